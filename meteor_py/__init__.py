@@ -1,0 +1,95 @@
+"""Real-time streaming for Python on Redis or Valkey: Kafka without the brokers.
+
+>>> import meteor_py as meteor
+>>> with meteor.connect("embedded://") as m:
+...     stream = m.stream("orders")
+...     with stream.publisher() as pub:
+...         pub.publish(b"hello", key=b"k").result()
+...     with stream.subscriber(initial_offset="earliest") as sub:
+...         sub.poll().values()
+0
+[b'hello']
+"""
+
+from meteor_py._version import __version__
+from meteor_py.ack import Ack, ManyAck
+from meteor_py.client import Client, connect
+from meteor_py.codec import Codec
+from meteor_py.config import Compression, StreamConfig
+from meteor_py.errors import (
+    AccessDenied,
+    ConnectionFailed,
+    CorruptFrameError,
+    DecodeError,
+    InvalidInitialOffset,
+    LogTruncated,
+    MeteorError,
+    NotReplicated,
+    OutcomeUnknown,
+    OutOfMemory,
+    PublisherClosed,
+    PublisherFull,
+    PublishError,
+    ReadError,
+    RecordsLost,
+    RecordTooLarge,
+    ServerNotFound,
+    ServerRefused,
+    ServerStartFailed,
+    StreamConfigMismatch,
+    StreamCorrupt,
+    StreamError,
+    StreamFull,
+    StreamNotFound,
+    UnsupportedFrameError,
+)
+from meteor_py.link import DataSafetyWarning
+from meteor_py.publisher import Publisher
+from meteor_py.record import ARROW_SCHEMA, Record, RecordBatch
+from meteor_py.stream import Description, Stream
+from meteor_py.subscriber import InitialOffset, Subscriber
+
+__all__ = [
+    "ARROW_SCHEMA",
+    "AccessDenied",
+    "Ack",
+    "Client",
+    "Codec",
+    "Compression",
+    "ConnectionFailed",
+    "CorruptFrameError",
+    "DataSafetyWarning",
+    "DecodeError",
+    "Description",
+    "InitialOffset",
+    "InvalidInitialOffset",
+    "LogTruncated",
+    "ManyAck",
+    "MeteorError",
+    "NotReplicated",
+    "OutOfMemory",
+    "OutcomeUnknown",
+    "PublishError",
+    "Publisher",
+    "PublisherClosed",
+    "PublisherFull",
+    "ReadError",
+    "Record",
+    "RecordBatch",
+    "RecordTooLarge",
+    "RecordsLost",
+    "ServerNotFound",
+    "ServerRefused",
+    "ServerStartFailed",
+    "Stream",
+    "StreamConfig",
+    "StreamConfigMismatch",
+    "StreamCorrupt",
+    "StreamError",
+    "StreamFull",
+    "StreamNotFound",
+    "Subscriber",
+    "UnsupportedFrameError",
+    "__version__",
+    "connect",
+]

@@ -1,0 +1,44 @@
+"""A look at the server when first used: what endangers data is a warning with the remedy."""
+
+from __future__ import annotations
+
+import warnings
+
+from meteor_py.errors import ServerRefused
+from meteor_py.link import DataSafetyWarning, Link, parse_info
+
+#: The oldest server that has what we use.
+_OLDEST = (7, 0)
+
+
+def warn_of_dangers(link: Link) -> None:
+    """Warn of a server that is too old, evicts keys, or keeps nothing on disk."""
+    if link.address.scheme in ("fake", "embedded"):
+        return  # set up by ourselves
+    try:
+        facts = parse_info(link.call("INFO"))
+    except ServerRefused:
+        return  # this user may not look; publishers warn of what that means
+    for danger in dangers(facts):
+        warnings.warn(f"The server at {link.address} {danger}", DataSafetyWarning, stacklevel=4)
+
+
+def dangers(facts: dict[str, str]) -> list[str]:
+    """What the facts of INFO say, as predicates with a remedy."""
+    found: list[str] = []
+    version = facts.get("redis_version", "")
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers and numbers < _OLDEST:
+        found.append(f"is version {version}; use Redis 7.0, Valkey 7.2 or newer.")
+    policy = facts.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        found.append(
+            f"evicts keys when it is full (maxmemory-policy {policy}), streams included; set "
+            "maxmemory-policy noeviction."
+        )
+    if facts.get("aof_enabled") == "0":
+        found.append(
+            "loses its last records when it crashes, because append-only persistence is off; "
+            "set appendonly yes."
+        )
+    return found

@@ -1,0 +1,267 @@
+"""The client: where everything begins."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from redis.connection import UnixDomainSocketConnection
+
+from meteor_py import keys
+from meteor_py.address import Address, parse
+from meteor_py.checks import warn_of_dangers
+from meteor_py.config import Compression, StreamConfig, check_seconds
+from meteor_py.errors import ConnectionFailed, MeteorError, StreamConfigMismatch, StreamNotFound
+from meteor_py.link import Argument, Link
+from meteor_py.scripts import ALL, CREATE_STREAM, Script
+from meteor_py.stream import Meta, Stream
+
+if TYPE_CHECKING:
+    import redis
+
+    from meteor_py.server import EmbeddedServer
+
+_T = TypeVar("_T")
+
+
+def connect(url: str | None = None, *, timeout: float = 5.0) -> Client:
+    """Return a client of the server at ``url``. Nothing is sent before it is used.
+
+    Args:
+        url: ``redis://[user:password@]host:port/db``, ``rediss://`` (TLS), ``unix:///socket``;
+            ``embedded://``: a private server that lives as long as the client;
+            ``embedded:///dir``: a server kept in ``dir``, shared by all processes that open it;
+            ``fake://``: no server at all, inside this process (for tests).
+            Without one: ``$METEOR_URL``, else a kept server of the user's own, so that two
+            terminals meet.
+        timeout: Seconds to wait for a connection and for each answer.
+
+    Raises:
+        ValueError: The address cannot be understood.
+
+    >>> with connect("embedded://") as m:
+    ...     stream = m.stream("orders")
+    ...     with stream.publisher() as pub:
+    ...         pub.publish(b"hello").result()
+    0
+    """
+    return Client(parse(url), check_seconds("timeout", timeout))
+
+
+class Client:
+    """A server, and the streams on it. Safe for several threads, and usable after a fork."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self._server: EmbeddedServer | None = None
+        self._resolved: Address | None = None
+        self._commands: Link | None = None
+        self._checked = False
+        self._closed = False
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    # -- streams -------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        name: str,
+        *,
+        capacity: int | None = None,
+        compression: Compression | None = None,
+        checksum: bool | None = None,
+        codec: str | None = None,
+        create: bool = True,
+    ) -> Stream:
+        """Open a stream; create it if it does not exist.
+
+        Settings that are not given are not compared with those of an existing stream.
+
+        Args:
+            name: 1 to 128 of A-Z a-z 0-9 . _ -
+            capacity: Records that the ring keeps at least (10,000).
+            compression: "none" (default), "lz4" or "zstd", for frames of several records.
+            checksum: Whether each frame carries a crc32.
+            codec: "bytes" (default), "text", "json" or "msgpack".
+            create: False raises ``StreamNotFound`` in place of creating.
+
+        Raises:
+            StreamConfigMismatch: It exists with other settings.
+            StreamNotFound: It does not exist, and ``create`` is False.
+        """
+        keys.check_name(name)
+        given = {
+            "capacity": capacity,
+            "compression": compression,
+            "checksum": checksum,
+            "codec": codec,
+        }
+        asked = {setting: value for setting, value in given.items() if value is not None}
+        config = replace(StreamConfig(), **asked)  # type: ignore[arg-type]  # checked inside
+        meta = self._create(name, config) if create else self._find(name)
+        for setting, value in asked.items():
+            if getattr(meta.config, setting) != value:
+                raise StreamConfigMismatch(
+                    f"Stream {name!r} exists with {setting}={getattr(meta.config, setting)!r}, "
+                    f"not {value!r}; leave the setting out, or change it with stream.configure().",
+                    stream=name,
+                )
+        return Stream(self, name, meta)
+
+    def streams(self) -> list[str]:
+        """The names of all streams, sorted."""
+        found = sorted(name.decode() for name in self.call("SMEMBERS", keys.STREAMS))
+        names: list[str] = []
+        for start in range(0, len(found), 1000):
+            part = found[start : start + 1000]
+            answers = self.pipeline([("EXISTS", keys.meta(name)) for name in part])
+            names += [name for name, exists in zip(part, answers, strict=True) if exists]
+        return names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.streams())
+
+    def _create(self, name: str, config: StreamConfig) -> Meta:
+        self.call("SADD", keys.STREAMS, name)
+        fields = [item for pair in config.to_fields().items() for item in pair]
+        incarnation = secrets.token_hex(8)
+
+        def create(link: Link) -> Any:
+            return link.run(CREATE_STREAM, [keys.meta(name)], [incarnation, link.history, *fields])
+
+        return Meta.parse(name, self.use(create)[1])
+
+    def _find(self, name: str) -> Meta:
+        fields = self.call("HGETALL", keys.meta(name))
+        if not fields:
+            raise StreamNotFound(
+                f"There is no stream {name!r} on {self.address}; publish to it, or create it "
+                "with client.stream(name).",
+                stream=name,
+            )
+        return Meta.parse(name, fields)
+
+    # -- the server ----------------------------------------------------------------------------
+
+    @property
+    def redis(self) -> redis.Redis:
+        """A plain redis-py client of the same server, for whatever we do not offer.
+
+        A new one at each call; close it when done. Its writes are not retried.
+        """
+        from redis import ConnectionPool, Redis
+
+        from meteor_py.link import connection_options
+
+        address = self.resolve()
+        pool = ConnectionPool(
+            connection_class=address.connection_class,
+            **address.options,
+            **connection_options(self.timeout_s),
+        )
+        return Redis.from_pool(pool)
+
+    def load_scripts(self) -> None:
+        """Load all scripts, for users that may run but not load them (docs/acl.md)."""
+        for script in ALL:
+            self.call("SCRIPT", "LOAD", script.source)
+
+    def close(self) -> None:
+        """Close the connection, and end the embedded server if it was ours alone."""
+        with self._lock:
+            self._closed = True
+            if self._commands is not None:
+                self._commands.close()
+            if self._server is not None:
+                self._server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Client of {self.address}{' (closed)' if self._closed else ''}>"
+
+    # -- for the other modules -----------------------------------------------------------------
+
+    def open_link(self, timeout_s: float | None = None) -> Link:
+        """A connection of its own for a publisher or subscriber, who closes it."""
+        return Link(self.resolve(), self.timeout_s if timeout_s is None else timeout_s)
+
+    def call(self, *command: Argument) -> Any:
+        """Send a command that may be repeated, and return its answer."""
+        return self.use(lambda link: link.call(*command))
+
+    def pipeline(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
+        """Send commands that may be repeated, and return their answers."""
+        return self.use(lambda link: link.pipeline(commands, self.timeout_s))
+
+    def run(self, script: Script, script_keys: Sequence[str], args: Sequence[Argument] = ()) -> Any:
+        """Run a script that may be repeated, and return its answer."""
+        return self.use(lambda link: link.run(script, script_keys, args))
+
+    def use(self, work: Callable[[Link], _T]) -> _T:
+        """Do something that may be repeated on the common connection.
+
+        A connection that was idle may have died unnoticed, so a failure on it is tried once more
+        on a new one.
+        """
+        with self._exclusive():
+            if self._commands is None:
+                self._commands = self.open_link()
+            link = self._commands
+            was_connected = link.connected
+            try:
+                if not self._checked:
+                    warn_of_dangers(link)
+                    self._checked = True
+                return work(link)
+            except ConnectionFailed:
+                if not was_connected:
+                    raise
+                return work(link)
+
+    def resolve(self) -> Address:
+        """The address to connect to; starts the embedded server if that is what it is."""
+        with self._exclusive():
+            if self._closed:
+                raise MeteorError(f"The client of {self.address} is closed; connect again.")
+            if self._resolved is None:
+                self._resolved = self._resolve()
+            return self._resolved
+
+    def _resolve(self) -> Address:
+        if self.address.scheme == "fake":
+            from meteor_py.fake import fake_address
+
+            return fake_address(self.address)
+        if self.address.scheme == "embedded":
+            from meteor_py.server import open_embedded
+
+            self._server = open_embedded(self.address.place)
+            options = {"path": self._server.socket_path}
+            return replace(
+                self.address, options=options, connection_class=UnixDomainSocketConnection
+            )
+        return self.address
+
+    def _exclusive(self) -> threading.RLock:  # type: ignore[valid-type]  # a function to typing
+        """The lock; a new one in a forked child, where its holder may not be."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._lock = threading.RLock()
+        return self._lock
+

@@ -1,0 +1,158 @@
+"""A cursor: reads the ring from a position on, and notices whatever is missing.
+
+A fetch asks for frames and then, in the same pipeline, for the stream's incarnation, epoch and
+end. The second is answered after the first, and a new epoch is begun before anything is written
+in it: so whatever was read belongs to the epoch that was seen, or an older one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meteor_py import keys
+from meteor_py.errors import LogTruncated, RecordsLost, StreamNotFound
+from meteor_py.frame import decode
+from meteor_py.history import Position, diverged_at
+from meteor_py.link import Link
+from meteor_py.record import Chunk
+
+#: What a fetch aims at, in bytes and in frames. Frames may turn from small to large between two
+#: fetches, so the second bounds the memory: 256 frames of 1 MiB at the very worst.
+FETCH_BYTES = 8 * 1024 * 1024
+FETCH_FRAMES_MAX = 256
+
+_ID_MAX = 2**64 - 1
+
+
+class Cursor:
+    """Where a reader stands. Owns its connection; for one thread at a time."""
+
+    def __init__(self, link: Link, stream: str, position: Position) -> None:
+        self._link = link
+        self._stream = stream
+        self._log = keys.log(stream)
+        self._meta = keys.meta(stream)
+        self._frames = 16  # to ask for; follows their size
+        self.position = position
+        #: The end of the stream when last seen.
+        self.next = position.offset
+
+    def fetch(self, block_s: float = 0.0, *, anywhere: bool = False) -> list[Chunk]:
+        """Return records from the position on, without a hole, and move past them.
+
+        Args:
+            block_s: Seconds to wait for a record if there is none.
+            anywhere: Take the first that is there, if the one at the position is gone.
+
+        Raises:
+            RecordsLost: The record at the position is not in the ring any more.
+            LogTruncated: The server lost what lies below the position.
+            StreamNotFound: The stream was deleted.
+            CorruptFrameError, UnsupportedFrameError, StreamCorrupt: As ``frame.decode``.
+            ConnectionFailed: No answer.
+        """
+        known_end = self.next
+        entries = self._ask(block_s)
+        if not entries:
+            if known_end > self.position.offset and not anywhere:
+                raise self.lost(known_end - 1)  # it was there, and so must be its successors
+            return []
+        chunks = decode(self._stream, entries)
+        wanted = self.position.offset
+        found = chunks[0].first
+        if found > wanted and not anywhere:
+            raise self.lost(found - 1)
+        if found < wanted:
+            chunks[0] = chunks[0].slice(wanted - found, len(chunks[0]))
+        whole = self._without_holes(chunks)
+        self.position = self.position._replace(offset=whole[-1].first + len(whole[-1]))
+        return whole
+
+    def move(self, offset: int) -> None:
+        """Stand before ``offset``, in the present epoch."""
+        self._check(self._link.call("HMGET", self._meta, *_SEEN), self.position._replace(offset=0))
+        if offset > self.next:
+            raise ValueError(
+                f"Offset {offset} is beyond the end of stream {self._stream!r}, which is "
+                f"{self.next}; seek there, or wait."
+            )
+        self.position = self.position._replace(offset=offset)
+
+    def lost(self, last: int) -> RecordsLost:
+        first = self.position.offset
+        return RecordsLost(
+            f"Records {first} to {last} of stream {self._stream!r} are gone: the ring has dropped "
+            "them before they were read. skip_gap() goes on behind them; a larger capacity gives "
+            "more time.",
+            stream=self._stream,
+            first=first,
+            last=last,
+        )
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _ask(self, block_s: float) -> list[Any]:
+        offset = self.position.offset
+        after = f"{offset - 1}-{_ID_MAX}" if offset else "0-0"
+        block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
+        read = ("XREAD", "COUNT", self._frames, *block, "STREAMS", self._log, after)
+        answer, seen = self._link.pipeline(
+            [read, ("HMGET", self._meta, *_SEEN)], block_s + self._link.timeout_s
+        )
+        self._check(seen, self.position)
+        if not answer:
+            return []
+        entries: list[Any] = answer[0][1]
+        self._adapt(entries)
+        return entries
+
+    def _adapt(self, entries: list[Any]) -> None:
+        """Ask for as many frames next time as make a good fetch, growing by steps."""
+        size = sum(len(fields[3]) for _, fields in entries if len(fields) > 3) + len(entries)
+        fitting = FETCH_BYTES * len(entries) // size
+        self._frames = max(1, min(fitting, self._frames * 4, FETCH_FRAMES_MAX))
+
+    def _check(self, seen: list[Any], position: Position) -> None:
+        """Compare with what the server says of the stream; raise if it knows less than we."""
+        if seen[0] is None:
+            raise StreamNotFound(
+                f"Stream {self._stream!r} does not exist any more.", stream=self._stream
+            )
+        incarnation, epoch, end = seen[0].decode(), int(seen[1]), int(seen[2])
+        if incarnation != position.incarnation:
+            raise self._truncated(0, position, "it was deleted and created anew")
+        if epoch != position.epoch:
+            epochs = self._link.call("HGET", self._meta, "epochs")
+            first = diverged_at(position, (epochs or b"0:0").decode())
+            if first is not None:
+                raise self._truncated(first, position, _FAILED_OVER)
+            self.position = self.position._replace(epoch=epoch)
+        if end < position.offset:
+            raise self._truncated(end, position, _FAILED_OVER)
+        self.next = end
+
+    def _truncated(self, first: int, position: Position, why: str) -> LogTruncated:
+        last = position.offset - 1
+        return LogTruncated(
+            f"The server has lost records {first} to {last} of stream {self._stream!r}, which "
+            f"this reader had passed: {why}. skip_gap() goes on with what is there now.",
+            stream=self._stream,
+            first=first,
+            last=last,
+        )
+
+    def _without_holes(self, chunks: list[Chunk]) -> list[Chunk]:
+        """The chunks up to the first hole; the next fetch begins at it and names it."""
+        end = chunks[0].first
+        for index, chunk in enumerate(chunks):
+            if chunk.first != end:
+                return chunks[:index]
+            end += len(chunk)
+        return chunks
+
+
+_SEEN = ("incarnation", "epoch", "next")
+_FAILED_OVER = (
+    "it failed over to a replica that lagged, or restarted without its last writes"
+)

@@ -1,0 +1,180 @@
+"""Everything meteor_py raises, besides ``ValueError`` and ``TypeError`` for wrong arguments.
+
+    MeteorError                     .retriable: the same call may succeed later
+    ├── ConnectionFailed            no server there, or it went away                    retriable
+    ├── ServerRefused               the server answered, and said no (rights, memory)
+    │   ├── AccessDenied            wrong password, or the ACL forbids it
+    │   └── OutOfMemory             maxmemory is reached                                retriable
+    ├── ServerNotFound              no server program to start an embedded one with
+    ├── ServerStartFailed           the embedded server did not come up
+    ├── StreamError                 .stream
+    │   ├── StreamNotFound          no stream of that name
+    │   ├── StreamConfigMismatch    it exists, with other settings
+    │   ├── StreamCorrupt           something in its log is not ours
+    │   └── StreamFull              publishing waits for the archiver                   retriable
+    ├── PublishError                .stream
+    │   ├── RecordTooLarge          over the limit; also a ValueError
+    │   ├── PublisherFull           max_pending_bytes are waiting already               retriable
+    │   ├── PublisherClosed         not sent: the publisher was closed
+    │   ├── OutcomeUnknown          may or may not be in the log
+    │   └── NotReplicated           in the log, but not on enough replicas in time
+    └── ReadError                   .stream
+        ├── RecordsLost             .first .last: gone from the ring and not in a store
+        ├── LogTruncated            .first .last: the server lost what it had acknowledged
+        ├── CorruptFrameError       .first .last: bytes that are not a frame
+        ├── UnsupportedFrameError   .first .last: written by a newer version
+        ├── DecodeError             .record: the codec could not read a value
+        └── InvalidInitialOffset    an ungrouped subscriber needs a place to start
+
+Each message is one full sentence and, where something can be done, a hint.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from meteor_py.record import Record
+
+
+class MeteorError(Exception):
+    """Root of all errors of this package."""
+
+    #: Whether the same call may succeed later without anything being changed.
+    retriable: ClassVar[bool] = False
+
+
+class ConnectionFailed(MeteorError):
+    """The server could not be reached, or went away before it answered."""
+
+    retriable = True
+
+
+class ServerRefused(MeteorError):
+    """The server answered with an error that repeating will not cure."""
+
+
+class AccessDenied(ServerRefused):
+    """The password is wrong, or the ACL of this user forbids the command or key."""
+
+
+class OutOfMemory(ServerRefused):
+    """The server has reached ``maxmemory`` and takes no new record."""
+
+    retriable = True
+
+
+class ServerNotFound(MeteorError):
+    """No server program was found to start an embedded server with."""
+
+
+class ServerStartFailed(MeteorError):
+    """The embedded server did not start; the message ends with what it logged."""
+
+
+class _OfStream(MeteorError):
+    """An error about one stream."""
+
+    def __init__(self, message: str, *, stream: str) -> None:
+        super().__init__(message)
+        self.stream = stream
+
+
+class StreamError(_OfStream):
+    """Something is wrong with the stream itself."""
+
+
+class StreamNotFound(StreamError):
+    """There is no stream of that name, or it was deleted."""
+
+
+class StreamConfigMismatch(StreamError):
+    """The stream exists with settings other than those asked for."""
+
+
+class StreamCorrupt(StreamError):
+    """The log holds an entry that no publisher of ours wrote."""
+
+
+class StreamFull(StreamError):
+    """The unarchived part has reached ``max_unarchived``; publishing waits for the archiver."""
+
+    retriable = True
+
+
+class PublishError(_OfStream):
+    """A record was not published as asked."""
+
+
+class RecordTooLarge(PublishError, ValueError):
+    """The record is over the limit; nothing was sent."""
+
+
+class PublisherFull(PublishError):
+    """``max_pending_bytes`` are waiting already; this record was not taken."""
+
+    retriable = True
+
+
+class PublisherClosed(PublishError):
+    """The publisher was closed before this record was sent."""
+
+
+class OutcomeUnknown(PublishError):
+    """The record was sent, and whether it arrived could not be learnt before the deadline.
+
+    Publishing it again may put it into the log twice.
+    """
+
+
+class NotReplicated(PublishError):
+    """The record is in the log, but fewer replicas than asked for confirmed it in time."""
+
+    def __init__(self, message: str, *, stream: str, offset: int) -> None:
+        super().__init__(message, stream=stream)
+        self.offset = offset
+
+
+class ReadError(_OfStream):
+    """Records could not be read as asked."""
+
+
+class _OfRange(ReadError):
+    """An error about the records ``first`` to ``last``, both included."""
+
+    def __init__(self, message: str, *, stream: str, first: int, last: int) -> None:
+        super().__init__(message, stream=stream)
+        self.first = first
+        self.last = last
+
+
+class RecordsLost(_OfRange):
+    """The ring has dropped these records, and no store holds them."""
+
+
+class LogTruncated(_OfRange):
+    """The server lost these records after it had acknowledged or delivered them.
+
+    A fail-over to a replica that lagged, a restart without full persistence, or a stream that
+    was deleted and created anew. Offsets from ``first`` on may now name other records.
+    """
+
+
+class CorruptFrameError(_OfRange):
+    """The bytes of this frame are not what a publisher wrote."""
+
+
+class UnsupportedFrameError(_OfRange):
+    """The frame has a format that this version does not know; a newer one wrote it."""
+
+
+class DecodeError(ReadError):
+    """The codec could not decode a value; ``record`` has the raw bytes."""
+
+    def __init__(self, message: str, *, stream: str, record: Record) -> None:
+        super().__init__(message, stream=stream)
+        self.record = record
+
+
+class InvalidInitialOffset(ReadError):
+    """``InitialOffset.NONE`` says nothing about where an ungrouped subscriber starts."""

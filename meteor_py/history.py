@@ -1,0 +1,38 @@
+"""Where somebody stands in a stream, and how to tell that the server has forgotten it.
+
+A server that fails over to a lagging replica, or restarts without its last second, gives out
+offsets a second time. So a position kept outside the server is not an offset alone, but
+(incarnation, epoch, offset): the incarnation changes when a stream is created anew, the epoch
+when the server's history does (a new ``master_replid``: each restart, each fail-over). The table
+``epochs`` in meta has the first offset of each epoch: whoever stands above the first offset of
+an epoch later than his own has seen records that are gone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Position(NamedTuple):
+    """The next offset to process, in one life and one epoch of a stream."""
+
+    incarnation: str
+    epoch: int
+    offset: int
+
+
+def diverged_at(position: Position, epochs: str) -> int | None:
+    """Return the first offset of what ``position`` knows and the server lost, or None.
+
+    >>> diverged_at(Position("i", 1, 200), "1:0,2:100")
+    100
+    >>> diverged_at(Position("i", 1, 100), "1:0,2:100") is None
+    True
+    """
+    later = [
+        int(first)
+        for number, _, first in (entry.partition(":") for entry in epochs.split(","))
+        if int(number) > position.epoch
+    ]
+    lowest = min(later, default=position.offset)
+    return max(lowest, 0) if lowest < position.offset else None

@@ -1,0 +1,70 @@
+"""Every key in Redis, and what it holds. This docstring is the data model.
+
+All keys of a stream share the hash tag ``{stream}``: one slot, so a script may touch several of
+them, and the whole runs on a cluster.
+
+=============================  ======  ==========================================================
+key                            type    what, who writes it, who deletes it
+=============================  ======  ==========================================================
+``meteor:{s}:log``             stream  The ring. One entry is one frame of n records, with the ID
+                                       ``<last offset>-<n>`` and the fields ``t`` (append time, ms),
+                                       one named after the frame's format, and with
+                                       ``checksum=True`` ``crc``. Written and trimmed by
+                                       ``publish``, trimmed by ``configure``.
+``meteor:{s}:meta``            hash    ``version`` of this layout; ``incarnation``, a random id of
+                                       this stream's life; ``next``, the offset of the next record;
+                                       ``appended``, the last append time in ms; ``epoch``,
+                                       ``history`` and ``epochs`` (see history.py); settings:
+                                       ``capacity``, ``compression``, ``checksum``, ``codec``.
+                                       ``archived`` and ``max_unarchived`` only with a store: all
+                                       below ``archived`` is in it. Written by ``create_stream``,
+                                       ``configure``, ``publish``, ``new_epoch``.
+``meteor:{s}:producer:<id>``   hash    One publisher: ``epoch``, ``last`` sequence, and in the
+                                       fields 0 to 7 the batches of the last eight sequences as
+                                       ``sequence:first offset:n:fingerprint``. Written by
+                                       ``publish``; expires after a day without one.
+``meteor:streams``             set     The names of all streams, in a slot of its own: written
+                                       before ``create_stream`` and after ``delete_stream``, so a
+                                       name without ``meta`` may be left over; listing drops it.
+=============================  ======  ==========================================================
+
+``delete_stream`` deletes every key of its stream, found by the pattern of :func:`everything`.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: The set of all stream names.
+STREAMS = "meteor:streams"
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+def check_name(name: str, what: str = "stream") -> str:
+    """Return ``name`` if it may be used in keys and paths, else raise ``ValueError``."""
+    if not isinstance(name, str):
+        raise TypeError(f"The name of a {what} must be a str, not {type(name).__name__}.")
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{name[:200]!r} cannot be the name of a {what}: use 1 to 128 of the characters "
+            "A-Z a-z 0-9 . _ - and do not start with a dot."
+        )
+    return name
+
+
+def log(stream: str) -> str:
+    return f"meteor:{{{stream}}}:log"
+
+
+def meta(stream: str) -> str:
+    return f"meteor:{{{stream}}}:meta"
+
+
+def producer(stream: str, producer_id: str) -> str:
+    return f"meteor:{{{stream}}}:producer:{producer_id}"
+
+
+def everything(stream: str) -> str:
+    """The pattern of all keys of a stream."""
+    return f"meteor:{{{stream}}}:*"

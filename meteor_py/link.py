@@ -1,0 +1,290 @@
+"""One connection to a server: commands out, answers in, errors translated once.
+
+The only module that talks to redis-py. It leans on it for addresses, TLS, authentication and
+parsing, and sets every option itself: the defaults of redis-py (a 5 s socket timeout, ten
+retries) would publish records twice and break blocking reads. Nothing is ever retried here.
+
+A link belongs to one thread at a time. It connects when first used, and again after an error or
+in a forked child.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import Connection
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry
+
+from meteor_py.address import Address, mask
+from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, OutOfMemory, ServerRefused
+from meteor_py.scripts import Script
+
+#: What an argument of a command may be. Buffers of Arrow are sent without a copy.
+Argument = Any
+
+#: Arguments above this many bytes are sent as they lie, not joined to the others.
+_JOIN_MAX = 16_384
+
+#: Replies that say "not now" or "not here" rather than "no". None of them ran the command.
+_NOT_NOW = (
+    redis.exceptions.AskError,
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.MovedError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.TryAgainError,
+)
+#: The same, where redis-py has no class for the first word.
+_NOT_NOW_WORDS = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
+
+
+class DataSafetyWarning(UserWarning):
+    """The server is set up in a way that can lose data; the message names the remedy."""
+
+
+class ScriptMissing(MeteorError):
+    """The server does not know a script; it did not run."""
+
+    retriable = True
+
+
+class Link:
+    """One connection. ``timeout_s`` bounds connecting, sending and each answer, in seconds."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self._connection: Connection | None = None
+        self._history: str | None = None
+        self._pid = os.getpid()
+
+    # -- commands and answers ----------------------------------------------------------------
+
+    def send(self, commands: Iterable[Sequence[Argument]]) -> None:
+        """Send commands; the answers come in the same order, one ``read`` each."""
+        chunks = encode(commands)
+        connection = self.connect()
+        try:
+            connection.send_packed_command(chunks, check_health=False)
+        except (redis.RedisError, OSError) as error:
+            self._fail(error)
+
+    def read(self, timeout_s: float | None = None) -> Any:
+        """Return the next answer; an error reply is raised."""
+        if self._connection is None:
+            raise ConnectionFailed(f"The connection to {self.address} was closed.")
+        try:
+            return self._connection.read_response(
+                disable_decoding=True,
+                timeout=self.timeout_s if timeout_s is None else timeout_s,
+            )
+        except (redis.RedisError, OSError) as error:
+            self._fail(error)
+
+    def call(self, *command: Argument, timeout_s: float | None = None) -> Any:
+        """Send one command and return its answer."""
+        self.send([command])
+        return self.read(timeout_s)
+
+    def pipeline(self, commands: Sequence[Sequence[Argument]], timeout_s: float) -> list[Any]:
+        """Send commands together and return their answers; the first error is raised."""
+        self.send(commands)
+        answers: list[Any] = []
+        failure: MeteorError | None = None
+        for _ in commands:
+            try:
+                answers.append(self.read(timeout_s))
+            except ConnectionFailed:
+                self.close()
+                raise
+            except MeteorError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return answers
+
+    def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument] = ()) -> Any:
+        """Run a script; one that the server does not know yet is sent whole."""
+        try:
+            return self.call(*self.script_call(script, keys, args))
+        except ScriptMissing:
+            return self.call(*self.script_call(script, keys, args, whole=True))
+
+    def script_call(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        args: Sequence[Argument],
+        *,
+        whole: bool = False,
+    ) -> tuple[Argument, ...]:
+        """The command that runs ``script``: by its hash, or with its ``whole`` text."""
+        fake = self.address.scheme == "fake"
+        read_only = script.read_only and not fake
+        verb = ("EVAL" if whole or fake else "EVALSHA") + ("_RO" if read_only else "")
+        body = (script.plain_source if fake else script.source) if whole or fake else script.sha
+        return (verb, body, len(keys), *keys, *args)
+
+    # -- the server's history ------------------------------------------------------------------
+
+    @property
+    def history(self) -> str:
+        """The server's ``master_replid`` when this connection was made; '' where it is hidden.
+
+        Raises:
+            ConnectionFailed: The server is a replica: it takes no writes, and its history is
+                not its own.
+        """
+        self.connect()
+        if self._history is None:
+            self.refresh_history()
+        return self._history or ""
+
+    def refresh_history(self) -> str:
+        """Ask again; a server can be promoted under an open connection."""
+        self._history = ""
+        if self.address.scheme == "fake":
+            return ""
+        try:
+            facts = parse_info(self.call("INFO", "replication"))
+        except ServerRefused:
+            facts = {}
+        if facts.get("role") == "slave":
+            self.close()
+            raise ConnectionFailed(
+                f"The server at {self.address} is a replica and takes no writes; "
+                "connect to its primary."
+            )
+        self._history = facts.get("master_replid", "")
+        if not self._history:
+            warnings.warn(
+                f"The server at {self.address} hides its replication id (INFO replication), so "
+                "records that it loses in a fail-over or restart will not be noticed; allow INFO "
+                "for this user.",
+                DataSafetyWarning,
+                stacklevel=2,
+            )
+        return self._history
+
+    # -- the connection ------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None and self._pid == os.getpid()
+
+    def connect(self) -> Connection:
+        """Return the connection, made anew if there is none or it belongs to our parent."""
+        if self._pid != os.getpid():
+            self._connection = None  # closed in the parent; here it is only forgotten
+            self._pid = os.getpid()
+        if self._connection is None:
+            connection = self.address.connection_class(
+                **self.address.options, **connection_options(self.timeout_s)
+            )
+            try:
+                connection.connect()
+            except (redis.RedisError, OSError) as error:
+                self._fail(error)
+            self._connection = connection
+            self._history = None
+        return self._connection
+
+    def close(self) -> None:
+        """Close the connection; the next use makes another. Safe to call twice."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.disconnect()
+
+    def interrupt(self) -> None:
+        """End a wait in another thread: its ``send`` or ``read`` raises ConnectionFailed."""
+        connection = self._connection
+        if connection is not None:
+            connection.disconnect()
+
+    def _fail(self, error: Exception) -> NoReturn:
+        translated = translate(error, self.address)
+        if isinstance(translated, ConnectionFailed):
+            self.close()
+        raise translated from error
+
+
+def connection_options(timeout_s: float) -> dict[str, Any]:
+    """Every option of a redis-py connection that matters, none left to its defaults."""
+    return {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "socket_read_size": 262_144,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_timeout": False,
+        "retry_on_error": [],
+        "health_check_interval": 0,
+        "protocol": 2,
+        "decode_responses": False,
+        "driver_info": None,
+        "maint_notifications_config": MaintNotificationsConfig(enabled=False),
+    }
+
+
+def encode(commands: Iterable[Sequence[Argument]]) -> list[bytes | memoryview]:
+    """Write commands in the protocol, large arguments as views of their own memory."""
+    chunks: list[bytes | memoryview] = []
+    small: list[bytes] = []
+    for command in commands:
+        small.append(b"*%d\r\n" % len(command))
+        for argument in command:
+            if isinstance(argument, str):
+                data: bytes | memoryview = argument.encode()
+            elif isinstance(argument, int):
+                data = b"%d" % argument
+            elif isinstance(argument, bytes):
+                data = argument
+            else:
+                data = memoryview(argument)
+            small.append(b"$%d\r\n" % len(data))
+            if len(data) > _JOIN_MAX:
+                chunks.append(b"".join(small))
+                chunks.append(data)
+                small = [b"\r\n"]
+            else:
+                small.append(bytes(data))
+                small.append(b"\r\n")
+    chunks.append(b"".join(small))
+    return chunks
+
+
+def parse_info(answer: bytes) -> dict[str, str]:
+    """Parse the answer of INFO."""
+    lines = (line.partition(":") for line in answer.decode().splitlines() if ":" in line)
+    return {name: value for name, _, value in lines}
+
+
+def translate(error: Exception, address: Address) -> MeteorError:
+    """The one place where errors of redis-py become ours."""
+    words = mask(str(error)).strip()
+    if isinstance(error, redis.exceptions.NoScriptError):
+        return ScriptMissing(words)
+    if isinstance(error, redis.exceptions.OutOfMemoryError) or words.startswith("OOM"):
+        return OutOfMemory(
+            f"The server at {address} has reached its maxmemory and takes no new record; raise "
+            "maxmemory, or lower the capacity of its streams."
+        )
+    if isinstance(error, (redis.AuthenticationError, redis.exceptions.NoPermissionError)):
+        return AccessDenied(
+            f"The server at {address} denied access: {words.rstrip('.')}. "
+            "Check user, password and ACL (docs/acl.md)."
+        )
+    if isinstance(error, redis.BusyLoadingError):
+        return ConnectionFailed(f"The server at {address} is still loading its data.")
+    if isinstance(error, (redis.ConnectionError, redis.TimeoutError, OSError)):
+        return ConnectionFailed(
+            f"The server at {address} cannot be reached: {words.rstrip('.')}. "
+            "Is it running, and is the address right?"
+        )
+    if isinstance(error, _NOT_NOW) or words.startswith(_NOT_NOW_WORDS):
+        return ConnectionFailed(f"The server at {address} cannot do this now: {words}")
+    return ServerRefused(f"The server at {address} refused: {words}")

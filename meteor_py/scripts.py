@@ -1,0 +1,41 @@
+"""The Lua scripts: constant package data, called by hash.
+
+Each lives in ``lua/<name>.lua`` with its purpose, keys, arguments, answers and the reason for
+being atomic at its head. A script answers with a list whose first item is a fixed code; an
+error reply therefore always comes from the server, before or instead of the script.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.resources import files
+
+
+class Script:
+    """One script: its text, and the hash that the server knows it by."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.source = files("meteor_py").joinpath("lua", f"{name}.lua").read_bytes()
+        self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
+        #: Runs by EVALSHA_RO too: on replicas, and for users who may only read.
+        self.read_only = self.source.startswith(b"#!lua flags=no-writes")
+        # fakeredis takes the '#!lua' line for Lua.
+        self.plain_source = (
+            self.source.split(b"\n", 1)[1] if self.source.startswith(b"#!") else self.source
+        )
+
+    def __repr__(self) -> str:
+        return f"Script({self.name!r})"
+
+
+CONFIGURE = Script("configure")
+CREATE_STREAM = Script("create_stream")
+DELETE_STREAM = Script("delete_stream")
+DESCRIBE = Script("describe")
+LOCATE = Script("locate")
+NEW_EPOCH = Script("new_epoch")
+PUBLISH = Script("publish")
+
+#: All of them, for a loader that may SCRIPT LOAD where the others may only EVALSHA.
+ALL = (CONFIGURE, CREATE_STREAM, DELETE_STREAM, DESCRIBE, LOCATE, NEW_EPOCH, PUBLISH)

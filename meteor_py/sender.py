@@ -1,0 +1,433 @@
+"""The sender: one thread that gets batches into the log, each exactly once and in order.
+
+Up to five batches are on their way at a time. Each carries (producer id, epoch, sequence), and
+the server remembers the last eight sequences of a producer with the offsets they got. So a batch
+whose answer was lost is sent again under the same number, and the answer says what happened:
+
+* An answer of the script proves what became of the batch. An error reply, or none at all, proves
+  nothing about an *earlier* sending of it: the batch is then ``in_doubt`` until the script says.
+* A batch cannot be in the log unless the one before it is. So once the oldest is refused, none
+  behind it is in doubt, and they may be numbered anew under the next epoch.
+* What is still in doubt at its deadline fails as ``OutcomeUnknown``, with all that was sent behind
+  it; the next epoch fences off whatever arrives late.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import threading
+import time
+import zlib
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from meteor_py import keys
+from meteor_py.ack import SENDER_PREFIX, Batch
+from meteor_py.config import Compression
+from meteor_py.errors import (
+    ConnectionFailed,
+    LogTruncated,
+    MeteorError,
+    NotReplicated,
+    OutcomeUnknown,
+    OutOfMemory,
+    PublishError,
+    ServerRefused,
+    StreamFull,
+    StreamNotFound,
+)
+from meteor_py.frame import encode, fingerprint
+from meteor_py.history import Position, diverged_at
+from meteor_py.link import Link, ScriptMissing
+from meteor_py.outbox import Outbox, closed_error
+from meteor_py.scripts import NEW_EPOCH, PUBLISH
+
+_log = logging.getLogger(__name__)
+
+#: Batches on their way at a time. The server remembers eight.
+WINDOW = 5
+#: How long a server remembers an idle producer.
+PRODUCER_TTL_MS = 24 * 3600 * 1000
+#: Seconds to wait for a connection, for room in its buffers, and for each answer.
+SOCKET_TIMEOUT_S = 5.0
+#: Seconds between two tries, doubled each time up to the second figure.
+_BACKOFF_S = (0.01, 0.5)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where batches go, and how."""
+
+    stream: str
+    incarnation: str
+    compression: Compression
+    checksum: bool
+    acks: int
+
+
+class Sender:
+    """The sending half of a publisher. Owned by it: started with it, joined by it."""
+
+    def __init__(self, link: Link, outbox: Outbox, route: Route) -> None:
+        self._link = link
+        self._outbox = outbox
+        self._route = route
+        self._id = secrets.token_hex(8)
+        self._keys = [
+            keys.log(route.stream),
+            keys.meta(route.stream),
+            keys.producer(route.stream, self._id),
+        ]
+        self._epoch = 0
+        self._sequence = 0
+        #: The batches on their way, oldest first.
+        self.window: deque[Batch] = deque()
+        self._sent = 0  # of the window, on this connection
+        self._answered = 0  # of those, waiting for replicas
+        self._send_whole = False  # the server does not know the script
+        self._acked: Position | None = None
+        self._failures = 0  # in a row
+        self._reason: MeteorError | None = None  # of the last one
+        self._abandoned = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"{SENDER_PREFIX}-{route.stream}", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def abandon(self) -> None:
+        """Stop trying: what is left fails. Ends a wait for the server at once."""
+        self._abandoned.set()
+        self._link.interrupt()
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._abandoned.is_set():
+                self._fill()
+                if self.window:
+                    self._exchange()
+                elif self._outbox.drained():
+                    break
+        except BaseException as error:
+            _log.exception("The sender of stream %r died.", self._route.stream)
+            self._outbox.close(self._bug(error))
+        finally:
+            self._give_up()
+            self._link.close()
+
+    def _fill(self) -> None:
+        """Take batches until the window is full; wait for one only if it is empty."""
+        while len(self.window) < WINDOW:
+            batch = self._outbox.take(busy=bool(self.window))
+            if batch is None:
+                return
+            try:
+                assert batch.columns is not None
+                batch.encoded = encode(batch.columns, self._route.compression)
+            except Exception as error:
+                self._outbox.settle(batch, self._bug(error))
+                continue
+            batch.sequence = self._sequence
+            self._sequence += 1
+            self.window.append(batch)
+
+    def _exchange(self) -> None:
+        """Send what was not sent, read one answer, and see to what went wrong."""
+        self._link.timeout_s = self._patience()
+        try:
+            self._send()
+            self._receive()
+        except ConnectionFailed as error:
+            self._doubt_sent()
+            self._start_over(error)
+            self._wait()
+        except ServerRefused as error:  # while looking after something else
+            self._refuse(error)
+        self._expire()
+
+    def _send(self) -> None:
+        history = self._link.history  # connects, if need be
+        for batch in list(self.window)[self._sent :]:
+            assert batch.encoded is not None
+            name, payload = batch.encoded
+            arguments = (
+                self._route.incarnation,
+                history,
+                self._epoch,
+                batch.sequence,
+                batch.count,
+                fingerprint(payload),
+                PRODUCER_TTL_MS,
+                name,
+                payload,
+                zlib.crc32(payload) if self._route.checksum else "",
+            )
+            command = self._link.script_call(
+                PUBLISH, self._keys, arguments, whole=self._send_whole
+            )
+            self._sent += 1  # before it is: a cut in the middle leaves a doubt
+            self._link.send([command])
+            self._send_whole = False
+
+    def _receive(self) -> None:
+        batch = self.window[self._answered]
+        try:
+            answer = self._link.read()
+        except ConnectionFailed:
+            raise
+        except ScriptMissing:
+            self._drain()
+            self._start_over(None)
+            self._send_whole = True
+        except OutOfMemory as error:
+            self._drain()
+            self._not_now(error)
+        except ServerRefused as error:
+            self._drain()
+            self._refuse(error)
+        else:
+            if answer[0] == b"OK":
+                self._succeed(batch, answer[1], answer[2])
+            else:
+                self._drain()
+                self._decline(answer)
+
+    def _succeed(self, batch: Batch, first: int, epoch: int) -> None:
+        batch.first = first
+        batch.in_doubt = False
+        self._failures = 0
+        self._acked = Position(self._route.incarnation, epoch, first + batch.count)
+        self._answered += 1
+        if not self._route.acks:
+            self._settle_answered(None)
+        elif self._answered == self._sent:
+            self._settle_answered(self._wait_for_replicas())
+
+    def _wait_for_replicas(self) -> int:
+        """Return how many replicas have all that was answered."""
+        left_ms = max(int((self.window[0].deadline - time.monotonic()) * 1000), 1)
+        timeout_s = left_ms / 1000 + self._link.timeout_s
+        return int(self._link.call("WAIT", self._route.acks, left_ms, timeout_s=timeout_s))
+
+    def _settle_answered(self, replicas: int | None) -> None:
+        for _ in range(self._answered):
+            batch = self.window.popleft()
+            missing = replicas is not None and replicas < self._route.acks
+            self._outbox.settle(batch, self._not_replicated(batch, replicas) if missing else None)
+        self._sent -= self._answered
+        self._answered = 0
+
+    # -- what can go wrong ---------------------------------------------------------------------
+
+    def _decline(self, answer: list[Any]) -> None:
+        """The script did not take the oldest batch, and said why."""
+        code = answer[0].decode()
+        oldest = self.window[0]
+        if code == "HISTORY":
+            self._start_over(None)
+            self._begin_epoch(answer[1].decode())
+        elif code == "FULL":
+            self._not_now(self._full_error(answer[1]))
+        elif code == "OUTOFSEQ" and answer[1] < oldest.sequence and self._acked:
+            self._lose(self._acked, int(self._link.call("HGET", self._keys[1], "next") or 0))
+        elif code == "NOPRODUCER":
+            self._renumber()  # forgotten while idle, or evicted
+        elif code in ("NOSTREAM", "INCARNATION"):
+            self._fail_all(self._gone_error(code))
+        elif code == "EXHAUSTED":
+            self._refuse(ServerRefused(f"Stream {self._route.stream!r} has used up its offsets."))
+        else:  # OUTOFSEQ above us, STALEPRODUCER: somebody else sends under our id
+            _log.error("Producer %s of %r: %s", self._id, self._route.stream, answer)
+            self._id = secrets.token_hex(8)
+            self._keys[2] = keys.producer(self._route.stream, self._id)
+            self._renumber()
+
+    def _not_now(self, error: MeteorError) -> None:
+        """The oldest batch was refused, but may be taken later; none behind it was taken."""
+        self._clear_doubts()
+        self._start_over(error)
+        self._wait()
+
+    def _refuse(self, error: MeteorError) -> None:
+        """The oldest batch will never be taken."""
+        self._fail(self.window.popleft(), error)
+        self._renumber()
+
+    def _begin_epoch(self, found: str) -> None:
+        """The server has another history than the stream was last written in."""
+        seen = self._link.refresh_history()
+        stream_keys = [self._keys[1]]
+        if seen != found:
+            answer = self._link.run(NEW_EPOCH, stream_keys, [self._route.incarnation, found, seen])
+            if answer[0] != b"OK":
+                return  # changed again, or gone: the next sending will tell
+        epochs = self._link.call("HGET", self._keys[1], "epochs")
+        if self._acked is not None and epochs is not None:
+            first = diverged_at(self._acked, epochs.decode())
+            if first is not None:
+                self._lose(self._acked, first)
+
+    def _lose(self, acked: Position, first: int) -> None:
+        """Acknowledged records are gone. Nothing sent after them can be there either."""
+        last = acked.offset - 1
+        lost_from = min(first, last)
+        error = LogTruncated(
+            f"The server has lost the acknowledged records {lost_from} to {last} of stream "
+            f"{self._route.stream!r}: it failed over to a replica that lagged, or restarted "
+            "without its last writes. Publish them again if you still have them.",
+            stream=self._route.stream,
+            first=lost_from,
+            last=last,
+        )
+        self._acked = None
+        self._outbox.report_loss(error)
+        self._fail_all(error)
+
+    def _fail_all(self, error: MeteorError) -> None:
+        self._clear_doubts()
+        for batch in [*self.window, *self._outbox.take_all()]:
+            self._outbox.settle(batch, error)
+        self.window.clear()
+        self._renumber()
+
+    def _renumber(self) -> None:
+        """Begin the next producer epoch with what is left; what is in doubt cannot be."""
+        while self.window and self.window[0].in_doubt:
+            self._fail(self.window.popleft(), None)
+        self._epoch += 1
+        for number, batch in enumerate(self.window):
+            batch.sequence = number
+        self._sequence = len(self.window)
+        self._start_over(None)
+
+    def _expire(self) -> None:
+        """Fail the batches whose time is over."""
+        while self.window and time.monotonic() > self.window[0].deadline:
+            if self._sent:  # answers may be under way: let none of them be taken for another's
+                self._link.close()
+                self._doubt_sent()
+            self._refuse(self._reason or self._timeout_error())
+
+    def _give_up(self) -> None:
+        """The end: nothing is left without an outcome."""
+        self._doubt_sent()
+        for batch in [*self.window, *self._outbox.take_all()]:
+            self._fail(batch, closed_error(self._route.stream))
+        self.window.clear()
+
+    def _fail(self, batch: Batch, error: MeteorError | None) -> None:
+        """Settle a batch with ``error``, unless it is, or may be, in the log."""
+        if batch.first >= 0:
+            error = self._not_replicated(batch, None)
+        elif batch.in_doubt or error is None:
+            error = self._unknown_error()
+        self._outbox.settle(batch, error)
+
+    # -- small parts ---------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        """Read the answers of the batches behind a refused one: none of them was taken.
+
+        Those before it are settled, so that the refused one is the oldest.
+        """
+        for _ in range(self._sent - self._answered - 1):
+            try:
+                self._link.read()
+            except ConnectionFailed:
+                raise
+            except MeteorError:
+                pass  # each is sent again, and answered then
+        if self._answered:
+            self._settle_answered(self._wait_for_replicas())
+
+    def _start_over(self, reason: MeteorError | None) -> None:
+        """Send the whole window again."""
+        self._sent = self._answered = 0
+        if reason is not None:
+            self._failures += 1
+            self._reason = reason
+
+    def _doubt_sent(self) -> None:
+        for batch in list(self.window)[: self._sent]:
+            batch.in_doubt = True
+
+    def _clear_doubts(self) -> None:
+        for batch in self.window:
+            batch.in_doubt = False
+
+    def _wait(self) -> None:
+        low, high = _BACKOFF_S
+        pause = min(low * 2 ** min(self._failures, 10), high) * random.uniform(0.5, 1)
+        left = self.window[0].deadline - time.monotonic() if self.window else 0
+        self._abandoned.wait(max(min(pause, left), 0))
+
+    def _patience(self) -> float:
+        """Seconds to wait for the server: not much beyond the oldest batch's deadline."""
+        left = self.window[0].deadline - time.monotonic()
+        return min(max(left, 0.05), SOCKET_TIMEOUT_S)
+
+    # -- errors --------------------------------------------------------------------------------
+
+    def _full_error(self, archived: int) -> StreamFull:
+        return StreamFull(
+            f"Stream {self._route.stream!r} holds as many unarchived records as it may; only "
+            f"those below {archived} are in the store. Is an archiver running?",
+            stream=self._route.stream,
+        )
+
+    def _gone_error(self, code: str) -> MeteorError:
+        stream = self._route.stream
+        if code == "NOSTREAM":
+            return StreamNotFound(
+                f"Stream {stream!r} does not exist any more; open it again to create it.",
+                stream=stream,
+            )
+        last = self._acked.offset - 1 if self._acked else -1
+        return LogTruncated(
+            f"Stream {stream!r} was deleted and created anew since this publisher was opened; "
+            "open the stream again.",
+            stream=stream,
+            first=0,
+            last=last,
+        )
+
+    def _unknown_error(self) -> OutcomeUnknown:
+        because = f" ({self._reason})" if self._reason else ""
+        return OutcomeUnknown(
+            f"The record was sent to stream {self._route.stream!r}, but whether it arrived could "
+            f"not be learnt{because}; publishing it again may double it.",
+            stream=self._route.stream,
+        )
+
+    def _timeout_error(self) -> ConnectionFailed:
+        return ConnectionFailed(
+            f"The record could not be sent to stream {self._route.stream!r} in time; the server "
+            f"at {self._link.address} is too slow, or delivery_timeout too short."
+        )
+
+    def _not_replicated(self, batch: Batch, replicas: int | None) -> NotReplicated:
+        seen = "an unknown number" if replicas is None else str(replicas)
+        return NotReplicated(
+            f"Record {batch.first} of stream {self._route.stream!r} is in the log, but {seen} of "
+            f"{self._route.acks} replicas confirmed it in time; check the replicas.",
+            stream=self._route.stream,
+            offset=batch.first,
+        )
+
+    def _bug(self, error: BaseException) -> PublishError:
+        failure = PublishError(
+            f"The publisher of stream {self._route.stream!r} failed unexpectedly: {error!r}.",
+            stream=self._route.stream,
+        )
+        failure.__cause__ = error
+        return failure

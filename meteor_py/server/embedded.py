@@ -1,0 +1,251 @@
+"""Opening an embedded server, and letting go of it."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+from urllib.parse import quote
+
+from meteor_py.errors import ServerStartFailed
+from meteor_py.server import watcher
+from meteor_py.server.home import (
+    kept_directory,
+    last_lines,
+    open_log,
+    private_directory,
+    write_config,
+)
+from meteor_py.server.lock import Lock
+from meteor_py.server.program import find_server
+from meteor_py.server.wire import Address, answers, find_address, shut_down
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.002
+TCP_TRIES = 3
+
+
+class EmbeddedServer:
+    """One user's hold on an embedded server; ``open_embedded`` makes it.
+
+    The server runs at least until ``close()`` or the end of this process, whichever is first. A
+    forked child may use the server as long as its parent holds it, and has no hold of its own.
+    """
+
+    def __init__(
+        self, users: Lock, directory: Path, address: Address, *, keep: bool, tcp: bool
+    ) -> None:
+        self.directory = directory
+        self.socket_path = address.socket_path
+        self.password = address.password
+        #: The server's process id when it was opened.
+        self.pid = address.pid
+        self._tcp_port = address.port if tcp else 0
+        # Runs when the object is collected or the interpreter exits, if close() never came.
+        self._release = weakref.finalize(self, _release, users, directory, keep)
+
+    @property
+    def url(self) -> str:
+        """The address for clients: the unix socket, or TCP if that was asked for."""
+        return self._url(self.password)
+
+    def close(self) -> None:
+        """Let go of the server; the last user ends it and waits for that. Twice is fine."""
+        self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        url = self._url(self.password and "***")
+        return f"<EmbeddedServer {url} directory={str(self.directory)!r} pid={self.pid}>"
+
+    def _url(self, password: str | None) -> str:
+        login = f":{password}@" if password else ""
+        if self._tcp_port:
+            return f"redis://{login}127.0.0.1:{self._tcp_port}/0"
+        return f"unix://{login}{quote(os.fsencode(self.socket_path))}"
+
+
+def open_embedded(
+    directory: str | Path | None = None, *, tcp: bool = False, timeout_s: float = 10.0
+) -> EmbeddedServer:
+    """Start an embedded server, or join the one that runs in the directory.
+
+    Args:
+        directory: Where the data is kept; all who open it share one server. None: a private
+            server in a temporary directory, without persistence, deleted at the end.
+        tcp: Listen on a free port of 127.0.0.1 too, with a random password. The one who starts
+            the server decides.
+        timeout_s: Seconds in which the server has to answer. Loading much data takes time.
+
+    Raises:
+        ServerNotFound: There is no server program.
+        ServerStartFailed: It did not come up; the message ends with its log.
+    """
+    deadline = time.monotonic() + timeout_s
+    keep = directory is not None
+    try:
+        home = private_directory() if directory is None else kept_directory(Path(directory))
+        users = _hold(home, deadline)
+        try:
+            address = _reach(home, keep, tcp, deadline)
+            return EmbeddedServer(users, home, address, keep=keep, tcp=tcp)
+        except BaseException:
+            _release(users, home, keep)
+            raise
+    except OSError as exc:
+        raise ServerStartFailed(f"The embedded server cannot be started: {exc}.") from exc
+
+
+def _hold(home: Path, deadline: float) -> Lock:
+    """Become a user: from here on nobody ends the server."""
+    users = Lock(home / watcher.USERS_LOCK)
+    try:
+        # Refused only while somebody is ending the former server.
+        if _poll(lambda: users.take(fcntl.LOCK_SH), deadline):
+            return users
+        raise ServerStartFailed(
+            f"The former embedded server in {home} has not ended in time. Try again later."
+        )
+    except BaseException:
+        users.close()
+        raise
+
+
+def _release(users: Lock, home: Path, keep: bool) -> None:
+    """Stop being a user; the last one ends the server and returns when all of it is gone."""
+    if users.fd < 0:  # a forked child: the hold is its parent's
+        return
+    deadline = time.monotonic() + 2 * watcher.STOP_S
+    try:
+        if users.take(fcntl.LOCK_EX):  # the last one, and nobody comes in before we let go
+            _end(users, home, deadline)
+        elif not users.take(fcntl.LOCK_SH):  # another one was the last, and is ending it
+            _poll(lambda: users.take(fcntl.LOCK_SH), deadline)
+    except OSError as exc:
+        # The directory was deleted: the watcher, which has its files open, ends the server.
+        logger.debug("The embedded server in %s is left to its watcher: %s", home, exc)
+    finally:
+        users.close()
+    if not keep:
+        # The watcher has done it, unless it was killed.
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _end(users: Lock, home: Path, deadline: float) -> None:
+    """Shut the server down and wait until its processes are gone."""
+    # Opened before the files may vanish with a private directory.
+    with Lock(home / watcher.WATCHER_LOCK) as lock, Lock(home / watcher.SERVER_LOCK) as server:
+        if not shut_down(home):
+            # Dead already, still starting, or stuck: the watcher has the means for all of these.
+            users.close()
+        gone = _poll(
+            lambda: lock.take(fcntl.LOCK_EX) and server.take(fcntl.LOCK_EX),
+            deadline,
+        )
+    if not gone:
+        logger.warning("The embedded server in %s has not ended yet.", home)
+
+
+def _reach(home: Path, keep: bool, tcp: bool, deadline: float) -> Address:
+    """Wait until a server answers; start one when there is none."""
+    log: IO[bytes] | None = None  # of the server that we started, from its first line on
+    starts = 0
+    try:
+        while True:
+            # Opened anew each time: after a start the open file, and so the lock, is the watcher's.
+            with Lock(home / watcher.WATCHER_LOCK) as lock:
+                if lock.take(fcntl.LOCK_EX):  # no watcher, and nobody else can start one now
+                    if log and starts:
+                        _raise_unless_port_was_taken(home, tcp and starts < TCP_TRIES, log)
+                    log = log or open_log(home)
+                    starts += _start(home, lock, log, keep, tcp)
+                else:
+                    address = find_address(home)
+                    # Looked up twice, lest it was the address of the one before.
+                    if address and answers(address) and find_address(home) == address:
+                        break
+            if time.monotonic() > deadline:
+                raise _start_failed(home, "did not answer in time", last_lines(log or home))
+            time.sleep(POLL_S)
+    finally:
+        if log:
+            log.close()
+    if tcp and not address.port:
+        raise ServerStartFailed(
+            f"The embedded server in {home} runs already, without TCP. "
+            "Close all its users, or open it without tcp=True."
+        )
+    return address
+
+
+def _start(home: Path, lock: Lock, log: IO[bytes], keep: bool, tcp: bool) -> bool:
+    """Start a watcher, which gets ``watcher.lock``; False if there is a server without one."""
+    with Lock(home / watcher.SERVER_LOCK) as server:
+        if not server.take(fcntl.LOCK_EX):
+            # Its watcher was killed. On Linux the kernel has told it to end, elsewhere we do.
+            shut_down(home)
+            return False
+        if not sys.executable:
+            raise ServerStartFailed(
+                "An embedded server needs a Python program to watch it, and sys.executable is "
+                "empty. Start a server by other means, and connect to its address."
+            )
+        program = find_server()
+        socket_path = write_config(home, keep, tcp)
+        # Isolated (-I) and without site-packages (-S): quick, and nothing of the user's is run.
+        command = [sys.executable, "-I", "-S", watcher.__file__, str(program), socket_path]
+        command += ["keep" if keep else "remove", str(lock.fd), str(server.fd)]
+        # In a session of its own, so that Ctrl-C in the terminal does not reach it. What we wait
+        # for is only the moment until it has detached itself; if it fails, the log says why.
+        subprocess.run(
+            command,
+            cwd=home,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(lock.fd, server.fd),
+            start_new_session=True,
+            check=False,
+        )
+        return True
+
+
+def _raise_unless_port_was_taken(home: Path, may_try_again: bool, log: IO[bytes]) -> None:
+    """The server that we started has ended; only that of a free port is worth another try."""
+    said = last_lines(log)
+    if not (may_try_again and "in use" in said):
+        raise _start_failed(home, "did not start", said)
+
+
+def _start_failed(home: Path, what: str, said: str) -> ServerStartFailed:
+    log = f"Its log ends with:\n{said}" if said else "Its log is empty."
+    return ServerStartFailed(f"The embedded server in {home} {what}. {log}")
+
+
+def _poll(condition: Callable[[], bool], deadline: float) -> bool:
+    """Wait until the condition holds, or the deadline (``time.monotonic``) has passed."""
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

@@ -1,0 +1,65 @@
+"""Lock files that live and die with the process that holds them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+from typing import Self
+
+# Held while a lock file is opened or closed, and during a fork: no child sees one half-way.
+# Reentrant, for a finalizer may run at any line.
+_fork_guard = threading.RLock()
+_open_locks: set[Lock] = set()
+
+
+class Lock:
+    """An open lock file.
+
+    A lock belongs to the open file, which a forked child shares: it would keep the lock alive
+    after its parent's death. So children lose their copy, which does not unlock the parent's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with _fork_guard:
+            self.fd = os.open(path, flags, 0o600)
+            _open_locks.add(self)
+
+    def take(self, how: int) -> bool:
+        """Take the lock, or change it to ``LOCK_SH`` or ``LOCK_EX``, unless others forbid it.
+
+        A refused change has lost the lock that was held before.
+        """
+        try:
+            fcntl.flock(self.fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        with _fork_guard:
+            if self in _open_locks:
+                _open_locks.remove(self)
+                os.close(self.fd)
+                self.fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _after_fork_in_child() -> None:
+    for lock in tuple(_open_locks):
+        lock.close()
+    _fork_guard.release()
+
+
+os.register_at_fork(
+    before=_fork_guard.acquire,
+    after_in_parent=_fork_guard.release,
+    after_in_child=_after_fork_in_child,
+)

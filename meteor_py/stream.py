@@ -1,0 +1,298 @@
+"""A stream: the handle from which publishers and readers are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from meteor_py import keys
+from meteor_py.codec import Codec, find_codec
+from meteor_py.config import OFFSET_MAX, Compression, PublisherConfig, StreamConfig, check_int
+from meteor_py.cursor import Cursor
+from meteor_py.errors import LogTruncated, MeteorError, ServerRefused, StreamCorrupt, StreamNotFound
+from meteor_py.frame import entry_span
+from meteor_py.history import Position
+from meteor_py.publisher import Publisher
+from meteor_py.record import RecordBatch
+from meteor_py.scripts import CONFIGURE, DELETE_STREAM, DESCRIBE, LOCATE, Script
+from meteor_py.subscriber import InitialOffset, OnGap, Subscriber
+from meteor_py.times import to_ms
+
+if TYPE_CHECKING:
+    from meteor_py.client import Client
+
+#: The layout of keys and frames that this version writes.
+LAYOUT_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Meta:
+    """The hash ``meta`` of a stream, as it was at one moment."""
+
+    config: StreamConfig
+    incarnation: str
+    epoch: int
+    next: int
+    appended: int
+    archived: int | None
+
+    @classmethod
+    def parse(cls, name: str, flat: list[bytes]) -> Meta:
+        """From the answer of HGETALL.
+
+        Raises:
+            StreamCorrupt: It is not the meta of a stream, or of a newer version.
+        """
+        fields = {k.decode(): v.decode() for k, v in zip(flat[::2], flat[1::2], strict=True)}
+        version = fields.get("version")
+        if version != LAYOUT_VERSION:
+            raise StreamCorrupt(
+                f"Stream {name!r} has layout version {version!r}, and this is version "
+                f"{LAYOUT_VERSION}; upgrade meteor-py.",
+                stream=name,
+            )
+        try:
+            return cls(
+                config=StreamConfig.from_fields(fields),
+                incarnation=fields["incarnation"],
+                epoch=int(fields["epoch"]),
+                next=int(fields["next"]),
+                appended=int(fields["appended"]),
+                archived=int(fields["archived"]) if "archived" in fields else None,
+            )
+        except (KeyError, ValueError) as error:
+            raise StreamCorrupt(
+                f"The key {keys.meta(name)!r} is not the meta of a stream: {error}.", stream=name
+            ) from None
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a stream is like at one moment."""
+
+    name: str
+    #: Offset of the first record that can be read; ``next`` if there is none.
+    first: int
+    #: Offset that the next record will get.
+    next: int
+    #: Records in the ring.
+    length: int
+    #: Frames in the ring.
+    frames: int
+    #: Memory of the ring in bytes, estimated by the server; None if it will not say.
+    bytes: int | None
+    #: Time of the last append in ms since 1970, 0 if there was none.
+    appended: int
+    #: All records below are in the store; None without a store.
+    archived: int | None
+    config: StreamConfig
+    incarnation: str
+    epoch: int
+
+
+class Stream:
+    """One stream of records with dense offsets 0, 1, 2... Get it with ``client.stream(name)``."""
+
+    def __init__(self, client: Client, name: str, meta: Meta) -> None:
+        self.client = client
+        self.name = name
+        self.incarnation = meta.incarnation
+        self.config = meta.config
+        self._keys = [keys.log(name), keys.meta(name)]
+
+    def publisher(
+        self,
+        *,
+        linger: float = 0.0,
+        compression: Compression | None = None,
+        acks: int = 0,
+        delivery_timeout: float = 30.0,
+        max_pending_bytes: int = 64 * 1024 * 1024,
+    ) -> Publisher:
+        """Open a publisher; close it, or use ``with``.
+
+        Args:
+            linger: Seconds that the first record of a frame waits for company.
+            compression: "none", "lz4" or "zstd"; None = as the stream says.
+            acks: Replicas that must have a record before it is acknowledged.
+            delivery_timeout: Seconds until a record that could not be delivered fails.
+            max_pending_bytes: Bound on what waits to be acknowledged.
+        """
+        config = PublisherConfig(
+            linger=linger,
+            compression=compression,
+            acks=acks,
+            delivery_timeout=delivery_timeout,
+            max_pending_bytes=max_pending_bytes,
+        )
+        if acks and self.client.address.scheme == "fake":
+            raise ValueError("fake:// has no replicas; publish there with acks=0.")
+        return Publisher(self, config, find_codec(self.config.codec))
+
+    def subscriber(
+        self,
+        *,
+        initial_offset: InitialOffset | str = InitialOffset.AUTO,
+        on_gap: OnGap = "raise",
+        on_gap_skipped: Callable[[int, int], object] | None = None,
+        codec: str | Codec | None = None,
+    ) -> Subscriber:
+        """Open a subscriber that reads on its own, from anywhere, and leaves no trace.
+
+        Args:
+            initial_offset: Where it starts: EARLIEST, LATEST, or AUTO, which is LATEST: after the
+                last record that exists when this returns.
+            on_gap: "raise" ``RecordsLost`` when the ring has dropped the next record, or "skip".
+            on_gap_skipped: Called with the first and last offset of each gap skipped.
+            codec: How to decode values; None = as the stream says.
+
+        Raises:
+            InvalidInitialOffset: NONE, which is for groups.
+        """
+        return Subscriber(
+            self,
+            initial_offset=InitialOffset(initial_offset),
+            on_gap=on_gap,
+            on_gap_skipped=on_gap_skipped,
+            codec=find_codec(self.config.codec if codec is None else codec),
+        )
+
+    def read(
+        self, start: int | str | datetime = "earliest", stop: int | None = None
+    ) -> Iterator[RecordBatch]:
+        """Iterate over the batches from ``start`` to before ``stop``, and end there.
+
+        Args:
+            start: An offset, "earliest", or an aware datetime.
+            stop: An offset, exclusive; None, or one beyond the end, means the end as it is now.
+
+        Raises:
+            RecordsLost: The ring has dropped some of them.
+        """
+        if stop is not None:
+            check_int("stop", stop, 0, OFFSET_MAX)
+        with self.subscriber() as sub:  # stands at the end
+            end = sub.position if stop is None else min(stop, sub.position)
+            if start != "latest":
+                sub.seek(start)
+            while sub.position < end:
+                batch = sub.poll(max_records=min(end - sub.position, 10_000))
+                if batch:
+                    yield batch
+
+    def offset_at(self, time: datetime) -> int:
+        """Return the first offset that was appended at ``time`` or later; the end if none was.
+
+        Raises:
+            ValueError: A datetime without a timezone.
+        """
+        answer = self._run(LOCATE, [to_ms(time)])
+        if answer[0] == b"FOREIGN":
+            raise StreamCorrupt(
+                f"Entry {answer[1].decode()!r} in the log of stream {self.name!r} is not a frame "
+                "of ours; delete it (XDEL), and let only publishers write the log (docs/acl.md).",
+                stream=self.name,
+            )
+        return int(answer[1])
+
+    def describe(self) -> Description:
+        """Look at the stream: bounds, size, settings."""
+        flat, frames, first_id = self.client.run(DESCRIBE, self._keys)
+        if not flat:
+            raise self._gone(b"NOSTREAM")
+        meta = Meta.parse(self.name, flat)
+        first = entry_span(self.name, first_id)[0] if first_id else meta.next
+        try:
+            size = self.client.call("MEMORY", "USAGE", self._keys[0], "SAMPLES", 5)
+        except ServerRefused:
+            size = None
+        return Description(
+            name=self.name,
+            first=first,
+            next=meta.next,
+            length=meta.next - first,
+            frames=frames,
+            bytes=size,
+            appended=meta.appended,
+            archived=meta.archived,
+            config=meta.config,
+            incarnation=meta.incarnation,
+            epoch=meta.epoch,
+        )
+
+    def configure(
+        self,
+        *,
+        capacity: int | None = None,
+        compression: Compression | None = None,
+        checksum: bool | None = None,
+    ) -> None:
+        """Change settings. Publishers that are open keep theirs for compression and checksum.
+
+        A smaller capacity trims the ring in small steps, so that nobody has to wait.
+        """
+        given = {"capacity": capacity, "compression": compression, "checksum": checksum}
+        asked = {setting: value for setting, value in given.items() if value is not None}
+        config = replace(self.config, **asked)  # type: ignore[arg-type]  # checked inside
+        fields = config.to_fields()
+        others = [item for s in asked if s != "capacity" for item in (s, fields[s])]
+        new_capacity = fields["capacity"] if capacity is not None else ""
+        while self._run(CONFIGURE, [self.incarnation, new_capacity, *others])[0] == b"MORE":
+            pass  # ends: each step trims at least one entry of a finite ring
+        self.config = config
+
+    def delete(self) -> None:
+        """Delete the stream with all its records. Publishers and subscribers will be told."""
+        found: set[str] = set(self._keys)
+        cursor = b"0"
+        while True:
+            cursor, part = self.client.call(
+                "SCAN", cursor, "MATCH", keys.everything(self.name), "COUNT", 1000
+            )
+            found.update(key.decode() for key in part)
+            if cursor == b"0":
+                break
+        others = sorted(found - {self._keys[1]})
+        self._run(DELETE_STREAM, [self.incarnation], [self._keys[1], *others])
+        self.client.call("SREM", keys.STREAMS, self.name)
+
+    def __repr__(self) -> str:
+        return f"<Stream {self.name!r} on {self.client.address}>"
+
+    # -- for the other modules -----------------------------------------------------------------
+
+    def cursor(self) -> Cursor:
+        """A place to read from, at the end of the stream as it is now."""
+        link = self.client.open_link()
+        answer = link.call("HMGET", self._keys[1], "incarnation", "epoch", "next")
+        try:
+            if answer[0] is None:
+                raise self._gone(b"NOSTREAM")
+            if answer[0].decode() != self.incarnation:
+                raise self._gone(b"INCARNATION")
+        except MeteorError:
+            link.close()
+            raise
+        position = Position(self.incarnation, int(answer[1]), int(answer[2]))
+        return Cursor(link, self.name, position)
+
+    def _run(self, script: Script, args: list[Any], script_keys: list[str] | None = None) -> Any:
+        answer = self.client.run(script, script_keys or self._keys, args)
+        if answer[0] in (b"NOSTREAM", b"INCARNATION"):
+            raise self._gone(answer[0])
+        return answer
+
+    def _gone(self, code: bytes) -> MeteorError:
+        if code == b"NOSTREAM":
+            return StreamNotFound(
+                f"Stream {self.name!r} does not exist any more; open it again to create it.",
+                stream=self.name,
+            )
+        return LogTruncated(
+            f"Stream {self.name!r} was deleted and created anew; open it again.",
+            stream=self.name,
+            first=0,
+            last=-1,
+        )

@@ -1,0 +1,1 @@
+"""Where the Spark data source ``meteor`` lives. Nothing is released here yet."""
