@@ -11,6 +11,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -19,10 +20,13 @@ from urllib.parse import quote
 from meteor_py.errors import ServerStartFailed
 from meteor_py.server import watcher
 from meteor_py.server.home import (
+    LOG_START,
     kept_directory,
     last_lines,
+    last_lines_in,
     open_log,
     private_directory,
+    read_config,
     write_config,
 )
 from meteor_py.server.lock import Lock
@@ -118,17 +122,21 @@ def open_embedded(
 
 def _hold(home: Path, deadline: float) -> Lock:
     """Become a user: from here on nobody ends the server."""
-    users = Lock(home / watcher.USERS_LOCK)
-    try:
-        # Refused only while somebody is ending the former server.
-        if _poll(lambda: users.take(fcntl.LOCK_SH), deadline):
-            return users
-        raise ServerStartFailed(
-            f"The former embedded server in {home} has not ended in time. Try again later."
-        )
-    except BaseException:
+    while True:
+        users = Lock(home / watcher.USERS_LOCK)
+        try:
+            # Refused only while somebody is ending the former server.
+            taken = _poll(partial(users.take, fcntl.LOCK_SH), deadline)
+            if taken and users.is_in_place():
+                return users
+        except BaseException:
+            users.close()
+            raise
         users.close()
-        raise
+        if not taken:
+            raise ServerStartFailed(
+                f"The former embedded server in {home} has not ended in time. Try again later."
+            )
 
 
 def _release(users: Lock, home: Path, keep: bool) -> None:
@@ -138,11 +146,12 @@ def _release(users: Lock, home: Path, keep: bool) -> None:
     deadline = time.monotonic() + 2 * watcher.STOP_S
     try:
         if users.take(fcntl.LOCK_EX):  # the last one, and nobody comes in before we let go
-            _end(users, home, deadline)
+            # Of a deleted directory only the watcher knows the server; another may be in its place.
+            if users.is_in_place():
+                _end(users, home, deadline)
         elif not users.take(fcntl.LOCK_SH):  # another one was the last, and is ending it
-            _poll(lambda: users.take(fcntl.LOCK_SH), deadline)
+            _poll(partial(users.take, fcntl.LOCK_SH), deadline)
     except OSError as exc:
-        # The directory was deleted: the watcher, which has its files open, ends the server.
         logger.debug("The embedded server in %s is left to its watcher: %s", home, exc)
     finally:
         users.close()
@@ -158,34 +167,38 @@ def _end(users: Lock, home: Path, deadline: float) -> None:
         if not shut_down(home):
             # Dead already, still starting, or stuck: the watcher has the means for all of these.
             users.close()
-        gone = _poll(
+        if not _poll(
             lambda: lock.take(fcntl.LOCK_EX) and server.take(fcntl.LOCK_EX),
             deadline,
-        )
-    if not gone:
-        logger.warning("The embedded server in %s has not ended yet.", home)
+        ):
+            logger.warning("The embedded server in %s has not ended yet.", home)
+            return
+        left = read_config(home).get("unixsocket")
+        if left:  # by a watcher that was killed; the locks keep others from starting one now
+            watcher.clean_up(str(home), left)
 
 
 def _reach(home: Path, keep: bool, tcp: bool, deadline: float) -> Address:
     """Wait until a server answers; start one when there is none."""
-    log: IO[bytes] | None = None  # of the server that we started, from its first line on
-    starts = 0
+    log: IO[bytes] | None = None  # of the server that we started
+    tries = TCP_TRIES if tcp else 1
     try:
         while True:
             # Opened anew each time: after a start the open file, and so the lock, is the watcher's.
             with Lock(home / watcher.WATCHER_LOCK) as lock:
                 if lock.take(fcntl.LOCK_EX):  # no watcher, and nobody else can start one now
-                    if log and starts:
-                        _raise_unless_port_was_taken(home, tcp and starts < TCP_TRIES, log)
-                    log = log or open_log(home)
-                    starts += _start(home, lock, log, keep, tcp)
+                    if log:
+                        tries -= 1
+                        _check_why_it_ended(home, log, tries)
+                    log = _start(home, lock, keep, tcp)
                 else:
                     address = find_address(home)
                     # Looked up twice, lest it was the address of the one before.
                     if address and answers(address) and find_address(home) == address:
                         break
             if time.monotonic() > deadline:
-                raise _start_failed(home, "did not answer in time", last_lines(log or home))
+                said = last_lines(log) if log else last_lines_in(home)
+                raise _start_failed(home, "did not answer in time", said)
             time.sleep(POLL_S)
     finally:
         if log:
@@ -198,13 +211,16 @@ def _reach(home: Path, keep: bool, tcp: bool, deadline: float) -> Address:
     return address
 
 
-def _start(home: Path, lock: Lock, log: IO[bytes], keep: bool, tcp: bool) -> bool:
-    """Start a watcher, which gets ``watcher.lock``; False if there is a server without one."""
+def _start(home: Path, lock: Lock, keep: bool, tcp: bool) -> IO[bytes] | None:
+    """Start a watcher, which gets ``watcher.lock``, and return the log that it writes.
+
+    None, and nothing is started, if there still is a server whose watcher was killed.
+    """
     with Lock(home / watcher.SERVER_LOCK) as server:
         if not server.take(fcntl.LOCK_EX):
-            # Its watcher was killed. On Linux the kernel has told it to end, elsewhere we do.
+            # On Linux the kernel has told it to end, elsewhere we do.
             shut_down(home)
-            return False
+            return None
         if not sys.executable:
             raise ServerStartFailed(
                 "An embedded server needs a Python program to watch it, and sys.executable is "
@@ -215,25 +231,32 @@ def _start(home: Path, lock: Lock, log: IO[bytes], keep: bool, tcp: bool) -> boo
         # Isolated (-I) and without site-packages (-S): quick, and nothing of the user's is run.
         command = [sys.executable, "-I", "-S", watcher.__file__, str(program), socket_path]
         command += ["keep" if keep else "remove", str(lock.fd), str(server.fd)]
-        # In a session of its own, so that Ctrl-C in the terminal does not reach it. What we wait
-        # for is only the moment until it has detached itself; if it fails, the log says why.
-        subprocess.run(
-            command,
-            cwd=home,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=(lock.fd, server.fd),
-            start_new_session=True,
-            check=False,
-        )
-        return True
+        log = open_log(home)
+        try:
+            log.write(LOG_START.encode() + os.fsencode(program) + b"\n")
+            # In a session of its own, so that Ctrl-C in the terminal does not reach it. What we
+            # wait for is only the moment until it has detached itself.
+            subprocess.run(
+                command,
+                cwd=home,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(lock.fd, server.fd),
+                start_new_session=True,
+                check=False,  # if it fails, the log says why
+            )
+        except BaseException:
+            log.close()
+            raise
+        return log
 
 
-def _raise_unless_port_was_taken(home: Path, may_try_again: bool, log: IO[bytes]) -> None:
-    """The server that we started has ended; only that of a free port is worth another try."""
+def _check_why_it_ended(home: Path, log: IO[bytes], tries: int) -> None:
+    """Raise, unless the port was taken by another just before and is worth another try."""
     said = last_lines(log)
-    if not (may_try_again and "in use" in said):
+    log.close()
+    if not (tries and "in use" in said):
         raise _start_failed(home, "did not start", said)
 
 

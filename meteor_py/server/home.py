@@ -30,6 +30,7 @@ LOG_MAX_BYTES = 1 << 20
 PRIVATE_PREFIX = "meteor-private-"
 STALE_S = 60.0  # age from which a private directory without any lock is a leftover
 LOG_LINES = 10
+LOG_START = "meteor: starting "  # the first line of each run
 
 CONFIG = """\
 daemonize no
@@ -164,18 +165,24 @@ def read_config(home: Path) -> dict[str, str]:
 
 
 def open_log(home: Path) -> IO[bytes]:
-    """The log, opened at its end; a large one of former runs is put aside first."""
+    """Open the log for a new server; a large one of former servers is put aside."""
     path = home / watcher.LOG
     if path.exists() and path.stat().st_size > LOG_MAX_BYTES:
         path.replace(path.with_suffix(".log.1"))
+    path.touch(mode=0o600)
     return open(path, "ab+", buffering=0)
 
 
-def last_lines(log: IO[bytes] | Path) -> str:
-    """The end of the log: of what came since it was opened, or of the file in a directory."""
-    try:
-        written = (log / watcher.LOG).read_bytes() if isinstance(log, Path) else log.read()
-    except OSError:
-        return ""
-    lines = written.decode(errors="replace").strip().splitlines()
-    return "\n".join(f"  {line}" for line in lines[-LOG_LINES:])
+def last_lines(log: IO[bytes]) -> str:
+    """The last lines that the newest server has logged."""
+    # Not read(): the server writes through the same open file, which has one position.
+    written = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)
+    lines = written.decode(errors="replace").rpartition(LOG_START)[2].splitlines()
+    # The first is the rest of the line that we wrote ourselves.
+    return "\n".join(f"  {line}" for line in lines[1:][-LOG_LINES:])
+
+
+def last_lines_in(home: Path) -> str:
+    """The same, of a server that another process has started."""
+    with open(home / watcher.LOG, "rb") as log:
+        return last_lines(log)

@@ -23,6 +23,7 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._path = path
         with _fork_guard:
             self.fd = os.open(path, flags, 0o600)
             _open_locks.add(self)
@@ -37,6 +38,13 @@ class Lock:
         except BlockingIOError:
             return False
         return True
+
+    def is_in_place(self) -> bool:
+        """Whether others who open the path get this file: it was not deleted."""
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         with _fork_guard:

@@ -80,7 +80,14 @@ def main(arguments: list[str]) -> None:
         code = os.waitstatus_to_exitcode(status)
         how = f"ended with status {code}" if code >= 0 else f"was killed by signal {-code}"
         print(f"meteor watcher: {binary} {how}.", file=sys.stderr, flush=True)
-    _clean_up(server, directory, socket_path, fate)
+    try:
+        os.killpg(server, signal.SIGKILL)  # what a killed server had forked
+    except OSError:
+        pass
+    # Not by its path: there may be another directory now in place of a deleted one.
+    clean_up(".", socket_path)
+    if fate == "remove":
+        _remove(directory)
 
 
 def _become_server(binary: str, watcher: int, gentle: int) -> None:
@@ -155,24 +162,18 @@ def _is_free(lock: int) -> bool:
     return True
 
 
-def _clean_up(server: int, directory: str, socket_path: str, fate: str) -> None:
-    """Leave nothing behind but the data, the log and the locks; of a temporary one nothing."""
-    try:
-        os.killpg(server, signal.SIGKILL)  # what a killed server had forked
-    except OSError:
-        pass
-    for path in (socket_path, CONFIG, PID):
+def clean_up(directory: str, socket_path: str) -> None:
+    """Remove what a server that has ended leaves in its directory, besides data, log and locks."""
+    for name in (socket_path, CONFIG, PID):
         try:
-            os.unlink(path)
+            os.unlink(os.path.join(directory, name))
         except OSError:
             pass
-    try:
-        if os.path.dirname(socket_path):
+    if os.path.isabs(socket_path):
+        try:
             os.rmdir(os.path.dirname(socket_path))
-        if fate == "remove":
-            _remove(directory)
-    except OSError as exc:
-        print(f"meteor watcher: cannot remove: {exc}.", file=sys.stderr, flush=True)
+        except OSError:
+            pass
 
 
 def _remove(directory: str) -> None:

@@ -1,0 +1,43 @@
+# `make demo` and `make test` do all their own set-up; Python 3.11 is all that has to be there.
+
+BIN := .venv/bin
+N ?= 2
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test bench lint format spark clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
+		awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+
+setup: .venv/installed ## install everything into .venv
+
+demo: .venv/installed ## see a stream at work
+	$(BIN)/meteor demo $(ARGS)
+
+test: .venv/installed ## run the tests on N=2 processes; more options for pytest in ARGS=
+	$(BIN)/pytest -n $(N) $(ARGS)
+
+bench: .venv/installed ## measure the speed
+	$(BIN)/python -m benchmarks $(ARGS)
+
+lint: .venv/installed ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed ## put the code into its usual form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+spark: .venv/installed ## add Spark, and Java where it is missing
+	scripts/java.sh
+	$(BIN)/python -m pip install --quiet --editable '.[spark]'
+
+clean: ## remove caches and built files; .venv stays
+	rm -rf dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.venv/installed: pyproject.toml scripts/setup.sh
+	scripts/setup.sh

@@ -1,0 +1,18 @@
+#!/bin/sh
+# Installs Debian packages if this user may: apt.sh PACKAGE...
+# Fails, silently, where there is no apt-get or no right to use it.
+set -eu
+
+command -v apt-get >/dev/null || exit 1
+if [ "$(id -u)" -eq 0 ]; then
+    sudo=
+elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
+    sudo="sudo -n"
+else
+    exit 1
+fi
+
+export DEBIAN_FRONTEND=noninteractive
+echo "Installing $* with apt-get."
+$sudo apt-get update -qq
+$sudo apt-get install -y -qq --no-install-recommends "$@"

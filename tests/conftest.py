@@ -1,0 +1,148 @@
+"""Fixtures for all tests: servers, seeds, and a guard against threads left behind.
+
+`url` is the usual one: a real Valkey, empty. `any_url` runs a test on every kind of server.
+`private_server` is for tests that kill, pause or configure theirs. `rng` is the only source of
+randomness: a failed test prints the seed that repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+from typing import Literal, Protocol
+
+import pytest
+from hypothesis import settings
+
+from tests.servers import Server, binaries, plain_client
+
+SEED = "METEOR_SEED"
+THREAD_GRACE_S = 2.0
+
+settings.register_profile("meteor", deadline=None, print_blob=True, derandomize=False)
+settings.load_profile("meteor")
+
+
+class ServerFactory(Protocol):
+    def __call__(
+        self, *args: str, kind: Literal["valkey", "redis"] = "valkey", unix: bool = False
+    ) -> Server: ...
+
+
+# Servers
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """The Valkey that the tests of one worker share. Do not stop or configure it."""
+    with Server(binaries()["valkey"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[Server]:
+    """The same, but the machine's own Redis."""
+    require_redis()
+    with Server(binaries()["redis"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def server_url(server: Server) -> str:
+    return server.url
+
+
+@pytest.fixture
+def url(server_url: str) -> str:
+    """The address of an empty server."""
+    return emptied(server_url)
+
+
+@pytest.fixture(params=["valkey", "redis", "fake"])
+def any_url(request: pytest.FixtureRequest) -> str:
+    """The address of an empty server: the test runs once on each kind."""
+    if request.param == "fake":
+        return f"fake://{secrets.token_hex(8)}"  # a name: two clients of one test meet there
+    name = "redis_server" if request.param == "redis" else "server"
+    running: Server = request.getfixturevalue(name)
+    return emptied(running.url)
+
+
+@pytest.fixture
+def private_server() -> Iterator[ServerFactory]:
+    """Starts servers for one test: `private_server("--appendonly", "yes", kind="redis")`."""
+    with ExitStack() as servers:
+
+        def start(
+            *args: str, kind: Literal["valkey", "redis"] = "valkey", unix: bool = False
+        ) -> Server:
+            if kind == "redis":
+                require_redis()
+            return servers.enter_context(Server(binaries()[kind], *args, unix=unix))
+
+        yield start
+
+
+def require_redis() -> None:
+    """Skip without a redis-server, but never where the whole suite is meant to run."""
+    if "redis" not in binaries():
+        missing = "redis-server is not on PATH (Debian: apt-get install redis-server)."
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(missing)
+
+
+def emptied(server_url: str) -> str:
+    with plain_client(server_url) as client:
+        client.flushall()
+    return server_url
+
+
+# Seeds
+
+
+def pytest_configure() -> None:
+    # The workers of pytest-xdist are started later and inherit the seed.
+    os.environ.setdefault(SEED, str(secrets.randbelow(1 << 32)))
+
+
+def pytest_report_header() -> str:
+    return f"random seed: {SEED}={os.environ[SEED]}"
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers from the seed of the run and the name of the test, whatever its order."""
+    return random.Random(f"{os.environ[SEED]} {request.node.nodeid}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and "rng" in getattr(item, "fixturenames", ()):
+        again = f"{SEED}={os.environ[SEED]} pytest '{item.nodeid}'"
+        report.sections.append(("to repeat it with the same seed", again))
+    return report
+
+
+# Threads
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    """Fail a test whose `meteor...` threads outlive it: somebody was not closed."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + THREAD_GRACE_S
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("meteor"):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                pytest.fail(f"The test left the thread {thread.name!r} running.")
