@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from redis.connection import Connection, parse_url
+from redis.connection import AbstractConnection, Connection, parse_url
 
 #: The environment variable that names the server when ``connect()`` is given none.
 URL_VARIABLE = "METEOR_URL"
@@ -25,7 +25,7 @@ class Address:
     shown: str
     #: Arguments of the connection class; may hold a password.
     options: dict[str, Any] = field(default_factory=dict, repr=False)
-    connection_class: type[Connection] = field(default=Connection, repr=False)
+    connection_class: type[AbstractConnection] = field(default=Connection, repr=False)
     #: Directory of a kept embedded server, or name of a shared fake one.
     place: str | None = None
 

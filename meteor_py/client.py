@@ -258,10 +258,9 @@ class Client:
             )
         return self.address
 
-    def _exclusive(self) -> threading.RLock:  # type: ignore[valid-type]  # a function to typing
+    def _exclusive(self) -> threading.RLock:
         """The lock; a new one in a forked child, where its holder may not be."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._lock = threading.RLock()
         return self._lock
-

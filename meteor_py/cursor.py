@@ -37,11 +37,12 @@ class Cursor:
         #: The end of the stream when last seen.
         self.next = position.offset
 
-    def fetch(self, block_s: float = 0.0, *, anywhere: bool = False) -> list[Chunk]:
+    def fetch(self, block_s: float = 0.0, *, records: int, anywhere: bool = False) -> list[Chunk]:
         """Return records from the position on, without a hole, and move past them.
 
         Args:
             block_s: Seconds to wait for a record if there is none.
+            records: How many are wanted: a hint, there may be more.
             anywhere: Take the first that is there, if the one at the position is gone.
 
         Raises:
@@ -52,7 +53,7 @@ class Cursor:
             ConnectionFailed: No answer.
         """
         known_end = self.next
-        entries = self._ask(block_s)
+        entries = self._ask(block_s, records)
         if not entries:
             if known_end > self.position.offset and not anywhere:
                 raise self.lost(known_end - 1)  # it was there, and so must be its successors
@@ -92,11 +93,12 @@ class Cursor:
     def close(self) -> None:
         self._link.close()
 
-    def _ask(self, block_s: float) -> list[Any]:
+    def _ask(self, block_s: float, records: int) -> list[Any]:
         offset = self.position.offset
         after = f"{offset - 1}-{_ID_MAX}" if offset else "0-0"
         block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
-        read = ("XREAD", "COUNT", self._frames, *block, "STREAMS", self._log, after)
+        frames = min(self._frames, records)
+        read = ("XREAD", "COUNT", frames, *block, "STREAMS", self._log, after)
         answer, seen = self._link.pipeline(
             [read, ("HMGET", self._meta, *_SEEN)], block_s + self._link.timeout_s
         )
@@ -153,6 +155,4 @@ class Cursor:
 
 
 _SEEN = ("incarnation", "epoch", "next")
-_FAILED_OVER = (
-    "it failed over to a replica that lagged, or restarted without its last writes"
-)
+_FAILED_OVER = "it failed over to a replica that lagged, or restarted without its last writes"

@@ -54,9 +54,7 @@ _TYPES: dict[str, Any] = {
     "k": bytes | None,
     "v": bytes,
 }
-_LETTERS = tuple(
-    "".join(letters) for letters in product(("", "c"), ("", "h"), ("", "k"), ("v",))
-)
+_LETTERS = tuple("".join(letters) for letters in product(("", "c"), ("", "h"), ("", "k"), ("v",)))
 _SCHEMAS = {letters: pa.schema([_FIELDS[letter] for letter in letters]) for letters in _LETTERS}
 _DECODERS = {
     letters: msgspec.msgpack.Decoder(tuple[tuple(_TYPES[letter] for letter in letters)])  # type: ignore[misc]
@@ -206,9 +204,7 @@ def _open(
     return int(fields[1]), fields[2], fields[3]
 
 
-def _decode(
-    stream: str, name: bytes, payload: bytes, first: int, last: int, time: int
-) -> Chunk:
+def _decode(stream: str, name: bytes, payload: bytes, first: int, last: int, time: int) -> Chunk:
     n = last - first + 1
     if name == b"0v" and n == 1:  # the short way for the most common small frame
         return ListChunk(first, [payload], None, None, None, [time])

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import Connection
+from redis.connection import AbstractConnection
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
@@ -59,7 +59,7 @@ class Link:
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address = address
         self.timeout_s = timeout_s
-        self._connection: Connection | None = None
+        self._connection: AbstractConnection | None = None
         self._history: str | None = None
         self._pid = os.getpid()
 
@@ -177,7 +177,7 @@ class Link:
     def connected(self) -> bool:
         return self._connection is not None and self._pid == os.getpid()
 
-    def connect(self) -> Connection:
+    def connect(self) -> AbstractConnection:
         """Return the connection, made anew if there is none or it belongs to our parent."""
         if self._pid != os.getpid():
             self._connection = None  # closed in the parent; here it is only forgotten

@@ -32,6 +32,9 @@ from meteor_py.times import to_ms
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
+#: So many values at once are made an Arrow array of; fewer join what else is waiting.
+_ARROW_MIN = 256
+
 _HEADER_MAP = pa.map_(pa.string(), pa.binary())
 
 
@@ -135,10 +138,14 @@ class Publisher:
             ValueError: Nothing to publish, or columns of different length.
             TypeError, RecordTooLarge, PublisherFull, PublisherClosed, LogTruncated: As ``publish``.
         """
-        if isinstance(values, (pa.Array, pa.ChunkedArray)):
-            parts = self._outbox.put_frames(self._frames(values, keys, headers, timestamps))
-        else:
+        if not isinstance(values, (pa.Array, pa.ChunkedArray)):
+            values = list(values)
+            if self._codec is not None:
+                values = [self._codec.encode(value) for value in values]
+        if isinstance(values, list) and len(values) < _ARROW_MIN:
             parts = self._outbox.put_rows(*self._rows(values, keys, headers, timestamps))
+        else:
+            parts = self._outbox.put_frames(self._frames(values, keys, headers, timestamps))
         return ManyAck(parts[-1][0], parts)
 
     def flush(self, timeout: float | None = None) -> None:
@@ -203,14 +210,10 @@ class Publisher:
     # -- columns -------------------------------------------------------------------------------
 
     def _rows(
-        self, values: Iterable[Any], keys: Any, headers: Any, timestamps: Any
+        self, values: list[Any], keys: Any, headers: Any, timestamps: Any
     ) -> tuple[Columns, list[int]]:
         """Check columns given as lists; return them and the size of each record."""
-        rows = list(values)
-        if self._codec is not None:
-            rows = [self._codec.encode(value) for value in rows]
-        if not set(map(type, rows)) <= {bytes}:
-            rows = [_to_bytes(value) for value in rows]
+        rows = [_to_bytes(value) for value in values]
         columns = Columns(rows)
         sizes = list(map(len, rows))
         if keys is not None:
@@ -235,12 +238,16 @@ class Publisher:
     def _frames(
         self, values: Any, keys: Any, headers: Any, timestamps: Any
     ) -> list[tuple[Columns, int]]:
-        """Check columns given as Arrow arrays; return them cut into frames, with their sizes."""
+        """Check columns; return them as Arrow arrays, cut into frames, with their sizes."""
         size = len(values)
+        if isinstance(values, list):
+            values = _checked_values(values)
         columns = {"values": _as_arrow(values, pa.binary(), "values")}
         if columns["values"].null_count:
             raise TypeError("A value cannot be null; publish b'' for an empty one.")
         if keys is not None:
+            if not isinstance(keys, (pa.Array, pa.ChunkedArray)):
+                keys = [k if k is None else _checked_key(k) for k in keys]
             columns["keys"] = _as_arrow(keys, pa.binary(), "keys")
         if headers is not None:
             rows = [h if h is None else list(_checked_headers(h).items()) for h in headers]
@@ -343,6 +350,15 @@ def _to_bytes(value: Any) -> bytes:
         f"A value must be bytes, not {type(value).__name__}; encode it, or open the stream with "
         'codec="text", "json" or "msgpack".'
     )
+
+
+def _checked_values(values: list[Any]) -> list[Any]:
+    """Bytes, and nothing that Arrow would quietly make bytes of."""
+    try:
+        b"".join(values)  # the fastest test there is
+    except TypeError:
+        return [_to_bytes(value) for value in values]
+    return values
 
 
 def _checked_key(key: Any) -> bytes:

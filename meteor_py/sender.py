@@ -172,9 +172,7 @@ class Sender:
                 payload,
                 zlib.crc32(payload) if self._route.checksum else "",
             )
-            command = self._link.script_call(
-                PUBLISH, self._keys, arguments, whole=self._send_whole
-            )
+            command = self._link.script_call(PUBLISH, self._keys, arguments, whole=self._send_whole)
             self._sent += 1  # before it is: a cut in the middle leaves a doubt
             self._link.send([command])
             self._send_whole = False

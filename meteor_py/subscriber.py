@@ -29,6 +29,8 @@ OnGap = Literal["raise", "skip"]
 
 #: The longest wait inside the server; a connection that died is noticed soon after.
 _BLOCK_MAX_S = 2.0
+#: Records that iterating takes at a time.
+_ITERATE = 10_000
 #: How long iterating goes on without a server before it gives up.
 _RECONNECT_S = 30.0
 
@@ -109,7 +111,7 @@ class Subscriber:
         """
         check_seconds("timeout", timeout, zero=True)
         check_int("max_records", max_records, 1, OFFSET_MAX)
-        self._fetch(timeout)
+        self._fetch(timeout, max_records)
         batch = self._peek(max_records)
         self._position += len(batch)
         return batch
@@ -120,8 +122,8 @@ class Subscriber:
         A server that is away is waited for, up to 30 seconds. Ends when the subscriber is closed.
         """
         while not self._closed:
-            self._fetch(_RECONNECT_S)
-            for record in self._peek(10_000):
+            self._fetch(_RECONNECT_S, _ITERATE)
+            for record in self._peek(_ITERATE):
                 self._position = record.offset + 1
                 yield record
                 if self._position != record.offset + 1 or self._closed:
@@ -209,7 +211,7 @@ class Subscriber:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _fetch(self, timeout_s: float) -> None:
+    def _fetch(self, timeout_s: float, records: int) -> None:
         """Have something to hand out, if it comes in time."""
         self._check_open()
         self._drop_read()
@@ -220,7 +222,7 @@ class Subscriber:
             if left <= 0 and tries:
                 return
             try:
-                self._extend(min(max(left, 0.0), _BLOCK_MAX_S))
+                self._extend(min(max(left, 0.0), _BLOCK_MAX_S), records)
             except ConnectionFailed:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -228,10 +230,10 @@ class Subscriber:
                 time.sleep(min(left, 0.02 * 2 ** min(tries, 5) * random.uniform(0.5, 1)))
             tries += 1
 
-    def _extend(self, block_s: float) -> None:
+    def _extend(self, block_s: float, records: int) -> None:
         """Fetch once; skip a gap if that is wanted."""
         try:
-            chunks = self._cursor.fetch(block_s, anywhere=self._floating)
+            chunks = self._cursor.fetch(block_s, records=records, anywhere=self._floating)
         except RecordsLost as gap:
             self._gap = gap
             if self._on_gap == "raise":

@@ -156,7 +156,7 @@ def _release(users: Lock, home: Path, keep: bool) -> None:
     finally:
         users.close()
     if not keep:
-        # The watcher has done it, unless it was killed.
+        # The watcher has done it only if it found nobody there.
         shutil.rmtree(home, ignore_errors=True)
 
 

@@ -86,7 +86,8 @@ def main(arguments: list[str]) -> None:
         pass
     # Not by its path: there may be another directory now in place of a deleted one.
     clean_up(".", socket_path)
-    if fate == "remove":
+    # A user who is still there may want to read the log, or start another; he removes it.
+    if fate == "remove" and _is_free(users):
         _remove(directory)
 
 

@@ -1,0 +1,39 @@
+"""Two terminals that meet, with no server installed and no address given.
+
+    python examples/two_terminals.py read        # in one terminal: waits for records
+    python examples/two_terminals.py publish     # in another: sends what you type, line by line
+
+The first starts a server of your own, kept on disk; it ends with the last of the two.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import meteor_py as meteor
+
+
+def publish(stream: meteor.Stream) -> None:
+    """Publish each line of standard input."""
+    with stream.publisher() as pub:
+        for line in sys.stdin:
+            print("offset", pub.publish(line.rstrip("\n")).result())
+
+
+def read(stream: meteor.Stream) -> None:
+    """Print each record as it comes, until Ctrl-C."""
+    with stream.subscriber() as sub:
+        print("waiting at offset", sub.position, flush=True)
+        for record in sub:
+            print(f"{record.time:%H:%M:%S} {record.offset}: {record.value}", flush=True)
+
+
+if __name__ == "__main__":
+    roles = {"publish": publish, "read": read}
+    if len(sys.argv) != 2 or sys.argv[1] not in roles:
+        sys.exit(f"usage: {sys.argv[0]} publish|read")
+    with meteor.connect() as m:
+        try:
+            roles[sys.argv[1]](m.stream("two-terminals", codec="text"))
+        except KeyboardInterrupt:
+            sys.exit(130)

@@ -1,0 +1,43 @@
+"""Every code block of the README runs as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_code_block_runs(number: int, tmp_path: Path) -> None:
+    language, code = BLOCKS[number]
+    assert language in ("python", "sh"), "a block that no test can run"
+    command = [sys.executable, "-W", "error", "-c", code]
+    if language == "sh":
+        command = ["bash", "-euc", code]
+    # The commands are those beside the interpreter that runs the tests.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "HOME": str(tmp_path)}
+    environment.pop("METEOR_URL", None)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip(), "it shows something"
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) < 150
+
+
+def test_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", README)
+    assert targets
+    assert [t for t in targets if "://" not in t and not (ROOT / t).exists()] == []
