@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -25,7 +26,7 @@ class Address:
     shown: str
     #: Arguments of the connection class; may hold a password.
     options: dict[str, Any] = field(default_factory=dict, repr=False)
-    connection_class: type[AbstractConnection] = field(default=Connection, repr=False)
+    connection_class: Callable[..., AbstractConnection] = field(default=Connection, repr=False)
     #: Directory of a kept embedded server, or name of a shared fake one.
     place: str | None = None
 

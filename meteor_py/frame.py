@@ -41,6 +41,10 @@ _SMALL = 32
 #: Smaller frames are not worth compressing.
 _COMPRESS_MIN = 512
 
+# Frames are alike in size, so the C library reuses their memory; mimalloc, Arrow's default, gives
+# it back and asks for it again, which costs as much as all the rest of encoding.
+_POOL = pa.system_memory_pool()
+
 _CODECS = {"lz4": "lz4_raw", "zstd": "zstd"}
 _FIELDS = {
     "c": pa.field("timestamp", pa.int64()),
@@ -118,7 +122,7 @@ def encode(columns: Columns, compression: Compression) -> tuple[str, Any]:
                 "v": value,
             }
             return f"0{letters}", msgspec.msgpack.encode([row[letter] for letter in letters])
-    message = columns.to_arrow(letters).serialize()
+    message = columns.to_arrow(letters).serialize(memory_pool=_POOL)
     if compression == "none" or message.size < _COMPRESS_MIN:
         return f"1{letters}", message
     block = pa.compress(message, codec=_CODECS[compression], asbytes=True)

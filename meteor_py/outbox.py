@@ -2,6 +2,10 @@
 
 Any thread puts; one sender takes. While the sender waits for answers, records gather: that is
 all the batching there is, unless ``linger`` asks for more.
+
+A bare value takes the short way: the open batch is granted a number of bytes, and as long as they
+last, publishing is a lock, a subtraction and an append. Everything else first folds what was used
+of the grant into the books.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ from meteor_py.frame import Columns
 
 #: What a record costs besides its bytes, so that empty ones are bounded too.
 RECORD_OVERHEAD = 64
+
+#: Places of records: batch, index of the first in it, number of records.
+Parts = list[tuple[Batch, int, int]]
 
 
 class Outbox:
@@ -40,7 +47,10 @@ class Outbox:
         self._linger_s = linger_s
         self._delivery_timeout_s = delivery_timeout_s
         self._make_locks()
-        self._open: Batch | None = None
+        self._open: Batch | None = None  # gathers; never empty
+        self._values: list[bytes] = []  # of the open batch
+        self._granted = 0  # bytes for the short way, and how many of them are left
+        self._left = 0
         self._full: deque[Batch] = deque()
         self._pending_bytes = 0
         self._pending_batches = 0
@@ -57,6 +67,20 @@ class Outbox:
         self._settled = threading.Condition(self._lock)  # publishers wait for room, or for all
 
     # -- for publishers ------------------------------------------------------------------------
+
+    def put_value(self, value: bytes, size: int) -> Ack:
+        """Take one record that is nothing but a value of ``size`` bytes; otherwise as ``put``."""
+        with self._lock:
+            values = self._values
+            index = len(values)
+            left = self._left - size - RECORD_OVERHEAD
+            if left >= 0 and index != self._records_max:
+                self._left = left
+                values.append(value)
+                if self._sender_waits:
+                    self._work.notify()
+                return Ack(self._open, index)
+        return self.put(value, None, None, None, size)
 
     def put(
         self,
@@ -75,87 +99,69 @@ class Outbox:
         """
         size += RECORD_OVERHEAD
         with self._lock:
-            if self._pending_bytes + size > self._pending_max or self._closed or self._loss:
-                self._admit(size)
-            batch = self._open
-            if (
-                batch is None
-                or batch.count == self._records_max
-                or batch.nbytes + size > self._bytes_max
-            ):
-                batch = self._roll()
+            self._admit(size)
+            batch = self._batch_for(size)
             index = batch.count
-            if not index:
-                self._pending_batches += 1
             columns = batch.columns
-            columns.values.append(value)  # type: ignore[union-attr]  # open: has columns
-            if key is not None or columns.keys is not None:  # type: ignore[union-attr]
-                _append(columns, "keys", index, [key])
-            if headers is not None or columns.headers is not None:  # type: ignore[union-attr]
-                _append(columns, "headers", index, [headers])
-            if timestamp is not None or columns.timestamps is not None:  # type: ignore[union-attr]
-                _append(columns, "timestamps", index, [timestamp])
-            batch.count = index + 1
-            batch.nbytes += size
-            self._pending_bytes += size
-            if self._sender_waits:
-                self._work.notify()
+            assert columns is not None, "an open batch has its columns"
+            columns.values.append(value)
+            for name, cell in (("keys", key), ("headers", headers), ("timestamps", timestamp)):
+                if cell is not None or getattr(columns, name) is not None:
+                    _append(columns, name, index, [cell])
+            self._enter(batch, 1, size)
+            self._grant(batch)
         return Ack(batch, index)
 
-    def put_rows(self, rows: Columns, sizes: Sequence[int]) -> list[tuple[Batch, int, int]]:
+    def put_rows(self, rows: Columns, sizes: Sequence[int]) -> Parts:
         """Take many records, given as lists; return their places.
 
         Raises as ``put`` does if not even the first found room. Where a later one did not, it
         and those after it are in a batch that has failed.
         """
-        parts: list[tuple[Batch, int, int]] = []
+        parts: Parts = []
         start = 0
         while start < len(rows):
             with self._lock:
-                batch = self._open or self._roll()
+                try:
+                    self._admit(sizes[start] + RECORD_OVERHEAD)
+                except MeteorError as error:
+                    if not parts:
+                        raise
+                    return [*parts, (_failed(error), 0, len(rows) - start)]
+                batch = self._batch_for(sizes[start] + RECORD_OVERHEAD)
                 stop = self._fitting(batch, sizes, start)
-                if stop == start:
-                    batch = self._roll()
-                    stop = max(self._fitting(batch, sizes, start), start + 1)
-                size = sum(sizes[start:stop]) + (stop - start) * RECORD_OVERHEAD
-                if self._pending_bytes + size > self._pending_max or self._closed or self._loss:
-                    try:
-                        self._admit(size)
-                    except MeteorError as error:
-                        if not parts:
-                            raise
-                        return [*parts, (_failed(error), 0, len(rows) - start)]
-                    if batch is not self._open:
-                        continue  # the sender took it while we waited for room
                 columns, index = batch.columns, batch.count
-                columns.values += rows.values[start:stop]  # type: ignore[union-attr]
+                assert columns is not None, "an open batch has its columns"
+                columns.values += rows.values[start:stop]
                 for name in ("keys", "headers", "timestamps"):
                     column = getattr(rows, name)
                     if column is not None or getattr(columns, name) is not None:
                         part = [None] * (stop - start) if column is None else column[start:stop]
                         _append(columns, name, index, part)
-                self._count(batch, stop - start, size)
+                size = sum(sizes[start:stop]) + (stop - start) * RECORD_OVERHEAD
+                self._enter(batch, stop - start, size)
+                self._grant(batch)
             parts.append((batch, index, stop - start))
             start = stop
         return parts
 
-    def put_frames(self, frames: Sequence[tuple[Columns, int]]) -> list[tuple[Batch, int, int]]:
+    def put_frames(self, frames: Sequence[tuple[Columns, int]]) -> Parts:
         """Take frames of Arrow arrays, each with its size in bytes; otherwise as ``put_rows``."""
-        parts: list[tuple[Batch, int, int]] = []
+        parts: Parts = []
         for number, (columns, size) in enumerate(frames):
             with self._lock:
-                if self._pending_bytes + size > self._pending_max or self._closed or self._loss:
-                    try:
-                        self._admit(size)
-                    except MeteorError as error:
-                        if not parts:
-                            raise
-                        left = sum(len(rest) for rest, _ in frames[number:])
-                        return [*parts, (_failed(error), 0, left)]
-                batch = self._roll()
-                batch.columns = columns
-                self._count(batch, len(columns), size)
+                try:
+                    self._admit(size)
+                except MeteorError as error:
+                    if not parts:
+                        raise
+                    left = sum(len(rest) for rest, _ in frames[number:])
+                    return [*parts, (_failed(error), 0, left)]
                 self._seal()
+                batch = self._new_batch()
+                batch.columns = columns
+                self._enter(batch, len(columns), size)
+                self._full.append(batch)
             parts.append((batch, 0, len(columns)))
         return parts
 
@@ -175,6 +181,7 @@ class Outbox:
     def close(self, reason: MeteorError) -> None:
         """Take no more; what is here may still be sent."""
         with self._lock:
+            self._fold()
             self._closed = self._closed or reason
             self._work.notify_all()
             self._settled.notify_all()
@@ -205,11 +212,11 @@ class Outbox:
         for; otherwise waits for a record, at most a second.
         """
         with self._lock:
-            if not busy and self._idle() and not self._closed:
-                self._sender_waits = True
-                self._work.wait(1.0)
-                self._sender_waits = False
             if not busy and not self._full:
+                if self._open is None and not self._closed:
+                    self._sender_waits = True
+                    self._work.wait(1.0)
+                    self._sender_waits = False
                 self._linger()
                 self._seal()
             return self._full.popleft() if self._full else None
@@ -217,7 +224,7 @@ class Outbox:
     def drained(self) -> bool:
         """Closed, and nothing left to send."""
         with self._lock:
-            return self._closed is not None and self._idle()
+            return self._closed is not None and not self._full and self._open is None
 
     def settle(self, batch: Batch, error: MeteorError | None = None) -> None:
         """A batch's fate is known: make room."""
@@ -233,6 +240,7 @@ class Outbox:
     def report_loss(self, error: MeteorError) -> None:
         """Raise ``error`` in the next call of the publisher, once."""
         with self._lock:
+            self._fold()
             self._loss = error
 
     def take_all(self) -> list[Batch]:
@@ -247,7 +255,8 @@ class Outbox:
 
     def _admit(self, size: int) -> None:
         """Wait for room; raise if there is none in time, or if publishing has ended."""
-        deadline = time.monotonic() + self._delivery_timeout_s
+        self._fold()
+        deadline: float | None = None
         while True:
             if self._loss is not None:
                 loss, self._loss = self._loss, None
@@ -256,14 +265,16 @@ class Outbox:
                 raise self._closed
             if self._pending_bytes + size <= self._pending_max or not self._pending_batches:
                 return
-            left = deadline - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            deadline = deadline or now + self._delivery_timeout_s
+            if now >= deadline:
                 raise PublisherFull(
                     f"{self._pending_bytes} bytes for stream {self._stream!r} wait to be "
                     "acknowledged already; publish more slowly, or raise max_pending_bytes.",
                     stream=self._stream,
                 )
-            self._wait_settled(left)
+            self._wait_settled(deadline - now)
+            self._fold()
 
     def _wait_settled(self, timeout_s: float) -> None:
         self._waiters += 1
@@ -272,48 +283,47 @@ class Outbox:
         finally:
             self._waiters -= 1
 
-    def _idle(self) -> bool:
-        return not self._full and (self._open is None or not self._open.count)
-
     def _linger(self) -> None:
         """Let the open batch wait for company; the publisher that fills it ends the wait."""
         batch = self._open
         while (
             batch is not None
             and batch is self._open
-            and batch.count
             and not self._hurry
             and not self._closed
             and (left := batch.gathered_at + self._linger_s - time.monotonic()) > 0
         ):
             self._work.wait(left)
 
-    def _roll(self) -> Batch:
-        """Close the open batch and open another; an empty one is taken as it is."""
-        self._seal()
+    def _batch_for(self, size: int) -> Batch:
+        """The open batch, if so much still fits into it; else a new one."""
+        batch = self._open
+        if (
+            batch is None
+            or batch.count == self._records_max
+            or batch.nbytes + size > self._bytes_max
+        ):
+            self._seal()
+            batch = self._open = self._new_batch()
+            assert batch.columns is not None, "it is new"
+            self._values = batch.columns.values
+        return batch
+
+    def _new_batch(self) -> Batch:
         now = time.monotonic()
-        self._open = Batch(now, now + self._delivery_timeout_s)
-        return self._open
+        return Batch(now, now + self._delivery_timeout_s)
 
     def _seal(self) -> None:
-        if self._open is not None and self._open.count:
+        """Close the open batch: it is ready to be sent."""
+        if self._open is not None:
+            self._fold()
             self._full.append(self._open)
             self._open = None
             if self._linger_s:
                 self._work.notify()
 
-    def _fitting(self, batch: Batch, sizes: Sequence[int], start: int) -> int:
-        """How far into ``sizes`` the records still fit into this batch."""
-        stop = min(len(sizes), start + self._records_max - batch.count)
-        room = self._bytes_max - batch.nbytes
-        while stop > start:
-            over = sum(sizes[start:stop]) + (stop - start) * RECORD_OVERHEAD - room
-            if over <= 0:
-                break
-            stop = start + (stop - start) // 2
-        return stop
-
-    def _count(self, batch: Batch, records: int, size: int) -> None:
+    def _enter(self, batch: Batch, records: int, size: int) -> None:
+        """Write records into the books."""
         if not batch.count:
             self._pending_batches += 1
         batch.count += records
@@ -322,8 +332,32 @@ class Outbox:
         if self._sender_waits:
             self._work.notify()
 
+    def _grant(self, batch: Batch) -> None:
+        """Open the short way, unless the batch has more columns than values."""
+        columns = batch.columns
+        if columns is not None and columns.letters() == "v":
+            room = min(self._bytes_max - batch.nbytes, self._pending_max - self._pending_bytes)
+            self._granted = self._left = max(room, 0)
 
-def _append(columns: Any, name: str, index: int, rows: list[Any]) -> None:
+    def _fold(self) -> None:
+        """Close the short way, and write what came by it into the books."""
+        used = self._granted - self._left
+        self._granted = self._left = 0
+        if used and self._open is not None:
+            self._enter(self._open, len(self._values) - self._open.count, used)
+
+    def _fitting(self, batch: Batch, sizes: Sequence[int], start: int) -> int:
+        """How far into ``sizes`` the records still fit into this batch; at least one does."""
+        stop = min(len(sizes), start + self._records_max - batch.count)
+        room = min(self._bytes_max - batch.nbytes, self._pending_max - self._pending_bytes)
+        while stop > start + 1:
+            if sum(sizes[start:stop]) + (stop - start) * RECORD_OVERHEAD <= room:
+                break
+            stop = start + (stop - start) // 2
+        return stop
+
+
+def _append(columns: Columns, name: str, index: int, rows: list[Any]) -> None:
     """Add to an optional column, which begins where the first record has it."""
     column = getattr(columns, name)
     if column is None:

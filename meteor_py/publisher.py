@@ -75,7 +75,7 @@ class Publisher:
         )
         self._closed = False
         self._close_lock = threading.Lock()
-        self._put = self._outbox.put
+        self._put_value = self._outbox.put_value
         self._sender.start()
         _open_publishers.add(self)
 
@@ -110,6 +110,8 @@ class Publisher:
         if type(value) is not bytes:
             value = _to_bytes(value)
         size = len(value)
+        if key is None and headers is None and timestamp is None and size <= RECORD_BYTES_MAX:
+            return self._put_value(value, size)
         if key is not None:
             size += len(_checked_key(key))
         if headers is not None:
@@ -119,7 +121,7 @@ class Publisher:
             timestamp = to_ms(timestamp)
         if size > RECORD_BYTES_MAX:
             raise self._too_large(size)
-        return self._put(value, key, headers, timestamp, size)
+        return self._outbox.put(value, key, headers, timestamp, size)
 
     def publish_many(
         self,
@@ -354,11 +356,9 @@ def _to_bytes(value: Any) -> bytes:
 
 def _checked_values(values: list[Any]) -> list[Any]:
     """Bytes, and nothing that Arrow would quietly make bytes of."""
-    try:
-        b"".join(values)  # the fastest test there is
-    except TypeError:
-        return [_to_bytes(value) for value in values]
-    return values
+    if set(map(type, values)) <= {bytes}:
+        return values
+    return [_to_bytes(value) for value in values]
 
 
 def _checked_key(key: Any) -> bytes:
