@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from meteor_py.errors import NotReplicated
 from meteor_py.frame import Columns
 
 _log = logging.getLogger(__name__)
@@ -65,14 +66,16 @@ class Batch:
             for callback in callbacks:
                 callback()
 
+    def disown(self, error: Exception) -> None:
+        """In a forked child: nobody waits here, and callbacks are the parent's to call."""
+        self.error = error
+        self.settled = True
+
     def wait(self, timeout: float | None) -> bool:
         """Wait until it is settled, at most ``timeout`` seconds; tell whether it is."""
         if self.settled:
             return True
-        if threading.current_thread().name.startswith(SENDER_PREFIX):
-            raise RuntimeError(
-                "A callback must not wait for records: it runs in the thread that sends them."
-            )
+        forbid_waiting()
         with _lock:
             if self._event is None:
                 self._event = threading.Event()
@@ -100,6 +103,19 @@ def forget_waiters() -> None:
 SENDER_PREFIX = "meteor-sender"
 
 
+def in_callback() -> bool:
+    """Whether this thread is one that sends."""
+    return threading.current_thread().name.startswith(SENDER_PREFIX)
+
+
+def forbid_waiting() -> None:
+    """Raise if this is a callback."""
+    if in_callback():
+        raise RuntimeError(
+            "A callback must not wait for records: it runs in the thread that sends them."
+        )
+
+
 class _Outcome(msgspec.Struct, gc=False, eq=False):
     """What Ack and ManyAck have in common, told by the last batch they are in."""
 
@@ -121,7 +137,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
         """
         error = self.exception(timeout)
         if error is not None:
-            raise error
+            raise error.with_traceback(None)  # it is shared by all records of the batch
         offset = self.offset
         assert offset is not None, "settled without an error"
         return offset
@@ -147,7 +163,9 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
         def call() -> None:
             try:
                 callback(self)
-            except Exception:
+            except BaseException as error:
+                if not isinstance(error, Exception) and not in_callback():
+                    raise
                 _log.exception("A callback of a published record raised an exception.")
 
         self._batch.on_settled(call)
@@ -157,13 +175,13 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
         future: asyncio.Future[int] = loop.create_future()
 
         def finish() -> None:
-            if future.cancelled():
+            if future.done():  # cancelled
                 return
             error = self._error()
             if error is None:
                 future.set_result(self.result())
             else:
-                future.set_exception(error)
+                future.set_exception(error.with_traceback(None))
 
         def finish_soon() -> None:
             try:
@@ -191,7 +209,7 @@ class Ack(_Outcome, gc=False, eq=False):
 
     def _error(self) -> Exception | None:
         self._batch.observed = True
-        return self._batch.error
+        return _error_of(self._batch, self._index)
 
     def __repr__(self) -> str:
         return f"<Ack: {_describe(self)}>"
@@ -229,10 +247,17 @@ class ManyAck(_Outcome, gc=False, eq=False):
     def _error(self) -> Exception | None:
         for batch, _, _ in self._parts:
             batch.observed = True
-        return next((batch.error for batch, _, _ in self._parts if batch.error), None)
+        errors = (_error_of(batch, index) for batch, index, _ in self._parts)
+        return next((error for error in errors if error), None)
 
     def __repr__(self) -> str:
         return f"<ManyAck: {_describe(self)}>"
+
+
+def _error_of(batch: Batch, index: int) -> Exception | None:
+    """What befell the record at ``index`` of a batch."""
+    error = batch.error
+    return error.at(error.offset + index) if isinstance(error, NotReplicated) else error
 
 
 def _describe(ack: _Outcome) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from redis.connection import AbstractConnection, Connection, parse_url
 
@@ -15,7 +15,15 @@ from redis.connection import AbstractConnection, Connection, parse_url
 URL_VARIABLE = "METEOR_URL"
 
 _REMOTE = ("redis", "rediss", "unix")
-_SECRET = re.compile(r"(?<=:)[^/@]*(?=@)|(?<=password=)[^&]*", re.IGNORECASE)
+#: What may follow the question mark. All else is ours to set, or unknown.
+_OPTIONS = ("client_name", "db", "password", "username")
+_TLS_OPTIONS = (
+    "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile",
+    "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile", "ssl_min_version", "ssl_password",
+)  # fmt: skip
+#: Up to the last @: who does not escape the one in his password shall not find the rest in a log.
+_LOGIN = re.compile(r"(^[^:/@]*:|://[^:/@]*:)(?!//).*(?=@)", re.DOTALL)
+_PASSWORD = re.compile(r"(?<=password=)[^&\s'\"]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,12 @@ class Address:
 
 
 def mask(text: str) -> str:
-    """Replace the password of every URL in ``text``.
+    """Replace the password of a URL, well-formed or not, in ``text``.
 
     >>> mask("redis://:secret@host:6379/0")
     'redis://:***@host:6379/0'
     """
-    return _SECRET.sub("***", text)
+    return _PASSWORD.sub("***", _LOGIN.sub(r"\1***", text))
 
 
 def parse(url: str | None) -> Address:
@@ -51,17 +59,19 @@ def parse(url: str | None) -> Address:
     """
     if url is None:
         url = os.environ.get(URL_VARIABLE) or _default_url()
+    if not isinstance(url, str):
+        raise TypeError(f"An address must be a str, not {type(url).__name__}.")
     scheme, separator, _ = url.partition("://")
     if separator and scheme in _REMOTE:
         return _remote(url, scheme)
     if separator and scheme in ("embedded", "fake"):
-        parts = urlsplit(url)
-        if scheme == "embedded" and parts.netloc:
+        place = url.removeprefix(f"{scheme}://")
+        if scheme == "embedded" and place and not place.startswith("/"):
             raise ValueError(
                 f"{mask(url)!r} has two slashes before a name; write embedded:///absolute/path "
                 "for a kept server, or embedded:// for a private one."
             )
-        return Address(scheme, url, place=unquote(parts.netloc + parts.path) or None)
+        return Address(scheme, url, place=unquote(place) or None)
     raise ValueError(
         f"{mask(url)!r} is not an address of a server; use redis://, rediss://, unix://, "
         "embedded://, embedded:///directory or fake://."
@@ -70,20 +80,39 @@ def parse(url: str | None) -> Address:
 
 def _remote(url: str, scheme: str) -> Address:
     try:
+        parts = urlsplit(url)
         options = parse_url(url)
+        if scheme == "unix" and not parts.path:
+            raise ValueError("it has no path to a socket")
+        if scheme != "unix" and not re.fullmatch(r"/?|/[0-9]{1,5}", parts.path):
+            raise ValueError("the part after the slash must be the number of a database")
     except ValueError as error:
-        raise ValueError(f"{mask(url)!r} is not a valid address: {mask(str(error))}") from None
-    connection_class = options.pop("connection_class", Connection)
-    for name in ("socket_timeout", "socket_connect_timeout", "retry_on_timeout", "protocol"):
-        if name in options:
+        reason = str(error).rstrip(".")
+        if "@" in url and "'" in reason:  # it may quote the password
+            reason = "the port is no number, or a special character of the password not escaped"
+        raise ValueError(
+            f"{mask(url)!r} is not a valid address: {reason}; write "
+            "redis://user:password@host:port/database or unix:///path/to/socket."
+        ) from None
+    allowed = _OPTIONS + (_TLS_OPTIONS if scheme == "rediss" else ())
+    for name, _ in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in allowed:
             raise ValueError(
-                f"{name!r} cannot be set in the URL, because delivery guarantees rest on it; "
-                "use connect(url, timeout=...)."
+                f"{name[:64]!r} cannot be set in the URL, because delivery guarantees rest on the "
+                f"options of a connection; only {', '.join(allowed)} can, and connect(url, "
+                "timeout=...)."
             )
-    return Address(scheme, mask(url), options, connection_class)
+    connection_class = options.pop("connection_class", Connection)
+    return Address(scheme, _shown(url, parts.netloc), options, connection_class)
+
+
+def _shown(url: str, netloc: str) -> str:
+    login = netloc.rpartition("@")[0]
+    user, colon, _ = login.partition(":")
+    return _PASSWORD.sub("***", url.replace(f"{login}@", f"{user}:***@", 1) if colon else url)
 
 
 def _default_url() -> str:
     from meteor_py.server import default_directory
 
-    return f"embedded://{default_directory()}"
+    return f"embedded://{quote(str(default_directory()))}"

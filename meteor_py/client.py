@@ -220,6 +220,7 @@ class Client:
         on a new one.
         """
         with self._exclusive():
+            self._check_open()
             if self._commands is None:
                 self._commands = self.open_link()
             link = self._commands
@@ -237,8 +238,7 @@ class Client:
     def resolve(self) -> Address:
         """The address to connect to; starts the embedded server if that is what it is."""
         with self._exclusive():
-            if self._closed:
-                raise MeteorError(f"The client of {self.address} is closed; connect again.")
+            self._check_open()
             if self._resolved is None:
                 self._resolved = self._resolve()
             return self._resolved
@@ -252,11 +252,15 @@ class Client:
             from meteor_py.server import open_embedded
 
             self._server = open_embedded(self.address.place)
-            options = {"path": self._server.socket_path}
+            options = {"path": self._server.socket_path, "password": self._server.password}
             return replace(
                 self.address, options=options, connection_class=UnixDomainSocketConnection
             )
         return self.address
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MeteorError(f"The client of {self.address} is closed; connect again.")
 
     def _exclusive(self) -> threading.RLock:
         """The lock; a new one in a forked child, where its holder may not be."""

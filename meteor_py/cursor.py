@@ -7,10 +7,18 @@ in it: so whatever was read belongs to the epoch that was seen, or an older one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from meteor_py import keys
-from meteor_py.errors import LogTruncated, RecordsLost, StreamNotFound
+from meteor_py.errors import (
+    ConnectionFailed,
+    CorruptFrameError,
+    LogTruncated,
+    RecordsLost,
+    StreamNotFound,
+    UnsupportedFrameError,
+)
 from meteor_py.frame import decode
 from meteor_py.history import Position, diverged_at
 from meteor_py.link import Link
@@ -58,8 +66,13 @@ class Cursor:
             if known_end > self.position.offset and not anywhere:
                 raise self.lost(known_end - 1)  # it was there, and so must be its successors
             return []
-        chunks = decode(self._stream, entries)
         wanted = self.position.offset
+        try:
+            chunks = decode(self._stream, entries)
+        except (CorruptFrameError, UnsupportedFrameError) as error:
+            if error.first > wanted and not anywhere:
+                raise self.lost(error.first - 1) from None  # first things first
+            raise
         found = chunks[0].first
         if found > wanted and not anywhere:
             raise self.lost(found - 1)
@@ -71,13 +84,19 @@ class Cursor:
 
     def move(self, offset: int) -> None:
         """Stand before ``offset``, in the present epoch."""
-        self._check(self._link.call("HMGET", self._meta, *_SEEN), self.position._replace(offset=0))
+        (seen,) = self._pipeline([("HMGET", self._meta, *_SEEN)])
+        self._check(seen, self.position._replace(offset=0))
         if offset > self.next:
             raise ValueError(
                 f"Offset {offset} is beyond the end of stream {self._stream!r}, which is "
                 f"{self.next}; seek there, or wait."
             )
         self.position = self.position._replace(offset=offset)
+
+    def stand_at(self, offset: int) -> None:
+        """The same without a look at the server, for an offset that was passed before."""
+        if self.position.offset != offset:
+            self.position = self.position._replace(offset=offset)
 
     def lost(self, last: int) -> RecordsLost:
         first = self.position.offset
@@ -99,15 +118,24 @@ class Cursor:
         block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
         frames = min(self._frames, records)
         read = ("XREAD", "COUNT", frames, *block, "STREAMS", self._log, after)
-        answer, seen = self._link.pipeline(
-            [read, ("HMGET", self._meta, *_SEEN)], block_s + self._link.timeout_s
-        )
+        answer, seen = self._pipeline([read, ("HMGET", self._meta, *_SEEN)], block_s)
         self._check(seen, self.position)
         if not answer:
             return []
         entries: list[Any] = answer[0][1]
         self._adapt(entries)
         return entries
+
+    def _pipeline(self, commands: list[Sequence[Any]], block_s: float = 0.0) -> list[Any]:
+        """Once more on a new connection, where there is no waiting: an idle one may have died."""
+        was_connected = self._link.connected
+        timeout_s = block_s + self._link.timeout_s
+        try:
+            return self._link.pipeline(commands, timeout_s)
+        except ConnectionFailed:
+            if not was_connected or block_s:
+                raise
+            return self._link.pipeline(commands, timeout_s)
 
     def _adapt(self, entries: list[Any]) -> None:
         """Ask for as many frames next time as make a good fetch, growing by steps."""

@@ -130,9 +130,16 @@ class OutcomeUnknown(PublishError):
 class NotReplicated(PublishError):
     """The record is in the log, but fewer replicas than asked for confirmed it in time."""
 
-    def __init__(self, message: str, *, stream: str, offset: int) -> None:
-        super().__init__(message, stream=stream)
+    def __init__(self, why: str, *, stream: str, offset: int) -> None:
+        super().__init__(f"Record {offset} of stream {stream!r} {why}", stream=stream)
+        self.why = why
         self.offset = offset
+
+    def at(self, offset: int) -> NotReplicated:
+        """The same of another record of the batch."""
+        error = NotReplicated(self.why, stream=self.stream, offset=offset)
+        error.__cause__ = self.__cause__
+        return error
 
 
 class ReadError(_OfStream):

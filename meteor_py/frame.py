@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pyarrow as pa
@@ -32,10 +32,13 @@ import pyarrow as pa
 from meteor_py.config import OFFSET_MAX, Compression
 from meteor_py.errors import CorruptFrameError, StreamCorrupt, UnsupportedFrameError
 from meteor_py.record import ArrowChunk, Chunk, Headers, ListChunk
+from meteor_py.times import MAX_MS, check_ms_column
 
 #: What a frame may unpack to, in bytes, and as a multiple of what came.
 _UNPACKED_MAX = 64 * 1024 * 1024
 _RATIO_MAX = 100
+#: ``MetadataVersion.V5``, what Arrow has written since 1.0.
+_ARROW_V5 = 4
 #: Frames of up to this many records are put together into lists: a chunk has its overhead.
 _SMALL = 32
 #: Smaller frames are not worth compressing.
@@ -53,7 +56,7 @@ _FIELDS = {
     "v": pa.field("value", pa.binary(), nullable=False),
 }
 _TYPES: dict[str, Any] = {
-    "c": int | None,
+    "c": Annotated[int, msgspec.Meta(ge=0, le=MAX_MS)] | None,
     "h": dict[str, bytes] | None,
     "k": bytes | None,
     "v": bytes,
@@ -64,7 +67,8 @@ _DECODERS = {
     letters: msgspec.msgpack.Decoder(tuple[tuple(_TYPES[letter] for letter in letters)])  # type: ignore[misc]
     for letters in _LETTERS
 }
-_NAME = re.compile(rb"(\d{1,3})(c?h?k?v)(?:\.([a-z0-9]+))?")
+#: Also that of a later version, which may have other columns.
+_NAME = re.compile(rb"(\d{1,3})([a-z]{1,16})(?:\.([a-z0-9]{1,16}))?")
 _ID = re.compile(rb"(\d{1,16})-(\d{1,16})")
 
 
@@ -198,14 +202,15 @@ def _open(
     size = len(fields)
     if size not in (4, 6) or fields[0] != b"t" or not fields[1].isdigit() or len(fields[1]) > 15:
         raise _foreign(stream, entry_id)
+    time = int(fields[1])
     if size == 6:
         if fields[4] != b"crc" or not fields[5].isdigit() or len(fields[5]) > 10:
             raise _foreign(stream, entry_id)
         if zlib.crc32(fields[3]) != int(fields[5]):
             raise _corrupt(stream, first, last, "its checksum does not match")
-    if not _NAME.fullmatch(fields[2]):
+    if time > MAX_MS or not _NAME.fullmatch(fields[2]):
         raise _foreign(stream, entry_id)
-    return int(fields[1]), fields[2], fields[3]
+    return time, fields[2], fields[3]
 
 
 def _decode(stream: str, name: bytes, payload: bytes, first: int, last: int, time: int) -> Chunk:
@@ -215,11 +220,12 @@ def _decode(stream: str, name: bytes, payload: bytes, first: int, last: int, tim
     match = _NAME.fullmatch(name)
     assert match is not None, "checked in _open"
     version, letters, compression = match[1], match[2].decode(), (match[3] or b"").decode()
-    if version == b"0" and not compression:
+    known = letters in _SCHEMAS
+    if version == b"0" and known and not compression:
         if n != 1:
             raise _corrupt(stream, first, last, f"a frame of one record claims {n}")
         return _decode_one(stream, letters, payload, first, time)
-    if version == b"1" and (not compression or compression in _CODECS):
+    if version == b"1" and known and (not compression or compression in _CODECS):
         if compression:
             payload = _unpack(stream, first, last, compression, payload)
         return _decode_many(stream, letters, payload, first, last, time)
@@ -254,31 +260,40 @@ def _decode_many(
 ) -> Chunk:
     n = last - first + 1
     try:
-        if _is_compressed_inside(payload):
-            raise ValueError("Arrow's own compression is not used here")
+        _refuse_compression_inside(payload)
         batch = pa.ipc.read_record_batch(pa.py_buffer(payload), _SCHEMAS[letters])
         if batch.num_rows != n:
             raise ValueError(f"it has {batch.num_rows} records in place of {n}")
         batch.validate(full=True)
         if batch.column(batch.num_columns - 1).null_count:
             raise ValueError("a value is null")
+        if "h" in letters and batch.column("headers").items.null_count:
+            raise ValueError("a header has no value")
+        if "c" in letters:
+            check_ms_column(batch.column("timestamp"))
         chunk = ArrowChunk(first, batch, time)
         return _to_lists(chunk) if n <= _SMALL else chunk
     except (pa.ArrowException, ValueError, struct.error, OSError, MemoryError) as error:
         raise _corrupt(stream, first, last, str(error)) from None
 
 
-def _is_compressed_inside(message: bytes) -> bool:
-    """Whether the Arrow message says that its buffers are compressed: a bomb could hide there.
+def _refuse_compression_inside(message: bytes) -> None:
+    """Raise if the buffers of an Arrow message are compressed: a bomb could hide there.
 
     Reads the flatbuffer by hand: the message table's ``header`` (field 2) is a record batch
-    table, whose field 3 is ``compression``.
+    table, whose field 3 is ``compression``. pyarrow also reads what older ones wrote, without
+    the mark at the start, or with the compression said elsewhere; none of that is ours.
     """
+    if message[:4] != b"\xff\xff\xff\xff":
+        raise ValueError("the message does not begin with Arrow's mark")
     _, table = _table(message, 8)
+    if 0 not in table or struct.unpack_from("<h", message, table[0])[0] != _ARROW_V5:
+        raise ValueError("the message is of an older version of Arrow")
     header = table.get(2)
     if header is None:
         raise ValueError("the message has no header")
-    return 3 in _table(message, header)[1]
+    if 3 in _table(message, header)[1]:
+        raise ValueError("Arrow's own compression is not used here")
 
 
 def _table(data: bytes, pointer: int) -> tuple[int, dict[int, int]]:
@@ -295,17 +310,28 @@ def _table(data: bytes, pointer: int) -> tuple[int, dict[int, int]]:
 def _unpack(stream: str, first: int, last: int, compression: str, payload: bytes) -> bytes:
     try:
         (size,) = struct.unpack_from("<I", payload)
-        if size > _UNPACKED_MAX or size > _RATIO_MAX * len(payload):
+        if not 8 <= size <= min(_UNPACKED_MAX, _RATIO_MAX * len(payload)):
             raise ValueError(f"{len(payload)} bytes claim to unpack to {size}")
-        unpacked: bytes = pa.decompress(
-            memoryview(payload)[4:],
-            decompressed_size=size,
-            codec=_CODECS[compression],
-            asbytes=True,
-        )
+        block, codec = memoryview(payload)[4:], _CODECS[compression]
+        unpacked: bytes = pa.decompress(block, decompressed_size=size, codec=codec, asbytes=True)
+        if compression == "lz4" and _fits(block, size - 1):
+            raise ValueError(f"it unpacks to less than the {size} bytes it claims")
     except (pa.ArrowException, ValueError, struct.error, OSError) as error:
         raise _corrupt(stream, first, last, str(error)) from None
     return unpacked
+
+
+def _fits(block: memoryview, size: int) -> bool:
+    """Whether an lz4 block unpacks to at most ``size`` bytes.
+
+    pyarrow does not tell how much was unpacked, and what was not filled is memory of this
+    process, which must not be handed out as values. (A zstd block knows its own size.)
+    """
+    try:
+        pa.decompress(block, decompressed_size=size, codec="lz4_raw", asbytes=True)
+    except OSError:
+        return False
+    return True
 
 
 def _to_lists(chunk: ArrowChunk) -> ListChunk:

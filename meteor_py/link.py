@@ -11,6 +11,7 @@ in a forked child.
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -53,6 +54,10 @@ class ScriptMissing(MeteorError):
     retriable = True
 
 
+class NotNow(ConnectionFailed):
+    """The server answered, and did nothing; another time or another server may."""
+
+
 class Link:
     """One connection. ``timeout_s`` bounds connecting, sending and each answer, in seconds."""
 
@@ -88,12 +93,27 @@ class Link:
 
     def call(self, *command: Argument, timeout_s: float | None = None) -> Any:
         """Send one command and return its answer."""
-        self.send([command])
-        return self.read(timeout_s)
+        try:
+            self.send([command])
+            return self.read(timeout_s)
+        except MeteorError:
+            raise
+        except BaseException:  # Ctrl-C: the next caller must not read the answer to this
+            self.close()
+            raise
 
     def pipeline(self, commands: Sequence[Sequence[Argument]], timeout_s: float) -> list[Any]:
         """Send commands together and return their answers; the first error is raised."""
-        self.send(commands)
+        try:
+            self.send(commands)
+            return self._read_all(commands, timeout_s)
+        except MeteorError:
+            raise
+        except BaseException:  # as in call()
+            self.close()
+            raise
+
+    def _read_all(self, commands: Sequence[Sequence[Argument]], timeout_s: float) -> list[Any]:
         answers: list[Any] = []
         failure: MeteorError | None = None
         for _ in commands:
@@ -202,9 +222,13 @@ class Link:
 
     def interrupt(self) -> None:
         """End a wait in another thread: its ``send`` or ``read`` raises ConnectionFailed."""
-        connection = self._connection
-        if connection is not None:
-            connection.disconnect()
+        # Not disconnect(): redis-py would quietly connect again, and answers get mixed up.
+        sock = getattr(self._connection, "_sock", None)
+        if isinstance(sock, socket.socket):
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it has ended already
 
     def _fail(self, error: Exception) -> NoReturn:
         translated = translate(error, self.address)
@@ -279,12 +303,12 @@ def translate(error: Exception, address: Address) -> MeteorError:
             "Check user, password and ACL (docs/acl.md)."
         )
     if isinstance(error, redis.BusyLoadingError):
-        return ConnectionFailed(f"The server at {address} is still loading its data.")
+        return NotNow(f"The server at {address} is still loading its data.")
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError, OSError)):
         return ConnectionFailed(
             f"The server at {address} cannot be reached: {words.rstrip('.')}. "
             "Is it running, and is the address right?"
         )
     if isinstance(error, _NOT_NOW) or words.startswith(_NOT_NOW_WORDS):
-        return ConnectionFailed(f"The server at {address} cannot do this now: {words}")
+        return NotNow(f"The server at {address} cannot do this now: {words}")
     return ServerRefused(f"The server at {address} refused: {words}")

@@ -16,12 +16,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from meteor_py.ack import Ack, Batch
+from meteor_py.ack import Ack, Batch, in_callback
 from meteor_py.errors import MeteorError, PublisherClosed, PublisherFull
 from meteor_py.frame import Columns
 
 #: What a record costs besides its bytes, so that empty ones are bounded too.
 RECORD_OVERHEAD = 64
+
+#: Failed batches that are kept in mind until somebody was told of them.
+_FAILURES_MAX = 100
 
 #: Places of records: batch, index of the first in it, number of records.
 Parts = list[tuple[Batch, int, int]]
@@ -42,6 +45,7 @@ class Outbox:
     ) -> None:
         self._stream = stream
         self._records_max = records_max
+        self._last_index = records_max - 1  # of a batch
         self._bytes_max = bytes_max
         self._pending_max = pending_max
         self._linger_s = linger_s
@@ -53,13 +57,14 @@ class Outbox:
         self._left = 0
         self._full: deque[Batch] = deque()
         self._pending_bytes = 0
-        self._pending_batches = 0
+        self._begun = 0  # batches, ever
+        self._ended = 0
         self._sender_waits = False
         self._waiters = 0
         self._hurry = 0
         self._closed: MeteorError | None = None
         self._loss: MeteorError | None = None
-        self._failure: Batch | None = None
+        self._failures: list[Batch] = []  # that nobody may have been told of
 
     def _make_locks(self) -> None:
         self._lock = threading.Lock()
@@ -74,12 +79,12 @@ class Outbox:
             values = self._values
             index = len(values)
             left = self._left - size - RECORD_OVERHEAD
-            if left >= 0 and index != self._records_max:
+            if left >= 0 and index < self._last_index:
                 self._left = left
                 values.append(value)
                 if self._sender_waits:
                     self._work.notify()
-                return Ack(self._open, index)
+                return Ack(self._open, index)  # type: ignore[arg-type]  # open, if granted
         return self.put(value, None, None, None, size)
 
     def put(
@@ -109,14 +114,15 @@ class Outbox:
                 if cell is not None or getattr(columns, name) is not None:
                     _append(columns, name, index, [cell])
             self._enter(batch, 1, size)
-            self._grant(batch)
+            self._go_on(batch)
         return Ack(batch, index)
 
     def put_rows(self, rows: Columns, sizes: Sequence[int]) -> Parts:
         """Take many records, given as lists; return their places.
 
         Raises as ``put`` does if not even the first found room. Where a later one did not, it
-        and those after it are in a batch that has failed.
+        and those after it are in a batch that has failed; that is the first part then, because
+        the last one is the one to wait for.
         """
         parts: Parts = []
         start = 0
@@ -127,7 +133,7 @@ class Outbox:
                 except MeteorError as error:
                     if not parts:
                         raise
-                    return [*parts, (_failed(error), 0, len(rows) - start)]
+                    return [(self._failed(error), 0, len(rows) - start), *parts]
                 batch = self._batch_for(sizes[start] + RECORD_OVERHEAD)
                 stop = self._fitting(batch, sizes, start)
                 columns, index = batch.columns, batch.count
@@ -140,7 +146,7 @@ class Outbox:
                         _append(columns, name, index, part)
                 size = sum(sizes[start:stop]) + (stop - start) * RECORD_OVERHEAD
                 self._enter(batch, stop - start, size)
-                self._grant(batch)
+                self._go_on(batch)
             parts.append((batch, index, stop - start))
             start = stop
         return parts
@@ -156,7 +162,7 @@ class Outbox:
                     if not parts:
                         raise
                     left = sum(len(rest) for rest, _ in frames[number:])
-                    return [*parts, (_failed(error), 0, left)]
+                    return [(self._failed(error), 0, left), *parts]
                 self._seal()
                 batch = self._new_batch()
                 batch.columns = columns
@@ -166,15 +172,16 @@ class Outbox:
         return parts
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Wait until all that was put is settled; tell whether it is."""
+        """Wait until all that was put by now is settled; tell whether it is."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
+            wanted = self._begun
             self._hurry += 1
             self._work.notify()
             try:
-                while self._pending_batches and (left := deadline - time.monotonic()) > 0:
+                while self._ended < wanted and (left := deadline - time.monotonic()) > 0:
                     self._wait_settled(left)
-                return not self._pending_batches
+                return self._ended >= wanted
             finally:
                 self._hurry -= 1
 
@@ -190,18 +197,17 @@ class Outbox:
         """In a forked child: take no more, and give up what is here."""
         self._make_locks()  # a thread that is not here may have held them
         self._closed = reason
-        self._pending_batches = 0
-        return self.take_all()
+        batches = self.take_all()
+        self._ended = self._begun
+        return batches
 
     def take_failure(self) -> Exception | None:
         """A failure that nobody was told of, once."""
         with self._lock:
             loss, self._loss = self._loss, None
-            batch, self._failure = self._failure, None
-        if batch is not None and not batch.observed:
-            batch.observed = True
-            return batch.error
-        return loss
+            failures, self._failures = self._failures, []
+        error = next((batch.error for batch in failures if not batch.observed), None)
+        return error or loss
 
     # -- for the sender ------------------------------------------------------------------------
 
@@ -231,9 +237,9 @@ class Outbox:
         batch.settle(error)
         with self._lock:
             self._pending_bytes -= batch.nbytes
-            self._pending_batches -= 1
-            if error is not None and self._failure is None:
-                self._failure = batch
+            self._ended += 1
+            if error is not None:
+                self._note_failure(batch)
             if self._waiters:
                 self._settled.notify_all()
 
@@ -262,12 +268,12 @@ class Outbox:
                 loss, self._loss = self._loss, None
                 raise loss
             if self._closed is not None:
-                raise self._closed
-            if self._pending_bytes + size <= self._pending_max or not self._pending_batches:
+                raise self._closed.with_traceback(None)
+            if self._pending_bytes + size <= self._pending_max or self._begun == self._ended:
                 return
             now = time.monotonic()
             deadline = deadline or now + self._delivery_timeout_s
-            if now >= deadline:
+            if now >= deadline or in_callback():  # which would wait for itself
                 raise PublisherFull(
                     f"{self._pending_bytes} bytes for stream {self._stream!r} wait to be "
                     "acknowledged already; publish more slowly, or raise max_pending_bytes.",
@@ -325,17 +331,19 @@ class Outbox:
     def _enter(self, batch: Batch, records: int, size: int) -> None:
         """Write records into the books."""
         if not batch.count:
-            self._pending_batches += 1
+            self._begun += 1
         batch.count += records
         batch.nbytes += size
         self._pending_bytes += size
         if self._sender_waits:
             self._work.notify()
 
-    def _grant(self, batch: Batch) -> None:
-        """Open the short way, unless the batch has more columns than values."""
+    def _go_on(self, batch: Batch) -> None:
+        """Seal the open batch if it is full; else open the short way, if it has only values."""
         columns = batch.columns
-        if columns is not None and columns.letters() == "v":
+        if batch.count == self._records_max:
+            self._seal()
+        elif columns is not None and columns.letters() == "v":
             room = min(self._bytes_max - batch.nbytes, self._pending_max - self._pending_bytes)
             self._granted = self._left = max(room, 0)
 
@@ -345,6 +353,19 @@ class Outbox:
         self._granted = self._left = 0
         if used and self._open is not None:
             self._enter(self._open, len(self._values) - self._open.count, used)
+
+    def _failed(self, error: MeteorError) -> Batch:
+        """A batch for records that were not taken."""
+        batch = Batch(0.0, 0.0)
+        batch.settle(error)
+        self._note_failure(batch)
+        return batch
+
+    def _note_failure(self, batch: Batch) -> None:
+        if len(self._failures) >= _FAILURES_MAX:
+            self._failures = [known for known in self._failures if not known.observed]
+        if len(self._failures) < _FAILURES_MAX:
+            self._failures.append(batch)
 
     def _fitting(self, batch: Batch, sizes: Sequence[int], start: int) -> int:
         """How far into ``sizes`` the records still fit into this batch; at least one does."""
@@ -364,12 +385,6 @@ def _append(columns: Columns, name: str, index: int, rows: list[Any]) -> None:
         column = [None] * index
         setattr(columns, name, column)
     column += rows
-
-
-def _failed(error: MeteorError) -> Batch:
-    batch = Batch(0.0, 0.0)
-    batch.settle(error)
-    return batch
 
 
 def closed_error(stream: str) -> PublisherClosed:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pyarrow as pa
 
 from meteor_py import ack
-from meteor_py.ack import SENDER_PREFIX, Ack, ManyAck
+from meteor_py.ack import Ack, ManyAck
 from meteor_py.codec import Codec
 from meteor_py.config import (
     FRAME_BYTES_MAX,
@@ -23,17 +23,19 @@ from meteor_py.config import (
     PublisherConfig,
     check_seconds,
 )
-from meteor_py.errors import PublisherClosed, RecordTooLarge
+from meteor_py.errors import MeteorError, PublisherClosed, RecordTooLarge
 from meteor_py.frame import Columns
 from meteor_py.outbox import RECORD_OVERHEAD, Outbox, closed_error
 from meteor_py.sender import Route, Sender
-from meteor_py.times import to_ms
+from meteor_py.times import to_ms, to_ms_column
 
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
 #: So many values at once are made an Arrow array of; fewer join what else is waiting.
 _ARROW_MIN = 256
+
+_log = logging.getLogger(__name__)
 
 _HEADER_MAP = pa.map_(pa.string(), pa.binary())
 
@@ -255,7 +257,9 @@ class Publisher:
             rows = [h if h is None else list(_checked_headers(h).items()) for h in headers]
             columns["headers"] = _as_arrow(rows, _HEADER_MAP, "headers")
         if timestamps is not None:
-            if not isinstance(timestamps, (pa.Array, pa.ChunkedArray)):
+            if isinstance(timestamps, (pa.Array, pa.ChunkedArray)):
+                timestamps = to_ms_column(timestamps)
+            else:
                 timestamps = [t if t is None else to_ms(t) for t in timestamps]
             columns["timestamps"] = _as_arrow(timestamps, pa.int64(), "timestamps")
         for name, column in columns.items():
@@ -289,10 +293,7 @@ class Publisher:
     # -- small parts ---------------------------------------------------------------------------
 
     def _time_limit(self, timeout: float | None) -> float:
-        if threading.current_thread().name.startswith(SENDER_PREFIX):
-            raise RuntimeError(
-                "A callback must not wait for records: it runs in the thread that sends them."
-            )
+        ack.forbid_waiting()
         if timeout is None:
             return self.config.delivery_timeout + JOIN_TIMEOUT_S
         return check_seconds("timeout", timeout, zero=True)
@@ -300,7 +301,7 @@ class Publisher:
     def _raise_failure(self) -> None:
         failure = self._outbox.take_failure()
         if failure is not None:
-            raise failure
+            raise failure.with_traceback(None)
 
     def _too_large(self, size: int) -> RecordTooLarge:
         return RecordTooLarge(
@@ -319,19 +320,23 @@ class Publisher:
         self._closed = True
         self._close_lock = threading.Lock()
         for batch in [*self._sender.window, *self._outbox.forget(reason)]:
-            batch.settle(reason)
+            batch.disown(reason)
 
 
 #: Seconds that closing waits for the thread, beyond the wait for records.
 JOIN_TIMEOUT_S = 6.0
 
-_open_publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
+# Strong: one that the user dropped without closing it has records to deliver, too.
+_open_publishers: set[Publisher] = set()
 
 
 def _close_all() -> None:
     """At the interpreter's end: deliver what the user did not wait for."""
     for publisher in list(_open_publishers):
-        publisher.close()
+        try:
+            publisher.close()
+        except MeteorError as error:
+            _log.error("At the end of the publisher of %r: %s", publisher.stream.name, error)
 
 
 def _forget_all() -> None:
@@ -392,9 +397,8 @@ def _as_list(column: Any) -> list[Any]:
 def _as_arrow(column: Any, kind: pa.DataType, name: str) -> pa.ChunkedArray:
     try:
         if isinstance(column, (pa.Array, pa.ChunkedArray)):
-            return pa.chunked_array(column.chunks if hasattr(column, "chunks") else [column]).cast(
-                kind
-            )
+            whole = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
+            return whole.cast(kind)
         return pa.chunked_array([pa.array(column, kind)])
     except (pa.ArrowException, TypeError) as error:
         raise TypeError(f"{name} cannot be published as {kind}: {error}.") from None

@@ -99,10 +99,10 @@ class ListChunk:
         )
 
     def value_list(self) -> list[bytes]:
-        return self.values
+        return self.values.copy()  # the caller's to change
 
     def key_list(self) -> list[bytes | None]:
-        return self.keys or [None] * len(self)
+        return self.keys.copy() if self.keys else [None] * len(self)
 
     def to_arrow(self) -> pa.RecordBatch:
         size = len(self)

@@ -21,6 +21,7 @@ import threading
 import time
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ from meteor_py.errors import (
 )
 from meteor_py.frame import encode, fingerprint
 from meteor_py.history import Position, diverged_at
-from meteor_py.link import Link, ScriptMissing
+from meteor_py.link import Link, NotNow, ScriptMissing
 from meteor_py.outbox import Outbox, closed_error
 from meteor_py.scripts import NEW_EPOCH, PUBLISH
 
@@ -86,7 +87,8 @@ class Sender:
         #: The batches on their way, oldest first.
         self.window: deque[Batch] = deque()
         self._sent = 0  # of the window, on this connection
-        self._answered = 0  # of those, waiting for replicas
+        self._answered = 0  # of those, to be settled together
+        self._stream_epoch = 0  # in the last of these answers
         self._send_whole = False  # the server does not know the script
         self._acked: Position | None = None
         self._failures = 0  # in a row
@@ -131,15 +133,15 @@ class Sender:
             batch = self._outbox.take(busy=bool(self.window))
             if batch is None:
                 return
+            self.window.append(batch)  # at once: there a forked child looks for it
             try:
                 assert batch.columns is not None
                 batch.encoded = encode(batch.columns, self._route.compression)
             except Exception as error:
-                self._outbox.settle(batch, self._bug(error))
+                self._outbox.settle(self.window.pop(), self._bug(error))
                 continue
             batch.sequence = self._sequence
             self._sequence += 1
-            self.window.append(batch)
 
     def _exchange(self) -> None:
         """Send what was not sent, read one answer, and see to what went wrong."""
@@ -181,6 +183,10 @@ class Sender:
         batch = self.window[self._answered]
         try:
             answer = self._link.read()
+        except NotNow:
+            if not batch.in_doubt:  # so it is not in the log, and none behind it can be
+                self._sent = self._answered
+            raise
         except ConnectionFailed:
             raise
         except ScriptMissing:
@@ -204,26 +210,38 @@ class Sender:
         batch.first = first
         batch.in_doubt = False
         self._failures = 0
-        self._acked = Position(self._route.incarnation, epoch, first + batch.count)
+        self._reason = None
         self._answered += 1
-        if not self._route.acks:
-            self._settle_answered(None)
-        elif self._answered == self._sent:
-            self._settle_answered(self._wait_for_replicas())
+        self._stream_epoch = epoch
+        if self._answered == self._sent or not (self._route.acks or self._in_new_epoch()):
+            self._settle_answered()
 
-    def _wait_for_replicas(self) -> int:
-        """Return how many replicas have all that was answered."""
-        left_ms = max(int((self.window[0].deadline - time.monotonic()) * 1000), 1)
-        timeout_s = left_ms / 1000 + self._link.timeout_s
-        return int(self._link.call("WAIT", self._route.acks, left_ms, timeout_s=timeout_s))
-
-    def _settle_answered(self, replicas: int | None) -> None:
+    def _settle_answered(self) -> None:
+        if self._in_new_epoch():  # somebody else began it
+            lost_from = self._lost_from()
+            if lost_from is not None:
+                self._report_loss(lost_from)
+        missing = self._missing_replicas() if self._route.acks else None
         for _ in range(self._answered):
             batch = self.window.popleft()
-            missing = replicas is not None and replicas < self._route.acks
-            self._outbox.settle(batch, self._not_replicated(batch, replicas) if missing else None)
+            offset = batch.first + batch.count
+            self._acked = Position(self._route.incarnation, self._stream_epoch, offset)
+            self._outbox.settle(batch, self._not_replicated(batch, missing) if missing else None)
         self._sent -= self._answered
         self._answered = 0
+
+    def _missing_replicas(self) -> str | None:
+        """Wait until enough replicas have all that was answered; say what is missing."""
+        left_ms = max(int((self.window[0].deadline - time.monotonic()) * 1000), 1)
+        timeout_s = left_ms / 1000 + self._link.timeout_s
+        wanted = self._route.acks
+        try:
+            seen = int(self._link.call("WAIT", wanted, left_ms, timeout_s=timeout_s))
+        except ServerRefused as error:
+            return f"the server did not wait for replicas: {error}"
+        if seen >= wanted:
+            return None
+        return f"{seen} of {wanted} replicas confirmed it in time; check the replicas."
 
     # -- what can go wrong ---------------------------------------------------------------------
 
@@ -234,12 +252,16 @@ class Sender:
         if code == "HISTORY":
             self._start_over(None)
             self._begin_epoch(answer[1].decode())
+            self._lose_or(self._doubt_answered)
         elif code == "FULL":
             self._not_now(self._full_error(answer[1]))
         elif code == "OUTOFSEQ" and answer[1] < oldest.sequence and self._acked:
-            self._lose(self._acked, int(self._link.call("HGET", self._keys[1], "next") or 0))
+            lost_from = self._lost_from()
+            if lost_from is None:  # nobody has begun a new epoch: the history is hidden
+                lost_from = int(self._link.call("HGET", self._keys[1], "next") or 0)
+            self._lose(lost_from)
         elif code == "NOPRODUCER":
-            self._renumber()  # forgotten while idle, or evicted
+            self._lose_or(self._renumber)  # lost with our records, or forgotten, or evicted
         elif code in ("NOSTREAM", "INCARNATION"):
             self._fail_all(self._gone_error(code))
         elif code == "EXHAUSTED":
@@ -266,18 +288,33 @@ class Sender:
         seen = self._link.refresh_history()
         stream_keys = [self._keys[1]]
         if seen != found:
-            answer = self._link.run(NEW_EPOCH, stream_keys, [self._route.incarnation, found, seen])
-            if answer[0] != b"OK":
-                return  # changed again, or gone: the next sending will tell
-        epochs = self._link.call("HGET", self._keys[1], "epochs")
-        if self._acked is not None and epochs is not None:
-            first = diverged_at(self._acked, epochs.decode())
-            if first is not None:
-                self._lose(self._acked, first)
+            # If it is not OK, it has changed again, or is gone: the next sending will tell.
+            self._link.run(NEW_EPOCH, stream_keys, [self._route.incarnation, found, seen])
 
-    def _lose(self, acked: Position, first: int) -> None:
+    def _in_new_epoch(self) -> bool:
+        return self._acked is not None and self._stream_epoch != self._acked.epoch
+
+    def _lost_from(self) -> int | None:
+        """The first offset from which on what we know to be in the log is lost; None if not."""
+        if self._acked is None:
+            return None
+        epochs = self._link.call("HGET", self._keys[1], "epochs")
+        return None if epochs is None else diverged_at(self._acked, epochs.decode())
+
+    def _lose_or(self, go_on: Callable[[], None]) -> None:
+        lost_from = self._lost_from()
+        if lost_from is None:
+            go_on()
+        else:
+            self._lose(lost_from)
+
+    def _lose(self, first: int) -> None:
         """Acknowledged records are gone. Nothing sent after them can be there either."""
-        last = acked.offset - 1
+        self._fail_all(self._report_loss(first))
+
+    def _report_loss(self, first: int) -> LogTruncated:
+        assert self._acked is not None, "what is lost was known"
+        last = self._acked.offset - 1
         lost_from = min(first, last)
         error = LogTruncated(
             f"The server has lost the acknowledged records {lost_from} to {last} of stream "
@@ -289,7 +326,7 @@ class Sender:
         )
         self._acked = None
         self._outbox.report_loss(error)
-        self._fail_all(error)
+        return error
 
     def _fail_all(self, error: MeteorError) -> None:
         self._clear_doubts()
@@ -325,8 +362,10 @@ class Sender:
 
     def _fail(self, batch: Batch, error: MeteorError | None) -> None:
         """Settle a batch with ``error``, unless it is, or may be, in the log."""
-        if batch.first >= 0:
-            error = self._not_replicated(batch, None)
+        if batch.first >= 0 and not self._route.acks:
+            error = None
+        elif batch.first >= 0:
+            error = self._not_replicated(batch, "the wait for replicas was cut short.")
         elif batch.in_doubt or error is None:
             error = self._unknown_error()
         self._outbox.settle(batch, error)
@@ -334,19 +373,21 @@ class Sender:
     # -- small parts ---------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Read the answers of the batches behind a refused one: none of them was taken.
+        """Read the answers of the batches behind a refused one, which will be sent again.
 
         Those before it are settled, so that the refused one is the oldest.
         """
-        for _ in range(self._sent - self._answered - 1):
+        for batch in list(self.window)[self._answered + 1 : self._sent]:
             try:
-                self._link.read()
+                answer = self._link.read()
             except ConnectionFailed:
                 raise
             except MeteorError:
-                pass  # each is sent again, and answered then
+                continue  # each is sent again, and answered then
+            if answer[0] == b"OK":  # the refused one has been in the log before
+                batch.in_doubt = True
         if self._answered:
-            self._settle_answered(self._wait_for_replicas())
+            self._settle_answered()
 
     def _start_over(self, reason: MeteorError | None) -> None:
         """Send the whole window again."""
@@ -358,6 +399,13 @@ class Sender:
     def _doubt_sent(self) -> None:
         for batch in list(self.window)[: self._sent]:
             batch.in_doubt = True
+
+    def _doubt_answered(self) -> None:
+        """Another server has to confirm again what the last one answered."""
+        for batch in self.window:
+            if batch.first >= 0:
+                batch.first = -1
+                batch.in_doubt = True
 
     def _clear_doubts(self) -> None:
         for batch in self.window:
@@ -413,14 +461,9 @@ class Sender:
             f"at {self._link.address} is too slow, or delivery_timeout too short."
         )
 
-    def _not_replicated(self, batch: Batch, replicas: int | None) -> NotReplicated:
-        seen = "an unknown number" if replicas is None else str(replicas)
-        return NotReplicated(
-            f"Record {batch.first} of stream {self._route.stream!r} is in the log, but {seen} of "
-            f"{self._route.acks} replicas confirmed it in time; check the replicas.",
-            stream=self._route.stream,
-            offset=batch.first,
-        )
+    def _not_replicated(self, batch: Batch, missing: str) -> NotReplicated:
+        why = f"is in the log, but {missing}"
+        return NotReplicated(why, stream=self._route.stream, offset=batch.first)
 
     def _bug(self, error: BaseException) -> PublishError:
         failure = PublishError(

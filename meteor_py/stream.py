@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from meteor_py import keys
 from meteor_py.codec import Codec, find_codec
-from meteor_py.config import OFFSET_MAX, Compression, PublisherConfig, StreamConfig, check_int
+from meteor_py.config import (
+    OFFSET_MAX,
+    Compression,
+    PublisherConfig,
+    StreamConfig,
+    check_choice,
+    check_int,
+)
 from meteor_py.cursor import Cursor
 from meteor_py.errors import LogTruncated, MeteorError, ServerRefused, StreamCorrupt, StreamNotFound
 from meteor_py.frame import entry_span
@@ -25,6 +32,8 @@ if TYPE_CHECKING:
 
 #: The layout of keys and frames that this version writes.
 LAYOUT_VERSION = "1"
+
+_SEEN = ("incarnation", "epoch", "next")
 
 
 @dataclass(frozen=True)
@@ -45,8 +54,9 @@ class Meta:
         Raises:
             StreamCorrupt: It is not the meta of a stream, or of a newer version.
         """
-        fields = {k.decode(): v.decode() for k, v in zip(flat[::2], flat[1::2], strict=True)}
-        version = fields.get("version")
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        fields = {k.decode(errors="replace"): v.decode(errors="replace") for k, v in pairs}
+        version = fields.get("version", LAYOUT_VERSION)
         if version != LAYOUT_VERSION:
             raise StreamCorrupt(
                 f"Stream {name!r} has layout version {version!r}, and this is version "
@@ -151,6 +161,7 @@ class Stream:
         Raises:
             InvalidInitialOffset: NONE, which is for groups.
         """
+        check_choice("initial_offset", initial_offset, tuple(InitialOffset))
         return Subscriber(
             self,
             initial_offset=InitialOffset(initial_offset),
@@ -169,16 +180,28 @@ class Stream:
             stop: An offset, exclusive; None, or one beyond the end, means the end as it is now.
 
         Raises:
+            ValueError: A negative offset, one beyond the end, or a datetime without a timezone.
             RecordsLost: The ring has dropped some of them.
         """
+        if isinstance(start, datetime):
+            to_ms(start)
+        elif isinstance(start, str):
+            check_choice("start", start, ("earliest", "latest"))
+        else:
+            check_int("start", start, 0, OFFSET_MAX)
         if stop is not None:
             check_int("stop", stop, 0, OFFSET_MAX)
+        _, _, end = self._seen(self.client.call("HMGET", self._keys[1], *_SEEN))
+        return self._read(start, end if stop is None else min(stop, end))
+
+    def _read(self, start: int | str | datetime, end: int) -> Iterator[RecordBatch]:
         with self.subscriber() as sub:  # stands at the end
-            end = sub.position if stop is None else min(stop, sub.position)
             if start != "latest":
                 sub.seek(start)
             while sub.position < end:
                 batch = sub.poll(max_records=min(end - sub.position, 10_000))
+                if batch.last_offset >= end:  # "earliest" has moved in the meantime
+                    batch = batch[: max(end - batch.first_offset, 0)]
                 if batch:
                     yield batch
 
@@ -266,17 +289,20 @@ class Stream:
     def cursor(self) -> Cursor:
         """A place to read from, at the end of the stream as it is now."""
         link = self.client.open_link()
-        answer = link.call("HMGET", self._keys[1], "incarnation", "epoch", "next")
         try:
-            if answer[0] is None:
-                raise self._gone(b"NOSTREAM")
-            if answer[0].decode() != self.incarnation:
-                raise self._gone(b"INCARNATION")
+            position = self._seen(link.call("HMGET", self._keys[1], *_SEEN))
         except MeteorError:
             link.close()
             raise
-        position = Position(self.incarnation, int(answer[1]), int(answer[2]))
         return Cursor(link, self.name, position)
+
+    def _seen(self, answer: list[Any]) -> Position:
+        """The end of the stream, if it is still this one."""
+        if answer[0] is None:
+            raise self._gone(b"NOSTREAM")
+        if answer[0].decode() != self.incarnation:
+            raise self._gone(b"INCARNATION")
+        return Position(self.incarnation, int(answer[1]), int(answer[2]))
 
     def _run(self, script: Script, args: list[Any], script_keys: list[str] | None = None) -> Any:
         answer = self.client.run(script, script_keys or self._keys, args)

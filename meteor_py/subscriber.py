@@ -87,6 +87,9 @@ class Subscriber:
         self._position = self._cursor.position.offset
         # Whether the position means "the first there is": until a record is found, that moves.
         self._floating = False
+        # Whether what is missed by that is part of a gap.
+        self._skipping = False
+        self._jumps = 0
         if initial_offset is InitialOffset.EARLIEST:
             self.seek("earliest")
 
@@ -122,12 +125,14 @@ class Subscriber:
         A server that is away is waited for, up to 30 seconds. Ends when the subscriber is closed.
         """
         while not self._closed:
-            self._fetch(_RECONNECT_S, _ITERATE)
+            self._fetch(_RECONNECT_S, _ITERATE, endless=True)
+            jumps = self._jumps
             for record in self._peek(_ITERATE):
                 self._position = record.offset + 1
                 yield record
-                if self._position != record.offset + 1 or self._closed:
-                    break  # the caller moved: seek() or poll() inside the loop
+                moved = self._jumps != jumps or self._position != record.offset + 1
+                if moved or self._closed:
+                    break  # by the caller: seek() or poll() inside the loop
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -179,13 +184,11 @@ class Subscriber:
             self.stream = self.stream.client.stream(self.stream.name, create=False)
             self._cursor = self.stream.cursor()
             self._cursor.move(min(gap.first, self._cursor.next))
-            self._jump(self._cursor.position.offset)
-            self._floating = True
-            self._count_skipped(gap.first, gap.last)
         elif gap is not None:
             self._cursor.move(min(gap.last + 1, self._cursor.next))
+        if gap is not None:
             self._jump(self._cursor.position.offset)
-            self._floating = True
+            self._floating = self._skipping = True
             self._count_skipped(gap.first, gap.last)
 
     def close(self) -> None:
@@ -211,27 +214,41 @@ class Subscriber:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _fetch(self, timeout_s: float, records: int) -> None:
-        """Have something to hand out, if it comes in time."""
+    def _fetch(self, timeout_s: float, records: int, *, endless: bool = False) -> None:
+        """Have something to hand out, if it comes in time.
+
+        ``endless``: the time runs only while the server is away.
+        """
         self._check_open()
         self._drop_read()
         deadline = time.monotonic() + timeout_s
+        failure: ConnectionFailed | None = None
         tries = 0
-        while not self._chunks:
+        while not self._chunks and not self._closed:
             left = deadline - time.monotonic()
             if left <= 0 and tries:
+                if failure is not None:
+                    raise failure
                 return
             try:
                 self._extend(min(max(left, 0.0), _BLOCK_MAX_S), records)
-            except ConnectionFailed:
+                failure = None
+                if endless:
+                    deadline = time.monotonic() + timeout_s
+            except ConnectionFailed as error:
+                failure = error
                 left = deadline - time.monotonic()
-                if left <= 0:
-                    raise
-                time.sleep(min(left, 0.02 * 2 ** min(tries, 5) * random.uniform(0.5, 1)))
+                pause = 0.02 * 2 ** min(tries, 5) * random.uniform(0.5, 1)
+                if left > 0 and not self._closed:
+                    time.sleep(min(left, pause))
             tries += 1
+        if self._closed:  # by another thread, while we waited
+            self._cursor.close()
 
     def _extend(self, block_s: float, records: int) -> None:
         """Fetch once; skip a gap if that is wanted."""
+        # An interrupt may have come between a fetch and the keeping of what it brought.
+        self._cursor.stand_at(self._position)
         try:
             chunks = self._cursor.fetch(block_s, records=records, anywhere=self._floating)
         except RecordsLost as gap:
@@ -239,15 +256,18 @@ class Subscriber:
             if self._on_gap == "raise":
                 raise
             self.skip_gap()
-            return
+            chunks = self._cursor.fetch(records=records, anywhere=True)
         except LogTruncated as gap:
             self._gap = gap
             raise
         if chunks:
-            self._position = chunks[0].first
-            self._floating = False
+            missed, self._position = self._position, chunks[0].first
+            more_skipped = self._skipping and missed < self._position
+            self._floating = self._skipping = False
             self._gap = None
             self._chunks.extend(chunks)
+            if more_skipped:  # the ring has moved on since the gap was found
+                self._count_skipped(missed, self._position - 1)
 
     def _peek(self, max_records: int) -> RecordBatch:
         """The next records, up to a number, without moving."""
@@ -269,8 +289,12 @@ class Subscriber:
         self._chunks.clear()
         self._position = offset
         self._gap = None
+        self._skipping = False
+        self._jumps += 1
 
     def _count_skipped(self, first: int, last: int) -> None:
+        if last < first:
+            return
         self.skipped += last - first + 1
         if self._on_gap_skipped is not None:
             self._on_gap_skipped(first, last)

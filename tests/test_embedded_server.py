@@ -133,10 +133,10 @@ def kept(tmp_path: Path) -> Iterator[Path]:
 def status(pid: int) -> tuple[str, int]:
     """The state and the parent of a process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return "X", 0
-    return fields[0], int(fields[1])
+    return state, int(parent)
 
 
 def is_running(pid: int) -> bool:
@@ -186,6 +186,12 @@ def mode(path: Path | str) -> int:
     return stat.S_IMODE(os.lstat(path).st_mode)
 
 
+def run(script: str) -> None:
+    """Run a program to its end. It may fork with threads, of which newer Pythons warn."""
+    command = [sys.executable, "-W", "ignore", "-c", PRELUDE + script]
+    subprocess.run(command, cwd=ROOT, timeout=WAIT_S, check=True)
+
+
 # -- Sharing
 
 
@@ -196,8 +202,6 @@ def test_two_processes_on_one_directory_share_a_server(
     assert one.open(kept) == other.open(kept)
     assert one.do("ask", "SET", "key", "value") == repr(b"+OK\r\n")
     assert other.do("ask", "GET", "key") == repr(b"$5\r\nvalue\r\n")
-    one.kill()
-    other.kill()
 
 
 def test_opening_a_directory_twice_in_one_process_holds_it_twice(kept: Path) -> None:
@@ -216,9 +220,7 @@ def test_simultaneous_opening_by_eight_processes_starts_one_server(
     for user in everybody:
         user.say("open", kept)
     assert len({user.answer() for user in everybody}) == 1
-    assert (kept / watcher.LOG).read_text().count("Ready to accept connections") == 1
-    for user in everybody:
-        user.kill()
+    assert (kept / watcher.LOG).read_text().count(home.LOG_START) == 1
 
 
 def test_opening_while_the_former_server_ends_never_fails(
@@ -262,7 +264,6 @@ def test_server_outlives_the_crash_of_one_user(kept: Path, users: Callable[[], U
     while time.monotonic() < end:
         assert other.do("ask", "PING") == repr(b"+PONG\r\n")
     assert is_running(server)
-    other.kill()
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -278,7 +279,6 @@ def test_crash_of_all_users_ends_server_and_watcher(
     wait_for_end(server)
     wait_for_end(watching)
     assert directory.exists() is not private
-    assert not (directory / watcher.SOCKET).exists()
 
 
 def test_interpreter_exit_ends_what_the_user_forgot(kept: Path, users: Callable[[], User]) -> None:
@@ -310,7 +310,7 @@ def test_crash_of_the_watcher_leaves_nothing_behind(private: bool, kept: Path) -
         kill(watcher_of(server.pid))
         wait_for_end(server.pid)
     assert server.directory.exists() is not private
-    assert not Path(server.socket_path).exists()
+    assert not (server.directory / watcher.CONFIG).exists()
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -337,7 +337,6 @@ def test_interrupt_from_the_terminal_does_not_reach_the_server(
     assert os.getsid(server) != os.getsid(user.process.pid)
     os.killpg(os.getpgid(user.process.pid), signal.SIGINT)
     assert user.do("ask", "PING") == repr(b"+PONG\r\n")
-    user.kill()
 
 
 # -- Forks
@@ -348,14 +347,14 @@ def test_interrupt_from_the_terminal_does_not_reach_the_server(
 def test_end_of_a_forked_child_leaves_the_server_to_the_parent(
     end: str, private: bool, kept: Path
 ) -> None:
-    script = f"""{PRELUDE}
+    script = f"""
 server = open_embedded({None if private else str(kept)!r})
 if os.fork() == 0:
     {end}
 assert os.wait()[1] == 0
 assert ask(server.socket_path, "PING") == b"+PONG\\r\\n"
 """
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=WAIT_S, check=True)
+    run(script)
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -372,7 +371,7 @@ def test_forked_child_does_not_hold_the_server_after_its_parent(
 
 
 def test_forked_child_that_opens_the_directory_itself_keeps_the_server(kept: Path) -> None:
-    script = f"""{PRELUDE}
+    script = f"""
 opened, closed = os.pipe(), os.pipe()
 server = open_embedded({str(kept)!r})
 if os.fork() == 0:
@@ -385,11 +384,11 @@ server.close()
 os.write(closed[1], b"!")
 assert os.wait()[1] == 0
 """
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=WAIT_S, check=True)
+    run(script)
 
 
 def test_child_forked_at_any_moment_of_an_opening_has_no_lock(kept: Path) -> None:
-    script = f"""{PRELUDE}
+    script = f"""
 def open_and_close():
     while not ending:
         open_embedded({str(kept)!r}).close()
@@ -411,9 +410,7 @@ for _ in range(200):
 ending = True
 thread.join()
 """
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], cwd=ROOT, timeout=WAIT_S, check=True
-    )
+    run(script)
 
 
 # -- The directory, the socket and the port
@@ -438,12 +435,10 @@ def test_directory_too_deep_for_a_socket_has_it_elsewhere(tmp_path: Path) -> Non
     with open_embedded(deep) as first:
         assert len(first.socket_path) <= home.SOCKET_PATH_MAX_BYTES
         assert mode(Path(first.socket_path).parent) == 0o700
+        kill(watcher_of(first.pid))
         with open_embedded(deep) as second:
             assert second.socket_path == first.socket_path
-        kill(watcher_of(first.pid))
-        with open_embedded(deep) as third:
-            assert third.socket_path == first.socket_path
-            assert ask(third, "PING")
+            assert ask(second, "PING")
     assert not Path(first.socket_path).parent.exists()
 
 
@@ -489,10 +484,9 @@ def test_program_that_ends_at_once_is_named(
 
 
 def test_corrupt_data_fails_with_the_words_of_the_log(kept: Path) -> None:
-    with open_embedded(kept) as server:
-        ask(server, "SET", "key", "value")
+    open_embedded(kept).close()
     (log,) = (kept / "appendonlydir").glob("*.incr.aof")
-    log.write_bytes(b"*nonsense\r\n" + log.read_bytes())
+    log.write_bytes(b"*nonsense\r\n")
     with pytest.raises(ServerStartFailed, match="Bad file format reading the append only file"):
         open_embedded(kept)
 
@@ -500,8 +494,6 @@ def test_corrupt_data_fails_with_the_words_of_the_log(kept: Path) -> None:
 def test_data_of_a_newer_server_fails_with_the_words_of_the_log(kept: Path) -> None:
     open_embedded(kept).close()
     (base,) = (kept / "appendonlydir").glob("*.base.rdb")
-    newer, count = re.subn(rb"^([A-Z]+)\d\d\d", rb"\g<1>999", base.read_bytes())
-    assert count == 1
-    base.write_bytes(newer)
+    base.write_bytes(re.sub(rb"^([A-Z]+)\d\d\d", rb"\g<1>999", base.read_bytes()))
     with pytest.raises(ServerStartFailed, match="Can't handle RDB format version 9"):
         open_embedded(kept)

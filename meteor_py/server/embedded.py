@@ -164,13 +164,14 @@ def _end(users: Lock, home: Path, deadline: float) -> None:
     """Shut the server down and wait until its processes are gone."""
     # Opened before the files may vanish with a private directory.
     with Lock(home / watcher.WATCHER_LOCK) as lock, Lock(home / watcher.SERVER_LOCK) as server:
-        if not shut_down(home):
-            # Dead already, still starting, or stuck: the watcher has the means for all of these.
-            users.close()
-        if not _poll(
-            lambda: lock.take(fcntl.LOCK_EX) and server.take(fcntl.LOCK_EX),
-            deadline,
-        ):
+
+        def are_gone() -> bool:
+            return lock.take(fcntl.LOCK_EX) and server.take(fcntl.LOCK_EX)
+
+        ended = shut_down(home) or _poll(are_gone, time.monotonic() + 2 * watcher.POLL_S)
+        if not ended:
+            users.close()  # still starting, or stuck: the watcher has the means for both
+        if not _poll(are_gone, deadline):
             logger.warning("The embedded server in %s has not ended yet.", home)
             return
         left = read_config(home).get("unixsocket")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import re
 import shutil
 import socket
@@ -150,9 +151,16 @@ def _choose_socket_path(home: Path) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port outside the range of outgoing connections, some of which could take it meanwhile."""
+    chooser = random.SystemRandom()  # a seeded one would choose the same in every process
+    while True:
+        port = chooser.randrange(10_000, 32_000)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def read_config(home: Path) -> dict[str, str]:

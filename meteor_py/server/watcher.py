@@ -38,7 +38,7 @@ SOCKET = "meteor.sock"
 
 #: Seconds between two looks at ``users.lock``. Looking, and not waiting in ``flock``, leaves the
 #: last user able to see that he is the last one: nobody else is after the exclusive lock.
-POLL_S = 0.05
+POLL_S = 0.1
 
 #: Seconds that a server gets to end by itself before it is killed.
 STOP_S = 5.0

@@ -1,0 +1,182 @@
+"""``python -m benchmarks``: run them, print a table, write ``benchmarks/RESULTS.md``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks import (
+    both,
+    fanout,
+    imports,
+    latency,
+    memory,
+    publish,
+    read,
+    ring,
+    single,
+)
+from benchmarks.common import Bench, Row, plain_client
+from meteor_py.server import open_embedded
+
+FAMILIES: dict[str, Callable[[Bench], list[Row]]] = {
+    "publish": publish.run,
+    "read": read.run,
+    "both": both.run,
+    "single": single.run,
+    "latency": latency.run,
+    "fanout": fanout.run,
+    "ring": ring.run,
+    "memory": memory.run,
+    "import": imports.run,
+}
+HEADER = ("what", "ours", "peer", "ratio", "goal", "met")
+NOTES = (
+    "- Records of 100 distinct bytes, made before the clock starts; one server without",
+    "  persistence, reached through a unix socket; redis-py with hiredis, plain options.",
+    "- Rates are the best of several runs, latencies the median of all samples; ours and theirs",
+    "  were measured in turn.",
+    "- 4 x 16: the run of Meteor's README, where ring and clients share one JVM. Here each publisher",
+    "  is a process; the subscribers share one process per core, each with its own connection,",
+    "  and each reads every record itself. A run of its own checks the order of every record.",
+    "- Server CPU, all: what the server used while records came one by one, less what it uses idle;",
+    "  inside the command: usec_per_call of INFO commandstats.",
+)
+RESULTS = {"valkey": "RESULTS.md", "redis": "RESULTS-redis.md"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.server == "redis":
+        found = shutil.which("redis-server")
+        if found is None:
+            print("There is no redis-server on PATH; install one.", file=sys.stderr)
+            return 2
+        os.environ["METEOR_SERVER"] = found
+    facts = {"load average before": f"{os.getloadavg()[0]:.2f}"}
+    with open_embedded() as server:
+        facts |= describe(server.url)
+        rows = measure(options, server.url)
+    show(rows, facts)
+    if options.json:
+        found_rows = [asdict(row) for row in rows]
+        options.json.write_text(json.dumps({"facts": facts, "rows": found_rows}, indent=2) + "\n")
+    if not options.quick and not options.only:
+        path = Path(__file__).parent / RESULTS[options.server]
+        path.write_text(markdown(rows, facts))
+        print(f"Written to {path}.", file=sys.stderr)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure meteor_py beside redis-py on a server of its own. A complete run "
+        "takes about five minutes and writes benchmarks/RESULTS.md; let nothing else run.",
+    )
+    parser.add_argument("--quick", action="store_true", help="less of everything, in a minute")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=FAMILIES,
+        metavar="NAME",
+        help=f"only this one of {', '.join(FAMILIES)}; may be repeated",
+    )
+    parser.add_argument(
+        "--server",
+        choices=RESULTS,
+        default="valkey",
+        help="the bundled Valkey (default), or the redis-server on PATH",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    return parser.parse_args(arguments)
+
+
+def describe(url: str) -> dict[str, str]:
+    with plain_client(url) as client:
+        info = client.info("server")
+    name = "Valkey" if "valkey_version" in info else "Redis"
+    return {
+        name: str(info.get("valkey_version", info["redis_version"])),
+        "CPUs": str(os.cpu_count()),
+        "Python": platform.python_version(),
+        "redis-py": version("redis"),
+        "hiredis": version("hiredis"),
+        "pyarrow": version("pyarrow"),
+    }
+
+
+def measure(options: argparse.Namespace, url: str) -> list[Row]:
+    console = Console(stderr=True)
+    names = options.only or list(FAMILIES)
+    rows: list[Row] = []
+    # Drawn only between measurements: a thread that draws would disturb them.
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.fields[family]}: {task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        auto_refresh=False,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("", total=None, family="")
+
+        def step(description: str) -> None:
+            progress.update(task, description=description, refresh=True)
+
+        bench = Bench(url, options.server, options.quick, step)
+        for name in names:
+            progress.update(task, family=name)
+            rows += FAMILIES[name](bench)
+            bench.clear()
+    return rows
+
+
+def show(rows: list[Row], facts: dict[str, str]) -> None:
+    table = Table(*HEADER)
+    for row in rows:
+        style = {True: "green", False: "red", None: ""}[row.met]
+        table.add_row(*row.cells, style=style)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(one_line(facts), highlight=False)
+    console.print(table)
+
+
+def markdown(rows: list[Row], facts: dict[str, str]) -> str:
+    """The text of RESULTS.md."""
+    lines = [
+        "# Results of `make bench`",
+        "",
+        one_line(facts) + ".",
+        "Only the ratios mean something on another machine.",
+        "",
+        f"| {' | '.join(HEADER)} |",
+        f"|{'---|' * len(HEADER)}",
+        *(f"| {' | '.join(row.cells)} |" for row in rows),
+        "",
+        *NOTES,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def one_line(facts: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""One publisher and one subscriber at once, each in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from benchmarks.common import (
+    CALL,
+    PIPELINE,
+    Bench,
+    Ready,
+    Row,
+    at_once,
+    connected,
+    cut,
+    faster,
+    plain_client,
+    values_of,
+)
+from benchmarks.publish import xadd_all
+from benchmarks.read import read_group
+
+PEER = f"redis-py, pipeline of {PIPELINE} XADD, XREADGROUP COUNT {PIPELINE} + XACK"
+
+
+def run(bench: Bench) -> list[Row]:
+    best = bench.best(
+        {
+            "1:1": lambda: ours(bench, bench.pick(2_000_000, 500_000)),
+            "1:1 redis-py": lambda: theirs(bench, bench.pick(100_000, 30_000)),
+        }
+    )
+    what = "1 publisher and 1 subscriber at once"
+    return [faster(what, best["1:1"], best["1:1 redis-py"], PEER, 25)]
+
+
+def ours(bench: Bench, count: int) -> float:
+    bench.clear()
+    with connected(bench.url) as client:
+        client.stream("both", capacity=count)  # nothing is dropped, however slow the reader
+    start, end = at_once((publisher, (bench.url, count)), (subscriber, (bench.url, count)))
+    return count / float(end - start)
+
+
+def publisher(ready: Ready, url: str, count: int) -> float:
+    calls = cut(values_of(count), CALL)
+    with connected(url) as client, client.stream("both").publisher() as pub:
+        start = ready()
+        for call in calls:
+            pub.publish_many(call)
+        pub.flush()
+    return start
+
+
+def subscriber(ready: Ready, url: str, count: int) -> float:
+    with connected(url) as client, client.stream("both").subscriber() as sub:
+        ready()
+        found = 0
+        while found < count:
+            found += len(sub.poll().values())
+        return time.monotonic()
+
+
+def theirs(bench: Bench, count: int) -> float:
+    bench.clear()
+    with plain_client(bench.url) as client:
+        client.xgroup_create("peer", "g", id="$", mkstream=True)
+    start, end = at_once((xadd, (bench.url, count)), (xreadgroup, (bench.url, count)))
+    return count / float(end - start)
+
+
+def xadd(ready: Ready, url: str, count: int) -> float:
+    values = values_of(count)
+    with plain_client(url) as client:
+        client.ping()
+        start = ready()
+        xadd_all(client, values)
+    return start
+
+
+def xreadgroup(ready: Ready, url: str, count: int) -> float:
+    client: Any
+    with plain_client(url) as client:
+        client.ping()
+        ready()
+        found = 0
+        while found < count:
+            found += len(read_group(client, "peer", block_ms=1000))
+        return time.monotonic()

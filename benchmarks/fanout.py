@@ -1,0 +1,212 @@
+"""Meteor's headline: 4 publishers and 16 subscribers of one stream, every one reads everything.
+
+As in Meteor's own benchmark: no groups, a ring of 10,000 x publishers x 2 records, and after each
+10,000 records a publisher waits until the slowest subscriber is less than 10,000 behind what all
+publishers have sent. The clock runs from the first publish until every subscriber has everything.
+Unlike there, records are distinct, and all goes through a socket to a server: Meteor's figure
+(4.3 M deliveries/s, 4 cores) is of one JVM, with the ring and all clients inside.
+
+Each publisher is a process. The subscribers share as many processes as there are cores, where a
+loop polls one after the other; each has its own connection and reads every record itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.common import (
+    PIPELINE,
+    Bench,
+    Ready,
+    Row,
+    at_once,
+    connected,
+    cut,
+    faster,
+    plain_client,
+    values_of,
+)
+from benchmarks.common import RECORD_BYTES as SIZE
+
+PUBLISHERS = 4
+SUBSCRIBERS = 16
+WINDOW = 10_000
+CAPACITY = 10_000 * PUBLISHERS * 2
+METEOR_DELIVERIES = 4_300_000.0
+
+#: Which publisher, and its how manieth record: the start of every value.
+_MARK = struct.Struct(">HQ")
+
+
+class Counters:
+    """How far everyone is, in memory that all processes share; each writes only its own."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.sent = context.RawArray("q", PUBLISHERS)
+        self.received = context.RawArray("q", SUBSCRIBERS)
+
+    def wait_for_readers(self) -> None:
+        while sum(self.sent) - min(self.received) >= WINDOW:
+            time.sleep(0.001)
+
+
+def run(bench: Bench) -> list[Row]:
+    each = bench.pick(500_000, 50_000)
+    bench.step("4 x 16, order of every record")
+    measure(bench, publisher, subscribers, bench.pick(20_000, 10_000), check=True)
+    best = bench.best(
+        {
+            "4 x 16": lambda: measure(bench, publisher, subscribers, each),
+            "4 x 16, redis-py": lambda: measure(
+                bench, xadd_publisher, xread_subscribers, bench.pick(20_000, 10_000)
+            ),
+        },
+        repeats=bench.pick(3, 1),
+    )
+    published, peer = best["4 x 16"], best["4 x 16, redis-py"]
+    name = f"redis-py, pipeline of {PIPELINE} XADD, XREAD COUNT {PIPELINE}"
+    what = f"{PUBLISHERS} publishers x {SUBSCRIBERS} subscribers"
+    deliveries = published * SUBSCRIBERS
+    return [
+        faster(f"{what}, published", published, peer, name),
+        faster(f"{what}, deliveries", deliveries, peer * SUBSCRIBERS, name, 9),
+        faster(f"{what}, deliveries", deliveries, METEOR_DELIVERIES, "Meteor, on 4 cores", 1),
+    ]
+
+
+def measure(bench: Bench, publish: Any, subscribe: Any, each: int, *, check: bool = False) -> float:
+    """Return records published per second; every one of them was delivered to all subscribers."""
+    bench.clear()
+    with connected(bench.url) as client:
+        client.stream("fanout", capacity=CAPACITY)
+    counters = Counters()
+    workers = min(os.cpu_count() or 1, SUBSCRIBERS)
+    mine = [tuple(range(worker, SUBSCRIBERS, workers)) for worker in range(workers)]
+    publishing = [(publish, (bench.url, i, each, counters)) for i in range(PUBLISHERS)]
+    reading = [(subscribe, (bench.url, ids, each, counters, check)) for ids in mine]
+    times = at_once(*publishing, *reading)
+    assert list(counters.received) == [PUBLISHERS * each] * SUBSCRIBERS, "records are missing"
+    seconds: float = max(times[PUBLISHERS:]) - min(times[:PUBLISHERS])
+    return PUBLISHERS * each / seconds
+
+
+def marked_values(number: int, count: int) -> list[bytes]:
+    rest = values_of(count, seed=number, size=SIZE - _MARK.size)
+    return [_MARK.pack(number, index) + value for index, value in enumerate(rest)]
+
+
+# -- ours --------------------------------------------------------------------------------------
+
+
+def publisher(ready: Ready, url: str, number: int, count: int, counters: Counters) -> float:
+    calls = cut(marked_values(number, count), WINDOW)
+    with connected(url) as client, client.stream("fanout").publisher() as pub:
+        start = ready()
+        for call in calls:
+            pub.publish_many(call)
+            counters.sent[number] += len(call)
+            counters.wait_for_readers()
+    return start
+
+
+def subscribers(
+    ready: Ready, url: str, ids: Sequence[int], each: int, counters: Counters, check: bool
+) -> float:
+    with ExitStack() as stack:
+        client = stack.enter_context(connected(url))
+        stream = client.stream("fanout")
+        subs = [stack.enter_context(stream.subscriber()) for _ in ids]
+
+        def poll(index: int, wait: bool) -> list[bytes]:
+            position = subs[index].position
+            batch = subs[index].poll(timeout=0.1 if wait else 0, max_records=CAPACITY)
+            assert batch.first_offset == position, "records were skipped"
+            return batch.values()
+
+        return read_all(ready, poll, ids, each, counters, check)
+
+
+def read_all(
+    ready: Ready,
+    poll: Callable[[int, bool], list[bytes]],
+    ids: Sequence[int],
+    each: int,
+    counters: Counters,
+    check: bool,
+) -> float:
+    """Let each subscriber read everything, in turn; wait only when nobody finds anything."""
+    orders = [Order() for _ in ids]
+    ready()
+    total = PUBLISHERS * each
+    idle = False
+    while min(counters.received[i] for i in ids) < total:
+        found = 0
+        for index, number in enumerate(ids):
+            values = poll(index, idle and index == 0)
+            if check:
+                orders[index].check(values)
+            counters.received[number] += len(values)
+            found += len(values)
+        idle = not found
+    return time.monotonic()
+
+
+class Order:
+    """Checks that the records of each publisher come in its order, none left out or repeated."""
+
+    def __init__(self) -> None:
+        self._expected = [0] * PUBLISHERS
+
+    def check(self, values: Sequence[bytes]) -> None:
+        for value in values:
+            number, index = _MARK.unpack_from(value)
+            assert index == self._expected[number], "records out of order"
+            self._expected[number] += 1
+
+
+# -- redis-py ----------------------------------------------------------------------------------
+
+
+def xadd_publisher(ready: Ready, url: str, number: int, count: int, counters: Counters) -> float:
+    calls = cut(marked_values(number, count), WINDOW)
+    with plain_client(url) as client:
+        pipe = client.pipeline(transaction=False)
+        client.ping()
+        start = ready()
+        for call in calls:
+            for part in cut(call, PIPELINE):
+                for value in part:
+                    pipe.xadd("peer", {"v": value}, maxlen=CAPACITY, approximate=True)
+                pipe.execute()
+            counters.sent[number] += len(call)
+            counters.wait_for_readers()
+    return start
+
+
+def xread_subscribers(
+    ready: Ready, url: str, ids: Sequence[int], each: int, counters: Counters, check: bool
+) -> float:
+    with ExitStack() as stack:
+        clients = [stack.enter_context(plain_client(url)) for _ in ids]
+        last: list[Any] = [b"0-0"] * len(ids)
+        for client in clients:
+            client.ping()
+
+        def poll(index: int, wait: bool) -> list[bytes]:
+            answer = clients[index].xread(
+                {"peer": last[index]}, count=PIPELINE, block=100 if wait else None
+            )
+            if not answer:
+                return []
+            entries = answer[0][1]
+            last[index] = entries[-1][0]
+            return [fields[b"v"] for _, fields in entries]
+
+        return read_all(ready, poll, ids, each, counters, check)

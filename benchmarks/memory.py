@@ -1,0 +1,88 @@
+"""Memory that publisher and subscriber take while gigabytes pass through them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import (
+    CALL,
+    RECORD_BYTES,
+    Bench,
+    Ready,
+    Row,
+    at_once,
+    connected,
+    cut,
+    values_of,
+    within,
+)
+
+#: The publisher's own bound (max_pending_bytes) is 64 MiB of records, which it holds as Python
+#: objects; a subscriber fetches 8 MiB at a time.
+PUBLISHER_MIB = 192
+SUBSCRIBER_MIB = 96
+
+
+def run(bench: Bench) -> list[Row]:
+    gigabytes = bench.pick(20, 5) / 10
+    total = int(gigabytes * 1e9) // RECORD_BYTES // CALL * CALL
+    capacity = total // 4
+    bench.clear()
+    bench.step(f"memory for {gigabytes:g} GB")
+    with connected(bench.url) as client:
+        client.stream("memory", capacity=capacity)
+    done = multiprocessing.get_context("spawn").RawArray("q", 1)
+    grown = at_once(
+        (publisher, (bench.url, total, capacity // 2, done)), (subscriber, (bench.url, total, done))
+    )
+    bench.clear()
+    rows: list[Row] = []
+    for who, (half, whole), goal in zip(
+        ("publisher", "subscriber"), grown, (PUBLISHER_MIB, SUBSCRIBER_MIB), strict=True
+    ):
+        what = f"memory that a {who} takes for {gigabytes:g} GB ({half:.0f} MiB at half time)"
+        rows.append(within(what, "MiB", whole, goal))
+    return rows
+
+
+def publisher(ready: Ready, url: str, total: int, lag_max: int, done: Any) -> tuple[float, float]:
+    """Publish as fast as possible, but do not leave the subscriber behind the ring."""
+    calls = cut(values_of(CALL * 10), CALL)
+    with connected(url) as client, client.stream("memory").publisher() as pub:
+        pub.publish(b"0").result()
+        ready()
+        before, half = peak_mib(), 0.0
+        for number in range(total // CALL):
+            pub.publish_many(calls[number % len(calls)])
+            while (number + 1) * CALL - done[0] > lag_max:
+                time.sleep(0.001)
+            if not half and number * CALL > total // 2:
+                half = peak_mib() - before
+        pub.flush()
+        return half, peak_mib() - before
+
+
+def subscriber(ready: Ready, url: str, total: int, done: Any) -> tuple[float, float]:
+    with connected(url) as client, client.stream("memory").subscriber() as sub:
+        ready()
+        before, half = peak_mib(), 0.0
+        while done[0] < total:
+            done[0] += len(sub.poll().values())
+            if not half and done[0] > total // 2:
+                half = peak_mib() - before
+        return half, peak_mib() - before
+
+
+def peak_mib() -> float:
+    """The most memory that this process has had so far."""
+    status = Path("/proc/self/status")
+    if status.exists():  # not ru_maxrss there: it begins with what the parent process had
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return int(line.split()[1]) / 1024
+    unit = 1024 * 1024 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
