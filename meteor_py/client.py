@@ -16,7 +16,13 @@ from meteor_py import keys
 from meteor_py.address import Address, parse
 from meteor_py.checks import warn_of_dangers
 from meteor_py.config import Compression, StreamConfig, check_seconds
-from meteor_py.errors import ConnectionFailed, MeteorError, StreamConfigMismatch, StreamNotFound
+from meteor_py.errors import (
+    ConnectionFailed,
+    MeteorError,
+    OutOfMemory,
+    StreamConfigMismatch,
+    StreamNotFound,
+)
 from meteor_py.link import Argument, Link
 from meteor_py.scripts import ALL, CREATE_STREAM, Script
 from meteor_py.stream import Meta, Stream
@@ -128,7 +134,13 @@ class Client:
         return iter(self.streams())
 
     def _create(self, name: str, config: StreamConfig) -> Meta:
-        self.call("SADD", keys.STREAMS, name)
+        try:
+            self.call("SADD", keys.STREAMS, name)
+        except OutOfMemory:
+            fields = self.call("HGETALL", keys.meta(name))
+            if not fields:
+                raise
+            return Meta.parse(name, fields)  # a full server can be read, and emptied
         fields = [item for pair in config.to_fields().items() for item in pair]
         incarnation = secrets.token_hex(8)
 

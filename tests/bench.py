@@ -38,15 +38,31 @@ class Bench:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self.proxy = stack.enter_context(Proxy(HOST, self.server.port))
-            self.direct: redis.Redis = stack.enter_context(plain_client(self.server.url))
-            self.client = stack.enter_context(meteor.connect(self.server.url))
             self.through = stack.enter_context(meteor.connect(self.proxy.url))
-            self.stream = self.client.stream(NAME, **self._settings)
             self._stack = stack.pop_all()
+        try:
+            self._look_at(self.server)
+            self.stream = self.client.stream(NAME, **self._settings)
+        except BaseException:
+            self._stack.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _look_at(self, server: Server) -> None:
+        self.server = server
+        self.direct: redis.Redis = self._stack.enter_context(plain_client(server.url))
+        self.client = self._stack.enter_context(meteor.connect(server.url))
+
+    def move_to(self, server: Server) -> None:
+        """Fail over: whoever goes through the proxy finds another server there."""
+        self.proxy.retarget(HOST, server.port)
+        self.proxy.heal()
+        self.proxy.cut()
+        self._look_at(server)
+        self.stream = self.client.stream(NAME, create=False)
 
     def publisher(self, **options: Any) -> meteor.Publisher:
         """A publisher whose connection goes through the proxy."""

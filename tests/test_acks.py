@@ -317,8 +317,9 @@ gone = meteor.connect("redis://127.0.0.1:1").address
 
 
 def test_what_a_program_published_is_delivered_when_it_ends_without_closing(bench: Bench) -> None:
+    bench.proxy.delay(0.1)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORGETFUL, bench.server.url],
+        [sys.executable, "-W", "ignore", "-c", FORGETFUL, bench.proxy.url],
         check=True, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stderr == ""
