@@ -48,11 +48,11 @@ NOTES = (
     "  persistence, reached through a unix socket; redis-py with hiredis, plain options.",
     "- Rates are the best of several runs, latencies the median of all samples; ours and theirs",
     "  were measured in turn.",
-    "- 4 x 16: the run of Meteor's README, where ring and clients share one JVM. Here each publisher",
-    "  is a process; the subscribers share one process per core, each with its own connection,",
-    "  and each reads every record itself. A run of its own checks the order of every record.",
-    "- Server CPU, all: what the server used while records came one by one, less what it uses idle;",
-    "  inside the command: usec_per_call of INFO commandstats.",
+    "- 4 x 16: the run of Meteor's README, where ring and clients share one JVM. Here each",
+    "  publisher is a process; the subscribers share one process per core, each with its own",
+    "  connection, and each reads every record itself. A run apart checks each record's order.",
+    "- Server CPU, all: what the server used while records came one by one, less what it uses",
+    "  when idle; inside the command: usec_per_call of INFO commandstats.",
 )
 RESULTS = {"valkey": "RESULTS.md", "redis": "RESULTS-redis.md"}
 

@@ -110,7 +110,7 @@ class Bench:
     ) -> dict[str, float]:
         """The highest of several rates of each case. Taken in turn: noise hits all of them."""
         found: dict[str, list[float]] = {name: [] for name in cases}
-        for _ in range(repeats or self.pick(3, 2)):
+        for _ in range(repeats or self.pick(5, 2)):
             for name, case in cases.items():
                 self.step(name)
                 found[name].append(case())

@@ -28,7 +28,7 @@ def run(bench: Bench) -> list[Row]:
             "publish in a loop": lambda: ours(bench, publish, [values[: len(values) // 2]]),
             "redis-py": lambda: theirs(bench, some),
         },
-        repeats=bench.pick(5, 3),
+        repeats=bench.pick(7, 3),
     )
     peer, name = best.pop("redis-py"), f"redis-py, pipeline of {PIPELINE} XADD"
     many_goal = 30 if bench.server == "valkey" else 18

@@ -40,7 +40,7 @@ def run(bench: Bench) -> list[Row]:
                 "Records": lambda: drain(stream, list),
                 "redis-py": lambda: drain_group(plain),
             },
-            repeats=bench.pick(5, 3),
+            repeats=bench.pick(7, 3),
         )
     peer = best["redis-py"]
     return [

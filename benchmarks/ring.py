@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 import pyarrow as pa
 
@@ -16,32 +17,31 @@ SMALL = 10_000
 LARGE = 10_000_000
 #: Ten million records have to fit into the memory of any machine.
 VALUE_BYTES = 10
+WARM_UP = 20
+
+Key = tuple[str, int]
 
 
 def run(bench: Bench) -> list[Row]:
     bench.clear()
-    chooser = random.Random(SEED)
-    count = bench.pick(1500, 300)
-    with connected(bench.url) as client:
-        bench.step("fill the rings")
-        rings = {size: client.stream(f"ring-{size}", capacity=size) for size in (SMALL, LARGE)}
-        for size, ring in rings.items():
+    with connected(bench.url) as client, ExitStack() as stack:
+        calls: dict[tuple[str, int], Callable[[], None]] = {}
+        for size in (SMALL, LARGE):
+            bench.step(f"fill a ring of {size:,}")
+            ring = client.stream(f"ring-{size}", capacity=size)
             # Small frames, and so many of them, that the index of the large ring is large.
             fill(ring, size, frame=bench.pick(250, 1000))
-        cost: dict[tuple[str, int], list[float]] = {}
-        for _ in range(4):
-            for size, ring in rings.items():
-                for name, work in (("publish", publish_one), ("seek", seek_one)):
-                    bench.step(f"{name} in a ring of {size:,}")
-                    samples = work(ring, count // 4, chooser)
-                    cost.setdefault((name, size), []).extend(samples)
+            calls["publish", size] = publishing(stack.enter_context(ring.publisher()))
+            calls["seek", size] = seeking(ring, stack.enter_context(ring.subscriber()))
+        bench.step("publish and seek in both rings")
+        cost = medians_us(calls, bench.pick(2000, 400))
     peer = f"ring of {SMALL:,}"
     return [
         cheaper(
             f"{what} in a ring of {LARGE:,}",
             "us",
-            statistics.median(cost[name, LARGE]),
-            statistics.median(cost[name, SMALL]),
+            cost[name, LARGE],
+            cost[name, SMALL],
             peer,
             1.2,
         )
@@ -60,30 +60,34 @@ def fill(ring: meteor.Stream, size: int, frame: int) -> None:
     assert found.length == size, f"a ring of {found.length} records"
 
 
-def publish_one(ring: meteor.Stream, count: int, _: random.Random) -> list[float]:
-    with ring.publisher() as pub:
-        return timed(lambda: pub.publish(b"0123456789").result(), count)
+def publishing(pub: meteor.Publisher) -> Callable[[], None]:
+    def publish() -> None:
+        pub.publish(b"0123456789").result()
+
+    return publish
 
 
-def seek_one(ring: meteor.Stream, count: int, chooser: random.Random) -> list[float]:
-    """Anywhere in the ring, and read the record there."""
-    state = ring.describe()
-    with ring.subscriber() as sub:
+def seeking(ring: meteor.Stream, sub: meteor.Subscriber) -> Callable[[], None]:
+    """Go anywhere in the newer half of the ring and read the record there."""
+    chooser = random.Random(SEED)
+    found = ring.describe()
+    first = found.first + found.length // 2  # what is published meanwhile drops the oldest
 
-        def seek() -> None:
-            offset = chooser.randrange(state.first, state.next)
-            sub.seek(offset)
-            batch = sub.poll(max_records=1)
-            assert batch.first_offset == offset, "another record than was asked for"
+    def seek() -> None:
+        offset = chooser.randrange(first, found.next)
+        sub.seek(offset)
+        batch = sub.poll(max_records=1)
+        assert batch.first_offset == offset, "another record than was asked for"
 
-        return timed(seek, count)
+    return seek
 
 
-def timed(work: Callable[[], object], count: int) -> list[float]:
-    """Microseconds of each call, without the first ones."""
-    samples: list[float] = []
-    for _ in range(count + 10):
-        start = time.perf_counter()
-        work()
-        samples.append((time.perf_counter() - start) * 1e6)
-    return samples[10:]
+def medians_us(calls: Mapping[Key, Callable[[], None]], count: int) -> dict[Key, float]:
+    """The median time of each call, all of them taken in turn."""
+    samples: dict[Key, list[float]] = {name: [] for name in calls}
+    for _ in range(WARM_UP + count):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            samples[name].append((time.perf_counter() - start) * 1e6)
+    return {name: statistics.median(found[WARM_UP:]) for name, found in samples.items()}

@@ -26,7 +26,7 @@ def run(bench: Bench) -> list[Row]:
                 "read one-record frames": lambda: drain(stream, meteor.RecordBatch.values),
                 "read one-record frames, redis-py": lambda: drain_group(plain),
             },
-            repeats=bench.pick(5, 3),
+            repeats=bench.pick(7, 3),
         )
     rate, peer = best.values()
     return [faster("read one-record frames as bytes", rate, peer, PEER, 1.2), *costs]

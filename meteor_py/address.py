@@ -22,7 +22,7 @@ _TLS_OPTIONS = (
     "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile", "ssl_min_version", "ssl_password",
 )  # fmt: skip
 #: Up to the last @: who does not escape the one in his password shall not find the rest in a log.
-_LOGIN = re.compile(r"(^[^:/@]*:|://[^:/@]*:)(?!//).*(?=@)", re.DOTALL)
+_LOGIN = re.compile(r"(://[^:/@]*:).*(?=@)", re.DOTALL)
 _PASSWORD = re.compile(r"(?<=password=)[^&\s'\"]*", re.IGNORECASE)
 
 
@@ -72,8 +72,9 @@ def parse(url: str | None) -> Address:
                 "for a kept server, or embedded:// for a private one."
             )
         return Address(scheme, url, place=unquote(place) or None)
+    shown = mask(url) if separator else mask(f"://{url}")[3:]
     raise ValueError(
-        f"{mask(url)!r} is not an address of a server; use redis://, rediss://, unix://, "
+        f"{shown!r} is not an address of a server; use redis://, rediss://, unix://, "
         "embedded://, embedded:///directory or fake://."
     )
 

@@ -48,6 +48,8 @@ class ConnectionFailed(MeteorError):
     """The server could not be reached, or went away before it answered."""
 
     retriable = True
+    #: It did answer: that it cannot do this now, or not here. So it did nothing.
+    answered = False
 
 
 class ServerRefused(MeteorError):

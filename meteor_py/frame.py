@@ -166,7 +166,8 @@ def entry_span(stream: str, entry_id: bytes) -> tuple[int, int]:
 def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Chunk]:
     """Return the records of some entries, small frames with consecutive offsets merged.
 
-    What lies before a bad frame is returned; a bad first frame raises.
+    What lies before a bad frame is returned; a bad first frame raises. What would unpack to more
+    than 64 MiB in all is left for another call.
 
     Raises:
         StreamCorrupt: An entry that no publisher of ours wrote.
@@ -174,10 +175,18 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
         CorruptFrameError: The bytes are not a frame.
     """
     chunks: list[Chunk] = []
+    unpacked = 0
+    bare: ListChunk | None = None  # the last chunk, while it is nothing but values
     for entry_id, fields in entries:
+        if bare is not None and _append_bare(bare, entry_id, fields):
+            continue
         try:
             first, last = entry_span(stream, entry_id)
             time, name, payload = _open(stream, entry_id, fields, first, last)
+            if b"." in name:
+                unpacked += int.from_bytes(payload[:4], "little")
+                if chunks and unpacked > _UNPACKED_MAX:
+                    break  # enough for one fetch; the next begins here
             chunk = _decode(stream, name, payload, first, last, time)
         except (StreamCorrupt, UnsupportedFrameError, CorruptFrameError):
             if chunks:
@@ -192,7 +201,25 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
             _merge(previous, chunk)
         else:
             chunks.append(chunk)
+        whole = chunks[-1]
+        bare = whole if isinstance(whole, ListChunk) and whole.is_bare() else None
     return chunks
+
+
+def _append_bare(chunk: ListChunk, entry_id: bytes, fields: list[bytes]) -> bool:
+    """The short way for record after record without key, headers and time: add it to the last."""
+    if (
+        len(fields) != 4
+        or fields[2] != b"0v"
+        or fields[0] != b"t"
+        or entry_id != b"%d-1" % (chunk.first + len(chunk.values))
+        or not fields[1].isdigit()
+        or len(fields[1]) > 13
+    ):
+        return False
+    chunk.values.append(fields[3])
+    chunk.appended.append(int(fields[1]))
+    return True
 
 
 def _open(

@@ -34,5 +34,5 @@ def diverged_at(position: Position, epochs: str) -> int | None:
         for number, _, first in (entry.partition(":") for entry in epochs.split(","))
         if int(number) > position.epoch
     ]
-    lowest = min(later, default=position.offset)
-    return max(lowest, 0) if lowest < position.offset else None
+    lowest = max(min(later, default=position.offset), 0)
+    return lowest if lowest < position.offset else None

@@ -54,10 +54,6 @@ class ScriptMissing(MeteorError):
     retriable = True
 
 
-class NotNow(ConnectionFailed):
-    """The server answered, and did nothing; another time or another server may."""
-
-
 class Link:
     """One connection. ``timeout_s`` bounds connecting, sending and each answer, in seconds."""
 
@@ -303,12 +299,18 @@ def translate(error: Exception, address: Address) -> MeteorError:
             "Check user, password and ACL (docs/acl.md)."
         )
     if isinstance(error, redis.BusyLoadingError):
-        return NotNow(f"The server at {address} is still loading its data.")
+        return _not_now(f"The server at {address} is still loading its data.")
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError, OSError)):
         return ConnectionFailed(
             f"The server at {address} cannot be reached: {words.rstrip('.')}. "
             "Is it running, and is the address right?"
         )
     if isinstance(error, _NOT_NOW) or words.startswith(_NOT_NOW_WORDS):
-        return NotNow(f"The server at {address} cannot do this now: {words}")
+        return _not_now(f"The server at {address} cannot do this now: {words}")
     return ServerRefused(f"The server at {address} refused: {words}")
+
+
+def _not_now(message: str) -> ConnectionFailed:
+    error = ConnectionFailed(message)
+    error.answered = True
+    return error

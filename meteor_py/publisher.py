@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from operator import countOf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -143,7 +144,7 @@ class Publisher:
             TypeError, RecordTooLarge, PublisherFull, PublisherClosed, LogTruncated: As ``publish``.
         """
         if not isinstance(values, (pa.Array, pa.ChunkedArray)):
-            values = list(values)
+            values = values if isinstance(values, list) else list(values)
             if self._codec is not None:
                 values = [self._codec.encode(value) for value in values]
         if isinstance(values, list) and len(values) < _ARROW_MIN:
@@ -361,7 +362,7 @@ def _to_bytes(value: Any) -> bytes:
 
 def _checked_values(values: list[Any]) -> list[Any]:
     """Bytes, and nothing that Arrow would quietly make bytes of."""
-    if set(map(type, values)) <= {bytes}:
+    if countOf(map(type, values), bytes) == len(values):
         return values
     return [_to_bytes(value) for value in values]
 
@@ -378,6 +379,10 @@ def _checked_headers(headers: Any) -> dict[str, bytes]:
     for name, value in headers.items():
         if not isinstance(name, str) or type(value) is not bytes:
             raise TypeError("Headers must be str names with bytes values.")
+    try:
+        "".join(headers).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"The name of a header cannot be written as UTF-8: {error}.") from None
     return dict(headers)
 
 

@@ -7,7 +7,7 @@ as it came (Arrow, not copied), or a number of small frames put together (lists)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import chain, repeat
 from typing import Any
 
@@ -19,6 +19,7 @@ from meteor_py.errors import DecodeError
 
 Headers = dict[str, bytes]
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECONDS = pa.timestamp("ms", tz="UTC")
 _HEADERS = pa.map_(pa.string(), pa.binary())
 #: The columns of ``RecordBatch.to_arrow()``.
@@ -50,7 +51,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     @property
     def time(self) -> datetime:
         """``timestamp`` as an aware datetime."""
-        return datetime.fromtimestamp(self.timestamp / 1000, UTC)
+        return _EPOCH + timedelta(milliseconds=self.timestamp)
 
 
 class ListChunk:
@@ -76,6 +77,9 @@ class ListChunk:
 
     def __len__(self) -> int:
         return len(self.values)
+
+    def is_bare(self) -> bool:
+        return self.keys is None and self.headers is None and self.timestamps is None
 
     def slice(self, start: int, stop: int) -> ListChunk:
         return ListChunk(
@@ -287,9 +291,10 @@ class RecordBatch(Sequence[Record]):
         return f"<RecordBatch of {self._stream!r}: {span}>"
 
     def _raw_values(self) -> list[bytes]:
-        if len(self._chunks) == 1:
-            return self._chunks[0].value_list()
-        return list(chain.from_iterable(chunk.value_list() for chunk in self._chunks))
+        values: list[bytes] = []
+        for chunk in self._chunks:
+            values += chunk.value_list()
+        return values
 
     def _decoded(self, raw: list[bytes]) -> list[Any]:
         assert self._codec is not None

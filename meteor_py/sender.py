@@ -42,7 +42,7 @@ from meteor_py.errors import (
 )
 from meteor_py.frame import encode, fingerprint
 from meteor_py.history import Position, diverged_at
-from meteor_py.link import Link, NotNow, ScriptMissing
+from meteor_py.link import Link, ScriptMissing
 from meteor_py.outbox import Outbox, closed_error
 from meteor_py.scripts import NEW_EPOCH, PUBLISH
 
@@ -154,6 +154,7 @@ class Sender:
             self._start_over(error)
             self._wait()
         except ServerRefused as error:  # while looking after something else
+            self._doubt_sent()
             self._refuse(error)
         self._expire()
 
@@ -183,11 +184,9 @@ class Sender:
         batch = self.window[self._answered]
         try:
             answer = self._link.read()
-        except NotNow:
-            if not batch.in_doubt:  # so it is not in the log, and none behind it can be
-                self._sent = self._answered
-            raise
-        except ConnectionFailed:
+        except ConnectionFailed as error:
+            if error.answered and not batch.in_doubt:
+                self._sent = self._answered  # it is not in the log, so none behind it can be
             raise
         except ScriptMissing:
             self._drain()

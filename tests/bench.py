@@ -14,7 +14,7 @@ import redis
 import meteor_py as meteor
 from meteor_py import keys
 from tests.proxy import Proxy
-from tests.servers import HOST, Server, plain_client
+from tests.servers import HOST, Replica, Server, plain_client
 from tests.waiting import eventually
 
 NAME = "orders"
@@ -30,15 +30,17 @@ class Bench:
         bench.wait_for_next(1)
     """
 
-    def __init__(self, server: Server, **settings: Any) -> None:
+    def __init__(self, server: Server, user: str = "", **settings: Any) -> None:
         self.server = server
+        self._user = f"{user}:x@" if user else ""
         self._settings = {"capacity": 10_000_000} | settings
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self.proxy = stack.enter_context(Proxy(HOST, self.server.port))
-            self.through = stack.enter_context(meteor.connect(self.proxy.url))
+            url = self.proxy.url.replace("://", f"://{self._user}")
+            self.through = stack.enter_context(meteor.connect(url))
             self._stack = stack.pop_all()
         try:
             self._look_at(self.server)
@@ -132,6 +134,35 @@ class Bench:
         acks: list[Any] = [publisher.publish(b"ahead")]
         self.wait_for_next(begun + 1)
         return acks + [publisher.publish_many(values) for values in batches]
+
+
+class Pair:
+    """A bench whose server has a replica, and the link between the two."""
+
+    def __init__(self, stack: ExitStack, primary: Server) -> None:
+        self._stack = stack
+        self.bench = stack.enter_context(Bench(primary))
+        self.link, self.replica = self.add_replica()
+
+    def add_replica(self) -> tuple[Proxy, Replica]:
+        primary = self.bench.server
+        link = self._stack.enter_context(Proxy(HOST, primary.port))
+        replica = self._stack.enter_context(Replica(primary, port=link.port))
+        replica.wait_in_sync()
+        with plain_client(primary.url) as client:  # Redis counts it only after its first word
+            client.set("x", 1)
+            assert client.wait(1, 10_000) == 1
+        return link, replica
+
+    def lag(self) -> None:
+        """From now on the replica gets nothing."""
+        self.replica.wait_in_sync()
+        self.link.stall()
+
+    def fail_over(self) -> None:
+        self.replica.promote()
+        self.bench.server.kill()
+        self.bench.move_to(self.replica)
 
 
 def discard(publisher: meteor.Publisher) -> None:

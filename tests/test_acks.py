@@ -21,10 +21,9 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.config import FRAME_RECORDS_MAX
-from tests.bench import Bench, failure
+from tests.bench import Bench, Pair, failure
 from tests.conftest import ServerFactory
-from tests.proxy import Proxy
-from tests.servers import HOST, Replica, Server, plain_client
+from tests.servers import Server
 from tests.waiting import eventually
 
 
@@ -357,28 +356,13 @@ def test_one_publisher_that_fails_at_the_end_does_not_keep_others_from_deliverin
 # Replicas
 
 
-class Replicated:
-    """A server with one replica whose link can be stalled."""
-
-    def __init__(self, stack: ExitStack, primary: Server) -> None:
-        self.link = stack.enter_context(Proxy(HOST, primary.port))
-        self.replica = stack.enter_context(Replica(primary, port=self.link.port))
-        self.replica.wait_in_sync()
-        with plain_client(primary.url) as client:  # Redis counts it only after its first word
-            client.set("x", 1)
-            assert client.wait(1, 10_000) == 1
-        self.bench = stack.enter_context(Bench(primary))
-
-
 @pytest.fixture(params=["valkey", "redis"])
-def replicated(
-    request: pytest.FixtureRequest, private_server: ServerFactory
-) -> Iterator[Replicated]:
+def replicated(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iterator[Pair]:
     with ExitStack() as stack:
-        yield Replicated(stack, private_server(kind=request.param))
+        yield Pair(stack, private_server(kind=request.param))
 
 
-def test_acks_wait_until_the_replica_has_the_record(replicated: Replicated) -> None:
+def test_acks_wait_until_the_replica_has_the_record(replicated: Pair) -> None:
     bench = replicated.bench
     pub = bench.warm_publisher(acks=1)
     replicated.link.stall()
@@ -390,7 +374,7 @@ def test_acks_wait_until_the_replica_has_the_record(replicated: Replicated) -> N
 
 
 def test_without_the_replica_the_record_is_in_the_log_and_its_ack_names_it(
-    replicated: Replicated,
+    replicated: Pair,
 ) -> None:
     bench = replicated.bench
     pub = bench.warm_publisher(acks=1, delivery_timeout=0.6)
@@ -408,7 +392,7 @@ def test_without_the_replica_the_record_is_in_the_log_and_its_ack_names_it(
     assert pub.publish(b"later").result(10) == 6
 
 
-def test_a_repeat_after_a_lost_reply_still_waits_for_the_replica(replicated: Replicated) -> None:
+def test_a_repeat_after_a_lost_reply_still_waits_for_the_replica(replicated: Pair) -> None:
     bench = replicated.bench
     pub = bench.warm_publisher(acks=1)
     replicated.link.stall()

@@ -18,6 +18,7 @@ import meteor_py as meteor
 from meteor_py.codec import Codec, find_codec
 from meteor_py.frame import Columns, decode, encode
 from meteor_py.record import Record, RecordBatch
+from meteor_py.times import to_ms
 
 FIRST = 1000
 APPENDED = 1_700_000_000_000
@@ -196,6 +197,12 @@ def test_the_time_of_a_record_is_an_aware_datetime() -> None:
     record = make([3])[1]
     assert record.time.tzinfo is UTC
     assert record.time == datetime.fromtimestamp(record.timestamp / 1000, UTC)
+
+
+@pytest.mark.parametrize("ms", [0, 1, 999, 1_700_000_000_123, 253_402_300_799_999])
+def test_the_time_of_a_record_is_exact(ms: int) -> None:
+    assert to_ms(Record(0, b"", None, None, ms, ms).time) == ms
+    assert Record(0, b"", None, None, ms, ms).time.microsecond == ms % 1000 * 1000
 
 
 def test_a_record_cannot_be_changed() -> None:

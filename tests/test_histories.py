@@ -15,40 +15,10 @@ from contextlib import ExitStack
 import pytest
 
 import meteor_py as meteor
-from tests.bench import NAME, Bench, failure, poll_until
+from tests.bench import NAME, Bench, Pair, failure, poll_until
 from tests.conftest import ServerFactory
-from tests.proxy import Proxy
-from tests.servers import HOST, Replica, Server, plain_client
+from tests.servers import HOST
 from tests.waiting import eventually
-
-
-class Pair:
-    """A bench whose server has a replica, and the link between the two."""
-
-    def __init__(self, stack: ExitStack, primary: Server) -> None:
-        self._stack = stack
-        self.bench = stack.enter_context(Bench(primary))
-        self.link, self.replica = self.add_replica()
-
-    def add_replica(self) -> tuple[Proxy, Replica]:
-        primary = self.bench.server
-        link = self._stack.enter_context(Proxy(HOST, primary.port))
-        replica = self._stack.enter_context(Replica(primary, port=link.port))
-        replica.wait_in_sync()
-        with plain_client(primary.url) as client:  # Redis counts it only after its first word
-            client.set("x", 1)
-            assert client.wait(1, 10_000) == 1
-        return link, replica
-
-    def lag(self) -> None:
-        """From now on the replica gets nothing."""
-        self.replica.wait_in_sync()
-        self.link.stall()
-
-    def fail_over(self) -> None:
-        self.replica.promote()
-        self.bench.server.kill()
-        self.bench.move_to(self.replica)
 
 
 @pytest.fixture(params=["valkey", "redis"])

@@ -241,6 +241,16 @@ def test_a_publisher_without_the_right_is_told_and_goes_on_when_it_has_it(privat
     assert private.values() == [b"first", b"again"]
 
 
+def test_a_publisher_that_may_not_look_at_the_history_doubles_nothing(private: Bench) -> None:
+    pub = private.warm_publisher()
+    ahead, many = private.queue_behind_one(pub, [FULL * 4])
+    private.direct.hset(keys.meta(NAME), mapping={"epoch": "99", "epochs": "1:0,99:1"})
+    private.direct.execute_command("ACL", "SETUSER", "default", "-hget")
+    private.proxy.resume()
+    assert (ahead.result(5), many.result(5)) == (1, 2)
+    assert pub.publish(b"last").result(5) == 2 + 4 * 4096
+
+
 # Deadlines
 
 
@@ -373,23 +383,39 @@ def test_out_of_memory_a_repeat_gets_its_answer_and_a_new_batch_leaves_nothing(
 # A server that cannot do it now
 
 
-def test_a_server_that_becomes_a_replica_for_a_while_is_waited_for(private: Bench) -> None:
+NOT_NOW = [
+    (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE"), "replica"),
+    (
+        ("CONFIG", "SET", "min-replicas-to-write", "1"),
+        ("CONFIG", "SET", "min-replicas-to-write", "0"),
+        "NOREPLICAS",
+    ),
+]
+
+
+@pytest.mark.parametrize(("begin", "end", "word"), NOT_NOW)
+def test_a_server_that_takes_no_writes_for_a_while_is_waited_for(
+    private: Bench, begin: tuple[str, ...], end: tuple[str, ...], word: str
+) -> None:
     pub = private.warm_publisher()
-    private.direct.replicaof("127.0.0.1", "1")
+    private.direct.execute_command(*begin)
     acks = [pub.publish(b"%d" % n) for n in range(10)]
     with pytest.raises(TimeoutError):
         acks[0].result(0.2)
-    private.direct.replicaof("NO", "ONE")
+    private.direct.execute_command(*end)
     assert [ack.result(5) for ack in acks] == list(range(1, 11))
 
 
-def test_a_server_that_stays_a_replica_is_named_and_nothing_is_in_doubt(private: Bench) -> None:
-    pub = private.warm_publisher(delivery_timeout=0.5)
-    private.direct.replicaof("127.0.0.1", "1")
+@pytest.mark.parametrize(("begin", "end", "word"), NOT_NOW)
+def test_a_server_that_goes_on_to_take_no_writes_says_so_and_nothing_is_in_doubt(
+    private: Bench, begin: tuple[str, ...], end: tuple[str, ...], word: str
+) -> None:
+    pub = private.warm_publisher(delivery_timeout=0.4)
+    private.direct.execute_command(*begin)
     error = failure(pub.publish(b"x"))
-    assert type(error).__mro__.index(meteor.ConnectionFailed) <= 1
-    assert "replica" in str(error)
-    private.direct.replicaof("NO", "ONE")
+    assert isinstance(error, meteor.ConnectionFailed)
+    assert word in str(error)
+    private.direct.execute_command(*end)
     assert pub.publish(b"y").result(5) == 1
     assert private.values() == [b"first", b"y"]
 
