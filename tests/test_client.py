@@ -323,7 +323,7 @@ def test_a_connection_that_died_while_idle_is_replaced_unnoticed(
 
 def test_a_late_answer_is_never_taken_for_the_next_one(private_server: ServerFactory) -> None:
     server = private_server()
-    with meteor.connect(server.url, timeout=0.3) as m:
+    with meteor.connect(server.url, timeout=0.5) as m:
         for name in ("a", "b"):
             m.stream(name)
         server.pause()

@@ -7,10 +7,11 @@ or created anew, a fork, other readers and publishers.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -22,8 +23,9 @@ import meteor_py as meteor
 from meteor_py.cursor import Cursor
 from meteor_py.link import Link
 from tests.conftest import ServerFactory
+from tests.proxy import Proxy
 from tests.reading import background, blocked, check_values, drain, everything, fill, value
-from tests.servers import plain_client
+from tests.servers import HOST, plain_client
 from tests.waiting import eventually
 
 
@@ -279,3 +281,46 @@ def test_in_a_forked_child_a_subscriber_goes_on_by_itself(stream: meteor.Stream)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         fill(stream, 1)
         assert drain(sub) == list(range(3, 11))
+
+
+def test_whatever_happens_to_the_answers_on_their_way_each_record_comes_once_in_order(
+    url: str, rng: random.Random
+) -> None:
+    with meteor.connect(url) as m:
+        end = fill(
+            m.stream("s", capacity=100_000), *(rng.choice([1, 3, 40, 400]) for _ in range(60))
+        )
+    port = int(url.rpartition(":")[2].partition("/")[0])
+    with Proxy(HOST, port) as proxy, meteor.connect(proxy.url, timeout=1) as m:
+        stream = m.stream("s", create=False)
+        troubles: list[Callable[[], None]] = [
+            lambda: proxy.cut_mid_reply(rng.randrange(20_000)),
+            lambda: proxy.cut_after_request(rng.randrange(1, 4)),
+            lambda: proxy.cut_before_request(rng.randrange(1, 4)),
+            lambda: proxy.chunk(rng.randrange(1, 2000)),
+            proxy.cut,
+        ]
+        for trouble in troubles:
+            proxy.heal()
+            with stream.subscriber(initial_offset="earliest") as sub:
+                got: list[int] = []
+                while len(got) < end:
+                    trouble()
+                    got += check_values(sub.poll(timeout=10, max_records=rng.choice([1, 500])))
+                assert got == list(range(end))
+
+
+def test_an_answer_that_never_comes_is_given_up_and_asked_for_again(url: str) -> None:
+    with meteor.connect(url) as m:
+        fill(m.stream("s"), 3)
+    port = int(url.rpartition(":")[2].partition("/")[0])
+    with (
+        Proxy(HOST, port) as proxy,
+        meteor.connect(proxy.url, timeout=0.5) as m,
+        m.stream("s").subscriber(initial_offset="earliest") as sub,
+    ):
+        proxy.stall("replies")
+        with pytest.raises(meteor.ConnectionFailed):
+            sub.poll(timeout=0)
+        proxy.resume()
+        assert drain(sub) == [0, 1, 2]

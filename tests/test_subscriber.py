@@ -188,7 +188,7 @@ def test_poll_waits_as_long_as_it_is_told(stream: meteor.Stream) -> None:
 
 
 def test_a_wait_may_be_longer_than_the_timeout_of_the_connection(url: str) -> None:
-    with meteor.connect(url, timeout=0.2) as m, m.stream("s").subscriber() as sub:
+    with meteor.connect(url, timeout=0.5) as m, m.stream("s").subscriber() as sub:
         assert not sub.poll(timeout=1.0)
 
 
