@@ -22,7 +22,7 @@ import meteor_py as meteor
 
 RECORD_BYTES = 100
 SEED = 20_180_506
-#: redis-py's batches: a larger one is not faster (measured), only later.
+#: Size of the batches of redis-py, as the goals name it.
 PIPELINE = 500
 #: Records in one call of publish_many.
 CALL = 10_000

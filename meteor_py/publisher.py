@@ -77,10 +77,15 @@ class Publisher:
             ),
         )
         self._closed = False
+        self._ended = False
         self._close_lock = threading.Lock()
         self._put_value = self._outbox.put_value
         self._sender.start()
         _open_publishers.add(self)
+        # Again each time: at the end the last registered is called first, and this one has to be
+        # called before the embedded server that the publisher may be using is let go.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
 
     # -- publishing ----------------------------------------------------------------------------
 
@@ -179,12 +184,13 @@ class Publisher:
         """
         limit = self._time_limit(timeout)
         with self._close_lock:
-            if not self._closed:
+            if not self._ended:  # closed and not ended: an interrupt came while it waited
                 self._closed = True
                 self._outbox.close(closed_error(self.stream.name))
                 if not self._outbox.wait_empty(limit):
                     self._sender.abandon()
                 self._sender.join(JOIN_TIMEOUT_S)
+                self._ended = True
                 _open_publishers.discard(self)
         self._raise_failure()
 
@@ -318,7 +324,7 @@ class Publisher:
             "another here with stream.publisher().",
             stream=self.stream.name,
         )
-        self._closed = True
+        self._closed = self._ended = True
         self._close_lock = threading.Lock()
         for batch in [*self._sender.window, *self._outbox.forget(reason)]:
             batch.disown(reason)
@@ -347,7 +353,6 @@ def _forget_all() -> None:
     _open_publishers.clear()
 
 
-atexit.register(_close_all)
 os.register_at_fork(after_in_child=_forget_all)
 
 

@@ -280,6 +280,8 @@ class Stream:
         others = sorted(found - {self._keys[1]})
         self._run(DELETE_STREAM, [self.incarnation], [self._keys[1], *others])
         self.client.call("SREM", keys.STREAMS, self.name)
+        if self.client.call("EXISTS", self._keys[1]):  # created anew by somebody meanwhile
+            self.client.call("SADD", keys.STREAMS, self.name)
 
     def __repr__(self) -> str:
         return f"<Stream {self.name!r} on {self.client.address}>"

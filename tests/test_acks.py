@@ -15,13 +15,14 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import meteor_py as meteor
 from meteor_py.config import FRAME_RECORDS_MAX
-from tests.bench import Bench, Pair, failure
+from tests.bench import NAME, Bench, Pair, failure
 from tests.conftest import ServerFactory
 from tests.servers import Server
 from tests.waiting import eventually
@@ -186,6 +187,24 @@ def test_closing_delivers_what_was_published(bench: Bench) -> None:
             call()
 
 
+def test_closing_again_after_an_interrupt_still_delivers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(timeout: float) -> bool:
+        raise KeyboardInterrupt
+
+    pub = bench.warm_publisher()
+    bench.proxy.stall("replies")
+    ack = pub.publish(b"x")
+    with monkeypatch.context() as patch:
+        patch.setattr(pub._outbox, "wait_empty", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pub.close()
+    bench.proxy.resume()
+    pub.close()
+    assert (ack.done(), ack.offset) == (True, 1)
+
+
 def test_closing_in_vain_fails_what_is_left_and_says_so(bench: Bench) -> None:
     pub = bench.warm_publisher()
     bench.proxy.stall()
@@ -325,6 +344,15 @@ def test_what_a_program_published_is_delivered_when_it_ends_without_closing(
     )  # fmt: skip
     assert done.stderr == ""
     assert bench.values() == [b"%d" % n for n in range(20_000)]
+
+
+def test_a_program_that_ends_without_closing_delivers_to_its_own_server_too(tmp_path: Path) -> None:
+    address = f"embedded://{tmp_path}"
+    with meteor.connect(address) as m:
+        m.stream(NAME, capacity=100_000)
+    subprocess.run([sys.executable, "-c", FORGETFUL, address, "dropped"], check=True, timeout=60)
+    with meteor.connect(address) as m:
+        assert m.stream(NAME, create=False).describe().next == 20_000
 
 
 FAILING = """

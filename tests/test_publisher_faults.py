@@ -128,6 +128,17 @@ def test_a_cut_behind_any_batch_of_the_window_loses_and_doubles_nothing(
         assert [v for v in bench.values() if v.isdigit()] == [b"%d" % n for n in numbers]
 
 
+def test_an_interrupted_connection_is_not_made_again_behind_the_senders_back(bench: Bench) -> None:
+    # redis-py would do so at the next sending, and an answer be taken for another batch's.
+    link = bench.through.open_link()
+    assert link.call("PING") == b"PONG"
+    link.interrupt()
+    with pytest.raises(meteor.ConnectionFailed):
+        link.call("PING")
+    assert link.call("PING") == b"PONG"
+    link.close()
+
+
 def test_a_reconnect_that_is_refused_for_a_while_changes_nothing(bench: Bench) -> None:
     pub = bench.warm_publisher()
     bench.proxy.refuse()

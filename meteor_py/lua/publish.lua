@@ -11,31 +11,30 @@
 -- No '#!lua' line, on purpose: in a server that is out of memory the script then still runs, so a
 -- repeat gets its first answer, and a new frame fails at XADD, its first write, leaving nothing.
 
-local function int(x) return string.format('%.0f', x) end
-
 local m = redis.call('HMGET', KEYS[2], 'incarnation', 'history', 'epoch', 'next', 'appended',
                      'capacity', 'archived', 'max_unarchived')
-if not m[1] then return {'NOSTREAM'} end
-if m[1] ~= ARGV[1] then return {'INCARNATION'} end
-if ARGV[2] ~= '' and ARGV[2] ~= m[2] then return {'HISTORY', m[2]} end
+if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
+if m[2] ~= ARGV[2] and ARGV[2] ~= '' then return {'HISTORY', m[2]} end
 
+local format = string.format
 local epoch, seq, n = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local slot = int(seq % 8)
+local slot = format('%.0f', seq % 8)
 local p = redis.call('HMGET', KEYS[3], 'epoch', 'last', slot)
 local known = p[1] and tonumber(p[1])
-local batch = ARGV[4] .. ':%d+:' .. ARGV[5] .. ':' .. ARGV[6]
 if not known then
   if seq ~= 0 then return {'NOPRODUCER'} end
 elseif epoch < known then
   return {'STALEPRODUCER', known}
 elseif epoch > known then
   if seq ~= 0 then return {'OUTOFSEQ', 0} end
-elseif p[3] and string.find(p[3], '^' .. batch .. '$') then
+elseif seq ~= tonumber(p[2]) + 1 then
+  local s, first, count, fingerprint = string.match(p[3] or '', '^(%d+):(%d+):(%d+):(%d+)$')
+  if s ~= ARGV[4] or count ~= ARGV[5] or fingerprint ~= ARGV[6] then
+    return {'OUTOFSEQ', tonumber(p[2]) + 1}
+  end
   -- The write moves this connection's replication offset past the frame's: WAIT then means it.
   redis.call('PEXPIRE', KEYS[3], ARGV[7])
-  return {'OK', tonumber(string.match(p[3], '^%d+:(%d+)')), tonumber(m[3])}
-elseif seq ~= tonumber(p[2]) + 1 then
-  return {'OUTOFSEQ', tonumber(p[2]) + 1}
+  return {'OK', tonumber(first), tonumber(m[3])}
 end
 
 local first = tonumber(m[4])
@@ -48,24 +47,17 @@ if m[7] then
 end
 
 local clock = redis.call('TIME')
-local now = math.max(clock[1] * 1000 + math.floor(clock[2] / 1000), tonumber(m[5]))
-local entry = {'XADD', KEYS[1]}
-if floor > 0 then
-  entry[3], entry[4], entry[5] = 'MINID', '=', int(floor) .. '-0'
+local now = format('%.0f', math.max(clock[1] * 1000 + math.floor(clock[2] / 1000), tonumber(m[5])))
+local minid = format('%.0f-0', math.max(floor, 0))
+local id = format('%.0f-', after - 1) .. ARGV[5]
+if ARGV[10] == '' then
+  redis.call('XADD', KEYS[1], 'MINID', '=', minid, id, 't', now, ARGV[8], ARGV[9])
+else
+  redis.call('XADD', KEYS[1], 'MINID', '=', minid, id, 't', now, ARGV[8], ARGV[9], 'crc', ARGV[10])
 end
-entry[#entry + 1] = int(after - 1) .. '-' .. ARGV[5]
-entry[#entry + 1] = 't'
-entry[#entry + 1] = int(now)
-entry[#entry + 1] = ARGV[8]
-entry[#entry + 1] = ARGV[9]
-if ARGV[10] ~= '' then
-  entry[#entry + 1] = 'crc'
-  entry[#entry + 1] = ARGV[10]
-end
-redis.call(unpack(entry))
-redis.call('HSET', KEYS[2], 'next', int(after), 'appended', int(now))
+redis.call('HSET', KEYS[2], 'next', format('%.0f', after), 'appended', now)
 if known and epoch > known then redis.call('DEL', KEYS[3]) end
 redis.call('HSET', KEYS[3], 'epoch', ARGV[3], 'last', ARGV[4],
-           slot, ARGV[4] .. ':' .. int(first) .. ':' .. ARGV[5] .. ':' .. ARGV[6])
+           slot, format('%s:%.0f:%s:%s', ARGV[4], first, ARGV[5], ARGV[6]))
 redis.call('PEXPIRE', KEYS[3], ARGV[7])
 return {'OK', first, tonumber(m[3])}
