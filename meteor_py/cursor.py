@@ -30,6 +30,8 @@ FETCH_BYTES = 2 * 1024 * 1024
 FETCH_FRAMES_MAX = 256
 
 _ID_MAX = 2**64 - 1
+#: Fetches in a row after which the next one is asked for in advance.
+_STRAIGHT = 3
 
 
 class Cursor:
@@ -41,6 +43,8 @@ class Cursor:
         self._log = keys.log(stream)
         self._meta = keys.meta(stream)
         self._frames = 16  # to ask for; follows their size
+        self._straight = 0  # fetches since the last jump
+        self._ahead: int | None = None  # the offset that was asked for in advance
         self.position = position
         #: The end of the stream when last seen.
         self.next = position.offset
@@ -80,10 +84,12 @@ class Cursor:
             chunks[0] = chunks[0].slice(wanted - found, len(chunks[0]))
         whole = self._without_holes(chunks)
         self.position = self.position._replace(offset=whole[-1].first + len(whole[-1]))
+        self._read_ahead()
         return whole
 
     def move(self, offset: int) -> None:
         """Stand before ``offset``, in the present epoch."""
+        self._forget_ahead()
         (seen,) = self._pipeline([("HMGET", self._meta, *_SEEN)])
         self._check(seen, self.position._replace(offset=0))
         if offset > self.next:
@@ -113,18 +119,60 @@ class Cursor:
         self._link.close()
 
     def _ask(self, block_s: float, records: int) -> list[Any]:
-        offset = self.position.offset
-        after = f"{offset - 1}-{_ID_MAX}" if offset else "0-0"
-        block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
-        frames = min(self._frames, records)
-        read = ("XREAD", "COUNT", frames, *block, "STREAMS", self._log, after)
-        answer, seen = self._pipeline([read, ("HMGET", self._meta, *_SEEN)], block_s)
+        answers = self._collect_ahead()
+        if answers is None:
+            frames = min(self._frames, records)
+            answers = self._pipeline(self._request(frames, block_s), block_s)
+        answer, seen = answers
         self._check(seen, self.position)
         if not answer:
             return []
         entries: list[Any] = answer[0][1]
         self._adapt(entries)
         return entries
+
+    def _request(self, frames: int, block_s: float = 0.0) -> list[Sequence[Any]]:
+        offset = self.position.offset
+        after = f"{offset - 1}-{_ID_MAX}" if offset else "0-0"
+        block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
+        read = ("XREAD", "COUNT", frames, *block, "STREAMS", self._log, after)
+        return [read, ("HMGET", self._meta, *_SEEN)]
+
+    def _read_ahead(self) -> None:
+        """Let the server fetch the next records while these are looked at.
+
+        Only for who reads straight on, and only what is known to be there: nothing waits.
+        """
+        self._straight += 1
+        if self._straight < _STRAIGHT or self.next <= self.position.offset:
+            return
+        try:
+            self._link.send(self._request(self._frames))
+            self._ahead = self.position.offset
+        except ConnectionFailed:
+            pass  # the next fetch connects again, or says so
+        except BaseException:  # Ctrl-C: the next fetch must not read the answer to this
+            self._link.close()
+            raise
+
+    def _collect_ahead(self) -> list[Any] | None:
+        """The answers to what was asked in advance; None if that was nothing, or not this."""
+        asked, self._ahead = self._ahead, None
+        if asked is None or not self._link.connected:
+            return None
+        if asked != self.position.offset:
+            self._link.close()
+            return None
+        try:
+            return self._link.read_all(2, self._link.timeout_s)
+        except ConnectionFailed:
+            return None  # tried again in the ordinary way
+
+    def _forget_ahead(self) -> None:
+        self._straight = 0
+        if self._ahead is not None:
+            self._ahead = None
+            self._link.close()
 
     def _pipeline(self, commands: list[Sequence[Any]], block_s: float = 0.0) -> list[Any]:
         """Once more on a new connection, where there is no waiting: an idle one may have died."""

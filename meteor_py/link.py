@@ -102,24 +102,28 @@ class Link:
         """Send commands together and return their answers; the first error is raised."""
         try:
             self.send(commands)
-            return self._read_all(commands, timeout_s)
         except MeteorError:
             raise
         except BaseException:  # as in call()
             self.close()
             raise
+        return self.read_all(len(commands), timeout_s)
 
-    def _read_all(self, commands: Sequence[Sequence[Argument]], timeout_s: float) -> list[Any]:
+    def read_all(self, count: int, timeout_s: float) -> list[Any]:
+        """Return the next ``count`` answers; the first error among them is raised."""
         answers: list[Any] = []
         failure: MeteorError | None = None
-        for _ in commands:
-            try:
-                answers.append(self.read(timeout_s))
-            except ConnectionFailed:
-                self.close()
-                raise
-            except MeteorError as error:
-                failure = failure or error
+        try:
+            for _ in range(count):
+                try:
+                    answers.append(self.read(timeout_s))
+                except ConnectionFailed:
+                    raise
+                except MeteorError as error:
+                    failure = failure or error
+        except BaseException:  # as in call(); a server that cannot now leaves answers behind too
+            self.close()
+            raise
         if failure is not None:
             raise failure
         return answers

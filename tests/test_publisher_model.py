@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import Literal
 
 import pytest
 
@@ -20,6 +21,7 @@ import meteor_py as meteor
 from tests.bench import Bench, Pair
 from tests.conftest import ServerFactory
 from tests.proxy_link import Fault
+from tests.servers import Replica
 from tests.waiting import eventually
 
 FAULTS = 30
@@ -132,26 +134,29 @@ def check(log: list[bytes], acks: list[meteor.Ack]) -> dict[str, int]:
 
 
 @pytest.mark.filterwarnings("ignore::meteor_py.DataSafetyWarning")
-@pytest.mark.parametrize("kind", ["valkey", "redis"])
+@pytest.mark.parametrize(("kind", "acks"), [("valkey", 0), ("redis", 0), ("valkey", 1)])
 def test_under_random_faults_no_ack_lies_and_nothing_is_doubled_or_out_of_order(
-    private_server: ServerFactory, rng: random.Random, kind: str
+    private_server: ServerFactory, rng: random.Random, kind: Literal["valkey", "redis"], acks: int
 ) -> None:
     server = private_server(
         *("--appendonly", "yes", "--appendfsync", "always"),
         *("--user", "app", "on", "nopass", "~*", "&*", "+@all"),
-        kind="redis" if kind == "redis" else "valkey",
+        kind=kind,
     )
-    acks: list[meteor.Ack] = []
+    published: list[meteor.Ack] = []
     stop = threading.Event()
-    with Bench(server, capacity=7, user="app") as bench:  # frames of 7: the window is full
-        pub = bench.publisher(delivery_timeout=rng.choice([0.4, 1.0, 3.0]))
+    with ExitStack() as stack:
+        bench = stack.enter_context(Bench(server, capacity=7, user="app"))  # frames of 7: all
+        pub = bench.publisher(acks=acks, delivery_timeout=rng.choice([0.4, 1.0, 3.0]))
+        if acks:
+            stack.enter_context(Replica(server))
         bench.stream.configure(capacity=10_000_000)
 
         def publish() -> None:
             chooser = random.Random(rng.random())
             while not stop.is_set():
                 for _ in range(chooser.choice([1, 3, 30, 100])):
-                    acks.append(pub.publish(b"%d" % len(acks)))
+                    published.append(pub.publish(b"%d" % len(published)))
                 stop.wait(chooser.uniform(0, 0.02))
 
         thread = threading.Thread(target=publish)
@@ -165,9 +170,9 @@ def test_under_random_faults_no_ack_lies_and_nothing_is_doubled_or_out_of_order(
             bench.proxy.heal()
         with suppress(meteor.MeteorError):  # that something failed is expected
             pub.flush(20)
-        acks.append(pub.publish(b"%d" % len(acks)))
-        acks[-1].result(10)
-        outcomes = check(bench.values(), acks)
+        published.append(pub.publish(b"%d" % len(published)))
+        published[-1].result(10)
+        outcomes = check(bench.values(), published)
         print(kind, dict(sorted(outcomes.items())), happened)
         assert outcomes["NoneType"] > 100
 
