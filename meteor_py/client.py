@@ -7,7 +7,6 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from redis.connection import UnixDomainSocketConnection
@@ -196,12 +195,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -209,9 +203,9 @@ class Client:
 
     # -- for the other modules -----------------------------------------------------------------
 
-    def open_link(self, timeout_s: float | None = None) -> Link:
+    def open_link(self) -> Link:
         """A connection of its own for a publisher or subscriber, who closes it."""
-        return Link(self.resolve(), self.timeout_s if timeout_s is None else timeout_s)
+        return Link(self.resolve(), self.timeout_s)
 
     def call(self, *command: Argument) -> Any:
         """Send a command that may be repeated, and return its answer."""

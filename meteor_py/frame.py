@@ -160,7 +160,7 @@ def entry_span(stream: str, entry_id: bytes) -> tuple[int, int]:
         last, n = int(match[1]), int(match[2])
         if 1 <= n <= last + 1 <= OFFSET_MAX + 1:
             return last - n + 1, last
-    raise _foreign(stream, entry_id)
+    raise foreign_entry(stream, entry_id)
 
 
 def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Chunk]:
@@ -228,15 +228,15 @@ def _open(
     """Take an entry apart: append time, format, payload."""
     size = len(fields)
     if size not in (4, 6) or fields[0] != b"t" or not fields[1].isdigit() or len(fields[1]) > 15:
-        raise _foreign(stream, entry_id)
+        raise foreign_entry(stream, entry_id)
     time = int(fields[1])
     if size == 6:
         if fields[4] != b"crc" or not fields[5].isdigit() or len(fields[5]) > 10:
-            raise _foreign(stream, entry_id)
+            raise foreign_entry(stream, entry_id)
         if zlib.crc32(fields[3]) != int(fields[5]):
             raise _corrupt(stream, first, last, "its checksum does not match")
     if time > MAX_MS or not _NAME.fullmatch(fields[2]):
-        raise _foreign(stream, entry_id)
+        raise foreign_entry(stream, entry_id)
     return time, fields[2], fields[3]
 
 
@@ -394,7 +394,8 @@ def _joined(a: list[Any] | None, size_a: int, b: list[Any] | None, size_b: int) 
     return a
 
 
-def _foreign(stream: str, entry_id: bytes) -> StreamCorrupt:
+def foreign_entry(stream: str, entry_id: bytes) -> StreamCorrupt:
+    """The error of an entry in the log that no publisher of ours wrote."""
     shown = entry_id[:64].decode("ascii", "replace")
     return StreamCorrupt(
         f"Entry {shown!r} in the log of stream {stream!r} is not a frame of ours; delete it "

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 #: So many values at once are made an Arrow array of; fewer join what else is waiting.
 _ARROW_MIN = 256
+#: Seconds that closing waits for the thread, beyond the wait for records.
+JOIN_TIMEOUT_S = 6.0
+#: Seconds that the end of the program waits for a publisher whose closing was interrupted.
+_INTERRUPTED_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +110,8 @@ class Publisher:
                 one it is the time of appending.
 
         Raises:
-            TypeError: The value, key or headers are of the wrong type.
+            TypeError: The value, key, headers or timestamp are of the wrong type.
+            ValueError: The timestamp has no timezone, or is not from 1970 to 9999.
             RecordTooLarge: Over 1 MiB in all.
             PublisherFull: ``max_pending_bytes`` are waiting, and none left for
                 ``delivery_timeout`` seconds.
@@ -145,11 +150,11 @@ class Publisher:
         they are, whatever the codec.
 
         Raises:
-            ValueError: Nothing to publish, or columns of different length.
+            ValueError: Nothing to publish, columns of different length, or times out of range.
             TypeError, RecordTooLarge, PublisherFull, PublisherClosed, LogTruncated: As ``publish``.
         """
         if not isinstance(values, (pa.Array, pa.ChunkedArray)):
-            values = values if isinstance(values, list) else list(values)
+            values = values if isinstance(values, list) else _to_list(values)
             if self._codec is not None:
                 values = [self._codec.encode(value) for value in values]
         if isinstance(values, list) and len(values) < _ARROW_MIN:
@@ -330,9 +335,6 @@ class Publisher:
             batch.disown(reason)
 
 
-#: Seconds that closing waits for the thread, beyond the wait for records.
-JOIN_TIMEOUT_S = 6.0
-
 # Strong: one that the user dropped without closing it has records to deliver, too.
 _open_publishers: set[Publisher] = set()
 
@@ -341,7 +343,8 @@ def _close_all() -> None:
     """At the interpreter's end: deliver what the user did not wait for."""
     for publisher in list(_open_publishers):
         try:
-            publisher.close()
+            # Who pressed Ctrl-C while it was closing does not want to wait all over again.
+            publisher.close(_INTERRUPTED_S if publisher.closed else None)
         except MeteorError as error:
             _log.error("At the end of the publisher of %r: %s", publisher.stream.name, error)
 
@@ -363,6 +366,15 @@ def _to_bytes(value: Any) -> bytes:
         f"A value must be bytes, not {type(value).__name__}; encode it, or open the stream with "
         'codec="text", "json" or "msgpack".'
     )
+
+
+def _to_list(values: Any) -> list[Any]:
+    # One value would be taken apart, into numbers or letters.
+    if isinstance(values, (bytes, bytearray, memoryview, str)) or not isinstance(values, Iterable):
+        raise TypeError(
+            f"publish_many takes many values: a list or an Arrow array, not {type(values).__name__}."
+        )
+    return list(values)
 
 
 def _checked_values(values: list[Any]) -> list[Any]:

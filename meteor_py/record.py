@@ -7,19 +7,19 @@ as it came (Arrow, not copied), or a number of small frames put together (lists)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, overload
 
 import msgspec
 import pyarrow as pa
 
 from meteor_py.codec import Codec
 from meteor_py.errors import DecodeError
+from meteor_py.times import EPOCH
 
 Headers = dict[str, bytes]
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECONDS = pa.timestamp("ms", tz="UTC")
 _HEADERS = pa.map_(pa.string(), pa.binary())
 #: The columns of ``RecordBatch.to_arrow()``.
@@ -51,7 +51,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     @property
     def time(self) -> datetime:
         """``timestamp`` as an aware datetime."""
-        return _EPOCH + timedelta(milliseconds=self.timestamp)
+        return EPOCH + timedelta(milliseconds=self.timestamp)
 
 
 class ListChunk:
@@ -264,7 +264,11 @@ class RecordBatch(Sequence[Record]):
             return chain.from_iterable(chunk.rows() for chunk in self._chunks)
         return chain.from_iterable(self._decoded_rows(chunk) for chunk in self._chunks)
 
-    def __getitem__(self, index: int | slice) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> RecordBatch: ...
+    def __getitem__(self, index: int | slice) -> Record | RecordBatch:
         """A record, or with a slice (of step 1) a batch that shares the memory of this one."""
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)

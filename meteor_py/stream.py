@@ -19,7 +19,7 @@ from meteor_py.config import (
 )
 from meteor_py.cursor import Cursor
 from meteor_py.errors import LogTruncated, MeteorError, ServerRefused, StreamCorrupt, StreamNotFound
-from meteor_py.frame import entry_span
+from meteor_py.frame import entry_span, foreign_entry
 from meteor_py.history import Position
 from meteor_py.publisher import Publisher
 from meteor_py.record import RecordBatch
@@ -115,11 +115,12 @@ class Stream:
     def publisher(
         self,
         *,
-        linger: float = 0.0,
-        compression: Compression | None = None,
-        acks: int = 0,
-        delivery_timeout: float = 30.0,
-        max_pending_bytes: int = 64 * 1024 * 1024,
+        linger: float = PublisherConfig.linger,
+        compression: Compression | None = PublisherConfig.compression,
+        acks: int = PublisherConfig.acks,
+        delivery_timeout: float = PublisherConfig.delivery_timeout,
+        max_pending_bytes: int = PublisherConfig.max_pending_bytes,
+        codec: str | Codec | None = None,
     ) -> Publisher:
         """Open a publisher; close it, or use ``with``.
 
@@ -129,6 +130,10 @@ class Stream:
             acks: Replicas that must have a record before it is acknowledged.
             delivery_timeout: Seconds until a record that could not be delivered fails.
             max_pending_bytes: Bound on what waits to be acknowledged.
+            codec: How to encode values; None = as the stream says.
+
+        Raises:
+            ValueError, TypeError: A setting out of its range, or of the wrong type.
         """
         config = PublisherConfig(
             linger=linger,
@@ -139,7 +144,7 @@ class Stream:
         )
         if acks and self.client.address.scheme == "fake":
             raise ValueError("fake:// has no replicas; publish there with acks=0.")
-        return Publisher(self, config, find_codec(self.config.codec))
+        return Publisher(self, config, find_codec(self.config.codec if codec is None else codec))
 
     def subscriber(
         self,
@@ -176,7 +181,7 @@ class Stream:
         """Iterate over the batches from ``start`` to before ``stop``, and end there.
 
         Args:
-            start: An offset, "earliest", or an aware datetime.
+            start: An offset, "earliest", "latest" (which gives nothing), or an aware datetime.
             stop: An offset, exclusive; None, or one beyond the end, means the end as it is now.
 
         Raises:
@@ -210,18 +215,20 @@ class Stream:
 
         Raises:
             ValueError: A datetime without a timezone.
+            StreamNotFound: The stream was deleted.
+            StreamCorrupt: The log holds an entry that is not a frame.
         """
         answer = self._run(LOCATE, [to_ms(time)])
         if answer[0] == b"FOREIGN":
-            raise StreamCorrupt(
-                f"Entry {answer[1].decode()!r} in the log of stream {self.name!r} is not a frame "
-                "of ours; delete it (XDEL), and let only publishers write the log (docs/acl.md).",
-                stream=self.name,
-            )
+            raise foreign_entry(self.name, answer[1])
         return int(answer[1])
 
     def describe(self) -> Description:
-        """Look at the stream: bounds, size, settings."""
+        """Look at the stream: bounds, size, settings.
+
+        Raises:
+            StreamNotFound: The stream was deleted.
+        """
         flat, frames, first_id = self.client.run(DESCRIBE, self._keys)
         if not flat:
             raise self._gone(b"NOSTREAM")
@@ -255,6 +262,11 @@ class Stream:
         """Change settings. Publishers that are open keep theirs for compression and checksum.
 
         A smaller capacity trims the ring in small steps, so that nobody has to wait.
+
+        Raises:
+            ValueError, TypeError: A setting out of its range, or of the wrong type.
+            StreamNotFound: The stream was deleted.
+            LogTruncated: It was deleted and created anew.
         """
         given = {"capacity": capacity, "compression": compression, "checksum": checksum}
         asked = {setting: value for setting, value in given.items() if value is not None}
@@ -267,7 +279,12 @@ class Stream:
         self.config = config
 
     def delete(self) -> None:
-        """Delete the stream with all its records. Publishers and subscribers will be told."""
+        """Delete the stream with all its records. Publishers and subscribers will be told.
+
+        Raises:
+            StreamNotFound: It was deleted before.
+            LogTruncated: It was deleted and created anew; the new one is left alone.
+        """
         found: set[str] = set(self._keys)
         cursor = b"0"
         while True:

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from meteor_py.codec import Codec
@@ -197,15 +196,15 @@ class Subscriber:
         self._chunks.clear()
         self._cursor.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it hands out no more records."""
+        return self._closed
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

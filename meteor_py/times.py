@@ -10,7 +10,7 @@ import pyarrow as pa
 #: 9999-12-31, in ms.
 MAX_MS = 253_402_300_799_999
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECOND = timedelta(milliseconds=1)
 
 
@@ -34,7 +34,7 @@ def to_ms(time: Any) -> int:
                 f"{time!r} has no timezone, so it is not a point in time; "
                 "use datetime.now(timezone.utc) or add one."
             )
-        return check_ms(-((_EPOCH - time) // _MILLISECOND))
+        return check_ms(-((EPOCH - time) // _MILLISECOND))
     if isinstance(time, bool) or not isinstance(time, int):
         raise TypeError(
             f"A time must be an aware datetime or ms since 1970, not {type(time).__name__}."
