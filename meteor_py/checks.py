@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 from meteor_py.errors import ServerRefused
@@ -20,7 +21,16 @@ def warn_of_dangers(link: Link) -> None:
     except ServerRefused:
         return  # this user may not look; publishers warn of what that means
     for danger in dangers(facts):
-        warnings.warn(f"The server at {link.address} {danger}", DataSafetyWarning, stacklevel=4)
+        text = f"The server at {link.address} {danger}"
+        warnings.warn(text, DataSafetyWarning, stacklevel=_frames_of_ours() + 1)
+
+
+def _frames_of_ours() -> int:
+    """How many frames of this package the caller is inside of: a warning shows the user's line."""
+    frame, count = sys._getframe(1), 0
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("meteor_py."):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def dangers(facts: dict[str, str]) -> list[str]:

@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from redis.connection import UnixDomainSocketConnection
@@ -23,6 +24,7 @@ from meteor_py.errors import (
     StreamNotFound,
 )
 from meteor_py.link import Argument, Link
+from meteor_py.publisher import close_publishers
 from meteor_py.scripts import ALL, CREATE_STREAM, Script
 from meteor_py.stream import Meta, Stream
 
@@ -184,19 +186,36 @@ class Client:
             self.call("SCRIPT", "LOAD", script.source)
 
     def close(self) -> None:
-        """Close the connection, and end the embedded server if it was ours alone."""
-        with self._lock:
-            self._closed = True
-            if self._commands is not None:
-                self._commands.close()
-            if self._server is not None:
-                self._server.close()
+        """Close its publishers and the connection, and end a server that was ours alone.
+
+        Raises:
+            MeteorError: A record could not be published, and nobody was told of it.
+        """
+        try:
+            close_publishers(self)
+        finally:
+            with self._exclusive():
+                self._closed = True
+                if self._commands is not None:
+                    self._commands.close()
+                if self._server is not None:
+                    self._server.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except MeteorError as failure:
+            if error is None:
+                raise
+            error.add_note(f"While closing the client: {failure}")
 
     def __repr__(self) -> str:
         return f"<Client of {self.address}{' (closed)' if self._closed else ''}>"

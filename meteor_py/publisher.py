@@ -31,13 +31,14 @@ from meteor_py.sender import Route, Sender
 from meteor_py.times import to_ms, to_ms_column
 
 if TYPE_CHECKING:
+    from meteor_py.client import Client
     from meteor_py.stream import Stream
 
 #: So many values at once are made an Arrow array of; fewer join what else is waiting.
 _ARROW_MIN = 256
 #: Seconds that closing waits for the thread, beyond the wait for records.
 JOIN_TIMEOUT_S = 6.0
-#: Seconds that the end of the program waits for a publisher whose closing was interrupted.
+#: Seconds that the end of a client or program waits for a publisher whose closing was interrupted.
 _INTERRUPTED_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -293,9 +294,9 @@ class Publisher:
             whole = {n: _one_array(column) for n, column in columns.items()}
             frames.append((Columns(**whole), size + records * RECORD_OVERHEAD))
         elif records == 1:
-            row_size = len(columns["values"][0].as_buffer())
-            if size > RECORD_BYTES_MAX + 64 or row_size > RECORD_BYTES_MAX:
-                raise self._too_large(size)
+            row_size = _row_size(columns)
+            if row_size > RECORD_BYTES_MAX:
+                raise self._too_large(row_size)
             frames.append((Columns(**{n: _one_array(c) for n, c in columns.items()}), size))
         else:
             half = records // 2
@@ -322,6 +323,10 @@ class Publisher:
             stream=self.stream.name,
         )
 
+    def _close_finally(self) -> None:
+        """Close it unless that is done; Ctrl-C while it was closing means: no second long wait."""
+        self.close(_INTERRUPTED_S if self._closed else None)
+
     def _forget(self) -> None:
         """In a forked child: the thread is not here, and what waits is the parent's to send."""
         reason = PublisherClosed(
@@ -339,12 +344,24 @@ class Publisher:
 _open_publishers: set[Publisher] = set()
 
 
+def close_publishers(client: Client) -> None:
+    """Deliver what the publishers of a client still have; raise the first failure."""
+    failures: list[Exception] = []
+    for publisher in list(_open_publishers):
+        if publisher.stream.client is client:
+            try:
+                publisher._close_finally()
+            except MeteorError as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+
+
 def _close_all() -> None:
     """At the interpreter's end: deliver what the user did not wait for."""
     for publisher in list(_open_publishers):
         try:
-            # Who pressed Ctrl-C while it was closing does not want to wait all over again.
-            publisher.close(_INTERRUPTED_S if publisher.closed else None)
+            publisher._close_finally()
         except MeteorError as error:
             _log.error("At the end of the publisher of %r: %s", publisher.stream.name, error)
 
@@ -372,7 +389,7 @@ def _to_list(values: Any) -> list[Any]:
     # One value would be taken apart, into numbers or letters.
     if isinstance(values, (bytes, bytearray, memoryview, str)) or not isinstance(values, Iterable):
         raise TypeError(
-            f"publish_many takes many values: a list or an Arrow array, not {type(values).__name__}."
+            f"publish_many takes a list of values or an Arrow array, not {type(values).__name__}."
         )
     return list(values)
 
@@ -405,6 +422,13 @@ def _checked_headers(headers: Any) -> dict[str, bytes]:
 
 def _headers_size(headers: Mapping[str, bytes]) -> int:
     return sum(len(name.encode()) + len(value) for name, value in headers.items())
+
+
+def _row_size(columns: dict[str, Any]) -> int:
+    """The size of the one record in Arrow columns, counted as ``publish`` does."""
+    cells = {name: column[0].as_py() for name, column in columns.items()}
+    headers = dict(cells.get("headers") or ())
+    return len(cells["values"]) + len(cells.get("keys") or b"") + _headers_size(headers)
 
 
 def _check_length(name: str, column: Any, values: Sequence[Any]) -> None:

@@ -6,8 +6,9 @@ whose answer was lost is sent again under the same number, and the answer says w
 
 * An answer of the script proves what became of the batch. An error reply, or none at all, proves
   nothing about an *earlier* sending of it: the batch is then ``in_doubt`` until the script says.
-* A batch cannot be in the log unless the one before it is. So once the oldest is refused, none
-  behind it is in doubt, and they may be numbered anew under the next epoch.
+  "Full" and "out of memory" do not settle it: an earlier sending may arrive late and find room.
+* A batch cannot be in the log unless the one before it is. So those behind a refused one that were
+  never in doubt may be numbered anew under the next epoch.
 * What is still in doubt at its deadline fails as ``OutcomeUnknown``, with all that was sent behind
   it; the next epoch fences off whatever arrives late.
 """
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from meteor_py import keys
+from meteor_py import keys, refusals
 from meteor_py.ack import SENDER_PREFIX, Batch
 from meteor_py.config import Compression
 from meteor_py.errors import (
@@ -33,12 +34,8 @@ from meteor_py.errors import (
     LogTruncated,
     MeteorError,
     NotReplicated,
-    OutcomeUnknown,
     OutOfMemory,
-    PublishError,
     ServerRefused,
-    StreamFull,
-    StreamNotFound,
 )
 from meteor_py.frame import encode, fingerprint
 from meteor_py.history import Position, diverged_at
@@ -52,6 +49,8 @@ _log = logging.getLogger(__name__)
 WINDOW = 5
 #: How long a server remembers an idle producer.
 PRODUCER_TTL_MS = 24 * 3600 * 1000
+#: What XADD says when its ID is not above all others.
+_ID_TAKEN = "equal or smaller than the target stream top item"
 #: Seconds to wait for a connection, for room in its buffers, and for each answer.
 SOCKET_TIMEOUT_S = 5.0
 #: Seconds between two tries, doubled each time up to the second figure.
@@ -122,7 +121,7 @@ class Sender:
                     break
         except BaseException as error:
             _log.exception("The sender of stream %r died.", self._route.stream)
-            self._outbox.close(self._bug(error))
+            self._outbox.close(refusals.bug(self._route.stream, error))
         finally:
             self._give_up()
             self._link.close()
@@ -138,7 +137,7 @@ class Sender:
                 assert batch.columns is not None
                 batch.encoded = encode(batch.columns, self._route.compression)
             except Exception as error:
-                self._outbox.settle(self.window.pop(), self._bug(error))
+                self._outbox.settle(self.window.pop(), refusals.bug(self._route.stream, error))
                 continue
             batch.sequence = self._sequence
             self._sequence += 1
@@ -197,7 +196,7 @@ class Sender:
             self._not_now(error)
         except ServerRefused as error:
             self._drain()
-            self._refuse(error)
+            self._refuse(refusals.foreign(self._route.stream) if _ID_TAKEN in str(error) else error)
         else:
             if answer[0] == b"OK":
                 self._succeed(batch, answer[1], answer[2])
@@ -253,7 +252,7 @@ class Sender:
             self._begin_epoch(answer[1].decode())
             self._lose_or(self._doubt_answered)
         elif code == "FULL":
-            self._not_now(self._full_error(answer[1]))
+            self._not_now(refusals.full(self._route.stream, answer[1]))
         elif code == "OUTOFSEQ" and answer[1] < oldest.sequence and self._acked:
             lost_from = self._lost_from()
             if lost_from is None:  # nobody has begun a new epoch: the history is hidden
@@ -262,7 +261,8 @@ class Sender:
         elif code == "NOPRODUCER":
             self._lose_or(self._renumber)  # lost with our records, or forgotten, or evicted
         elif code in ("NOSTREAM", "INCARNATION"):
-            self._fail_all(self._gone_error(code))
+            last = self._acked.offset - 1 if self._acked else -1
+            self._fail_all(refusals.gone(self._route.stream, answer[0], last))
         elif code == "EXHAUSTED":
             self._refuse(ServerRefused(f"Stream {self._route.stream!r} has used up its offsets."))
         else:  # OUTOFSEQ above us, STALEPRODUCER: somebody else sends under our id
@@ -272,8 +272,10 @@ class Sender:
             self._renumber()
 
     def _not_now(self, error: MeteorError) -> None:
-        """The oldest batch was refused, but may be taken later; none behind it was taken."""
-        self._clear_doubts()
+        """The oldest batch was refused, but may be taken later.
+
+        That lifts no doubt: bytes of an earlier sending may still be under way, and find room.
+        """
         self._start_over(error)
         self._wait()
 
@@ -314,15 +316,7 @@ class Sender:
     def _report_loss(self, first: int) -> LogTruncated:
         assert self._acked is not None, "what is lost was known"
         last = self._acked.offset - 1
-        lost_from = min(first, last)
-        error = LogTruncated(
-            f"The server has lost the acknowledged records {lost_from} to {last} of stream "
-            f"{self._route.stream!r}: it failed over to a replica that lagged, or restarted "
-            "without its last writes. Publish them again if you still have them.",
-            stream=self._route.stream,
-            first=lost_from,
-            last=last,
-        )
+        error = refusals.lost(self._route.stream, min(first, last), last)
         self._acked = None
         self._outbox.report_loss(error)
         return error
@@ -366,7 +360,7 @@ class Sender:
         elif batch.first >= 0:
             error = self._not_replicated(batch, "the wait for replicas was cut short.")
         elif batch.in_doubt or error is None:
-            error = self._unknown_error()
+            error = refusals.unknown(self._route.stream, self._reason)
         self._outbox.settle(batch, error)
 
     # -- small parts ---------------------------------------------------------------------------
@@ -421,39 +415,6 @@ class Sender:
         left = self.window[0].deadline - time.monotonic()
         return min(max(left, 0.05), SOCKET_TIMEOUT_S)
 
-    # -- errors --------------------------------------------------------------------------------
-
-    def _full_error(self, archived: int) -> StreamFull:
-        return StreamFull(
-            f"Stream {self._route.stream!r} holds as many unarchived records as it may; only "
-            f"those below {archived} are in the store. Is an archiver running?",
-            stream=self._route.stream,
-        )
-
-    def _gone_error(self, code: str) -> MeteorError:
-        stream = self._route.stream
-        if code == "NOSTREAM":
-            return StreamNotFound(
-                f"Stream {stream!r} does not exist any more; open it again to create it.",
-                stream=stream,
-            )
-        last = self._acked.offset - 1 if self._acked else -1
-        return LogTruncated(
-            f"Stream {stream!r} was deleted and created anew since this publisher was opened; "
-            "open the stream again.",
-            stream=stream,
-            first=0,
-            last=last,
-        )
-
-    def _unknown_error(self) -> OutcomeUnknown:
-        because = f" ({self._reason})" if self._reason else ""
-        return OutcomeUnknown(
-            f"The record was sent to stream {self._route.stream!r}, but whether it arrived could "
-            f"not be learnt{because}; publishing it again may double it.",
-            stream=self._route.stream,
-        )
-
     def _timeout_error(self) -> ConnectionFailed:
         return ConnectionFailed(
             f"The record could not be sent to stream {self._route.stream!r} in time; the server "
@@ -463,11 +424,3 @@ class Sender:
     def _not_replicated(self, batch: Batch, missing: str) -> NotReplicated:
         why = f"is in the log, but {missing}"
         return NotReplicated(why, stream=self._route.stream, offset=batch.first)
-
-    def _bug(self, error: BaseException) -> PublishError:
-        failure = PublishError(
-            f"The publisher of stream {self._route.stream!r} failed unexpectedly: {error!r}.",
-            stream=self._route.stream,
-        )
-        failure.__cause__ = error
-        return failure

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from meteor_py import keys
+from meteor_py import keys, refusals
 from meteor_py.codec import Codec, find_codec
 from meteor_py.config import (
     OFFSET_MAX,
@@ -18,7 +18,7 @@ from meteor_py.config import (
     check_int,
 )
 from meteor_py.cursor import Cursor
-from meteor_py.errors import LogTruncated, MeteorError, ServerRefused, StreamCorrupt, StreamNotFound
+from meteor_py.errors import MeteorError, ServerRefused, StreamCorrupt
 from meteor_py.frame import entry_span, foreign_entry
 from meteor_py.history import Position
 from meteor_py.publisher import Publisher
@@ -231,7 +231,7 @@ class Stream:
         """
         flat, frames, first_id = self.client.run(DESCRIBE, self._keys)
         if not flat:
-            raise self._gone(b"NOSTREAM")
+            raise refusals.gone(self.name, b"NOSTREAM")
         meta = Meta.parse(self.name, flat)
         first = entry_span(self.name, first_id)[0] if first_id else meta.next
         try:
@@ -318,26 +318,13 @@ class Stream:
     def _seen(self, answer: list[Any]) -> Position:
         """The end of the stream, if it is still this one."""
         if answer[0] is None:
-            raise self._gone(b"NOSTREAM")
+            raise refusals.gone(self.name, b"NOSTREAM")
         if answer[0].decode() != self.incarnation:
-            raise self._gone(b"INCARNATION")
+            raise refusals.gone(self.name, b"INCARNATION")
         return Position(self.incarnation, int(answer[1]), int(answer[2]))
 
     def _run(self, script: Script, args: list[Any], script_keys: list[str] | None = None) -> Any:
         answer = self.client.run(script, script_keys or self._keys, args)
         if answer[0] in (b"NOSTREAM", b"INCARNATION"):
-            raise self._gone(answer[0])
+            raise refusals.gone(self.name, answer[0])
         return answer
-
-    def _gone(self, code: bytes) -> MeteorError:
-        if code == b"NOSTREAM":
-            return StreamNotFound(
-                f"Stream {self.name!r} does not exist any more; open it again to create it.",
-                stream=self.name,
-            )
-        return LogTruncated(
-            f"Stream {self.name!r} was deleted and created anew; open it again.",
-            stream=self.name,
-            first=0,
-            last=-1,
-        )

@@ -150,8 +150,11 @@ class Pair:
         replica = self._stack.enter_context(Replica(primary, port=link.port))
         replica.wait_in_sync()
         with plain_client(primary.url) as client:  # Redis counts it only after its first word
-            client.set("x", 1)
-            assert client.wait(1, 10_000) == 1
+            eventually(
+                lambda: client.set("x", 1) and client.wait(1, 1_000),
+                timeout_s=40,
+                message="The primary does not count its replica.",
+            )
         return link, replica
 
     def lag(self) -> None:

@@ -355,6 +355,29 @@ def test_a_program_that_ends_without_closing_delivers_to_its_own_server_too(tmp_
         assert m.stream(NAME, create=False).describe().next == 20_000
 
 
+INTERRUPTED = """
+import os, signal, sys, threading, contextlib, meteor_py as meteor
+m = meteor.connect("embedded://")
+with m if sys.argv[1] == "client" else contextlib.nullcontext(), m.stream("s").publisher() as pub:
+    pub.publish(b"x").result()
+    os.kill(m._server.pid, signal.SIGSTOP)
+    pub.publish(b"y")
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+"""
+
+
+@pytest.mark.parametrize("end", ["client", "program"])
+def test_an_interrupted_close_is_not_waited_for_all_over_again_at_the_end(end: str) -> None:
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, end],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert time.monotonic() - begun < 15, "the delivery timeout is 30 seconds"
+    assert "KeyboardInterrupt" in done.stderr
+    assert "may double it" in done.stderr, "what was not delivered is told"
+
+
 FAILING = """
 import sys, meteor_py as meteor
 from meteor_py import keys

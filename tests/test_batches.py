@@ -208,7 +208,7 @@ def test_the_time_of_a_record_is_exact(ms: int) -> None:
 def test_a_record_cannot_be_changed() -> None:
     record = make([1])[0]
     with pytest.raises(AttributeError):
-        record.offset = 5
+        record.offset = 5  # type: ignore[misc]  # what mypy says too
 
 
 @pytest.mark.parametrize("sizes", [[1] * 20, [20], [50, 10]])

@@ -208,6 +208,12 @@ def test_a_server_that_evicts_and_keeps_nothing_is_warned_of_with_the_remedies(
     assert "set appendonly yes." in forgets
 
 
+def test_a_warning_shows_the_line_of_the_user(url: str) -> None:
+    with meteor.connect(url) as m, pytest.warns(meteor.DataSafetyWarning) as caught:
+        m.streams()
+    assert caught[0].filename == __file__
+
+
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
 def test_a_safe_server_is_not_warned_of(private_server: ServerFactory, kind: Any) -> None:
     assert warnings_of(private_server("--appendonly", "yes", kind=kind).url) == []

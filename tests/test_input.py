@@ -221,6 +221,14 @@ def test_what_is_no_record_is_refused_and_the_publisher_goes_on(
         assert pub.publish(b"good").result() == 0
 
 
+@pytest.mark.parametrize("values", [b"bytes", "text", bytearray(b"b"), 5, None])
+def test_one_value_is_not_taken_for_many(
+    client: meteor.Client, plain: redis.Redis, values: Any
+) -> None:
+    with client.stream("s", codec="json").publisher() as pub:
+        check_refused(lambda: pub.publish_many(values), plain, TypeError)
+
+
 @pytest.mark.parametrize(
     ("value", "key", "headers"),
     [
@@ -246,7 +254,12 @@ def test_a_record_over_the_limit_is_refused_and_those_beside_it_too(
         columns = {"key": "keys", "headers": "headers"}
         others = {columns[k]: [None, v, None] for k, v in record.items() if k != "value"}
         values = [b"good", record["value"], b"good"]
-        check_refused(lambda: pub.publish_many(values, **others), plain, meteor.RecordTooLarge)
+        for column in (values, pa.array(values)):
+            check_refused(
+                lambda v=column: pub.publish_many(v, **others),  # type: ignore[misc]
+                plain,
+                meteor.RecordTooLarge,
+            )
         assert pub.publish(b"good").result() == 0
 
 

@@ -54,7 +54,7 @@ def test_a_closed_subscriber_says_so(stream: meteor.Stream) -> None:
         with pytest.raises(meteor.MeteorError, match="closed"):
             use()
     assert list(sub) == []
-    assert "closed" in repr(sub)
+    assert (sub.closed, "closed" in repr(sub)) == (True, True)
 
 
 def test_closing_from_another_thread_ends_a_wait(stream: meteor.Stream, plain: redis.Redis) -> None:

@@ -564,3 +564,20 @@ def test_kill_and_restart_with_an_append_only_file_lose_nothing(
         assert bench.values() == expected
         assert poll_until(sub, lambda values: len(values) >= len(acks)) == expected
         assert len(set(epochs)) == 4
+
+
+def test_an_entry_above_the_end_is_named_as_what_stops_publishing(url: str) -> None:
+    with meteor.connect(url) as m:
+        stream = m.stream("s")
+        with m.redis as client:
+            client.xadd("meteor:{s}:log", {"user": "1"})
+        with stream.publisher() as pub, pytest.raises(meteor.StreamCorrupt, match="above its end"):
+            pub.publish(b"x").result()
+
+
+def test_closing_the_client_delivers_what_its_publishers_still_have() -> None:
+    with meteor.connect("embedded://") as m:
+        pub = m.stream("s").publisher(linger=5)
+        acks = [pub.publish(b"%d" % number) for number in range(100)]
+    assert [ack.offset for ack in acks] == list(range(100))
+    assert pub.closed

@@ -406,13 +406,17 @@ def test_a_value_that_cannot_be_decoded_comes_with_its_raw_record_and_can_be_pas
 def test_a_codec_may_be_any_object_that_encodes_and_decodes(client: meteor.Client) -> None:
     class Upper:
         def encode(self, value: Any) -> bytes:
-            raise NotImplementedError
+            return str(value).lower().encode()
 
         def decode(self, data: bytes) -> str:
             return data.decode().upper()
 
     stream = client.stream("s")
-    fill(stream, 2)
+    with stream.publisher(codec=Upper()) as pub:
+        pub.publish("Value 0")
+        pub.publish_many(["Value 1"])
+    with stream.subscriber(initial_offset="earliest", codec="bytes") as raw:
+        assert raw.poll().values() == [b"value 0", b"value 1"]
     with stream.subscriber(initial_offset="earliest", codec=Upper()) as sub:
         assert sub.poll().values() == ["VALUE 0", "VALUE 1"]
 

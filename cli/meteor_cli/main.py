@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from typing import TextIO
 
 import click
 
@@ -23,7 +25,7 @@ def meteor(context: click.Context, url: str | None, debug: bool) -> None:
 @click.option("--records", default=1_000_000, show_default=True, type=click.IntRange(min=1_000))
 @click.pass_context
 def demo(context: click.Context, records: int) -> None:
-    """A tour of two minutes, on a server of its own unless --url names one.
+    """A tour of a few seconds, on a server of its own unless --url names one.
 
     Example: meteor demo --records 100000
     """
@@ -33,7 +35,8 @@ def demo(context: click.Context, records: int) -> None:
 
 
 def main() -> None:
-    """Run the command; errors are one sentence on stderr."""
+    """Run the command; errors and warnings are one sentence on stderr."""
+    warnings.showwarning = _show_warning
     try:
         sys.exit(meteor.main(standalone_mode=False))
     except click.exceptions.Abort:
@@ -41,11 +44,23 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (meteor_py.MeteorError, ValueError) as error:
+    except (meteor_py.MeteorError, ValueError, TimeoutError, ImportError) as error:
         if "--debug" in sys.argv:
             raise
         click.echo(f"meteor: {error}", err=True)
         sys.exit(1)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """In place of Python's own, which shows a line of the source."""
+    click.echo(f"meteor: warning: {message}", err=True)
 
 
 if __name__ == "__main__":
