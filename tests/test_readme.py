@@ -41,3 +41,17 @@ def test_links_lead_somewhere() -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", README)
     assert targets
     assert [t for t in targets if "://" not in t and not (ROOT / t).exists()] == []
+
+
+def table_rows(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_figures_are_those_of_the_benchmarks() -> None:
+    results = {row[0]: row for row in table_rows((ROOT / "benchmarks/RESULTS.md").read_text())}
+    speed = README.partition("## Speed")[2].partition("\n## ")[0]
+    rows = table_rows(speed)[1:]
+    assert len(rows) >= 6
+    for what, ours, ratio in rows:
+        assert [ours, ratio] == [results[what][1], results[what][3]], what
