@@ -33,6 +33,16 @@ def _frames_of_ours() -> int:
     return count
 
 
+def warn_of_hidden_history(link: Link) -> None:
+    """Warn of a server whose fail-overs cannot be noticed."""
+    if not link.history and link.address.scheme != "fake":
+        text = (
+            f"The server at {link.address} hides its replication id (INFO replication), so records "
+            "that it loses in a fail-over or restart will not be noticed; allow INFO for this user."
+        )
+        warnings.warn(text, DataSafetyWarning, stacklevel=_frames_of_ours() + 1)
+
+
 def dangers(facts: dict[str, str]) -> list[str]:
     """What the facts of INFO say, as predicates with a remedy."""
     found: list[str] = []

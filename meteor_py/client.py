@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -14,7 +14,7 @@ from redis.connection import UnixDomainSocketConnection
 
 from meteor_py import keys
 from meteor_py.address import Address, parse
-from meteor_py.checks import warn_of_dangers
+from meteor_py.checks import warn_of_dangers, warn_of_hidden_history
 from meteor_py.config import Compression, StreamConfig, check_seconds
 from meteor_py.errors import (
     ConnectionFailed,
@@ -23,7 +23,7 @@ from meteor_py.errors import (
     StreamConfigMismatch,
     StreamNotFound,
 )
-from meteor_py.link import Argument, Link
+from meteor_py.link import Argument, Link, connection_options
 from meteor_py.publisher import close_publishers
 from meteor_py.scripts import ALL, CREATE_STREAM, Script
 from meteor_py.stream import Meta, Stream
@@ -69,6 +69,7 @@ class Client:
         self._server: EmbeddedServer | None = None
         self._resolved: Address | None = None
         self._commands: Link | None = None
+        self._redis: redis.Redis | None = None
         self._checked = False
         self._closed = False
         self._lock = threading.RLock()
@@ -131,9 +132,6 @@ class Client:
             names += [name for name, exists in zip(part, answers, strict=True) if exists]
         return names
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.streams())
-
     def _create(self, name: str, config: StreamConfig) -> Meta:
         try:
             self.call("SADD", keys.STREAMS, name)
@@ -166,19 +164,21 @@ class Client:
     def redis(self) -> redis.Redis:
         """A plain redis-py client of the same server, for whatever we do not offer.
 
-        A new one at each call; close it when done. Its writes are not retried.
+        Closed with this client. It does not retry.
         """
-        from redis import ConnectionPool, Redis
+        with self._exclusive():
+            if self._redis is None:
+                from redis import ConnectionPool, Redis
 
-        from meteor_py.link import connection_options
-
-        address = self.resolve()
-        pool = ConnectionPool(
-            connection_class=address.connection_class,
-            **address.options,
-            **connection_options(self.timeout_s),
-        )
-        return Redis.from_pool(pool)
+                address = self.resolve()
+                pool = ConnectionPool(
+                    connection_class=address.connection_class,
+                    **address.options,
+                    **connection_options(address, self.timeout_s),
+                )
+                self._redis = Redis.from_pool(pool)
+            self.resolve()  # refuses if closed
+            return self._redis
 
     def load_scripts(self) -> None:
         """Load all scripts, for users that may run but not load them (docs/acl.md)."""
@@ -198,6 +198,8 @@ class Client:
                 self._closed = True
                 if self._commands is not None:
                     self._commands.close()
+                if self._redis is not None:
+                    self._redis.close()
                 if self._server is not None:
                     self._server.close()
 
@@ -225,6 +227,13 @@ class Client:
     def open_link(self) -> Link:
         """A connection of its own for a publisher or subscriber, who closes it."""
         return Link(self.resolve(), self.timeout_s)
+
+    def warn_of_hidden_history(self) -> None:
+        """Warn, in the thread of the caller, if losses of the server cannot be noticed."""
+        try:
+            self.use(warn_of_hidden_history)
+        except ConnectionFailed:
+            pass  # a publisher may be opened before its server is up
 
     def call(self, *command: Argument) -> Any:
         """Send a command that may be repeated, and return its answer."""

@@ -10,8 +10,9 @@ DEFAULT_CAPACITY = 10_000
 #: Limits of one frame, the unit of transport: an answer stays small, a script short.
 FRAME_RECORDS_MAX = 4_096
 FRAME_BYTES_MAX = 1_048_576
-#: The largest record, key and headers included. A larger one is refused before it is sent.
+#: The largest record by default, key and headers included, and what may be asked for.
 RECORD_BYTES_MAX = 1_048_576
+RECORD_BYTES_LIMIT = 32 * 1_048_576
 #: The largest offset: Lua counts in doubles.
 OFFSET_MAX = 2**53 - 1
 
@@ -73,6 +74,8 @@ class PublisherConfig:
     delivery_timeout: float = 30.0
     #: Bytes of records not yet acknowledged; above, ``publish`` waits, then raises.
     max_pending_bytes: int = 64 * 1024 * 1024
+    #: Bytes of the largest record, key and headers included. One over 1 MiB travels alone.
+    max_record_bytes: int = RECORD_BYTES_MAX
 
     def __post_init__(self) -> None:
         check_seconds("linger", self.linger, zero=True)
@@ -81,6 +84,7 @@ class PublisherConfig:
         check_int("acks", self.acks, 0, 1_000)
         check_seconds("delivery_timeout", self.delivery_timeout)
         check_int("max_pending_bytes", self.max_pending_bytes, 1, 2**40)
+        check_int("max_record_bytes", self.max_record_bytes, 1, RECORD_BYTES_LIMIT)
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:

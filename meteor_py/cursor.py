@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meteor_py import keys
+from meteor_py import keys, refusals
 from meteor_py.errors import (
     ConnectionFailed,
     CorruptFrameError,
     LogTruncated,
     RecordsLost,
-    StreamNotFound,
     UnsupportedFrameError,
 )
 from meteor_py.frame import decode
@@ -194,27 +193,26 @@ class Cursor:
     def _check(self, seen: list[Any], position: Position) -> None:
         """Compare with what the server says of the stream; raise if it knows less than we."""
         if seen[0] is None:
-            raise StreamNotFound(
-                f"Stream {self._stream!r} does not exist any more.", stream=self._stream
-            )
+            raise refusals.gone(self._stream, b"NOSTREAM")
         incarnation, epoch, end = seen[0].decode(), int(seen[1]), int(seen[2])
         if incarnation != position.incarnation:
-            raise self._truncated(0, position, "it was deleted and created anew")
+            raise refusals.gone(self._stream, b"INCARNATION", position.offset - 1)
         if epoch != position.epoch:
             epochs = self._link.call("HGET", self._meta, "epochs")
             first = diverged_at(position, (epochs or b"0:0").decode())
             if first is not None:
-                raise self._truncated(first, position, _FAILED_OVER)
+                raise self._truncated(first, position)
             self.position = self.position._replace(epoch=epoch)
         if end < position.offset:
-            raise self._truncated(end, position, _FAILED_OVER)
+            raise self._truncated(end, position)
         self.next = end
 
-    def _truncated(self, first: int, position: Position, why: str) -> LogTruncated:
+    def _truncated(self, first: int, position: Position) -> LogTruncated:
         last = position.offset - 1
         return LogTruncated(
             f"The server has lost records {first} to {last} of stream {self._stream!r}, which "
-            f"this reader had passed: {why}. skip_gap() goes on with what is there now.",
+            "this reader had passed: it failed over to a replica that lagged, or restarted without "
+            "its last writes. skip_gap() goes on with what is there now.",
             stream=self._stream,
             first=first,
             last=last,
@@ -231,4 +229,3 @@ class Cursor:
 
 
 _SEEN = ("incarnation", "epoch", "next")
-_FAILED_OVER = "it failed over to a replica that lagged, or restarted without its last writes"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import socket
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -28,6 +27,13 @@ from meteor_py.scripts import Script
 
 #: What an argument of a command may be. Buffers of Arrow are sent without a copy.
 Argument = Any
+
+#: A peer that is gone without a word is noticed after 45 s, also on an idle connection.
+_KEEPALIVE = {
+    getattr(socket, name): seconds
+    for name, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+    if hasattr(socket, name)
+}
 
 #: Arguments above this many bytes are sent as they lie, not joined to the others.
 _JOIN_MAX = 16_384
@@ -181,14 +187,6 @@ class Link:
                 "connect to its primary."
             )
         self._history = facts.get("master_replid", "")
-        if not self._history:
-            warnings.warn(
-                f"The server at {self.address} hides its replication id (INFO replication), so "
-                "records that it loses in a fail-over or restart will not be noticed; allow INFO "
-                "for this user.",
-                DataSafetyWarning,
-                stacklevel=2,
-            )
         return self._history
 
     # -- the connection ------------------------------------------------------------------------
@@ -204,7 +202,7 @@ class Link:
             self._pid = os.getpid()
         if self._connection is None:
             connection = self.address.connection_class(
-                **self.address.options, **connection_options(self.timeout_s)
+                **self.address.options, **connection_options(self.address, self.timeout_s)
             )
             try:
                 connection.connect()
@@ -234,12 +232,15 @@ class Link:
         translated = translate(error, self.address)
         if isinstance(translated, ConnectionFailed):
             self.close()
-        raise translated from error
+        error.__context__ = None  # its words are in ours: one cause is enough to read
+        raise translated from error.with_traceback(None)
 
 
-def connection_options(timeout_s: float) -> dict[str, Any]:
+def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
     """Every option of a redis-py connection that matters, none left to its defaults."""
+    keepalive = {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}
     return {
+        **(keepalive if address.scheme in ("redis", "rediss") else {}),
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "socket_read_size": 262_144,

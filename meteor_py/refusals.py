@@ -57,10 +57,10 @@ def foreign(stream: str) -> StreamCorrupt:
 
 
 def unknown(stream: str, reason: MeteorError | None) -> OutcomeUnknown:
-    because = f" ({reason})" if reason else ""
+    because = f" The reason: {reason}" if reason else ""
     return OutcomeUnknown(
-        f"The record was sent to stream {stream!r}, but whether it arrived could not be "
-        f"learnt{because}; publishing it again may double it.",
+        f"The record was sent to stream {stream!r}, but whether it arrived could not be learnt; "
+        f"publishing it again may double it.{because}",
         stream=stream,
     )
 

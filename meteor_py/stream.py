@@ -120,6 +120,7 @@ class Stream:
         acks: int = PublisherConfig.acks,
         delivery_timeout: float = PublisherConfig.delivery_timeout,
         max_pending_bytes: int = PublisherConfig.max_pending_bytes,
+        max_record_bytes: int = PublisherConfig.max_record_bytes,
         codec: str | Codec | None = None,
     ) -> Publisher:
         """Open a publisher; close it, or use ``with``.
@@ -130,6 +131,7 @@ class Stream:
             acks: Replicas that must have a record before it is acknowledged.
             delivery_timeout: Seconds until a record that could not be delivered fails.
             max_pending_bytes: Bound on what waits to be acknowledged.
+            max_record_bytes: The largest record, key and headers included; up to 32 MiB.
             codec: How to encode values; None = as the stream says.
 
         Raises:
@@ -141,9 +143,11 @@ class Stream:
             acks=acks,
             delivery_timeout=delivery_timeout,
             max_pending_bytes=max_pending_bytes,
+            max_record_bytes=max_record_bytes,
         )
         if acks and self.client.address.scheme == "fake":
             raise ValueError("fake:// has no replicas; publish there with acks=0.")
+        self.client.warn_of_hidden_history()
         return Publisher(self, config, find_codec(self.config.codec if codec is None else codec))
 
     def subscriber(
@@ -218,7 +222,7 @@ class Stream:
             StreamNotFound: The stream was deleted.
             StreamCorrupt: The log holds an entry that is not a frame.
         """
-        answer = self._run(LOCATE, [to_ms(time)])
+        answer = self._run(LOCATE, [self.incarnation, to_ms(time)])
         if answer[0] == b"FOREIGN":
             raise foreign_entry(self.name, answer[1])
         return int(answer[1])
@@ -228,11 +232,14 @@ class Stream:
 
         Raises:
             StreamNotFound: The stream was deleted.
+            LogTruncated: It was deleted and created anew: open it again.
         """
         flat, frames, first_id = self.client.run(DESCRIBE, self._keys)
         if not flat:
             raise refusals.gone(self.name, b"NOSTREAM")
         meta = Meta.parse(self.name, flat)
+        if meta.incarnation != self.incarnation:
+            raise refusals.gone(self.name, b"INCARNATION")
         first = entry_span(self.name, first_id)[0] if first_id else meta.next
         try:
             size = self.client.call("MEMORY", "USAGE", self._keys[0], "SAMPLES", 5)

@@ -67,6 +67,8 @@ class Subscriber:
         codec: Codec | None,
     ) -> None:
         check_choice("on_gap", on_gap, ("raise", "skip"))
+        if on_gap_skipped is not None and not callable(on_gap_skipped):
+            raise TypeError("on_gap_skipped must be a function of the first and the last offset.")
         if initial_offset is InitialOffset.NONE:
             raise InvalidInitialOffset(
                 "InitialOffset.NONE leaves an ungrouped subscriber nowhere to start; use EARLIEST "

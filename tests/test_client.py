@@ -458,3 +458,15 @@ def test_every_public_name_exists_and_is_documented() -> None:
             assert thing.__doc__, name
     assert issubclass(meteor.RecordTooLarge, ValueError)
     assert not isinstance(meteor.MeteorError(), redis.RedisError)
+
+
+def test_an_error_is_short_to_read_where_nobody_catches_it() -> None:
+    code = "import meteor_py; meteor_py.connect('redis://:secret@127.0.0.1:1').stream('s')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("meteor_py.errors.ConnectionFailed: The server")
+    assert done.stderr.count("Traceback") <= 2
+    assert len(done.stderr.splitlines()) < 40
+    assert "secret" not in done.stderr

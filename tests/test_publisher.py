@@ -471,3 +471,27 @@ def test_the_codec_of_the_stream_encodes_values(
         ] * 4
         with m.stream(NAME).subscriber(initial_offset="earliest") as sub:
             assert sub.poll().values() == [value] * 4
+
+
+def test_a_record_over_the_usual_limit_travels_alone_where_that_is_allowed(url: str) -> None:
+    large = bytes(5 * RECORD_BYTES_MAX)
+    with meteor.connect(url) as m:
+        stream = m.stream("s")
+        with stream.publisher(max_record_bytes=len(large)) as pub:
+            pub.publish_many([b"before", large, b"after"])
+            pub.publish_many(pa.array([b"x", large]))
+            pub.publish(large, key=b"").result()
+            with pytest.raises(meteor.RecordTooLarge, match="max_record_bytes"):
+                pub.publish(large, key=b"k")
+        lengths = [len(value) for batch in stream.read() for value in batch.values()]
+        assert lengths == [6, len(large), 5, 1, len(large), len(large)]
+
+
+@pytest.mark.parametrize("column", ["keys", "headers", "timestamps"])
+@pytest.mark.parametrize("count", [1, 1000])
+def test_a_column_that_is_not_many_is_refused(url: str, column: str, count: int) -> None:
+    with meteor.connect(url) as m, m.stream("s").publisher() as pub:
+        wrongs: list[Any] = [5, "text", b"bytes", {"a": b"b"}]
+        for wrong in wrongs:
+            with pytest.raises(TypeError, match=f"takes {column} as a list"):
+                pub.publish_many([b"x"] * count, **{column: wrong})

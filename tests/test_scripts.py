@@ -271,7 +271,7 @@ def test_offsets_stay_exact_up_to_the_last(bench: Bench) -> None:
     assert bench.publish(4, 1) == ("OK", OFFSET_MAX - 1, 1)
     assert bench.publish(5, 1) == ("EXHAUSTED",)
     assert bench.entries()[0][0] == b"%d-4" % (OFFSET_MAX - 3)
-    located = bench.run(scripts.LOCATE, [bench.log, bench.meta], 1001)
+    located = bench.run(scripts.LOCATE, [bench.log, bench.meta], LIFE, 1001)
     assert located == [b"OK", OFFSET_MAX - 6]
 
 
@@ -310,16 +310,17 @@ def test_create_stream_tells_whether_it_did_and_all_fields_either_way(bench: Ben
 def test_describe_and_locate_answer_for_no_stream_and_for_one(bench: Bench) -> None:
     both = [bench.log, bench.meta]
     assert bench.run(scripts.DESCRIBE, both) == [[], 0, b""]
-    assert bench.run(scripts.LOCATE, both, 0) == [b"NOSTREAM"]
+    assert bench.run(scripts.LOCATE, both, LIFE, 0) == [b"NOSTREAM"]
     bench.create()
     assert bench.run(scripts.DESCRIBE, both)[1:] == [0, b""]
-    assert bench.run(scripts.LOCATE, both, 0) == [b"OK", 0]
+    assert bench.run(scripts.LOCATE, both, LIFE, 0) == [b"OK", 0]
+    assert bench.run(scripts.LOCATE, both, "another life", 0) == [b"INCARNATION"]
     bench.publish(0, 3)
     assert bench.run(scripts.DESCRIBE, both)[1:] == [1, b"2-3"]
-    assert bench.run(scripts.LOCATE, both, 10**14) == [b"OK", 3]
+    assert bench.run(scripts.LOCATE, both, LIFE, 10**14) == [b"OK", 3]
     bench.plain.xadd(bench.log, {"user": "1"}, id="7-0")
     bench.plain.hset(bench.meta, mapping={"next": 8, "appended": 10**14})
-    assert bench.run(scripts.LOCATE, both, 10**14) == [b"FOREIGN", b"7-0"]
+    assert bench.run(scripts.LOCATE, both, LIFE, 10**14) == [b"FOREIGN", b"7-0"]
 
 
 # configure, delete_stream

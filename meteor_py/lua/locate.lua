@@ -2,17 +2,18 @@
 -- Find the first record that was appended at or after a time.
 --
 -- KEYS  1 log  2 meta
--- ARGV  1 time, ms
+-- ARGV  1 incarnation  2 time, ms
 -- Returns {'OK', offset}: the first offset of that frame, 'next' if there is none;
---   {'NOSTREAM'}; {'FOREIGN', ID} for an entry that is not a frame.
+--   {'NOSTREAM'}; {'INCARNATION'}; {'FOREIGN', ID} for an entry that is not a frame.
 -- Atomic because the ring moves. A binary search over the offsets, at most 53 steps: append times
 -- never go back. Done here because each step would otherwise carry a frame to the client.
 
 local function int(x) return string.format('%.0f', x) end
 
-local m = redis.call('HMGET', KEYS[2], 'next', 'appended')
+local m = redis.call('HMGET', KEYS[2], 'next', 'appended', 'incarnation')
 if not m[1] then return {'NOSTREAM'} end
-local wanted = tonumber(ARGV[1])
+if m[3] ~= ARGV[1] then return {'INCARNATION'} end
+local wanted = tonumber(ARGV[2])
 local low, high = 0, tonumber(m[1])
 if wanted > tonumber(m[2]) then return {'OK', high} end
 
