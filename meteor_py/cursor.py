@@ -25,7 +25,7 @@ from meteor_py.record import Chunk
 
 #: What a fetch aims at, in bytes and in frames. Frames may turn from small to large between two
 #: fetches, so the second bounds the memory: 256 frames of 1 MiB at the very worst.
-FETCH_BYTES = 2 * 1024 * 1024
+FETCH_BYTES = 1024 * 1024
 FETCH_FRAMES_MAX = 256
 
 _ID_MAX = 2**64 - 1
