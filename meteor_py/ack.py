@@ -18,8 +18,9 @@ from meteor_py.errors import NotReplicated
 from meteor_py.frame import Columns
 
 _log = logging.getLogger(__name__)
-# Guards the rare things, waiting and callbacks, of all batches.
-_lock = threading.Lock()
+# Guards the rare things, waiting and callbacks, of all batches. Re-entrant, because a finalizer may
+# run in the middle of it and do one of these things.
+_lock = threading.RLock()
 
 
 class Batch:
@@ -96,7 +97,7 @@ class Batch:
 def forget_waiters() -> None:
     """In a forked child: a thread that is not here may have held the lock."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 #: Name of the threads that send; what runs in one must not wait for it.

@@ -71,6 +71,7 @@ class Client:
         self._commands: Link | None = None
         self._redis: redis.Redis | None = None
         self._checked = False
+        self._in_use = False
         self._closed = False
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -257,8 +258,15 @@ class Client:
             self._check_open()
             if self._commands is None:
                 self._commands = self.open_link()
+            if self._in_use:  # a signal handler, in the middle of another call
+                link = self.open_link()
+                try:
+                    return work(link)
+                finally:
+                    link.close()
             link = self._commands
             was_connected = link.connected
+            self._in_use = True
             try:
                 if not self._checked:
                     warn_of_dangers(link)
@@ -268,6 +276,8 @@ class Client:
                 if not was_connected:
                     raise
                 return work(link)
+            finally:
+                self._in_use = False
 
     def resolve(self) -> Address:
         """The address to connect to; starts the embedded server if that is what it is."""

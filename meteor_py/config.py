@@ -16,6 +16,9 @@ RECORD_BYTES_LIMIT = 32 * 1_048_576
 #: The largest offset: Lua counts in doubles.
 OFFSET_MAX = 2**53 - 1
 
+#: The longest delivery timeout, in seconds: half of what a server remembers an idle publisher for.
+DELIVERY_TIMEOUT_MAX_S = 12 * 3600
+
 Compression = Literal["none", "lz4", "zstd"]
 COMPRESSIONS: tuple[Compression, ...] = ("none", "lz4", "zstd")
 
@@ -83,6 +86,11 @@ class PublisherConfig:
             check_choice("compression", self.compression, COMPRESSIONS)
         check_int("acks", self.acks, 0, 1_000)
         check_seconds("delivery_timeout", self.delivery_timeout)
+        if self.delivery_timeout > DELIVERY_TIMEOUT_MAX_S:
+            raise ValueError(
+                f"delivery_timeout must be at most {DELIVERY_TIMEOUT_MAX_S} seconds: a server "
+                "remembers a publisher for a day, and no record may be in doubt for longer."
+            )
         check_int("max_pending_bytes", self.max_pending_bytes, 1, 2**40)
         check_int("max_record_bytes", self.max_record_bytes, 1, RECORD_BYTES_LIMIT)
 

@@ -15,6 +15,7 @@ from meteor_py.errors import (
     ConnectionFailed,
     CorruptFrameError,
     LogTruncated,
+    MeteorError,
     RecordsLost,
     UnsupportedFrameError,
 )
@@ -90,8 +91,10 @@ class Cursor:
         """Stand before ``offset``, in the present epoch."""
         self._forget_ahead()
         (seen,) = self._pipeline([("HMGET", self._meta, *_SEEN)])
+        before = self.position
         self._check(seen, self.position._replace(offset=0))
         if offset > self.next:
+            self.position = before  # it stays where it was, in its own epoch
             raise ValueError(
                 f"Offset {offset} is beyond the end of stream {self._stream!r}, which is "
                 f"{self.next}; seek there, or wait."
@@ -156,16 +159,22 @@ class Cursor:
 
     def _collect_ahead(self) -> list[Any] | None:
         """The answers to what was asked in advance; None if that was nothing, or not this."""
-        asked, self._ahead = self._ahead, None
-        if asked is None or not self._link.connected:
-            return None
-        if asked != self.position.offset:
-            self._link.close()
+        if self._ahead is None:
             return None
         try:
-            return self._link.read_all(2, self._link.timeout_s)
+            if self._ahead == self.position.offset and self._link.connected:
+                return self._link.read_all(2, self._link.timeout_s)
+            self._link.close()
         except ConnectionFailed:
-            return None  # tried again in the ordinary way
+            pass  # tried again in the ordinary way
+        except MeteorError:
+            raise  # all answers were read
+        except BaseException:  # Ctrl-C: the next fetch must not read the answer to this
+            self._link.close()
+            raise
+        finally:
+            self._ahead = None
+        return None
 
     def _forget_ahead(self) -> None:
         self._straight = 0
@@ -197,14 +206,12 @@ class Cursor:
         incarnation, epoch, end = seen[0].decode(), int(seen[1]), int(seen[2])
         if incarnation != position.incarnation:
             raise refusals.gone(self._stream, b"INCARNATION", position.offset - 1)
-        if epoch != position.epoch:
+        if epoch != position.epoch or end < position.offset:
             epochs = self._link.call("HGET", self._meta, "epochs")
-            first = diverged_at(position, (epochs or b"0:0").decode())
+            first = diverged_at(position, (epochs or b"0:0").decode(), end)
             if first is not None:
                 raise self._truncated(first, position)
             self.position = self.position._replace(epoch=epoch)
-        if end < position.offset:
-            raise self._truncated(end, position)
         self.next = end
 
     def _truncated(self, first: int, position: Position) -> LogTruncated:

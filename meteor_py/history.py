@@ -21,18 +21,30 @@ class Position(NamedTuple):
     offset: int
 
 
-def diverged_at(position: Position, epochs: str) -> int | None:
+def diverged_at(position: Position, epochs: str, end: int) -> int | None:
     """Return the first offset of what ``position`` knows and the server lost, or None.
 
-    >>> diverged_at(Position("i", 1, 200), "1:0,2:100")
+    Args:
+        position: Where somebody stands.
+        epochs: The table of the stream's epochs, as in meta.
+        end: The stream's next offset.
+
+    >>> diverged_at(Position("i", 1, 200), "1:0,2:100", 300)
     100
-    >>> diverged_at(Position("i", 1, 100), "1:0,2:100") is None
+    >>> diverged_at(Position("i", 1, 100), "1:0,2:100", 300) is None
     True
+    >>> diverged_at(Position("i", 1, 200), "1:0", 150)
+    150
     """
-    later = [
-        int(first)
+    table = [
+        (int(number), int(first))
         for number, _, first in (entry.partition(":") for entry in epochs.split(","))
-        if int(number) > position.epoch
     ]
-    lowest = max(min(later, default=position.offset), 0)
+    known = [first for number, first in table if number > position.epoch]
+    newest, begun = table[-1]
+    if not known and end < position.offset:
+        known = [end]  # nobody has begun a new epoch yet
+    elif not known and newest < position.epoch:
+        known = [begun]  # ours was lost as a whole, and the server's clock had gone back
+    lowest = max(min(known, default=position.offset), 0)
     return lowest if lowest < position.offset else None

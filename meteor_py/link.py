@@ -108,12 +108,12 @@ class Link:
         """Send commands together and return their answers; the first error is raised."""
         try:
             self.send(commands)
+            return self.read_all(len(commands), timeout_s)
         except MeteorError:
             raise
         except BaseException:  # as in call()
             self.close()
             raise
-        return self.read_all(len(commands), timeout_s)
 
     def read_all(self, count: int, timeout_s: float) -> list[Any]:
         """Return the next ``count`` answers; the first error among them is raised."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from meteor_py.ack import Ack, Batch, in_callback
@@ -67,7 +67,10 @@ class Outbox:
         self._failures: list[Batch] = []  # that nobody may have been told of
 
     def _make_locks(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        # A finalizer or signal handler can run in the middle of publishing, in the same thread, and
+        # publish. Half-made books would be taken for whole ones, and a plain lock wait for ever.
+        self._is_owned: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self._work = threading.Condition(self._lock)  # the sender waits for records
         self._settled = threading.Condition(self._lock)  # publishers wait for room, or for all
 
@@ -75,6 +78,8 @@ class Outbox:
 
     def put_value(self, value: bytes, size: int) -> Ack:
         """Take one record that is nothing but a value of ``size`` bytes; otherwise as ``put``."""
+        if self._is_owned():
+            raise reentry_error()
         with self._lock:
             values = self._values
             index = len(values)
@@ -102,6 +107,8 @@ class Outbox:
             PublisherClosed: Closed.
             LogTruncated: The server has lost acknowledged records; raised once.
         """
+        if self._is_owned():
+            raise reentry_error()
         size += RECORD_OVERHEAD
         with self._lock:
             self._admit(size)
@@ -115,6 +122,7 @@ class Outbox:
                     _append(columns, name, index, [cell])
             self._enter(batch, 1, size)
             self._go_on(batch)
+            self._wake()
         return Ack(batch, index)
 
     def put_rows(self, rows: Columns, sizes: Sequence[int]) -> Parts:
@@ -124,6 +132,8 @@ class Outbox:
         and those after it are in a batch that has failed; that is the first part then, because
         the last one is the one to wait for.
         """
+        if self._is_owned():
+            raise reentry_error()
         parts: Parts = []
         start = 0
         while start < len(rows):
@@ -147,12 +157,15 @@ class Outbox:
                 size = sum(sizes[start:stop]) + (stop - start) * RECORD_OVERHEAD
                 self._enter(batch, stop - start, size)
                 self._go_on(batch)
+                self._wake()
             parts.append((batch, index, stop - start))
             start = stop
         return parts
 
     def put_frames(self, frames: Sequence[tuple[Columns, int]]) -> Parts:
         """Take frames of Arrow arrays, each with its size in bytes; otherwise as ``put_rows``."""
+        if self._is_owned():
+            raise reentry_error()
         parts: Parts = []
         for number, (columns, size) in enumerate(frames):
             with self._lock:
@@ -168,6 +181,7 @@ class Outbox:
                 batch.columns = columns
                 self._enter(batch, len(columns), size)
                 self._full.append(batch)
+                self._wake()
             parts.append((batch, 0, len(columns)))
         return parts
 
@@ -204,10 +218,11 @@ class Outbox:
     def take_failure(self) -> Exception | None:
         """A failure that nobody was told of, once."""
         with self._lock:
-            loss, self._loss = self._loss, None
             failures, self._failures = self._failures, []
-        error = next((batch.error for batch in failures if not batch.observed), None)
-        return error or loss
+            error = next((batch.error for batch in failures if not batch.observed), None)
+            if error is None or error is self._loss:
+                error, self._loss = self._loss, None
+        return error
 
     # -- for the sender ------------------------------------------------------------------------
 
@@ -323,8 +338,9 @@ class Outbox:
         """Close the open batch: it is ready to be sent."""
         if self._open is not None:
             self._fold()
-            self._full.append(self._open)
-            self._open = None
+            batch, self._open = self._open, None
+            if batch is not None:  # mended away
+                self._full.append(batch)  # nothing can come between this line and the last but one
             if self._linger_s:
                 self._work.notify()
 
@@ -335,8 +351,6 @@ class Outbox:
         batch.count += records
         batch.nbytes += size
         self._pending_bytes += size
-        if self._sender_waits:
-            self._work.notify()
 
     def _go_on(self, batch: Batch) -> None:
         """Seal the open batch if it is full; else open the short way, if it has only values."""
@@ -350,9 +364,25 @@ class Outbox:
     def _fold(self) -> None:
         """Close the short way, and write what came by it into the books."""
         used = self._granted - self._left
-        self._granted = self._left = 0
         if used and self._open is not None:
             self._enter(self._open, len(self._values) - self._open.count, used)
+        self._granted = self._left = 0
+        if self._open is not None:
+            self._mend(self._open)
+
+    def _mend(self, batch: Batch) -> None:
+        """Drop what an interrupted call has left in the columns: what is in the books counts."""
+        columns = batch.columns
+        assert columns is not None, "an open batch has its columns"
+        for column in (columns.values, columns.keys, columns.headers, columns.timestamps):
+            if column is not None and len(column) > batch.count:
+                del column[batch.count :]
+        if not batch.count:
+            self._open = None
+
+    def _wake(self) -> None:
+        if self._sender_waits:
+            self._work.notify()
 
     def _failed(self, error: MeteorError) -> Batch:
         """A batch for records that were not taken."""
@@ -385,6 +415,13 @@ def _append(columns: Columns, name: str, index: int, rows: list[Any]) -> None:
         column = [None] * index
         setattr(columns, name, column)
     column += rows
+
+
+def reentry_error() -> RuntimeError:
+    return RuntimeError(
+        "A finalizer or signal handler tried to publish while its thread was publishing; let it "
+        "set a flag, and publish from the main program."
+    )
 
 
 def closed_error(stream: str) -> PublisherClosed:

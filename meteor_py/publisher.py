@@ -90,7 +90,7 @@ class Publisher:
         )
         self._closed = False
         self._ended = False
-        self._close_lock = threading.Lock()
+        self._close_lock = threading.RLock()  # a signal handler may close what is being closed
         self._put_value = self._outbox.put_value
         self._sender.start()
         _open_publishers.add(self)
@@ -193,9 +193,12 @@ class Publisher:
 
         Raises:
             MeteorError: Something failed that nobody was told of.
+            TimeoutError: The sending thread could not be ended.
         """
         limit = self._time_limit(timeout)
-        with self._close_lock:
+        if not self._close_lock.acquire(timeout=limit + JOIN_TIMEOUT_S):
+            raise TimeoutError("Another thread is still closing this publisher.")
+        try:
             if not self._ended:  # closed and not ended: an interrupt came while it waited
                 self._closed = True
                 self._outbox.close(closed_error(self.stream.name))
@@ -203,11 +206,13 @@ class Publisher:
                     self._sender.abandon()
                 if not self._sender.join(JOIN_TIMEOUT_S):
                     raise TimeoutError(
-                        f"The sending thread of stream {self.stream.name!r} does not end; does a "
-                        "callback wait for something?"
+                        f"The sending thread of stream {self.stream.name!r} does not end: it is "
+                        "still trying to connect, or a callback waits for something."
                     )
                 self._ended = True
                 _open_publishers.discard(self)
+        finally:
+            self._close_lock.release()
         self._raise_failure()
 
     @property
@@ -259,7 +264,7 @@ class Publisher:
             stream=self.stream.name,
         )
         self._closed = self._ended = True
-        self._close_lock = threading.Lock()
+        self._close_lock = threading.RLock()
         for batch in [*self._sender.window, *self._outbox.forget(reason)]:
             batch.disown(reason)
 
@@ -275,7 +280,7 @@ def close_publishers(client: Client) -> None:
         if publisher.stream.client is client:
             try:
                 publisher._close_finally()
-            except MeteorError as error:
+            except (MeteorError, TimeoutError) as error:
                 failures.append(error)
     if failures:
         raise failures[0]
@@ -286,7 +291,7 @@ def _close_all() -> None:
     for publisher in list(_open_publishers):
         try:
             publisher._close_finally()
-        except MeteorError as error:
+        except (MeteorError, TimeoutError) as error:
             _log.error("At the end of the publisher of %r: %s", publisher.stream.name, error)
 
 

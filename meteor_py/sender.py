@@ -53,6 +53,9 @@ PRODUCER_TTL_MS = 24 * 3600 * 1000
 _ID_TAKEN = "equal or smaller than the target stream top item"
 #: Seconds to wait for a connection, for room in its buffers, and for each answer.
 SOCKET_TIMEOUT_S = 5.0
+#: Seconds of silence after which the server's history is asked for again: a server can be demoted
+#: and promoted under an idle connection.
+_HISTORY_S = 1.0
 #: Seconds between two tries, doubled each time up to the second figure.
 _BACKOFF_S = (0.01, 0.5)
 
@@ -91,6 +94,7 @@ class Sender:
         self._send_whole = False  # the server does not know the script
         self._acked: Position | None = None
         self._failures = 0  # in a row
+        self._heard = 0.0  # when the last batch was taken, by the monotonic clock
         self._reason: MeteorError | None = None  # of the last one
         self._abandoned = threading.Event()
         self._thread = threading.Thread(
@@ -158,6 +162,8 @@ class Sender:
         self._expire()
 
     def _send(self) -> None:
+        if not self._sent and self._link.connected and self._idle_s() > _HISTORY_S:
+            self._link.refresh_history()
         history = self._link.history  # connects, if need be
         for batch in list(self.window)[self._sent :]:
             assert batch.encoded is not None
@@ -178,6 +184,9 @@ class Sender:
             self._sent += 1  # before it is: a cut in the middle leaves a doubt
             self._link.send([command])
             self._send_whole = False
+
+    def _idle_s(self) -> float:
+        return time.monotonic() - self._heard
 
     def _receive(self) -> None:
         batch = self.window[self._answered]
@@ -209,6 +218,7 @@ class Sender:
         batch.in_doubt = False
         self._failures = 0
         self._reason = None
+        self._heard = time.monotonic()
         self._answered += 1
         self._stream_epoch = epoch
         if self._answered == self._sent or not (self._route.acks or self._in_new_epoch()):
@@ -254,10 +264,9 @@ class Sender:
         elif code == "FULL":
             self._not_now(refusals.full(self._route.stream, answer[1]))
         elif code == "OUTOFSEQ" and answer[1] < oldest.sequence and self._acked:
+            # Certain, even where a hidden history leaves no other trace of it.
             lost_from = self._lost_from()
-            if lost_from is None:  # nobody has begun a new epoch: the history is hidden
-                lost_from = int(self._link.call("HGET", self._keys[1], "next") or 0)
-            self._lose(lost_from)
+            self._lose(self._acked.offset - 1 if lost_from is None else lost_from)
         elif code == "NOPRODUCER":
             self._lose_or(self._renumber)  # lost with our records, or forgotten, or evicted
         elif code in ("NOSTREAM", "INCARNATION"):
@@ -300,7 +309,10 @@ class Sender:
         if self._acked is None:
             return None
         epochs = self._link.call("HGET", self._keys[1], "epochs")
-        return None if epochs is None else diverged_at(self._acked, epochs.decode())
+        end = self._link.call("HGET", self._keys[1], "next")
+        if epochs is None or end is None:
+            return None  # the stream is gone, which the next sending will tell
+        return diverged_at(self._acked, epochs.decode(), int(end))
 
     def _lose_or(self, go_on: Callable[[], None]) -> None:
         lost_from = self._lost_from()
@@ -323,9 +335,10 @@ class Sender:
 
     def _fail_all(self, error: MeteorError) -> None:
         self._clear_doubts()
-        for batch in [*self.window, *self._outbox.take_all()]:
-            self._outbox.settle(batch, error)
-        self.window.clear()
+        self.window.extend(self._outbox.take_all())  # there a forked child looks for them
+        while self.window:
+            self._outbox.settle(self.window[0], error)
+            self.window.popleft()
         self._renumber()
 
     def _renumber(self) -> None:
@@ -349,9 +362,10 @@ class Sender:
     def _give_up(self) -> None:
         """The end: nothing is left without an outcome."""
         self._doubt_sent()
-        for batch in [*self.window, *self._outbox.take_all()]:
-            self._fail(batch, closed_error(self._route.stream))
-        self.window.clear()
+        self.window.extend(self._outbox.take_all())
+        while self.window:
+            self._fail(self.window[0], closed_error(self._route.stream))
+            self.window.popleft()
 
     def _fail(self, batch: Batch, error: MeteorError | None) -> None:
         """Settle a batch with ``error``, unless it is, or may be, in the log."""

@@ -292,7 +292,7 @@ class Stream:
             StreamNotFound: It was deleted before.
             LogTruncated: It was deleted and created anew; the new one is left alone.
         """
-        found: set[str] = set(self._keys)
+        found: set[str] = set()
         cursor = b"0"
         while True:
             cursor, part = self.client.call(
@@ -301,8 +301,11 @@ class Stream:
             found.update(key.decode() for key in part)
             if cursor == b"0":
                 break
-        others = sorted(found - {self._keys[1]})
-        self._run(DELETE_STREAM, [self.incarnation], [self._keys[1], *others])
+        others = sorted((found | {self._keys[0]}) - {self._keys[1]})
+        answer = self.client.run(DELETE_STREAM, [self._keys[1], *others], [self.incarnation])
+        # Not found, though it was there before: deleted by a first try whose answer was lost.
+        if answer[0] != b"OK" and not (answer[0] == b"NOSTREAM" and self._keys[1] in found):
+            raise refusals.gone(self.name, answer[0])
         self.client.call("SREM", keys.STREAMS, self.name)
         if self.client.call("EXISTS", self._keys[1]):  # created anew by somebody meanwhile
             self.client.call("SADD", keys.STREAMS, self.name)

@@ -179,12 +179,17 @@ class Subscriber:
         gap nothing happens.
         """
         self._check_open()
-        gap, self._gap = self._gap, None
+        gap = self._gap
         if isinstance(gap, LogTruncated):
+            stream = self.stream.client.stream(self.stream.name, create=False)
+            cursor = stream.cursor()
+            try:
+                cursor.move(min(gap.first, cursor.next))
+            except BaseException:
+                cursor.close()
+                raise
             self._cursor.close()
-            self.stream = self.stream.client.stream(self.stream.name, create=False)
-            self._cursor = self.stream.cursor()
-            self._cursor.move(min(gap.first, self._cursor.next))
+            self.stream, self._cursor = stream, cursor
         elif gap is not None:
             self._cursor.move(min(gap.last + 1, self._cursor.next))
         if gap is not None:

@@ -179,7 +179,8 @@ def test_under_random_faults_no_ack_lies_and_nothing_is_doubled_or_out_of_order(
         eventually(delivers, 20, "it did not recover")
         outcomes = check(bench.values(), published)
         print(kind, dict(sorted(outcomes.items())), happened)
-        assert outcomes["NoneType"] > 10
+        # With acks=1 a replica that is away for most of the time makes the others NotReplicated.
+        assert outcomes["NoneType"] + outcomes["NotReplicated"] > 10
 
 
 class Follower:

@@ -434,7 +434,7 @@ def test_the_table_of_epochs_is_bounded_and_errs_on_the_safe_side(bench: Bench) 
         assert kept[0] == (2 + number, -1)
         assert kept[1] == (3 + number, (3 + number) * 10)
     text = bench.meta_field("epochs")
-    assert diverged_at(Position(LIFE, 1, 15), text) == 0  # too long ago to judge
-    assert diverged_at(Position(LIFE, 1, 0), text) is None  # has nothing to lose
-    assert diverged_at(Position(LIFE, 900, 15_000), text) == 9010
-    assert diverged_at(Position(LIFE, 900, 9_010), text) is None
+    assert diverged_at(Position(LIFE, 1, 15), text, 10**6) == 0  # too long ago to judge
+    assert diverged_at(Position(LIFE, 1, 0), text, 10**6) is None  # has nothing to lose
+    assert diverged_at(Position(LIFE, 900, 15_000), text, 10**6) == 9010
+    assert diverged_at(Position(LIFE, 900, 9_010), text, 10**6) is None
