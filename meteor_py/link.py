@@ -35,6 +35,10 @@ _KEEPALIVE = {
     if hasattr(socket, name)
 }
 
+#: Bytes that may wait in a unix socket, where the kernel allows it. With its 208 KiB a publisher
+#: and the server would take turns: 2.0 million records/s in place of 2.7.
+_UNIX_BUFFER = 4 * 1024 * 1024
+
 #: Arguments above this many bytes are sent as they lie, not joined to the others.
 _JOIN_MAX = 16_384
 
@@ -210,6 +214,7 @@ class Link:
                 self._fail(error)
             self._connection = connection
             self._history = None
+            self._widen()
         return self._connection
 
     def close(self) -> None:
@@ -221,12 +226,22 @@ class Link:
     def interrupt(self) -> None:
         """End a wait in another thread: its ``send`` or ``read`` raises ConnectionFailed."""
         # Not disconnect(): redis-py would quietly connect again, and answers get mixed up.
-        sock = getattr(self._connection, "_sock", None)
-        if isinstance(sock, socket.socket):
+        sock = self._socket()
+        if sock is not None:
             try:
                 sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # it has ended already
+
+    def _widen(self) -> None:
+        """Let several frames leave at once; over TCP the kernel sees to that by itself."""
+        sock = self._socket()
+        if sock is not None and sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
+
+    def _socket(self) -> socket.socket | None:
+        sock = getattr(self._connection, "_sock", None)
+        return sock if isinstance(sock, socket.socket) else None  # a fake one has another kind
 
     def _fail(self, error: Exception) -> NoReturn:
         translated = translate(error, self.address)
