@@ -49,7 +49,9 @@ def table_rows(text: str) -> list[list[str]]:
 
 
 def test_figures_are_those_of_the_benchmarks() -> None:
-    results = {row[0]: row for row in table_rows((ROOT / "benchmarks/RESULTS.md").read_text())}
+    results: dict[str, list[str]] = {}
+    for row in table_rows((ROOT / "benchmarks/RESULTS.md").read_text()):
+        results.setdefault(row[0], row)  # some are compared with a second peer too
     speed = README.partition("## Speed")[2].partition("\n## ")[0]
     rows = table_rows(speed)[1:]
     assert len(rows) >= 6
