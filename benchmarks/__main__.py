@@ -48,6 +48,8 @@ NOTES = (
     "  persistence, reached through a unix socket; redis-py with hiredis, plain options.",
     "- Rates are the best of several runs, latencies the median of all samples; ours and theirs",
     "  were measured in turn.",
+    "- 1 publisher and 1 subscriber: our ring is full before the clock starts, so that each frame takes the",
+    "  memory of an old one; the peer's stream starts empty and is not trimmed.",
     "- 4 x 16: the run of Meteor's README, where ring and clients share one JVM. Here each",
     "  publisher is a process; the subscribers share one process per core, each with its own",
     "  connection, and each reads every record itself. A run apart checks each record's order.",
