@@ -64,7 +64,7 @@ _TYPES: dict[str, Any] = {
 _LETTERS = tuple("".join(letters) for letters in product(("", "c"), ("", "h"), ("", "k"), ("v",)))
 _SCHEMAS = {letters: pa.schema([_FIELDS[letter] for letter in letters]) for letters in _LETTERS}
 _DECODERS = {
-    letters: msgspec.msgpack.Decoder(tuple[tuple(_TYPES[letter] for letter in letters)])  # type: ignore[misc]
+    letters: msgspec.msgpack.Decoder(tuple[tuple(_TYPES[letter] for letter in letters)])  # type: ignore[misc]  # made at run time
     for letters in _LETTERS
 }
 #: Also that of a later version, which may have other columns.

@@ -70,6 +70,7 @@ class Outbox:
         self._lock = threading.RLock()
         # A finalizer or signal handler can run in the middle of publishing, in the same thread, and
         # publish. Half-made books would be taken for whole ones, and a plain lock wait for ever.
+        # (Private, but what threading.Condition asks its lock as well.)
         self._is_owned: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self._work = threading.Condition(self._lock)  # the sender waits for records
         self._settled = threading.Condition(self._lock)  # publishers wait for room, or for all
