@@ -15,15 +15,21 @@ from meteor_py._version import __version__
 from meteor_py.ack import Ack, ManyAck
 from meteor_py.client import Client, connect
 from meteor_py.codec import Codec
-from meteor_py.config import Compression, StreamConfig
+from meteor_py.config import Compression, InitialOffset, StreamConfig
 from meteor_py.errors import (
     AccessDenied,
     ConnectionFailed,
     CorruptFrameError,
     DecodeError,
+    GroupActive,
+    GroupError,
+    GroupNotFound,
     InvalidInitialOffset,
+    LeaseLost,
     LogTruncated,
     MeteorError,
+    NoConfirmedOffset,
+    NotGrouped,
     NotReplicated,
     OutcomeUnknown,
     OutOfMemory,
@@ -43,11 +49,13 @@ from meteor_py.errors import (
     StreamNotFound,
     UnsupportedFrameError,
 )
+from meteor_py.group import GroupDescription
 from meteor_py.link import DataSafetyWarning
 from meteor_py.publisher import Publisher
+from meteor_py.receiver import Receiver
 from meteor_py.record import ARROW_SCHEMA, Record, RecordBatch
 from meteor_py.stream import Description, Stream
-from meteor_py.subscriber import InitialOffset, Subscriber
+from meteor_py.subscriber import Subscriber
 
 __all__ = [
     "ARROW_SCHEMA",
@@ -61,11 +69,18 @@ __all__ = [
     "DataSafetyWarning",
     "DecodeError",
     "Description",
+    "GroupActive",
+    "GroupDescription",
+    "GroupError",
+    "GroupNotFound",
     "InitialOffset",
     "InvalidInitialOffset",
+    "LeaseLost",
     "LogTruncated",
     "ManyAck",
     "MeteorError",
+    "NoConfirmedOffset",
+    "NotGrouped",
     "NotReplicated",
     "OutOfMemory",
     "OutcomeUnknown",
@@ -74,6 +89,7 @@ __all__ = [
     "PublisherClosed",
     "PublisherFull",
     "ReadError",
+    "Receiver",
     "Record",
     "RecordBatch",
     "RecordTooLarge",

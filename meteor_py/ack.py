@@ -100,13 +100,14 @@ def forget_waiters() -> None:
     _lock = threading.RLock()
 
 
-#: Name of the threads that send; what runs in one must not wait for it.
+#: Names of the threads that send; what runs in one must not wait for it.
 SENDER_PREFIX = "meteor-sender"
+KEEPER_PREFIX = "meteor-keeper"
 
 
 def in_callback() -> bool:
     """Whether this thread is one that sends."""
-    return threading.current_thread().name.startswith(SENDER_PREFIX)
+    return threading.current_thread().name.startswith((SENDER_PREFIX, KEEPER_PREFIX))
 
 
 def forbid_waiting() -> None:

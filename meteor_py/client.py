@@ -27,6 +27,7 @@ from meteor_py.link import Argument, Link, connection_options
 from meteor_py.publisher import close_publishers
 from meteor_py.scripts import ALL, CREATE_STREAM, Script
 from meteor_py.stream import Meta, Stream
+from meteor_py.subscriber import close_subscribers
 
 if TYPE_CHECKING:
     import redis
@@ -187,13 +188,18 @@ class Client:
             self.call("SCRIPT", "LOAD", script.source)
 
     def close(self) -> None:
-        """Close its publishers and the connection, and end a server that was ours alone.
+        """Close its publishers, its subscribers of groups, and the connection.
+
+        A server that was ours alone ends.
 
         Raises:
-            MeteorError: A record could not be published, and nobody was told of it.
+            MeteorError: A record could not be published or confirmed, and nobody was told of it.
         """
         try:
-            close_publishers(self)
+            try:
+                close_subscribers(self)
+            finally:
+                close_publishers(self)
         finally:
             with self._exclusive():
                 self._closed = True

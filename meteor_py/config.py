@@ -1,9 +1,13 @@
-"""Settings: frozen, named as in ``Client.stream`` and ``Stream.publisher``, checked once."""
+"""Settings: frozen, named as the arguments that set them, checked once."""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from meteor_py import keys
 
 #: Records that a ring keeps if nobody says otherwise (as in Meteor).
 DEFAULT_CAPACITY = 10_000
@@ -21,6 +25,25 @@ DELIVERY_TIMEOUT_MAX_S = 12 * 3600
 
 Compression = Literal["none", "lz4", "zstd"]
 COMPRESSIONS: tuple[Compression, ...] = ("none", "lz4", "zstd")
+
+
+OnGap = Literal["raise", "skip"]
+
+#: Bounds of a lease's life in seconds: it is renewed three times in it.
+LEASE_TTL_S = (0.1, 86_400.0)
+
+
+class InitialOffset(enum.StrEnum):
+    """Where a subscriber starts; a group that exists goes on where it is."""
+
+    #: At the first record that can be read.
+    EARLIEST = "earliest"
+    #: After the last record that exists when ``subscriber()`` returns.
+    LATEST = "latest"
+    #: Nowhere: only for a group that has confirmed something.
+    NONE = "none"
+    #: EARLIEST in a group, else LATEST.
+    AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -93,6 +116,52 @@ class PublisherConfig:
             )
         check_int("max_pending_bytes", self.max_pending_bytes, 1, 2**40)
         check_int("max_record_bytes", self.max_record_bytes, 1, RECORD_BYTES_LIMIT)
+
+
+@dataclass(frozen=True)
+class SubscriberConfig:
+    """Settings of a subscriber."""
+
+    #: The group it reads for; None = it reads on its own.
+    group: str | None = None
+    initial_offset: InitialOffset = InitialOffset.AUTO
+    #: Seconds that a group waits for a member that has died.
+    lease_ttl: float = 10.0
+    #: Seconds between two polls after which the lease is let go.
+    max_poll_interval: float = 60.0
+    #: What to do about records that are gone: "raise" ``RecordsLost``, or "skip" them.
+    on_gap: OnGap = "raise"
+    #: Called with the first and last offset of each gap skipped.
+    on_gap_skipped: Callable[[int, int], object] | None = None
+    #: Called with the subscriber when a term begins; may return the offset at which to start.
+    on_assigned: Callable[[Any], int | None] | None = None
+    #: Whether what was handled is confirmed without being asked to.
+    auto_confirm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group is not None:
+            keys.check_name(self.group, "group")
+        check_choice("initial_offset", self.initial_offset, tuple(InitialOffset))
+        low, high = LEASE_TTL_S
+        if not low <= check_seconds("lease_ttl", self.lease_ttl) <= high:
+            raise ValueError(
+                f"lease_ttl must be from {low:g} to {high:g} seconds, not {self.lease_ttl}."
+            )
+        check_seconds("max_poll_interval", self.max_poll_interval)
+        check_choice("on_gap", self.on_gap, ("raise", "skip"))
+        if self.on_gap_skipped is not None and not callable(self.on_gap_skipped):
+            raise TypeError("on_gap_skipped must be a function of the first and the last offset.")
+        if self.on_assigned is not None and not callable(self.on_assigned):
+            raise TypeError("on_assigned must be a function of the subscriber.")
+        if self.group is None and (self.auto_confirm or self.on_assigned is not None):
+            raise ValueError("auto_confirm and on_assigned need a group; give one with group=.")
+
+    @property
+    def starts_at(self) -> InitialOffset:
+        """``initial_offset`` with AUTO resolved."""
+        if self.initial_offset != InitialOffset.AUTO:
+            return InitialOffset(self.initial_offset)
+        return InitialOffset.LATEST if self.group is None else InitialOffset.EARLIEST
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:

@@ -14,7 +14,6 @@ from meteor_py import keys, refusals
 from meteor_py.errors import (
     ConnectionFailed,
     CorruptFrameError,
-    LogTruncated,
     MeteorError,
     RecordsLost,
     UnsupportedFrameError,
@@ -106,6 +105,12 @@ class Cursor:
         if self.position.offset != offset:
             self.position = self.position._replace(offset=offset)
 
+    def start(self, position: Position, end: int) -> None:
+        """Stand at a position that the server has just named, together with the stream's end."""
+        self._forget_ahead()
+        self.position = position
+        self.next = end
+
     def lost(self, last: int) -> RecordsLost:
         first = self.position.offset
         return RecordsLost(
@@ -116,6 +121,10 @@ class Cursor:
             first=first,
             last=last,
         )
+
+    def interrupt(self) -> None:
+        """End a wait in another thread."""
+        self._link.interrupt()
 
     def close(self) -> None:
         self._link.close()
@@ -210,20 +219,9 @@ class Cursor:
             epochs = self._link.call("HGET", self._meta, "epochs")
             first = diverged_at(position, (epochs or b"0:0").decode(), end)
             if first is not None:
-                raise self._truncated(first, position)
+                raise refusals.truncated(self._stream, first, position.offset - 1)
             self.position = self.position._replace(epoch=epoch)
         self.next = end
-
-    def _truncated(self, first: int, position: Position) -> LogTruncated:
-        last = position.offset - 1
-        return LogTruncated(
-            f"The server has lost records {first} to {last} of stream {self._stream!r}, which "
-            "this reader had passed: it failed over to a replica that lagged, or restarted without "
-            "its last writes. skip_gap() goes on with what is there now.",
-            stream=self._stream,
-            first=first,
-            last=last,
-        )
 
     def _without_holes(self, chunks: list[Chunk]) -> list[Chunk]:
         """The chunks up to the first hole; the next fetch begins at it and names it."""

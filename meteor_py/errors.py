@@ -11,7 +11,13 @@
     │   ├── StreamNotFound          no stream of that name
     │   ├── StreamConfigMismatch    it exists, with other settings
     │   ├── StreamCorrupt           something in its log is not ours
-    │   └── StreamFull              publishing waits for the archiver                   retriable
+    │   ├── StreamFull              publishing waits for the archiver                   retriable
+    │   └── GroupError              .group
+    │       ├── GroupNotFound       no group of that name
+    │       ├── GroupActive         .owner: a member has its lease                      retriable
+    │       ├── LeaseLost           another member has it now; nothing was confirmed
+    │       ├── NoConfirmedOffset   InitialOffset.NONE, and nothing confirmed yet
+    │       └── NotGrouped          only a subscriber of a group can do this
     ├── PublishError                .stream
     │   ├── RecordTooLarge          over the limit; also a ValueError
     │   ├── PublisherFull           max_pending_bytes are waiting already               retriable
@@ -102,6 +108,43 @@ class StreamFull(StreamError):
     """The unarchived part has reached ``max_unarchived``; publishing waits for the archiver."""
 
     retriable = True
+
+
+class GroupError(StreamError):
+    """Something about a subscriber group; ``group`` is None for an ungrouped subscriber."""
+
+    def __init__(self, message: str, *, stream: str, group: str | None) -> None:
+        super().__init__(message, stream=stream)
+        self.group = group
+
+
+class GroupNotFound(GroupError):
+    """The stream has no group of that name, or it was deleted."""
+
+
+class GroupActive(GroupError):
+    """A member holds the group's lease: ``owner``."""
+
+    retriable = True
+
+    def __init__(self, message: str, *, stream: str, group: str, owner: str) -> None:
+        super().__init__(message, stream=stream, group=group)
+        self.owner = owner
+
+
+class LeaseLost(GroupError):
+    """The lease went to another member, so this confirm was refused and changed nothing.
+
+    The records will be, or have been, given to the other member again.
+    """
+
+
+class NoConfirmedOffset(GroupError):
+    """``InitialOffset.NONE`` needs a group that has confirmed something."""
+
+
+class NotGrouped(GroupError):
+    """This subscriber belongs to no group, so there is nothing to confirm or to hold."""
 
 
 class PublishError(_OfStream):

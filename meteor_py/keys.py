@@ -23,6 +23,22 @@ key                            type    what, who writes it, who deletes it
                                        fields 0 to 7 the batches of the last eight sequences as
                                        ``sequence:first offset:n:fingerprint``. Written by
                                        ``publish``; expires after a day without one.
+``meteor:{s}:group:<g>``       hash    One group: ``incarnation`` of the stream it belongs to;
+                                       ``start``, where it began; ``confirmed``, the next offset to
+                                       process, once there is one; ``term``, ``nonce`` and ``owner``
+                                       of whoever had the lease last (``owner`` is empty after it
+                                       was given up, ``nonce`` too unless it may be taken up again);
+                                       ``floating``, see ``acquire``; ``sought``, the last request
+                                       of ``seek_group``. Written by ``open_group``, ``acquire``,
+                                       ``touch``, ``release``, ``confirm``, ``seek_group``; deleted
+                                       by ``delete_group``.
+``meteor:{s}:lease:<g>``       string  Present while a member holds the lease: its name and term.
+                                       Set by ``acquire`` and ``touch``; expires, or is deleted by
+                                       ``release``, ``seek_group``, ``delete_group``.
+``meteor:{s}:groups``          set     The names of the groups. Written with ``group:<g>``.
+``meteor:{s}:events``          stream  The last thousand or so changes of groups, ``event`` being
+                                       assigned, released, sought or deleted. Wakes who waits for a
+                                       lease. Written and trimmed by the scripts that make them.
 ``meteor:streams``             set     The names of all streams, in a slot of its own: written
                                        before ``create_stream`` and after ``delete_stream``, so a
                                        name without ``meta`` may be left over; listing drops it.
@@ -63,6 +79,22 @@ def meta(stream: str) -> str:
 
 def producer(stream: str, producer_id: str) -> str:
     return f"meteor:{{{stream}}}:producer:{producer_id}"
+
+
+def group(stream: str, name: str) -> str:
+    return f"meteor:{{{stream}}}:group:{name}"
+
+
+def lease(stream: str, name: str) -> str:
+    return f"meteor:{{{stream}}}:lease:{name}"
+
+
+def groups(stream: str) -> str:
+    return f"meteor:{{{stream}}}:groups"
+
+
+def events(stream: str) -> str:
+    return f"meteor:{{{stream}}}:events"
 
 
 def everything(stream: str) -> str:

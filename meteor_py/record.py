@@ -311,16 +311,24 @@ class RecordBatch(Sequence[Record]):
     def _decoded_rows(self, chunk: Chunk) -> Iterator[Record]:
         assert self._codec is not None
         for record in chunk.rows():
-            try:
-                value = self._codec.decode(record.value)
-            except Exception as error:
-                raise DecodeError(
-                    f"The codec cannot read record {record.offset} of stream "
-                    f"{self._stream!r}: {error}",
-                    stream=self._stream,
-                    record=record,
-                ) from error
-            yield msgspec.structs.replace(record, value=value)
+            yield decode_record(self._stream, self._codec, record)
+
+
+def decode_record(stream: str, codec: Codec, record: Record) -> Record:
+    """The same record with its value decoded.
+
+    Raises:
+        DecodeError: The codec cannot read it.
+    """
+    try:
+        value = codec.decode(record.value)
+    except Exception as error:
+        raise DecodeError(
+            f"The codec cannot read record {record.offset} of stream {stream!r}: {error}",
+            stream=stream,
+            record=record,
+        ) from error
+    return msgspec.structs.replace(record, value=value)
 
 
 def _pairs(headers: list[Headers | None]) -> list[list[tuple[str, bytes]] | None]:

@@ -1,8 +1,11 @@
-"""What to say when a batch is not taken: the errors that answers of the scripts stand for."""
+"""What to say when something is refused: the errors that answers of the scripts stand for."""
 
 from __future__ import annotations
 
 from meteor_py.errors import (
+    GroupActive,
+    GroupNotFound,
+    LeaseLost,
     LogTruncated,
     MeteorError,
     OutcomeUnknown,
@@ -44,6 +47,47 @@ def lost(stream: str, first: int, last: int) -> LogTruncated:
         stream=stream,
         first=first,
         last=last,
+    )
+
+
+def truncated(stream: str, first: int, last: int) -> LogTruncated:
+    return LogTruncated(
+        f"The server has lost records {first} to {last} of stream {stream!r}, which this reader "
+        "had passed: it failed over to a replica that lagged, or restarted without its last "
+        "writes. skip_gap() goes on with what is there now.",
+        stream=stream,
+        first=first,
+        last=last,
+    )
+
+
+def fenced(stream: str, group: str, term: int) -> LeaseLost:
+    return LeaseLost(
+        f"The lease of group {group!r} of stream {stream!r} was lost: term {term} has begun "
+        "elsewhere. What was not confirmed will be read again by its owner; poll() waits for "
+        "the next turn.",
+        stream=stream,
+        group=group,
+    )
+
+
+def no_group(stream: str, group: str) -> GroupNotFound:
+    return GroupNotFound(
+        f"Stream {stream!r} has no group {group!r}, or it was deleted; open a subscriber of it to "
+        "begin it anew.",
+        stream=stream,
+        group=group,
+    )
+
+
+def active(stream: str, group: str, lease: bytes) -> GroupActive:
+    owner = lease.decode(errors="replace").partition(" ")[0]
+    return GroupActive(
+        f"Group {group!r} of stream {stream!r} is active: {owner} has its lease. Close that "
+        "subscriber first, or use force=True to take the group from it.",
+        stream=stream,
+        group=group,
+        owner=owner,
     )
 
 

@@ -29,13 +29,35 @@ class Script:
         return f"Script({self.name!r})"
 
 
+ACQUIRE = Script("acquire")
 CONFIGURE = Script("configure")
+CONFIRM = Script("confirm")
 CREATE_STREAM = Script("create_stream")
+DELETE_GROUP = Script("delete_group")
 DELETE_STREAM = Script("delete_stream")
 DESCRIBE = Script("describe")
 LOCATE = Script("locate")
 NEW_EPOCH = Script("new_epoch")
+OPEN_GROUP = Script("open_group")
 PUBLISH = Script("publish")
+RELEASE = Script("release")
+SEEK_GROUP = Script("seek_group")
+TOUCH = Script("touch")
 
 #: All of them, for a loader that may SCRIPT LOAD where the others may only EVALSHA.
-ALL = (CONFIGURE, CREATE_STREAM, DELETE_STREAM, DESCRIBE, LOCATE, NEW_EPOCH, PUBLISH)
+ALL = (
+    ACQUIRE,
+    CONFIGURE,
+    CONFIRM,
+    CREATE_STREAM,
+    DELETE_GROUP,
+    DELETE_STREAM,
+    DESCRIBE,
+    LOCATE,
+    NEW_EPOCH,
+    OPEN_GROUP,
+    PUBLISH,
+    RELEASE,
+    SEEK_GROUP,
+    TOUCH,
+)

@@ -38,10 +38,10 @@ from meteor_py.errors import (
     ServerRefused,
 )
 from meteor_py.frame import encode, fingerprint
-from meteor_py.history import Position, diverged_at
+from meteor_py.history import Position, begin_epoch, diverged_at
 from meteor_py.link import Link, ScriptMissing
 from meteor_py.outbox import Outbox, closed_error
-from meteor_py.scripts import NEW_EPOCH, PUBLISH
+from meteor_py.scripts import PUBLISH
 
 _log = logging.getLogger(__name__)
 
@@ -259,7 +259,8 @@ class Sender:
         oldest = self.window[0]
         if code == "HISTORY":
             self._start_over(None)
-            self._begin_epoch(answer[1].decode())
+            found = answer[1].decode()
+            begin_epoch(self._link, self._route.stream, self._route.incarnation, found)
             self._lose_or(self._doubt_answered)
         elif code == "FULL":
             self._not_now(refusals.full(self._route.stream, answer[1]))
@@ -292,14 +293,6 @@ class Sender:
         """The oldest batch will never be taken."""
         self._fail(self.window.popleft(), error)
         self._renumber()
-
-    def _begin_epoch(self, found: str) -> None:
-        """The server has another history than the stream was last written in."""
-        seen = self._link.refresh_history()
-        stream_keys = [self._keys[1]]
-        if seen != found:
-            # If it is not OK, it has changed again, or is gone: the next sending will tell.
-            self._link.run(NEW_EPOCH, stream_keys, [self._route.incarnation, found, seen])
 
     def _in_new_epoch(self) -> bool:
         return self._acked is not None and self._stream_epoch != self._acked.epoch

@@ -12,19 +12,23 @@ from meteor_py.codec import Codec, find_codec
 from meteor_py.config import (
     OFFSET_MAX,
     Compression,
+    InitialOffset,
+    OnGap,
     PublisherConfig,
     StreamConfig,
+    SubscriberConfig,
     check_choice,
     check_int,
 )
 from meteor_py.cursor import Cursor
 from meteor_py.errors import MeteorError, ServerRefused, StreamCorrupt
 from meteor_py.frame import entry_span, foreign_entry
+from meteor_py.group import GroupDescription, delete_group, list_groups, seek_group
 from meteor_py.history import Position
 from meteor_py.publisher import Publisher
 from meteor_py.record import RecordBatch
 from meteor_py.scripts import CONFIGURE, DELETE_STREAM, DESCRIBE, LOCATE, Script
-from meteor_py.subscriber import InitialOffset, OnGap, Subscriber
+from meteor_py.subscriber import Subscriber
 from meteor_py.times import to_ms
 
 if TYPE_CHECKING:
@@ -100,6 +104,8 @@ class Description:
     config: StreamConfig
     incarnation: str
     epoch: int
+    #: The subscriber groups, by name.
+    groups: tuple[GroupDescription, ...]
 
 
 class Stream:
@@ -153,31 +159,55 @@ class Stream:
     def subscriber(
         self,
         *,
+        group: str | None = None,
         initial_offset: InitialOffset | str = InitialOffset.AUTO,
-        on_gap: OnGap = "raise",
+        lease_ttl: float = SubscriberConfig.lease_ttl,
+        max_poll_interval: float = SubscriberConfig.max_poll_interval,
+        on_gap: OnGap = SubscriberConfig.on_gap,
         on_gap_skipped: Callable[[int, int], object] | None = None,
+        on_assigned: Callable[[Subscriber], int | None] | None = None,
+        auto_confirm: bool = SubscriberConfig.auto_confirm,
         codec: str | Codec | None = None,
     ) -> Subscriber:
-        """Open a subscriber that reads on its own, from anywhere, and leaves no trace.
+        """Open a subscriber; close it, or use ``with``.
+
+        Without a group it reads on its own, from anywhere, and leaves no trace. In a group, one
+        member reads at a time, and what is confirmed is not read again.
 
         Args:
-            initial_offset: Where it starts: EARLIEST, LATEST, or AUTO, which is LATEST: after the
-                last record that exists when this returns.
+            group: The group to read for. It begins when its first subscriber is opened.
+            initial_offset: Where it starts if it is ungrouped or the group is new: EARLIEST,
+                LATEST (after the last record that exists when this returns), or AUTO, which is
+                EARLIEST in a group and LATEST without. NONE: the group must have confirmed
+                something.
+            lease_ttl: Seconds after which the group goes on without a member that has died.
+            max_poll_interval: Seconds between two polls after which this member counts as hung,
+                and the lease is given up.
             on_gap: "raise" ``RecordsLost`` when the ring has dropped the next record, or "skip".
             on_gap_skipped: Called with the first and last offset of each gap skipped.
+            on_assigned: Called with the subscriber when it gets the lease, in the thread that
+                polls. It may return the offset at which to start: who keeps offsets with the
+                results is exactly-once.
+            auto_confirm: Confirm what was handled when more is asked for.
             codec: How to decode values; None = as the stream says.
 
         Raises:
-            InvalidInitialOffset: NONE, which is for groups.
+            InvalidInitialOffset: NONE without a group.
+            NoConfirmedOffset: NONE, and the group has confirmed nothing.
+            ValueError, TypeError: A setting out of its range, or of the wrong type.
         """
         check_choice("initial_offset", initial_offset, tuple(InitialOffset))
-        return Subscriber(
-            self,
+        config = SubscriberConfig(
+            group=group,
             initial_offset=InitialOffset(initial_offset),
+            lease_ttl=lease_ttl,
+            max_poll_interval=max_poll_interval,
             on_gap=on_gap,
             on_gap_skipped=on_gap_skipped,
-            codec=find_codec(self.config.codec if codec is None else codec),
+            on_assigned=on_assigned,
+            auto_confirm=auto_confirm,
         )
+        return Subscriber(self, config, find_codec(self.config.codec if codec is None else codec))
 
     def read(
         self, start: int | str | datetime = "earliest", stop: int | None = None
@@ -227,20 +257,69 @@ class Stream:
             raise foreign_entry(self.name, answer[1])
         return int(answer[1])
 
+    def resolve(self, to: int | str | datetime) -> tuple[int, bool]:
+        """What a place to seek means now: the offset, and whether it is "the first there is".
+
+        Raises:
+            ValueError: A negative offset, an unknown word, or a datetime without a timezone.
+        """
+        if isinstance(to, datetime):
+            return self.offset_at(to), False
+        if isinstance(to, str):
+            check_choice("to", to, ("earliest", "latest"))
+            first, end = self.bounds()
+            return (first, True) if to == "earliest" else (end, False)
+        return check_int("to", to, 0, OFFSET_MAX), False
+
+    def groups(self) -> list[GroupDescription]:
+        """The subscriber groups of the stream, by name.
+
+        Raises:
+            StreamNotFound, LogTruncated: As ``describe``.
+        """
+        return list_groups(self, self.bounds()[1])
+
+    def seek_group(self, group: str, to: int | str | datetime, *, force: bool = False) -> int:
+        """Let a group go on from somewhere else; it begins if it does not exist.
+
+        Args:
+            group: Its name.
+            to: An offset, "earliest", "latest", or an aware datetime, as in ``Subscriber.seek``.
+            force: Take an active group from its owner, whose confirms are then refused.
+
+        Returns:
+            The offset.
+
+        Raises:
+            GroupActive: A member has the lease, and ``force`` is False.
+            ValueError: A negative offset, one beyond the end, or a datetime without a timezone.
+        """
+        keys.check_name(group, "group")
+        offset, floating = self.resolve(to)
+        seek_group(self, group, offset, floating=floating, force=force)
+        return offset
+
+    def delete_group(self, group: str, *, force: bool = False) -> None:
+        """Delete a group, with what it has confirmed.
+
+        Args:
+            group: Its name.
+            force: Even if a member has the lease; it will be told.
+
+        Raises:
+            GroupActive: A member has the lease, and ``force`` is False.
+            GroupNotFound: There is none.
+        """
+        delete_group(self, keys.check_name(group, "group"), force=force)
+
     def describe(self) -> Description:
-        """Look at the stream: bounds, size, settings.
+        """Look at the stream: bounds, size, settings, groups.
 
         Raises:
             StreamNotFound: The stream was deleted.
             LogTruncated: It was deleted and created anew: open it again.
         """
-        flat, frames, first_id = self.client.run(DESCRIBE, self._keys)
-        if not flat:
-            raise refusals.gone(self.name, b"NOSTREAM")
-        meta = Meta.parse(self.name, flat)
-        if meta.incarnation != self.incarnation:
-            raise refusals.gone(self.name, b"INCARNATION")
-        first = entry_span(self.name, first_id)[0] if first_id else meta.next
+        meta, frames, first = self._look()
         try:
             size = self.client.call("MEMORY", "USAGE", self._keys[0], "SAMPLES", 5)
         except ServerRefused:
@@ -257,6 +336,7 @@ class Stream:
             config=meta.config,
             incarnation=meta.incarnation,
             epoch=meta.epoch,
+            groups=tuple(list_groups(self, meta.next)),
         )
 
     def configure(
@@ -324,6 +404,21 @@ class Stream:
             link.close()
             raise
         return Cursor(link, self.name, position)
+
+    def bounds(self) -> tuple[int, int]:
+        """The first offset in the ring, and the end of the stream."""
+        meta, _, first = self._look()
+        return first, meta.next
+
+    def _look(self) -> tuple[Meta, int, int]:
+        """Meta, the number of frames, and the first offset in the ring, at one instant."""
+        flat, frames, first_id = self.client.run(DESCRIBE, self._keys)
+        if not flat:
+            raise refusals.gone(self.name, b"NOSTREAM")
+        meta = Meta.parse(self.name, flat)
+        if meta.incarnation != self.incarnation:
+            raise refusals.gone(self.name, b"INCARNATION")
+        return meta, frames, entry_span(self.name, first_id)[0] if first_id else meta.next
 
     def _seen(self, answer: list[Any]) -> Position:
         """The end of the stream, if it is still this one."""

@@ -1,103 +1,86 @@
-"""The subscriber: hands out records in order, from anywhere in the stream."""
+"""The subscriber: hands out records in order, for itself or for a group."""
 
 from __future__ import annotations
 
-import enum
-import random
-import time
-from collections import deque
+import atexit
+import logging
+import os
+import secrets
+import socket
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING, Literal, Self
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
+from meteor_py.ack import Ack
 from meteor_py.codec import Codec
-from meteor_py.config import OFFSET_MAX, check_choice, check_int, check_seconds
-from meteor_py.errors import (
-    ConnectionFailed,
-    InvalidInitialOffset,
-    LogTruncated,
-    MeteorError,
-    RecordsLost,
-)
-from meteor_py.record import Chunk, Record, RecordBatch
+from meteor_py.config import OFFSET_MAX, InitialOffset, SubscriberConfig, check_int, check_seconds
+from meteor_py.errors import GroupError, InvalidInitialOffset, LeaseLost, MeteorError, NotGrouped
+from meteor_py.feed import Feed
+from meteor_py.keeper import Keeper
+from meteor_py.lease import now
+from meteor_py.receiver import Handler, OnError, Receiver
+from meteor_py.record import Record, RecordBatch
 
 if TYPE_CHECKING:
+    from meteor_py.client import Client
     from meteor_py.stream import Stream
 
-OnGap = Literal["raise", "skip"]
+_log = logging.getLogger(__name__)
 
-#: The longest wait inside the server; a connection that died is noticed soon after.
-_BLOCK_MAX_S = 2.0
-#: Records that iterating takes at a time.
-_ITERATE = 10_000
-#: How long iterating goes on without a server before it gives up.
-_RECONNECT_S = 30.0
-
-
-class InitialOffset(enum.StrEnum):
-    """Where a subscriber starts."""
-
-    #: At the first record that can be read.
-    EARLIEST = "earliest"
-    #: After the last record that exists when ``subscriber()`` returns.
-    LATEST = "latest"
-    #: Nowhere: only for a group that has confirmed something.
-    NONE = "none"
-    #: LATEST.
-    AUTO = "auto"
+#: Seconds that ``close()`` and ``deactivate()`` wait for the last confirm to be answered.
+_FLUSH_S = 5.0
 
 
 class Subscriber:
     """Reads one stream. Any number of them do not disturb each other, nor the publishers.
 
-    >>> with stream.subscriber(initial_offset="earliest") as sub:    # doctest: +SKIP
+    >>> with stream.subscriber(group="billing") as sub:    # doctest: +SKIP
     ...     for record in sub:
     ...         print(record.offset, record.value)
+    ...         sub.confirm(record)
 
-    For one thread at a time. Create it with ``stream.subscriber()``.
+    Of the subscribers of one group, one reads at a time: the one that holds the group's lease. The
+    others wait in ``poll()`` and go on where it stopped, when it is closed, hung or dead.
+
+    For one thread at a time, but ``confirm`` may come from any. Create it with
+    ``stream.subscriber()``.
     """
 
-    def __init__(
-        self,
-        stream: Stream,
-        *,
-        initial_offset: InitialOffset,
-        on_gap: OnGap,
-        on_gap_skipped: Callable[[int, int], object] | None,
-        codec: Codec | None,
-    ) -> None:
-        check_choice("on_gap", on_gap, ("raise", "skip"))
-        if on_gap_skipped is not None and not callable(on_gap_skipped):
-            raise TypeError("on_gap_skipped must be a function of the first and the last offset.")
-        if initial_offset is InitialOffset.NONE:
+    def __init__(self, stream: Stream, config: SubscriberConfig, codec: Codec | None) -> None:
+        if config.group is None and config.starts_at is InitialOffset.NONE:
             raise InvalidInitialOffset(
                 "InitialOffset.NONE leaves an ungrouped subscriber nowhere to start; use EARLIEST "
                 "or LATEST.",
                 stream=stream.name,
             )
         self.stream = stream
-        #: Records that were gone and skipped, with ``on_gap="skip"`` or by ``skip_gap()``.
-        self.skipped = 0
-        self._on_gap = on_gap
-        self._on_gap_skipped = on_gap_skipped
+        self.config = config
+        #: Its name as the owner of a group's lease.
+        self.member = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self._codec = codec
         self._closed = False
-        self._chunks: deque[Chunk] = deque()  # fetched; the first may begin before the position
-        self._gap: RecordsLost | LogTruncated | None = None
-        self._cursor = stream.cursor()
-        self._position = self._cursor.position.offset
-        # Whether the position means "the first there is": until a record is found, that moves.
-        self._floating = False
-        # Whether what is missed by that is part of a gap.
-        self._skipping = False
-        self._jumps = 0
-        if initial_offset is InitialOffset.EARLIEST:
-            self.seek("earliest")
+        self._pid = os.getpid()
+        self._receiver: Receiver | None = None
+        self._feed = Feed(stream, config, self.member, _on_assigned(weakref.ref(self)))
+        try:
+            if config.group is not None:
+                # For one that is dropped without a close(): it must not keep its lease.
+                weakref.finalize(self, self._feed.abandon).atexit = False
+                _register(self)
+            elif config.starts_at is InitialOffset.EARLIEST:
+                self.seek("earliest")
+        except BaseException:
+            self._feed.close(0.0)
+            raise
 
     # -- reading -------------------------------------------------------------------------------
 
     def poll(self, timeout: float = 1.0, max_records: int = 10_000) -> RecordBatch:
         """Return the next records, waiting for them if there are none.
+
+        In a group, only the one that holds the lease is given any; the others wait for it.
 
         Args:
             timeout: Seconds to wait; 0 only looks.
@@ -109,15 +92,20 @@ class Subscriber:
         Raises:
             RecordsLost: The next record is gone; at each poll until ``skip_gap()`` or ``seek()``.
             LogTruncated: The server lost what was read; as ``RecordsLost``.
+            LeaseLost: A confirm was refused, and nobody looked at its Ack; raised once.
             CorruptFrameError, UnsupportedFrameError, StreamCorrupt: The next frame is unreadable.
-            StreamNotFound: The stream was deleted.
+            StreamNotFound, GroupNotFound: It was deleted.
             ConnectionFailed: The server could not be reached until the timeout.
         """
         check_seconds("timeout", timeout, zero=True)
         check_int("max_records", max_records, 1, OFFSET_MAX)
-        self._fetch(timeout, max_records)
-        batch = self._peek(max_records)
-        self._position += len(batch)
+        self._check_reader()
+        feed = self._feed
+        if self.config.auto_confirm:
+            feed.confirm_handed()
+        feed.fetch(timeout, max_records)
+        batch = feed.reader.peek(max_records, self._codec)
+        feed.reader.position += len(batch)
         return batch
 
     def __iter__(self) -> Iterator[Record]:
@@ -125,27 +113,106 @@ class Subscriber:
 
         A server that is away is waited for, up to 30 seconds. Ends when the subscriber is closed.
         """
-        while not self._closed:
-            self._fetch(_RECONNECT_S, _ITERATE, endless=True)
-            jumps = self._jumps
-            for record in self._peek(_ITERATE):
-                self._position = record.offset + 1
-                yield record
-                moved = self._jumps != jumps or self._position != record.offset + 1
-                if moved or self._closed:
-                    break  # by the caller: seek() or poll() inside the loop
+        self._check_reader()
+        return self._feed.walk(self._codec)
+
+    # -- confirming ----------------------------------------------------------------------------
+
+    def confirm(self, record: Record | int | None = None) -> Ack:
+        """Note that a record and all before it are done: the group will not read them again.
+
+        It is sent in the background, merged with others, within 50 ms or when the Ack is waited
+        for; ``close()`` and ``deactivate()`` wait for it.
+
+        Args:
+            record: A record, or its offset. None: all that was handed out, which is the batch
+                after ``poll()`` and the current record in a loop or receiver.
+
+        Returns:
+            An Ack, whose ``result()`` is the next offset to process.
+
+        Raises:
+            LeaseLost: Another member has the lease; if that is not known yet, the Ack raises it,
+                and the next ``poll`` if nobody looks at the Ack.
+            ValueError: A record that was not handed out.
+            NotGrouped: There is no group.
+        """
+        keeper = self._grouped("confirm")
+        if record is None:
+            return keeper.confirm(self.position)
+        found = record.offset if isinstance(record, Record) else record
+        offset = check_int("offset", found, 0, OFFSET_MAX) + 1
+        if offset > self.position:
+            if offset > self._feed.handed:
+                raise ValueError(
+                    f"Record {found} was not handed out: the position is {self.position}."
+                )
+            raise LeaseLost(
+                f"Record {found} was handed out in an earlier term of group {keeper.lease.group!r} "
+                f"of stream {self.stream.name!r}, and the lease was lost since; it will be handed "
+                "out again.",
+                stream=self.stream.name,
+                group=keeper.lease.group,
+            )
+        return keeper.confirm(offset)
+
+    @property
+    def confirmed(self) -> int:
+        """The next offset that the group has to process, as far as is known; all below are done."""
+        return self._grouped("confirmed").confirmed
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether this member holds the group's lease."""
+        keeper = self._grouped("is_assigned")
+        return keeper.term is not None and now() < keeper.valid_until
+
+    @property
+    def term(self) -> int | None:
+        """The number of the term while the lease is held, else None. It only ever rises."""
+        term = self._grouped("term").term
+        return None if term is None else term.number
+
+    def deactivate(self, timeout: float = _FLUSH_S) -> None:
+        """Give up the lease, after the last confirm, and do not compete for it.
+
+        Until ``reactivate()``, ``poll`` only waits.
+
+        Args:
+            timeout: Seconds to wait for the last confirm.
+
+        Raises:
+            MeteorError: A confirm failed, and nobody looked at its Ack.
+        """
+        keeper = self._grouped("deactivate")
+        keeper.deactivate(check_seconds("timeout", timeout, zero=True))
+        keeper.raise_refusal()
+
+    def reactivate(self) -> None:
+        """Compete for the lease again, at the next ``poll``."""
+        self._grouped("reactivate").reactivate()
 
     # -- moving --------------------------------------------------------------------------------
 
     @property
     def position(self) -> int:
         """The offset of the next record that will be handed out."""
-        return self._position
+        return self._feed.reader.position
+
+    @property
+    def skipped(self) -> int:
+        """Records that were gone and skipped, with ``on_gap="skip"`` or by ``skip_gap()``."""
+        return self._feed.reader.skipped
 
     @property
     def lag(self) -> int:
-        """Records between the position and the end of the stream when it was last seen."""
-        return max(self._cursor.next - self._position, 0)
+        """Records up to the end of the stream when it was last seen.
+
+        From the position on; in a group, from what is confirmed.
+        """
+        keeper = self._feed.keeper
+        done = self.position if keeper is None else keeper.confirmed
+        return max(self._feed.reader.end - done, 0)
 
     def seek(self, to: int | str | datetime) -> None:
         """Go on from somewhere else.
@@ -156,52 +223,80 @@ class Subscriber:
 
         Raises:
             ValueError: A negative offset, one beyond the end, or a datetime without a timezone.
+            GroupError: In a group the confirmed offset decides.
         """
-        self._check_open()
-        floating = False
-        if isinstance(to, datetime):
-            offset = self.stream.offset_at(to)
-        elif isinstance(to, str):
-            check_choice("to", to, ("earliest", "latest"))
-            description = self.stream.describe()
-            floating = to == "earliest"
-            offset = description.first if floating else description.next
-        else:
-            offset = check_int("to", to, 0, OFFSET_MAX)
-        self._cursor.move(offset)
-        self._jump(offset)
-        self._floating = floating
+        self._check_reader()
+        if self._feed.keeper is not None:
+            raise GroupError(
+                "A subscriber of a group goes on where the group is; move that with "
+                "stream.seek_group(), or start each term elsewhere with on_assigned=.",
+                stream=self.stream.name,
+                group=self.config.group,
+            )
+        offset, floating = self.stream.resolve(to)
+        self._feed.reader.seek(offset, floating=floating)
 
     def skip_gap(self) -> None:
         """Go on behind the gap that the last poll named, with the first record there is.
 
-        After ``LogTruncated``: with what the server has now in place of what it lost. Without a
-        gap nothing happens.
+        After ``LogTruncated``: with what the server has now in place of what it lost; in a group,
+        from what is confirmed there. Without a gap nothing happens.
+
+        Raises:
+            LeaseLost: The group's lease went to another member meanwhile.
+        """
+        self._check_reader()
+        self._feed.skip_gap()
+        self.stream = self._feed.stream
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def attach_receiver(
+        self, handler: Handler, *, on_error: OnError = "stop", tries: int | None = None
+    ) -> Receiver:
+        """Hand the records to a function, one by one, in a thread of its own; at most once.
+
+        Args:
+            handler: Called with each record. ``confirm()`` in it means that record.
+            on_error: What to do about a record that the handler raises for: "stop" the receiver,
+                "skip" the record, "retry" it, or publish it to a stream of dead letters.
+            tries: How often a record is handed to the handler before it is given up: 1 for "stop"
+                and "skip", without end for "retry", 3 for dead letters.
+
+        Raises:
+            MeteorError: There is a receiver already.
         """
         self._check_open()
-        gap = self._gap
-        if isinstance(gap, LogTruncated):
-            stream = self.stream.client.stream(self.stream.name, create=False)
-            cursor = stream.cursor()
-            try:
-                cursor.move(min(gap.first, cursor.next))
-            except BaseException:
-                cursor.close()
-                raise
-            self._cursor.close()
-            self.stream, self._cursor = stream, cursor
-        elif gap is not None:
-            self._cursor.move(min(gap.last + 1, self._cursor.next))
-        if gap is not None:
-            self._jump(self._cursor.position.offset)
-            self._floating = self._skipping = True
-            self._count_skipped(gap.first, gap.last)
+        if self._receiver is not None:
+            raise MeteorError("This subscriber has a receiver already; open another subscriber.")
+        self._receiver = Receiver(self, self._feed, self._codec, handler, on_error, tries)
+        _register(self)
+        self._receiver.start()
+        return self._receiver
 
-    def close(self) -> None:
-        """Close the connection. Closing twice is fine."""
-        self._closed = True
-        self._chunks.clear()
-        self._cursor.close()
+    def close(self, timeout: float = _FLUSH_S) -> None:
+        """Stop the receiver, send the last confirm, give up the lease. Closing twice is fine.
+
+        Args:
+            timeout: Seconds to wait for the last confirm, and for the handler to return.
+
+        Raises:
+            MeteorError: A confirm failed and nobody looked at its Ack; or what ended the receiver.
+            TimeoutError: The handler does not return.
+        """
+        check_seconds("timeout", timeout, zero=True)
+        if self._pid != os.getpid():
+            self._closed = True
+            return
+        try:
+            if self._receiver is not None:
+                self._receiver.close(timeout)
+        finally:
+            self._closed = True
+            self._feed.close(timeout)
+            _open_subscribers.discard(self)
+        if self._feed.keeper is not None:
+            self._feed.keeper.raise_refusal()
 
     @property
     def closed(self) -> bool:
@@ -211,99 +306,47 @@ class Subscriber:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            if failure is not error:
+                error.add_note(f"While closing the subscriber: {failure}")
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"at {self._position}"
-        return f"<Subscriber of {self.stream.name!r} ({state})>"
+        state = "closed" if self._closed else f"at {self.position}"
+        group = "" if self.config.group is None else f" in group {self.config.group!r}"
+        return f"<Subscriber of {self.stream.name!r}{group} ({state})>"
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _fetch(self, timeout_s: float, records: int, *, endless: bool = False) -> None:
-        """Have something to hand out, if it comes in time.
-
-        ``endless``: the time runs only while the server is away.
-        """
+    def _grouped(self, what: str) -> Keeper:
         self._check_open()
-        self._drop_read()
-        deadline = time.monotonic() + timeout_s
-        failure: ConnectionFailed | None = None
-        tries = 0
-        while not self._chunks and not self._closed:
-            left = deadline - time.monotonic()
-            if left <= 0 and tries:
-                if failure is not None:
-                    raise failure
-                return
-            try:
-                self._extend(min(max(left, 0.0), _BLOCK_MAX_S), records)
-                failure = None
-                if endless:
-                    deadline = time.monotonic() + timeout_s
-            except ConnectionFailed as error:
-                failure = error
-                left = deadline - time.monotonic()
-                pause = 0.02 * 2 ** min(tries, 5) * random.uniform(0.5, 1)
-                if left > 0 and not self._closed:
-                    time.sleep(min(left, pause))
-            tries += 1
-        if self._closed:  # by another thread, while we waited
-            self._cursor.close()
+        keeper = self._feed.keeper
+        if keeper is None:
+            raise NotGrouped(
+                f"{what} is for subscribers of a group; open this one with "
+                "stream.subscriber(group=...).",
+                stream=self.stream.name,
+                group=None,
+            )
+        return keeper
 
-    def _extend(self, block_s: float, records: int) -> None:
-        """Fetch once; skip a gap if that is wanted."""
-        # An interrupt may have come between a fetch and the keeping of what it brought.
-        self._cursor.stand_at(self._position)
-        try:
-            chunks = self._cursor.fetch(block_s, records=records, anywhere=self._floating)
-        except RecordsLost as gap:
-            self._gap = gap
-            if self._on_gap == "raise":
-                raise
-            self.skip_gap()
-            chunks = self._cursor.fetch(records=records, anywhere=True)
-        except LogTruncated as gap:
-            self._gap = gap
-            raise
-        if chunks:
-            missed, self._position = self._position, chunks[0].first
-            more_skipped = self._skipping and missed < self._position
-            self._floating = self._skipping = False
-            self._gap = None
-            self._chunks.extend(chunks)
-            if more_skipped:  # the ring has moved on since the gap was found
-                self._count_skipped(missed, self._position - 1)
-
-    def _peek(self, max_records: int) -> RecordBatch:
-        """The next records, up to a number, without moving."""
-        chunks: list[Chunk] = []
-        start, stop = self._position, self._position + max_records
-        for chunk in self._chunks:
-            if chunk.first >= stop:
-                break
-            low, high = max(start - chunk.first, 0), min(stop - chunk.first, len(chunk))
-            whole = low == 0 and high == len(chunk)
-            chunks.append(chunk if whole else chunk.slice(low, high))
-        return RecordBatch(self.stream.name, start, chunks, self._codec)
-
-    def _drop_read(self) -> None:
-        while self._chunks and self._chunks[0].first + len(self._chunks[0]) <= self._position:
-            self._chunks.popleft()
-
-    def _jump(self, offset: int) -> None:
-        self._chunks.clear()
-        self._position = offset
-        self._gap = None
-        self._skipping = False
-        self._jumps += 1
-
-    def _count_skipped(self, first: int, last: int) -> None:
-        if last < first:
-            return
-        self.skipped += last - first + 1
-        if self._on_gap_skipped is not None:
-            self._on_gap_skipped(first, last)
+    def _check_reader(self) -> None:
+        """Records go to one reader: the receiver, if there is one."""
+        self._check_open()
+        if self._receiver is not None and not self._receiver.is_current_thread():
+            raise MeteorError(
+                f"The records of this subscriber of stream {self.stream.name!r} go to its "
+                "receiver; open another subscriber to read yourself."
+            )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -311,3 +354,55 @@ class Subscriber:
                 f"This subscriber of stream {self.stream.name!r} is closed; open another with "
                 "stream.subscriber()."
             )
+        if self.config.group is not None and self._pid != os.getpid():
+            raise MeteorError(
+                f"This subscriber of group {self.config.group!r} belongs to the parent process; "
+                "open another here with stream.subscriber()."
+            )
+
+
+def _on_assigned(subscriber: weakref.ref[Subscriber]) -> Callable[[], int | None]:
+    """The caller's ``on_assigned``; by a weak reference, or no subscriber would be dropped."""
+
+    def call() -> int | None:
+        found = subscriber()
+        callback = None if found is None else found.config.on_assigned
+        return None if callback is None else callback(found)
+
+    return call
+
+
+# Those with a lease or a thread, which somebody has to end.
+_open_subscribers: weakref.WeakSet[Subscriber] = weakref.WeakSet()
+
+
+def _register(subscriber: Subscriber) -> None:
+    _open_subscribers.add(subscriber)
+    # Again each time, for the same reason as with publishers.
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+
+
+def close_subscribers(client: Client) -> None:
+    """Close the grouped subscribers and receivers of a client; raise the first failure."""
+    failures: list[Exception] = []
+    for subscriber in list(_open_subscribers):
+        if subscriber.stream.client is client:
+            try:
+                subscriber.close()
+            except (MeteorError, TimeoutError) as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _close_all() -> None:
+    """At the interpreter's end: let others have the leases at once."""
+    for subscriber in list(_open_subscribers):
+        try:
+            subscriber.close(1.0)
+        except Exception as error:
+            _log.error("At the end of %r: %s", subscriber, error)
+
+
+os.register_at_fork(after_in_child=_open_subscribers.clear)

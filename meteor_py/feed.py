@@ -1,0 +1,244 @@
+"""The feed: what a subscriber reads from. A reader, and in a group the keeper of its lease."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from meteor_py.codec import Codec
+from meteor_py.config import OFFSET_MAX, SubscriberConfig, check_int
+from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, RecordsLost
+from meteor_py.group import open_group
+from meteor_py.keeper import CONFIRM_TIMEOUT_S, Keeper
+from meteor_py.lease import Lease, Term, now
+from meteor_py.reader import Reader
+from meteor_py.record import Record
+
+if TYPE_CHECKING:
+    from meteor_py.stream import Stream
+
+_log = logging.getLogger(__name__)
+
+#: The longest wait inside the server; a connection that died is noticed soon after.
+_BLOCK_MAX_S = 2.0
+#: Records that iterating takes at a time.
+_ITERATE = 10_000
+#: How long iterating goes on without a server before it gives up.
+_RECONNECT_S = 30.0
+
+
+class Feed:
+    """For one thread at a time, except ``halt`` and ``close``."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        config: SubscriberConfig,
+        member: str,
+        on_assigned: Callable[[], int | None],
+    ) -> None:
+        self.stream = stream
+        self.reader = Reader(stream, config.on_gap_skipped)
+        self.keeper: Keeper | None = None
+        #: Set by another thread to end what waits here, and iterating.
+        self.halted = False
+        #: The end of what was handed out in any term.
+        self.handed = 0
+        self._config = config
+        self._member = member
+        self._on_assigned = on_assigned
+        self._term: Term | None = None
+        try:
+            if config.group is not None:
+                self._join(config.group)
+        except BaseException:
+            self.reader.close()
+            raise
+
+    def _join(self, group: str) -> None:
+        """Become a member of the group, which begins here if it is new."""
+        confirmed = open_group(self.stream, group, self._config.starts_at)
+        self.reader.position = confirmed
+        name, life = self.stream.name, self.stream.incarnation
+        lease = Lease(name, life, group, self._member, self._config.lease_ttl)
+        self.keeper = Keeper(self.stream.client, lease, confirmed, self._config.max_poll_interval)
+        self._term = None
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def fetch(self, timeout_s: float, records: int, *, endless: bool = False) -> None:
+        """Have something to hand out, if it comes in time; in a group, with the lease in hand.
+
+        ``endless``: the time runs only while the server is away.
+        """
+        keeper = self.keeper
+        if keeper is None:
+            self._fetch(timeout_s, records, endless)
+            return
+        keeper.raise_refusal()
+        keeper.alive_at = now()
+        keeper.reading = True
+        try:
+            self._fetch(timeout_s, records, endless)
+        finally:
+            keeper.alive_at = now()
+            keeper.reading = False
+
+    def walk(self, codec: Codec | None) -> Iterator[Record]:
+        """Records one by one, the position following each, until it is halted."""
+        while not self.halted:
+            self.fetch(_RECONNECT_S, _ITERATE, endless=True)
+            reader = self.reader
+            jumps = reader.jumps
+            for record in reader.peek(_ITERATE, codec):
+                reader.position = record.offset + 1
+                yield record
+                if self.reader.jumps != jumps or reader.position != record.offset + 1:
+                    break  # by the caller: seek() or poll() inside the loop
+                if self.halted or not self._go_on():
+                    break
+
+    def confirm_handed(self) -> None:
+        """What was handed out is handled: the caller has come back for more."""
+        assert self.keeper is not None, "checked with the settings"
+        try:
+            self.keeper.confirm(self.reader.position)
+        except LeaseLost as error:
+            _log.info("%s", error)
+
+    def _go_on(self) -> bool:
+        """A record was handled; tell whether the next may be handed out without a look."""
+        keeper = self.keeper
+        if keeper is None:
+            return True
+        if self._config.auto_confirm:
+            self.confirm_handed()
+        keeper.alive_at = at = now()
+        return at < keeper.valid_until
+
+    def _fetch(self, timeout_s: float, records: int, endless: bool) -> None:
+        deadline = time.monotonic() + timeout_s
+        failure: ConnectionFailed | None = None
+        tries = 0
+        while not self.halted:
+            left = max(deadline - time.monotonic(), 0.0)
+            if left == 0 and tries:
+                if failure is not None:
+                    raise failure
+                if not self.reader.ready():
+                    return
+            try:
+                if self._may_read(left):
+                    if self.reader.ready():
+                        return  # it was read before the lease was looked at
+                    left = max(deadline - time.monotonic(), 0.0)
+                    self._read(min(left, _BLOCK_MAX_S), records)
+                failure = None
+                if endless:
+                    deadline = time.monotonic() + timeout_s
+            except ConnectionFailed as error:
+                failure = error
+                left = max(deadline - time.monotonic(), 0.0)
+                pause = 0.02 * 2 ** min(tries, 5) * random.uniform(0.5, 1)
+                if not self.halted:
+                    time.sleep(min(left, pause))
+            tries += 1
+        self.reader.close()  # halted by another thread, while this one may have connected again
+
+    def _may_read(self, timeout_s: float) -> bool:
+        """In a group: hold its lease, and start at what is confirmed if the term is new."""
+        if self.keeper is None:
+            return True
+        term = self.keeper.hold(timeout_s)
+        if term is None:
+            self.reader.forget()  # what was read is for whoever has the lease
+            return False
+        if term is not self._term:
+            self._begin(term)
+        return True
+
+    def _begin(self, term: Term) -> None:
+        self.handed = max(self.handed, self.reader.position)
+        self.reader.start(term.position, term.end, floating=term.floating)
+        start = self._on_assigned()
+        if start is not None:
+            self.reader.seek(check_int("what on_assigned returns", start, 0, OFFSET_MAX))
+        self._term = term  # not before: a callback that raised is called again
+
+    def _read(self, block_s: float, records: int) -> None:
+        """Fetch once; skip a gap if that is wanted."""
+        try:
+            self.reader.fetch(block_s, records)
+        except RecordsLost:
+            if self._config.on_gap == "raise":
+                raise
+            try:
+                self.skip_gap()
+            except LeaseLost:
+                return  # the gap is for the next owner to skip
+            self.reader.fetch(0.0, records)
+
+    # -- gaps ----------------------------------------------------------------------------------
+
+    def skip_gap(self) -> None:
+        """Go on behind the gap that the last fetch named; without one nothing happens.
+
+        Raises:
+            LeaseLost: The lease went to another member meanwhile.
+        """
+        reader, keeper, gap = self.reader, self.keeper, self.reader.gap
+        if isinstance(gap, LogTruncated):
+            self._reopen(gap)
+        elif gap is not None:
+            behind = min(gap.last + 1, reader.end)
+            # What was handed out and not confirmed is not confirmed by a gap behind it.
+            if keeper is not None and keeper.wanted == gap.first:
+                keeper.confirm(behind).result(CONFIRM_TIMEOUT_S)
+            reader.skip_to(behind)
+        if gap is not None:
+            self.reader.count_skipped(gap.first, gap.last)
+
+    def _reopen(self, gap: LogTruncated) -> None:
+        """Go on in what is left of the stream, or in the one that has its name now."""
+        stream = self.stream.client.stream(self.stream.name, create=False)
+        reader = Reader(stream, self._config.on_gap_skipped)
+        try:
+            if self.keeper is None:
+                reader.skip_to(min(gap.first, reader.end))
+            else:
+                self.keeper.close(0.0)
+        except BaseException:
+            reader.close()
+            raise
+        self.reader.close()
+        reader.skipped = self.reader.skipped
+        reader.jumps = self.reader.jumps + 1
+        self.stream, self.reader = stream, reader
+        if self._config.group is not None:
+            self._join(self._config.group)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def halt(self) -> None:
+        """End a wait in another thread."""
+        self.halted = True
+        self.reader.interrupt()
+        if self.keeper is not None:
+            self.keeper.interrupt()
+
+    def abandon(self) -> None:
+        """Let the keeper's thread end by itself, and give up the lease."""
+        if self.keeper is not None:
+            self.keeper.abandon()
+
+    def close(self, timeout_s: float) -> None:
+        """Send the last confirm, give up the lease, close the connections."""
+        self.halted = True
+        try:
+            if self.keeper is not None:
+                self.keeper.close(timeout_s)
+        finally:
+            self.reader.close()

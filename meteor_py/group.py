@@ -1,0 +1,148 @@
+"""Subscriber groups as seen from outside: begin, list, move and delete them."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from meteor_py import keys, refusals
+from meteor_py.config import InitialOffset
+from meteor_py.errors import NoConfirmedOffset
+from meteor_py.scripts import DELETE_GROUP, OPEN_GROUP, SEEK_GROUP
+
+if TYPE_CHECKING:
+    from meteor_py.stream import Stream
+
+#: Groups that are asked about in one go.
+_LIST = 500
+
+
+@dataclass(frozen=True)
+class GroupDescription:
+    """A group, as it was when it was looked at."""
+
+    name: str
+    #: The next offset to process; all below are done.
+    confirmed: int
+    #: Records between that and the end of the stream.
+    lag: int
+    #: The member that holds the lease; None if nobody does.
+    owner: str | None
+    #: The number of the last term; 0 if there was none.
+    term: int
+    kind: Literal["exclusive"] = "exclusive"
+
+
+def open_group(stream: Stream, group: str, start: InitialOffset) -> int:
+    """Begin a group if it does not exist, and return the offset at which it stands.
+
+    Raises:
+        NoConfirmedOffset: ``start`` is NONE, and nothing is confirmed.
+    """
+    first = str(stream.bounds()[0]) if start == InitialOffset.EARLIEST else ""
+    args = [
+        stream.incarnation,
+        group,
+        "" if start == InitialOffset.NONE else "create",
+        first,
+        "floating" if start == InitialOffset.EARLIEST else "",
+    ]
+    script_keys = [
+        keys.meta(stream.name),
+        keys.group(stream.name, group),
+        keys.lease(stream.name, group),
+        keys.groups(stream.name),
+    ]
+    answer = stream.client.run(OPEN_GROUP, script_keys, args)
+    if answer[0] == b"NOOFFSET":
+        raise NoConfirmedOffset(
+            f"Group {group!r} of stream {stream.name!r} has not confirmed anything, so "
+            "InitialOffset.NONE leaves it nowhere to start; use EARLIEST or LATEST, or "
+            "stream.seek_group().",
+            stream=stream.name,
+            group=group,
+        )
+    if answer[0] != b"OK":
+        raise refusals.gone(stream.name, answer[0])
+    return int(answer[1])
+
+
+def list_groups(stream: Stream, end: int) -> list[GroupDescription]:
+    """All groups of a stream that ends at ``end``, by name."""
+    names = sorted(
+        name.decode() for name in stream.client.call("SMEMBERS", keys.groups(stream.name))
+    )
+    found: list[GroupDescription] = []
+    for start in range(0, len(names), _LIST):
+        part = names[start : start + _LIST]
+        fields = ("incarnation", "confirmed", "start", "term")
+        commands = [("HMGET", keys.group(stream.name, name), *fields) for name in part]
+        leases = [("GET", keys.lease(stream.name, name)) for name in part]
+        answers = stream.client.pipeline([*commands, *leases])
+        for name, group, lease in zip(part, answers, answers[len(part) :], strict=False):
+            incarnation, confirmed, began, term = group
+            if incarnation is None or incarnation.decode() != stream.incarnation:
+                continue  # deleted since, or left behind by an earlier stream
+            position = int(confirmed or began)
+            owner = None if lease is None else lease.decode(errors="replace").partition(" ")[0]
+            found.append(
+                GroupDescription(name, position, max(end - position, 0), owner, int(term or 0))
+            )
+    return found
+
+
+def seek_group(stream: Stream, group: str, offset: int, *, floating: bool, force: bool) -> None:
+    """Let a group go on at ``offset``; whoever owns it is fenced.
+
+    Raises:
+        GroupActive: A member has the lease, and ``force`` is False.
+        ValueError: The offset is beyond the end.
+    """
+    script_keys = [
+        keys.meta(stream.name),
+        keys.group(stream.name, group),
+        keys.lease(stream.name, group),
+        keys.events(stream.name),
+        keys.groups(stream.name),
+    ]
+    args = [
+        stream.incarnation,
+        group,
+        offset,
+        "floating" if floating else "",
+        "force" if force else "",
+        secrets.token_hex(8),
+    ]
+    answer = stream.client.run(SEEK_GROUP, script_keys, args)
+    if answer[0] == b"ACTIVE":
+        raise refusals.active(stream.name, group, answer[1])
+    if answer[0] == b"BEYOND":
+        raise ValueError(
+            f"Offset {offset} is beyond the end of stream {stream.name!r}, which is {answer[1]}."
+        )
+    if answer[0] != b"OK":
+        raise refusals.gone(stream.name, answer[0])
+
+
+def delete_group(stream: Stream, group: str, *, force: bool) -> None:
+    """Delete a group; whoever owns it is fenced.
+
+    Raises:
+        GroupActive: A member has the lease, and ``force`` is False.
+        GroupNotFound: There is none.
+    """
+    key = keys.group(stream.name, group)
+    was_there = stream.client.call("EXISTS", key)
+    script_keys = [
+        key,
+        keys.lease(stream.name, group),
+        keys.events(stream.name),
+        keys.groups(stream.name),
+    ]
+    answer = stream.client.run(DELETE_GROUP, script_keys, [group, "force" if force else ""])
+    if answer[0] == b"ACTIVE":
+        raise refusals.active(stream.name, group, answer[1])
+    # Not found, though it was there: deleted by a first try whose answer was lost.
+    if answer[0] == b"NOGROUP" and not was_there:
+        raise refusals.no_group(stream.name, group)

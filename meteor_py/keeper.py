@@ -1,0 +1,477 @@
+"""The keeper: holds the lease of a group for one subscriber, and confirms under it.
+
+The subscriber's own thread wins the lease, in ``hold``: so only who polls competes. A thread of
+the keeper's renews it while the application gives signs of life, and sends what is confirmed,
+merged to the newest. What both use is guarded twice: ``_wire`` is held while one of them talks to
+the server, ``_state`` while one looks at or changes what is known. Whoever needs both takes
+``_wire`` first.
+
+What is believed here ends before it does on the server (see ``lease.BELIEF``). A belief that ran
+out is not a loss: the next ``hold`` asks, and if nobody else has the lease the term goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from meteor_py.ack import KEEPER_PREFIX, Ack, Batch, forbid_waiting
+from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, MeteorError
+from meteor_py.lease import BELIEF, Lease, Standing, Term, now
+
+if TYPE_CHECKING:
+    from meteor_py.client import Client
+
+_log = logging.getLogger(__name__)
+
+#: Renewals in the life of a lease: two may fail.
+_RENEWALS = 3
+#: Confirms that come within this many seconds of the last one sent go together.
+_MERGE_S = 0.05
+#: Seconds after which an unanswered confirm is given up on. Its offset is still sent later.
+CONFIRM_TIMEOUT_S = 30.0
+#: The longest wait inside the server; a connection that died is noticed soon after.
+_BLOCK_MAX_S = 2.0
+#: The longest wait of the thread when there is nothing to do.
+_IDLE_S = 60.0
+#: Seconds between two tries, doubled each time up to the second figure.
+_BACKOFF_S = (0.02, 0.5)
+#: Seconds that closing waits for the thread.
+_JOIN_S = 10.0
+
+
+class Confirmation(Batch):
+    """Confirms that are sent together. Whoever waits for one makes it go at once."""
+
+    __slots__ = ("hurry", "offset", "sent")
+
+    def __init__(self, hurry: Callable[[], None]) -> None:
+        started = time.monotonic()
+        super().__init__(started, started + CONFIRM_TIMEOUT_S)
+        self.hurry = hurry
+        self.first = 0  # an Ack adds its own offset to it
+        self.offset = 0
+        self.sent = False
+
+    def wait(self, timeout: float | None) -> bool:
+        if not self.settled:
+            self.hurry()
+        return super().wait(timeout)
+
+    def on_settled(self, callback: Callable[[], None]) -> None:
+        if not self.settled:
+            self.hurry()
+        super().on_settled(callback)
+
+
+class Keeper:
+    """Owned by a subscriber: it starts with the first term, and is closed with its owner."""
+
+    def __init__(
+        self, client: Client, lease: Lease, confirmed: int, max_poll_interval_s: float
+    ) -> None:
+        self.lease = lease
+        #: Until when the lease is believed in, by ``now()``. Read without a lock.
+        self.valid_until = 0.0
+        #: The last sign of life of the application, by ``now()``; and whether it is in a poll.
+        self.alive_at = now()
+        self.reading = False
+        #: The next offset to process, as far as the server has said.
+        self.confirmed = confirmed
+        self._max_poll_interval_s = max_poll_interval_s
+        # Two tries must fit into the life of a lease.
+        timeout_s = min(client.timeout_s, max(lease.ttl_s / 3, 0.1))
+        self._link = client.open_link()
+        self._link.timeout_s = timeout_s
+        self._watch = client.open_link()
+        self._wire = threading.RLock()
+        self._state = threading.Condition(threading.RLock())
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._active = True
+        self._closed = False
+        # The term, and what belongs to it.
+        self._term: Term | None = None
+        self._nonce = secrets.token_hex(8)
+        self._maybe_ours = False  # 'acquire' was sent, and what came of it is not known
+        self._standing: Standing | None = None
+        self._epoch = 0
+        self._lapsed = False
+        self._renew_at = 0.0
+        # Confirms.
+        self._wanted = confirmed
+        self._waiting: list[Confirmation] = []
+        self._urgent = False
+        self._confirm_at = 0.0
+        self._refused: tuple[MeteorError, list[Confirmation]] | None = None
+        # Failures in a row, and when to try again.
+        self._failures = 0
+        self._retry_at = 0.0
+
+    # -- for the thread that polls -------------------------------------------------------------
+
+    @property
+    def term(self) -> Term | None:
+        """The term that we have, or had until somebody says otherwise."""
+        return self._term
+
+    @property
+    def wanted(self) -> int:
+        """What was asked to be confirmed, whether or not the server knows it yet."""
+        return max(self._wanted, self.confirmed)
+
+    def hold(self, timeout_s: float) -> Term | None:
+        """Have the lease, waiting for it if need be; None if it cannot be had in that time.
+
+        Raises:
+            GroupNotFound, StreamNotFound, LogTruncated: There is nothing to hold any more.
+            ConnectionFailed: No answer.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._closed:
+            if self._term is not None and now() < self.valid_until:
+                return self._term
+            term = self._try()
+            if term is not None:
+                return term
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._stand_by(left)
+        return None
+
+    def raise_refusal(self) -> None:
+        """Raise the error of a confirm that was refused, unless somebody was told already."""
+        with self._state:
+            refused, self._refused = self._refused, None
+        if refused is not None:
+            error, confirmations = refused
+            if not confirmations or not all(c.observed for c in confirmations):
+                raise error.with_traceback(None)
+
+    def _try(self) -> Term | None:
+        """Renew the lease that we had, or else take it if it is free."""
+        with self._wire:
+            term = self._term
+            if self._closed or not self._active:
+                return None
+            if term is not None and (now() < self.valid_until or self._renew(term)):
+                return self._term
+            standing = self._standing
+            if standing is not None and now() < standing.retry_at:
+                return None
+            return self._acquire(None if standing is None else standing.expired)
+
+    def _acquire(self, expired: int | None) -> Term | None:
+        sent_at = now()
+        self._maybe_ours = True
+        answer = self.lease.acquire(self._link, self._nonce, expired)
+        if isinstance(answer, Standing):
+            self._maybe_ours = False
+            self._standing = answer
+            return None
+        with self._state:
+            self._term = answer
+            self._standing = None
+            self._epoch = answer.position.epoch
+            self.confirmed = self._wanted = answer.position.offset
+            self._believe(sent_at)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run,
+                    name=f"{KEEPER_PREFIX}-{self.lease.stream}-{self.lease.group}",
+                    daemon=True,
+                )
+                self._thread.start()
+            self._state.notify_all()
+        self._watch.close()
+        return answer
+
+    def _stand_by(self, left_s: float) -> None:
+        """Sleep until the lease may be free."""
+        standing = self._standing
+        if not self._active:
+            with self._state:
+                self._state.wait_for(lambda: self._active or self._closed, left_s)
+        elif standing is not None:
+            wait_s = min(left_s, standing.retry_at - now(), _BLOCK_MAX_S)
+            event, freed = self.lease.watch(self._watch, standing.event, max(wait_s, 0.0))
+            self._standing = None if freed else standing._replace(event=event)
+
+    # -- for any thread ------------------------------------------------------------------------
+
+    def confirm(self, offset: int) -> Ack:
+        """Note that all below ``offset`` is done; the thread sends it.
+
+        Raises:
+            LeaseLost: It is known already that the term is over.
+        """
+        with self._state:
+            if offset <= self.confirmed:
+                return Ack(_DONE, offset)
+            if self._term is None:
+                raise LeaseLost(
+                    f"This subscriber does not hold the lease of group {self.lease.group!r} of "
+                    f"stream {self.lease.stream!r} any more, so it can confirm nothing; the "
+                    "records will be read again by whoever holds it.",
+                    stream=self.lease.stream,
+                    group=self.lease.group,
+                )
+            if not self._waiting or self._waiting[-1].sent:
+                self._waiting.append(Confirmation(self._hurry))
+                self._state.notify_all()
+            confirmation = self._waiting[-1]
+            confirmation.offset = max(confirmation.offset, offset)
+            self._wanted = max(self._wanted, offset)
+            return Ack(confirmation, offset)
+
+    def deactivate(self, timeout_s: float) -> None:
+        """Send what is confirmed, give up the lease, and do not compete until ``reactivate``."""
+        with self._state:
+            self._active = False
+            self._state.notify_all()
+        self._give_up(timeout_s)
+
+    def reactivate(self) -> None:
+        with self._state:
+            self._active = True
+            self._standing = None
+            self._state.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is confirmed, give up the lease, end the thread. Twice is fine.
+
+        Raises:
+            TimeoutError: The thread does not end.
+        """
+        if self._pid != os.getpid():
+            return  # a forked child: lease, thread and connections are the parent's
+        with self._state:
+            self._active = False
+            self._state.notify_all()
+        self.interrupt()
+        self._give_up(timeout_s)
+        self.abandon()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_S)
+            if thread.is_alive():
+                raise TimeoutError(
+                    f"The keeper of group {self.lease.group!r} does not end; does a callback of a "
+                    "confirm wait for something?"
+                )
+        self._link.close()
+
+    def interrupt(self) -> None:
+        """End a wait for the lease in another thread."""
+        self._watch.interrupt()
+
+    def abandon(self) -> None:
+        """End the thread without waiting; it gives up the lease on its way out."""
+        if self._pid != os.getpid():
+            return
+        with self._state:
+            self._closed = True
+            self._active = False
+            self._state.notify_all()
+
+    def _hurry(self) -> None:
+        with self._state:
+            self._urgent = True
+            self._state.notify_all()
+
+    def _give_up(self, timeout_s: float) -> None:
+        forbid_waiting()
+        deadline = time.monotonic() + timeout_s
+        self._hurry()
+        with self._state:
+            self._state.wait_for(self._all_sent, timeout_s)
+        left_s = max(deadline - time.monotonic(), self._link.timeout_s)
+        if not self._wire.acquire(timeout=left_s):
+            self._link.interrupt()  # whoever has it waits for the server, and fails now
+            if not self._wire.acquire(timeout=_JOIN_S):
+                raise TimeoutError(f"Group {self.lease.group!r} cannot be left: no connection.")
+        try:
+            self._release()
+        finally:
+            self._wire.release()
+
+    def _all_sent(self) -> bool:
+        return self._term is None or self._wanted <= self.confirmed
+
+    def _release(self) -> None:
+        """Give up the lease, if it is ours or may be. With the wire."""
+        term, nonce = self._term, self._nonce
+        if term is not None or self._maybe_ours:
+            try:
+                self.lease.release(self._link, nonce)
+            except MeteorError as error:
+                _log.info("The lease of group %r will run out: %s", self.lease.group, error)
+        self._end_term(term, self._not_sent())
+
+    def _not_sent(self) -> ConnectionFailed:
+        return ConnectionFailed(
+            f"Group {self.lease.group!r} of stream {self.lease.stream!r} was left before the "
+            f"server at {self._link.address} had answered the last confirm; what is not confirmed "
+            "will be read again."
+        )
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                with self._state:
+                    job, wait_s = self._next_job()
+                    if job is None:
+                        self._state.wait(wait_s)
+                        continue
+                self._do(job)
+        except BaseException as error:
+            _log.exception("The keeper of group %r died.", self.lease.group)
+            failure = MeteorError(
+                f"The keeper of group {self.lease.group!r} of stream {self.lease.stream!r} failed "
+                f"unexpectedly: {error!r}."
+            )
+            failure.__cause__ = error
+            self._fail_confirms(failure)
+            self._refused = (failure, [])
+            self._thread = None  # the next term gets another
+        finally:
+            with self._wire:
+                self._release()
+
+    def _next_job(self) -> tuple[Callable[[Term], object] | None, float]:
+        """What to do, or how long to wait. With the state."""
+        if self._term is None or self._closed:
+            return None, _IDLE_S
+        at = now()
+        dues: list[tuple[float, Callable[[Term], object]]] = []
+        if self._wanted > self.confirmed:
+            dues.append((0.0 if self._urgent else self._confirm_at, self._send_confirm))
+        if not self._lapsed:
+            silent_at = self.alive_at + self._max_poll_interval_s
+            dues.append((at + _IDLE_S if self.reading else silent_at, self._lapse))
+            dues.append((self._renew_at, self._renew))
+        due, job = min(dues, key=lambda entry: entry[0], default=(at + _IDLE_S, self._renew))
+        due = max(due, self._retry_at)
+        return (job, 0.0) if due <= at else (None, min(due - at, _IDLE_S))
+
+    def _do(self, job: Callable[[Term], object]) -> None:
+        try:
+            with self._wire:
+                term = self._term
+                if term is not None and not self._closed:
+                    job(term)
+            self._failures = 0
+            self._retry_at = 0.0
+        except ConnectionFailed as error:
+            self._fail_confirms(error, before=time.monotonic())
+            low, high = _BACKOFF_S
+            pause = min(low * 2 ** min(self._failures, 10), high) * random.uniform(0.5, 1)
+            self._failures += 1
+            self._retry_at = now() + pause
+        except MeteorError as error:  # gone, or forbidden: it will not get better by itself
+            _log.warning("Group %r: %s", self.lease.group, error)
+            term = self._term
+            self._fail_confirms(error)
+            self._end_term(term, error)
+
+    def _renew(self, term: Term) -> bool:
+        """Renew the lease; tell whether it is still ours. With the wire."""
+        sent_at = now()
+        try:
+            self.lease.touch(self._link, term)
+        except LeaseLost as error:
+            _log.warning("%s", error)
+            self._end_term(term, error)
+            return False
+        with self._state:
+            self._believe(sent_at)
+        return True
+
+    def _lapse(self, term: Term) -> None:
+        """The application is silent: let others have the lease, if they want it."""
+        with self._state:
+            if self.reading or now() < self.alive_at + self._max_poll_interval_s:
+                return  # it has just spoken
+            self._lapsed = True
+            self.valid_until = 0.0
+        _log.warning(
+            "The subscriber of group %r of stream %r was not polled for %g seconds "
+            "(max_poll_interval); its lease is given up.",
+            self.lease.group,
+            self.lease.stream,
+            self._max_poll_interval_s,
+        )
+        self.lease.release(self._link, term.nonce, lapse=True)
+
+    def _send_confirm(self, term: Term) -> None:
+        with self._state:
+            offset, epoch = self._wanted, self._epoch
+            for confirmation in self._waiting:
+                confirmation.sent = True
+            self._urgent = False
+            self._confirm_at = now() + _MERGE_S
+        try:
+            confirmed, epoch = self.lease.confirm(self._link, term, epoch, offset)
+        except LeaseLost as error:
+            _log.warning("%s", error)
+            self._end_term(term, error)
+            return
+        except LogTruncated as error:
+            self._fail_confirms(error)
+            return
+        with self._state:
+            self._epoch = epoch
+            self.confirmed = max(confirmed, self.confirmed)
+            done = [c for c in self._waiting if c.offset <= self.confirmed]
+            self._waiting = [c for c in self._waiting if c.offset > self.confirmed]
+            self._state.notify_all()
+        for confirmation in done:
+            confirmation.settle()
+
+    # -- small parts ---------------------------------------------------------------------------
+
+    def _believe(self, sent_at: float) -> None:
+        """The lease was ours when the server answered what was sent then. With the state."""
+        self.valid_until = sent_at + self.lease.ttl_s * BELIEF
+        self._renew_at = sent_at + self.lease.ttl_s / _RENEWALS
+        self._lapsed = False
+
+    def _end_term(self, term: Term | None, error: MeteorError) -> None:
+        """The term is over; what is still to be confirmed fails."""
+        with self._state:
+            if self._term is not term:
+                return
+            self._term = None
+            self.valid_until = 0.0
+            self._nonce = secrets.token_hex(8)  # a late 'acquire' of the old one harms nobody
+            self._maybe_ours = False
+            self._standing = None
+        self._fail_confirms(error)
+
+    def _fail_confirms(self, error: MeteorError, before: float = float("inf")) -> None:
+        """Fail the confirms whose deadline is ``before``, by the monotonic clock; or all."""
+        with self._state:
+            failed = [c for c in self._waiting if c.deadline <= before]
+            self._waiting = [c for c in self._waiting if c.deadline > before]
+            if before == float("inf"):
+                self._wanted = self.confirmed
+                if failed:
+                    self._refused = (error, failed)
+            self._state.notify_all()
+        for confirmation in failed:
+            confirmation.settle(error)
+
+
+# What the Ack of a confirm stands on that changes nothing.
+_DONE = Batch(0.0, 0.0)
+_DONE.first = 0
+_DONE.settled = True

@@ -1,0 +1,52 @@
+#!lua flags=allow-oom
+-- Take the lease of a group, if nobody has it.
+--
+-- KEYS  1 meta  2 group  3 lease  4 events
+-- ARGV  1 incarnation  2 name of the group  3 name of the member  4 nonce  5 lifetime of the lease, ms
+--       6 term whose end the caller has waited out, '' for none
+-- Returns {'OK', term, position, epoch of the stream, end of the stream, 'floating' or ''}, or
+--   {'HELD', ms until it expires, ID of the last event, owner}
+--   {'EXPIRED', 0, ID of the last event, owner, term}: the owner did not give it up. It may only have
+--     been cut off from the server, and come back: wait a little, then ask again with that term.
+--   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
+-- Atomic because there must be one owner, and a waiter must not miss the event that frees the lease.
+--
+-- A nonce that the group has already belongs to a caller who lost the answer: it gets it again.
+-- 'floating' is for the first term only: what that one was given and did not confirm must not be
+-- passed over in silence by the next. The field then holds the term that had it.
+
+local function last_event()
+  local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
+  return last and last[1] or '0-0'
+end
+
+local m = redis.call('HMGET', KEYS[1], 'incarnation', 'epoch', 'next')
+if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
+local g = redis.call('HMGET', KEYS[2], 'incarnation', 'term', 'nonce', 'owner', 'confirmed', 'start',
+                     'floating')
+if g[1] ~= ARGV[1] then return {'NOGROUP'} end
+local position = tonumber(g[5] or g[6])
+local left = redis.call('PTTL', KEYS[3])
+
+if g[3] == ARGV[4] then
+  if left > 0 then
+    redis.call('SET', KEYS[3], ARGV[3] .. ' ' .. g[2], 'PX', ARGV[5])
+    local floating = g[7] == g[2] and 'floating' or ''
+    return {'OK', tonumber(g[2]), position, tonumber(m[2]), tonumber(m[3]), floating}
+  end
+elseif left ~= -2 then
+  return {'HELD', left, last_event(), g[4] or ''}
+elseif g[4] and g[4] ~= '' and g[2] ~= ARGV[6] then
+  return {'EXPIRED', 0, last_event(), g[4], tonumber(g[2])}
+end
+
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local term = string.format('%.0f', math.max(tonumber(g[2] or 0) + 1, now))
+local floating = g[7] == 'floating' and 'floating' or ''
+redis.call('HSET', KEYS[2], 'term', term, 'owner', ARGV[3], 'nonce', ARGV[4],
+           'floating', floating == '' and '' or term)
+redis.call('SET', KEYS[3], ARGV[3] .. ' ' .. term, 'PX', ARGV[5])
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'event', 'assigned', 'group', ARGV[2],
+           'member', ARGV[3], 'term', term)
+return {'OK', tonumber(term), position, tonumber(m[2]), tonumber(m[3]), floating}
