@@ -1,4 +1,4 @@
-"""Acknowledgements: what became of a published record.
+"""Acknowledgements: what became of a published record, or of a confirm.
 
 A :class:`Batch` is the records that travel as one frame and share one fate; an :class:`Ack` is a
 record's place in it. No future is made per record: that alone would cost more than publishing.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -92,6 +93,36 @@ class Batch:
                 return
         self.observed = True
         callback()
+
+
+class Confirmation(Batch):
+    """Confirms that are sent together. Whoever waits for one makes it go at once."""
+
+    __slots__ = ("hurry", "offset", "sent")
+
+    def __init__(self, hurry: Callable[[], None], timeout_s: float) -> None:
+        started = time.monotonic()
+        super().__init__(started, started + timeout_s)
+        self.hurry = hurry
+        self.first = 0  # an Ack adds its own offset to it
+        self.offset = 0
+        self.sent = False
+
+    def wait(self, timeout: float | None) -> bool:
+        if not self.settled:
+            self.hurry()
+        return super().wait(timeout)
+
+    def on_settled(self, callback: Callable[[], None]) -> None:
+        if not self.settled:
+            self.hurry()
+        super().on_settled(callback)
+
+
+#: What the Ack of a confirm stands on that changes nothing.
+DONE = Batch(0.0, 0.0)
+DONE.first = 0
+DONE.settled = True
 
 
 def forget_waiters() -> None:

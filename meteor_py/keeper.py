@@ -18,15 +18,17 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from meteor_py.ack import KEEPER_PREFIX, Ack, Batch, forbid_waiting
+from meteor_py.ack import DONE, KEEPER_PREFIX, Ack, Confirmation, forbid_waiting
 from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, MeteorError
 from meteor_py.lease import BELIEF, Lease, Standing, Term, now
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
+    from meteor_py.link import Link
 
 _log = logging.getLogger(__name__)
 
@@ -46,28 +48,7 @@ _BACKOFF_S = (0.02, 0.5)
 _JOIN_S = 10.0
 
 
-class Confirmation(Batch):
-    """Confirms that are sent together. Whoever waits for one makes it go at once."""
-
-    __slots__ = ("hurry", "offset", "sent")
-
-    def __init__(self, hurry: Callable[[], None]) -> None:
-        started = time.monotonic()
-        super().__init__(started, started + CONFIRM_TIMEOUT_S)
-        self.hurry = hurry
-        self.first = 0  # an Ack adds its own offset to it
-        self.offset = 0
-        self.sent = False
-
-    def wait(self, timeout: float | None) -> bool:
-        if not self.settled:
-            self.hurry()
-        return super().wait(timeout)
-
-    def on_settled(self, callback: Callable[[], None]) -> None:
-        if not self.settled:
-            self.hurry()
-        super().on_settled(callback)
+Job = Callable[["Link", Term], object]
 
 
 class Keeper:
@@ -86,11 +67,12 @@ class Keeper:
         self.confirmed = confirmed
         self._max_poll_interval_s = max_poll_interval_s
         # Two tries must fit into the life of a lease.
-        timeout_s = min(client.timeout_s, max(lease.ttl_s / 3, 0.1))
-        self._link = client.open_link()
-        self._link.timeout_s = timeout_s
+        self._timeout_s = min(client.timeout_s, max(lease.ttl_s / 3, 0.1))
+        self._client = client
+        self._link = self._open_link()
         self._watch = client.open_link()
         self._wire = threading.RLock()
+        self._busy = False  # the link is in the middle of a call
         self._state = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -144,6 +126,8 @@ class Keeper:
             if left <= 0:
                 break
             self._stand_by(left)
+        if self._closed:
+            self._watch.close()
         return None
 
     def raise_refusal(self) -> None:
@@ -157,38 +141,36 @@ class Keeper:
 
     def _try(self) -> Term | None:
         """Renew the lease that we had, or else take it if it is free."""
-        with self._wire:
+        with self._line() as link:
             term = self._term
             if self._closed or not self._active:
                 return None
-            if term is not None and (now() < self.valid_until or self._renew(term)):
+            if term is not None and (now() < self.valid_until or self._renew(link, term)):
                 return self._term
             standing = self._standing
             if standing is not None and now() < standing.retry_at:
                 return None
-            return self._acquire(None if standing is None else standing.expired)
+            return self._acquire(link, None if standing is None else standing.expired)
 
-    def _acquire(self, expired: int | None) -> Term | None:
+    def _acquire(self, link: Link, expired: int | None) -> Term | None:
         sent_at = now()
         self._maybe_ours = True
-        answer = self.lease.acquire(self._link, self._nonce, expired)
+        answer = self.lease.acquire(link, self._nonce, expired)
         if isinstance(answer, Standing):
             self._maybe_ours = False
             self._standing = answer
             return None
         with self._state:
+            if self._thread is None:  # first of all: without it there is no term
+                name = f"{KEEPER_PREFIX}-{self.lease.stream}-{self.lease.group}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                thread.start()
+                self._thread = thread
             self._term = answer
             self._standing = None
             self._epoch = answer.position.epoch
             self.confirmed = self._wanted = answer.position.offset
             self._believe(sent_at)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run,
-                    name=f"{KEEPER_PREFIX}-{self.lease.stream}-{self.lease.group}",
-                    daemon=True,
-                )
-                self._thread.start()
             self._state.notify_all()
         self._watch.close()
         return answer
@@ -214,7 +196,7 @@ class Keeper:
         """
         with self._state:
             if offset <= self.confirmed:
-                return Ack(_DONE, offset)
+                return Ack(DONE, offset)
             if self._term is None:
                 raise LeaseLost(
                     f"This subscriber does not hold the lease of group {self.lease.group!r} of "
@@ -224,7 +206,7 @@ class Keeper:
                     group=self.lease.group,
                 )
             if not self._waiting or self._waiting[-1].sent:
-                self._waiting.append(Confirmation(self._hurry))
+                self._waiting.append(Confirmation(self._hurry, CONFIRM_TIMEOUT_S))
                 self._state.notify_all()
             confirmation = self._waiting[-1]
             confirmation.offset = max(confirmation.offset, offset)
@@ -267,6 +249,8 @@ class Keeper:
                     "confirm wait for something?"
                 )
         self._link.close()
+        if not self.reading:  # else its reader closes it
+            self._watch.close()
 
     def interrupt(self) -> None:
         """End a wait for the lease in another thread."""
@@ -292,25 +276,26 @@ class Keeper:
         self._hurry()
         with self._state:
             self._state.wait_for(self._all_sent, timeout_s)
-        left_s = max(deadline - time.monotonic(), self._link.timeout_s)
+        left_s = max(deadline - time.monotonic(), self._timeout_s)
         if not self._wire.acquire(timeout=left_s):
             self._link.interrupt()  # whoever has it waits for the server, and fails now
             if not self._wire.acquire(timeout=_JOIN_S):
                 raise TimeoutError(f"Group {self.lease.group!r} cannot be left: no connection.")
         try:
-            self._release()
+            with self._line() as link:
+                self._release(link)
         finally:
             self._wire.release()
 
     def _all_sent(self) -> bool:
         return self._term is None or self._wanted <= self.confirmed
 
-    def _release(self) -> None:
-        """Give up the lease, if it is ours or may be. With the wire."""
+    def _release(self, link: Link) -> None:
+        """Give up the lease, if it is ours or may be."""
         term, nonce = self._term, self._nonce
         if term is not None or self._maybe_ours:
             try:
-                self.lease.release(self._link, nonce)
+                self.lease.release(link, nonce)
             except MeteorError as error:
                 _log.info("The lease of group %r will run out: %s", self.lease.group, error)
         self._end_term(term, self._not_sent())
@@ -344,31 +329,36 @@ class Keeper:
             self._refused = (failure, [])
             self._thread = None  # the next term gets another
         finally:
-            with self._wire:
-                self._release()
+            with self._line() as link:
+                self._release(link)
+                link.close()
 
-    def _next_job(self) -> tuple[Callable[[Term], object] | None, float]:
+    def _next_job(self) -> tuple[Job | None, float]:
         """What to do, or how long to wait. With the state."""
         if self._term is None or self._closed:
             return None, _IDLE_S
         at = now()
-        dues: list[tuple[float, Callable[[Term], object]]] = []
-        if self._wanted > self.confirmed:
-            dues.append((0.0 if self._urgent else self._confirm_at, self._send_confirm))
+        jobs: list[tuple[float, Job]] = []  # the lease comes before what is done under it
         if not self._lapsed:
-            silent_at = self.alive_at + self._max_poll_interval_s
-            dues.append((at + _IDLE_S if self.reading else silent_at, self._lapse))
-            dues.append((self._renew_at, self._renew))
-        due, job = min(dues, key=lambda entry: entry[0], default=(at + _IDLE_S, self._renew))
-        due = max(due, self._retry_at)
-        return (job, 0.0) if due <= at else (None, min(due - at, _IDLE_S))
+            if not self.reading:
+                jobs.append((self.alive_at + self._max_poll_interval_s, self._lapse))
+            jobs.append((self._renew_at, self._renew))
+        if self._wanted > self.confirmed:
+            jobs.append((0.0 if self._urgent else self._confirm_at, self._send_confirm))
+        wait_s = _IDLE_S
+        for due, job in jobs:
+            left_s = max(due, self._retry_at) - at
+            if left_s <= 0:
+                return job, 0.0
+            wait_s = min(wait_s, left_s)
+        return None, wait_s
 
-    def _do(self, job: Callable[[Term], object]) -> None:
+    def _do(self, job: Job) -> None:
         try:
-            with self._wire:
+            with self._line() as link:
                 term = self._term
                 if term is not None and not self._closed:
-                    job(term)
+                    job(link, term)
             self._failures = 0
             self._retry_at = 0.0
         except ConnectionFailed as error:
@@ -383,11 +373,11 @@ class Keeper:
             self._fail_confirms(error)
             self._end_term(term, error)
 
-    def _renew(self, term: Term) -> bool:
-        """Renew the lease; tell whether it is still ours. With the wire."""
+    def _renew(self, link: Link, term: Term) -> bool:
+        """Renew the lease; tell whether it is still ours."""
         sent_at = now()
         try:
-            self.lease.touch(self._link, term)
+            self.lease.touch(link, term)
         except LeaseLost as error:
             _log.warning("%s", error)
             self._end_term(term, error)
@@ -396,7 +386,7 @@ class Keeper:
             self._believe(sent_at)
         return True
 
-    def _lapse(self, term: Term) -> None:
+    def _lapse(self, link: Link, term: Term) -> None:
         """The application is silent: let others have the lease, if they want it."""
         with self._state:
             if self.reading or now() < self.alive_at + self._max_poll_interval_s:
@@ -410,9 +400,9 @@ class Keeper:
             self.lease.stream,
             self._max_poll_interval_s,
         )
-        self.lease.release(self._link, term.nonce, lapse=True)
+        self.lease.release(link, term.nonce, lapse=True)
 
-    def _send_confirm(self, term: Term) -> None:
+    def _send_confirm(self, link: Link, term: Term) -> None:
         with self._state:
             offset, epoch = self._wanted, self._epoch
             for confirmation in self._waiting:
@@ -420,7 +410,7 @@ class Keeper:
             self._urgent = False
             self._confirm_at = now() + _MERGE_S
         try:
-            confirmed, epoch = self.lease.confirm(self._link, term, epoch, offset)
+            confirmed, epoch = self.lease.confirm(link, term, epoch, offset)
         except LeaseLost as error:
             _log.warning("%s", error)
             self._end_term(term, error)
@@ -438,6 +428,28 @@ class Keeper:
             confirmation.settle()
 
     # -- small parts ---------------------------------------------------------------------------
+
+    @contextmanager
+    def _line(self) -> Iterator[Link]:
+        """The connection, for one caller at a time."""
+        with self._wire:
+            if self._busy:  # a signal handler, in the middle of another call of this thread
+                link = self._open_link()
+                try:
+                    yield link
+                finally:
+                    link.close()
+                return
+            self._busy = True
+            try:
+                yield self._link
+            finally:
+                self._busy = False
+
+    def _open_link(self) -> Link:
+        link = self._client.open_link()
+        link.timeout_s = self._timeout_s
+        return link
 
     def _believe(self, sent_at: float) -> None:
         """The lease was ours when the server answered what was sent then. With the state."""
@@ -469,9 +481,3 @@ class Keeper:
             self._state.notify_all()
         for confirmation in failed:
             confirmation.settle(error)
-
-
-# What the Ack of a confirm stands on that changes nothing.
-_DONE = Batch(0.0, 0.0)
-_DONE.first = 0
-_DONE.settled = True

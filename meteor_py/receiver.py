@@ -54,6 +54,11 @@ class Receiver:
             check_choice("on_error", on_error, ("stop", "skip", "retry"))
         elif hasattr(on_error, "publisher"):
             self._letters = on_error
+            if (on_error.name, on_error.incarnation) == (
+                subscriber.stream.name,
+                subscriber.stream.incarnation,
+            ):
+                raise ValueError("The dead letters of a stream cannot go to the stream itself.")
         else:
             raise TypeError('on_error must be "stop", "skip", "retry", or a stream.')
         if tries is not None:
