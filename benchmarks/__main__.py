@@ -20,6 +20,7 @@ from rich.table import Table
 from benchmarks import (
     both,
     fanout,
+    groups,
     imports,
     latency,
     memory,
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Callable[[Bench], list[Row]]] = {
     "single": single.run,
     "latency": latency.run,
     "fanout": fanout.run,
+    "groups": groups.run,
     "ring": ring.run,
     "memory": memory.run,
     "import": imports.run,

@@ -1,0 +1,215 @@
+"""Subscriber groups: reading with confirms, idle groups, take-over, and what idling costs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import meteor_py as meteor
+from benchmarks.common import (
+    CALL,
+    Bench,
+    Row,
+    connected,
+    cut,
+    faster,
+    plain_client,
+    values_of,
+    within,
+)
+from benchmarks.publish import xadd_all
+from benchmarks.read import PEER, drain, drain_group
+
+#: Seconds during which the commands of idle members are counted.
+_COUNT_S = 20.0
+
+
+def run(bench: Bench) -> list[Row]:
+    return [*reading(bench), idle_groups(bench), take_over(bench), *idle_traffic(bench)]
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+def reading(bench: Bench) -> list[Row]:
+    """The same drain with a group and a confirm per batch, beside the one without a group."""
+    values = values_of(bench.pick(1_000_000, 300_000))
+    some = values[: bench.pick(100_000, 30_000)]
+    bench.clear()
+    with connected(bench.url) as client, plain_client(bench.url) as plain:
+        stream = client.stream("read", capacity=len(values))
+        with stream.publisher() as pub:
+            for call in cut(values, CALL):
+                pub.publish_many(call)
+        xadd_all(plain, some)
+        best = bench.best(
+            {
+                "grouped": lambda: drain_grouped(stream),
+                "ungrouped": lambda: drain(stream, meteor.RecordBatch.values),
+                "redis-py": lambda: drain_group(plain),
+            },
+            repeats=bench.pick(7, 3),
+        )
+    rate = best["grouped"]
+    return [
+        faster(
+            "read in a group, a confirm per batch", rate, best["ungrouped"], "ours, no group", 0.9
+        ),
+        faster("read in a group, a confirm per batch", rate, best["redis-py"], PEER),
+    ]
+
+
+def drain_grouped(stream: meteor.Stream) -> float:
+    """Read the whole stream as bytes in a new group; the last confirm is within the time."""
+    with stream.subscriber(group="drain") as sub:
+        end = stream.describe().next
+        sub.poll(max_records=1)  # warm, and the lease in hand
+        count, start = 1, time.perf_counter()
+        while count < end:
+            batch = sub.poll()
+            count += len(batch.values())
+            ack = sub.confirm()
+        assert ack.result() == end
+        took = time.perf_counter() - start
+    stream.delete_group("drain")
+    return count / took
+
+
+# -- idle groups -------------------------------------------------------------------------------
+
+
+def idle_groups(bench: Bench) -> Row:
+    """Publishing beside 1,000 groups whose members hold their leases and read nothing."""
+    values = values_of(bench.pick(500_000, 100_000))
+    bench.clear()
+    with connected(bench.url) as client:
+        stream = client.stream("idle", capacity=100_000)
+
+        def publish() -> float:
+            with stream.publisher() as pub:
+                pub.publish(b"warm").result()
+                start = time.perf_counter()
+                for call in cut(values, CALL):
+                    pub.publish_many(call)
+                pub.flush()
+                return len(values) / (time.perf_counter() - start)
+
+        def publish_beside() -> float:
+            with members(bench.url, bench.pick(1_000, 200)):
+                return publish()
+
+        best = bench.best({"alone": publish, "beside idle groups": publish_beside})
+    count = bench.pick(1_000, 200)
+    what = f"publish_many beside {count:,} idle groups"
+    return faster(what, best["beside idle groups"], best["alone"], "without groups", 0.95)
+
+
+@contextmanager
+def members(url: str, count: int) -> Iterator[None]:
+    """As many groups, each with one member in another process that holds its lease."""
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(url, count, ready, done), daemon=True)
+    process.start()
+    try:
+        assert ready.wait(120), "the members did not come up"
+        yield
+    finally:
+        done.set()
+        process.join(60)
+        process.kill()
+        process.join()
+
+
+def hold(url: str, count: int, ready: Any, done: Any) -> None:
+    with connected(url) as client, ExitStack() as stack:
+        stream = client.stream("idle", create=False)
+        for number in range(count):
+            stream.seek_group(f"g{number}", "latest")
+            sub = stack.enter_context(stream.subscriber(group=f"g{number}"))
+            sub.poll(0)
+            assert sub.is_assigned
+        ready.set()
+        done.wait(120)
+
+
+# -- take-over ---------------------------------------------------------------------------------
+
+
+def take_over(bench: Bench) -> Row:
+    """From the close of the owner to the first record in the hands of the next."""
+    bench.clear()
+    samples: list[float] = []
+    with connected(bench.url) as client:
+        stream = client.stream("turns")
+        with stream.publisher() as pub:
+            pub.publish(b"x").result()
+        owner = stream.subscriber(group="g")
+        owner.poll()
+        for _ in range(bench.pick(100, 20)):
+            bench.step("take-over")
+            found: list[float] = []
+            heir = stream.subscriber(group="g")
+            thread = threading.Thread(target=wait_for_record, args=(heir, found))
+            thread.start()
+            time.sleep(0.05)  # it waits inside the server by now
+            start = time.perf_counter()
+            owner.close()
+            thread.join(30)
+            samples.append(found[0] - start)
+            owner = heir
+        owner.close()
+    return within("take-over after a clean close, p50", "ms", statistics.median(samples) * 1e3, 20)
+
+
+def wait_for_record(sub: meteor.Subscriber, found: list[float]) -> None:
+    assert len(sub.poll(20)) == 1
+    found.append(time.perf_counter())
+
+
+# -- idle traffic ------------------------------------------------------------------------------
+
+
+def idle_traffic(bench: Bench) -> list[Row]:
+    """Commands per second that an idle group sends: its owner, one in a poll, one waiting."""
+    bench.clear()
+    seconds = _COUNT_S if not bench.quick else 7.0
+    with connected(bench.url) as client, plain_client(bench.url) as plain:
+        stream = client.stream("quiet")
+        with stream.subscriber(group="g") as owner, stream.subscriber(group="g") as waiter:
+            owner.poll(0)
+            bench.step("idle traffic")
+            silent = commands_per_s(plain, seconds)
+            polling = threading.Thread(target=owner.poll, args=(seconds,))
+            polling.start()
+            in_poll = commands_per_s(plain, seconds)
+            polling.join()
+            waiting = threading.Thread(target=waiter.poll, args=(seconds,))
+            waiting.start()
+            one_waits = commands_per_s(plain, seconds)
+            waiting.join()
+    what = "commands of an idle group"
+    return [
+        within(f"{what}, its owner between polls", "/group/s", silent),
+        within(f"{what}, its owner in a poll", "/group/s", in_poll),
+        within(f"{what}, one more member waiting", "/group/s", one_waits - silent),
+    ]
+
+
+def commands_per_s(plain: Any, seconds: float) -> float:
+    """Commands that clients sent; those inside scripts are not counted."""
+    plain.config_resetstat()
+    start = time.perf_counter()
+    time.sleep(seconds)
+    stats = plain.info("commandstats")
+    calls = sum(
+        stat["calls"]
+        for name, stat in stats.items()
+        if name.removeprefix("cmdstat_") in ("evalsha", "eval", "xread", "hmget", "info")
+    )
+    return float(calls) / (time.perf_counter() - start)
