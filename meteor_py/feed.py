@@ -229,6 +229,11 @@ class Feed:
         if self.keeper is not None:
             self.keeper.interrupt()
 
+    def disown(self) -> None:
+        """In a forked child: hand out nothing more."""
+        if self.keeper is not None:
+            self.keeper.valid_until = 0.0
+
     def abandon(self) -> None:
         """Let the keeper's thread end by itself, and give up the lease."""
         if self.keeper is not None:

@@ -115,6 +115,7 @@ class Keeper:
             GroupNotFound, StreamNotFound, LogTruncated: There is nothing to hold any more.
             ConnectionFailed: No answer.
         """
+        self.check_process()
         deadline = time.monotonic() + timeout_s
         while not self._closed:
             if self._term is not None and now() < self.valid_until:
@@ -129,6 +130,14 @@ class Keeper:
         if self._closed:
             self._watch.close()
         return None
+
+    def check_process(self) -> None:
+        """Raise in a forked child."""
+        if self._pid != os.getpid():
+            raise MeteorError(
+                f"This subscriber of group {self.lease.group!r} belongs to the parent process; "
+                "open another here with stream.subscriber()."
+            )
 
     def raise_refusal(self) -> None:
         """Raise the error of a confirm that was refused, unless somebody was told already."""

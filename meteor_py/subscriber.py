@@ -113,7 +113,8 @@ class Subscriber:
 
         A server that is away is waited for, up to 30 seconds. Ends when the subscriber is closed.
         """
-        self._check_reader()
+        if not self._closed:
+            self._check_reader()
         return self._feed.walk(self._codec)
 
     # -- confirming ----------------------------------------------------------------------------
@@ -354,11 +355,8 @@ class Subscriber:
                 f"This subscriber of stream {self.stream.name!r} is closed; open another with "
                 "stream.subscriber()."
             )
-        if self.config.group is not None and self._pid != os.getpid():
-            raise MeteorError(
-                f"This subscriber of group {self.config.group!r} belongs to the parent process; "
-                "open another here with stream.subscriber()."
-            )
+        if self._feed.keeper is not None:
+            self._feed.keeper.check_process()
 
 
 def _on_assigned(subscriber: weakref.ref[Subscriber]) -> Callable[[], int | None]:
@@ -405,4 +403,11 @@ def _close_all() -> None:
             _log.error("At the end of %r: %s", subscriber, error)
 
 
-os.register_at_fork(after_in_child=_open_subscribers.clear)
+def _disown_all() -> None:
+    """In a forked child: the leases, threads and connections are the parent's."""
+    for subscriber in list(_open_subscribers):
+        subscriber._feed.disown()
+    _open_subscribers.clear()
+
+
+os.register_at_fork(after_in_child=_disown_all)

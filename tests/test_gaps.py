@@ -19,7 +19,7 @@ import redis
 
 import meteor_py as meteor
 from meteor_py import keys
-from meteor_py.config import COMPRESSIONS
+from meteor_py.config import COMPRESSIONS, OnGap
 from meteor_py.frame import Columns, encode
 from tests.conftest import ServerFactory
 from tests.reading import (
@@ -212,7 +212,7 @@ def test_a_hole_is_named_after_what_lies_before_it(
 
 @pytest.mark.parametrize("on_gap", ["raise", "skip"])
 def test_a_log_emptied_by_hand_is_a_gap_up_to_its_end(
-    client: meteor.Client, plain: redis.Redis, on_gap: meteor.subscriber.OnGap
+    client: meteor.Client, plain: redis.Redis, on_gap: OnGap
 ) -> None:
     stream = client.stream("s")
     fill(stream, 5)

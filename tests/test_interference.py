@@ -179,12 +179,12 @@ def test_a_loop_over_an_idle_stream_waits_its_full_time_for_a_server_that_goes_a
 ) -> None:
     """However long it was idle before: a short restart must not end a loop by bad luck."""
     clock = {"now": 0.0, "down_from": 0.0, "down_until": 0.0}
-    monkeypatch.setattr("meteor_py.subscriber.time.monotonic", lambda: clock["now"])
+    monkeypatch.setattr("meteor_py.feed.time.monotonic", lambda: clock["now"])
 
     def pass_time(seconds: float) -> None:
         clock["now"] += seconds
 
-    monkeypatch.setattr("meteor_py.subscriber.time.sleep", pass_time)
+    monkeypatch.setattr("meteor_py.feed.time.sleep", pass_time)
     fetch = Cursor.fetch
 
     def fetch_from_afar(cursor: Cursor, block_s: float = 0.0, **options: Any) -> Any:
