@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 import meteor_py as meteor
+from meteor_cli import failover
 
 _CALL = 10_000
 _CUT_RECORDS = 100_000
@@ -22,7 +23,8 @@ _NEXT = """\
   import meteor_py as meteor
   stream = meteor.connect().stream("orders")
   with stream.publisher() as pub: pub.publish(b"hello").result()
-  with stream.subscriber(initial_offset="earliest") as sub: print(sub.poll()[0])"""
+  with stream.subscriber(group="billing") as sub:
+      for record in sub: print(record); sub.confirm(record)"""
 
 
 def run_demo(url: str | None, records: int) -> None:
@@ -40,6 +42,7 @@ def run_demo(url: str | None, records: int) -> None:
             _read(console, stream, records)
             _seek(console, stream, records)
             _cut(console)
+            _fail_over(console)
             _lag(console, m, f"{name}-ring")
         finally:
             stream.delete()
@@ -130,6 +133,20 @@ def _publish_under_cuts(console: Console, m: meteor.Client) -> tuple[int, list[b
         stop.set()
         cutter.join()
     return cuts, [value for batch in stream.read() for value in batch.values()]
+
+
+def _fail_over(console: Console) -> None:
+    """Kill the process that reads for a group: another goes on, and nothing is lost."""
+    with _bar(console, "two workers of a group, one is killed", failover.RECORDS) as advance:
+        outcome = failover.fail_over(advance)
+    assert outcome.lost == 0, "every record was handled"
+    assert outcome.confirmed == failover.RECORDS, "and confirmed"
+    console.print(
+        f"[green]✓[/green] killed a worker after {len(outcome.first):,} records: the other of its "
+        f"group went on after\n  {outcome.pause_s:.2f} s (a lease lives "
+        f"{failover.LEASE_S:g} s); of {failover.RECORDS:,} records 0 are lost, "
+        f"{outcome.twice} were handled twice"
+    )
 
 
 def _lag(console: Console, m: meteor.Client, name: str) -> None:
