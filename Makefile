@@ -5,7 +5,7 @@ N ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench lint format spark clean
+.PHONY: help setup demo test chaos bench lint format spark clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -18,6 +18,9 @@ demo: .venv/installed ## see a stream at work
 
 test: .venv/installed ## run the tests on N=2 processes; more options for pytest in ARGS=
 	$(BIN)/pytest -n $(N) $(ARGS)
+
+chaos: .venv/installed ## kill, pause and cut at random, and check what happened; ARGS="--seeds 50"
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 bench: .venv/installed ## measure the speed
 	$(BIN)/python -m benchmarks $(ARGS)

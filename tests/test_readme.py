@@ -1,4 +1,4 @@
-"""Every code block of the README runs as it stands there."""
+"""Every code block of the README and of docs/groups.md runs as it stands there."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+PAGES = {"README": README, "groups": (ROOT / "docs" / "groups.md").read_text()}
+BLOCKS = {
+    f"{page}-{number}": block
+    for page, text in PAGES.items()
+    for number, block in enumerate(
+        re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    )
+}
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_code_block_runs(number: int, tmp_path: Path) -> None:
-    language, code = BLOCKS[number]
+@pytest.mark.parametrize("block", BLOCKS)
+def test_code_block_runs(block: str, tmp_path: Path) -> None:
+    language, code = BLOCKS[block]
     assert language in ("python", "sh"), "a block that no test can run"
     command = [sys.executable, "-W", "error", "-c", code]
     if language == "sh":
