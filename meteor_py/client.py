@@ -194,6 +194,7 @@ class Client:
 
         Raises:
             MeteorError: A record could not be published or confirmed, and nobody was told of it.
+            Exception: What ended a receiver.
         """
         try:
             try:
@@ -221,10 +222,11 @@ class Client:
     ) -> None:
         try:
             self.close()
-        except MeteorError as failure:
+        except Exception as failure:  # a receiver's can be anything
             if error is None:
                 raise
-            error.add_note(f"While closing the client: {failure}")
+            if failure is not error:
+                error.add_note(f"While closing the client: {failure}")
 
     def __repr__(self) -> str:
         return f"<Client of {self.address}{' (closed)' if self._closed else ''}>"

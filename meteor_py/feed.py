@@ -6,13 +6,14 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from meteor_py.codec import Codec
 from meteor_py.config import OFFSET_MAX, SubscriberConfig, check_int
 from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, RecordsLost
 from meteor_py.group import open_group
-from meteor_py.keeper import CONFIRM_TIMEOUT_S, Keeper
+from meteor_py.keeper import Keeper
 from meteor_py.lease import Lease, Term, now
 from meteor_py.reader import Reader
 from meteor_py.record import Record
@@ -53,19 +54,18 @@ class Feed:
         self._term: Term | None = None
         try:
             if config.group is not None:
-                self._join(config.group)
+                self.keeper = self._join(config.group, stream, self.reader)
         except BaseException:
             self.reader.close()
             raise
 
-    def _join(self, group: str) -> None:
+    def _join(self, group: str, stream: Stream, reader: Reader) -> Keeper:
         """Become a member of the group, which begins here if it is new."""
-        confirmed = open_group(self.stream, group, self._config.starts_at)
-        self.reader.position = confirmed
-        name, life = self.stream.name, self.stream.incarnation
+        confirmed = open_group(stream, group, self._config.starts_at)
+        reader.position = confirmed
+        name, life = stream.name, stream.incarnation
         lease = Lease(name, life, group, self._member, self._config.lease_ttl)
-        self.keeper = Keeper(self.stream.client, lease, confirmed, self._config.max_poll_interval)
-        self._term = None
+        return Keeper(stream.client, lease, confirmed, self._config.max_poll_interval)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -79,10 +79,20 @@ class Feed:
             self._fetch(timeout_s, records, endless)
             return
         keeper.raise_refusal()
+        with self.waiting():
+            self._fetch(timeout_s, records, endless)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Meanwhile the application waits for us: it does not hang, and keeps its lease."""
+        keeper = self.keeper
+        if keeper is None:
+            yield
+            return
         keeper.alive_at = now()
         keeper.reading = True
         try:
-            self._fetch(timeout_s, records, endless)
+            yield
         finally:
             keeper.alive_at = now()
             keeper.reading = False
@@ -98,7 +108,7 @@ class Feed:
                 yield record
                 if self.reader.jumps != jumps or reader.position != record.offset + 1:
                     break  # by the caller: seek() or poll() inside the loop
-                if self.halted or not self._go_on():
+                if not self._go_on() or self.halted:
                     break
 
     def confirm_handed(self) -> None:
@@ -152,7 +162,11 @@ class Feed:
         """In a group: hold its lease, and start at what is confirmed if the term is new."""
         if self.keeper is None:
             return True
-        term = self.keeper.hold(timeout_s)
+        try:
+            term = self.keeper.hold(timeout_s)
+        except LogTruncated as gap:  # the stream was created anew
+            self.reader.gap = gap
+            raise
         if term is None:
             self.reader.forget()  # what was read is for whoever has the lease
             return False
@@ -171,7 +185,7 @@ class Feed:
     def _read(self, block_s: float, records: int) -> None:
         """Fetch once; skip a gap if that is wanted."""
         try:
-            self.reader.fetch(block_s, records)
+            self._ask(block_s, records)
         except RecordsLost:
             if self._config.on_gap == "raise":
                 raise
@@ -179,7 +193,14 @@ class Feed:
                 self.skip_gap()
             except LeaseLost:
                 return  # the gap is for the next owner to skip
-            self.reader.fetch(0.0, records)
+            self._ask(0.0, records)
+
+    def _ask(self, block_s: float, records: int) -> None:
+        try:
+            self.reader.fetch(block_s, records)
+        finally:
+            if self.keeper is not None:  # confirms name the epoch that the records are of
+                self.keeper.epoch = self.reader.epoch
 
     # -- gaps ----------------------------------------------------------------------------------
 
@@ -187,7 +208,7 @@ class Feed:
         """Go on behind the gap that the last fetch named; without one nothing happens.
 
         Raises:
-            LeaseLost: The lease went to another member meanwhile.
+            LeaseLost: It is known that the lease went to another member.
         """
         reader, keeper, gap = self.reader, self.keeper, self.reader.gap
         if isinstance(gap, LogTruncated):
@@ -196,7 +217,8 @@ class Feed:
             behind = min(gap.last + 1, reader.end)
             # What was handed out and not confirmed is not confirmed by a gap behind it.
             if keeper is not None and keeper.wanted == gap.first:
-                keeper.confirm(behind).result(CONFIRM_TIMEOUT_S)
+                # Refused, it is the next owner's to skip: nobody has to be told.
+                keeper.confirm(behind).add_done_callback(lambda _: None)
             reader.skip_to(behind)
         if gap is not None:
             self.reader.count_skipped(gap.first, gap.last)
@@ -205,10 +227,13 @@ class Feed:
         """Go on in what is left of the stream, or in the one that has its name now."""
         stream = self.stream.client.stream(self.stream.name, create=False)
         reader = Reader(stream, self._config.on_gap_skipped)
+        keeper: Keeper | None = None
         try:
             if self.keeper is None:
                 reader.skip_to(min(gap.first, reader.end))
             else:
+                # First of all: if that fails, the old ones stay, and the next poll tells so.
+                keeper = self._join(self.keeper.lease.group, stream, reader)
                 self.keeper.close(0.0)
         except BaseException:
             reader.close()
@@ -216,9 +241,7 @@ class Feed:
         self.reader.close()
         reader.skipped = self.reader.skipped
         reader.jumps = self.reader.jumps + 1
-        self.stream, self.reader = stream, reader
-        if self._config.group is not None:
-            self._join(self._config.group)
+        self.stream, self.reader, self.keeper, self._term = stream, reader, keeper, None
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -131,18 +131,23 @@ def delete_group(stream: Stream, group: str, *, force: bool) -> None:
     Raises:
         GroupActive: A member has the lease, and ``force`` is False.
         GroupNotFound: There is none.
+        StreamNotFound, LogTruncated: The stream was deleted, or created anew.
     """
     key = keys.group(stream.name, group)
     was_there = stream.client.call("EXISTS", key)
     script_keys = [
+        keys.meta(stream.name),
         key,
         keys.lease(stream.name, group),
         keys.events(stream.name),
         keys.groups(stream.name),
     ]
-    answer = stream.client.run(DELETE_GROUP, script_keys, [group, "force" if force else ""])
+    args = [stream.incarnation, group, "force" if force else ""]
+    answer = stream.client.run(DELETE_GROUP, script_keys, args)
     if answer[0] == b"ACTIVE":
         raise refusals.active(stream.name, group, answer[1])
     # Not found, though it was there: deleted by a first try whose answer was lost.
     if answer[0] == b"NOGROUP" and not was_there:
         raise refusals.no_group(stream.name, group)
+    if answer[0] in (b"NOSTREAM", b"INCARNATION"):
+        raise refusals.gone(stream.name, answer[0])

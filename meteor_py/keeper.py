@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from meteor_py import refusals
 from meteor_py.ack import DONE, KEEPER_PREFIX, Ack, Confirmation, forbid_waiting
 from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, MeteorError
 from meteor_py.lease import BELIEF, Lease, Standing, Term, now
@@ -65,6 +66,8 @@ class Keeper:
         self.reading = False
         #: The next offset to process, as far as the server has said.
         self.confirmed = confirmed
+        #: The epoch of the stream that all which was handed out is known to be part of.
+        self.epoch = 0
         self._max_poll_interval_s = max_poll_interval_s
         # Two tries must fit into the life of a lease.
         self._timeout_s = min(client.timeout_s, max(lease.ttl_s / 3, 0.1))
@@ -77,13 +80,13 @@ class Keeper:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._active = True
+        self._interrupted = False
         self._closed = False
         # The term, and what belongs to it.
         self._term: Term | None = None
         self._nonce = secrets.token_hex(8)
         self._maybe_ours = False  # 'acquire' was sent, and what came of it is not known
         self._standing: Standing | None = None
-        self._epoch = 0
         self._lapsed = False
         self._renew_at = 0.0
         # Confirms.
@@ -113,6 +116,7 @@ class Keeper:
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: There is nothing to hold any more.
+            LeaseLost: A confirm was refused, as by ``raise_refusal``.
             ConnectionFailed: No answer.
         """
         self.check_process()
@@ -121,10 +125,11 @@ class Keeper:
             if self._term is not None and now() < self.valid_until:
                 return self._term
             term = self._try()
+            self.raise_refusal()  # it may have been learnt just now
             if term is not None:
                 return term
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 or self._interrupted:
                 break
             self._stand_by(left)
         if self._closed:
@@ -177,7 +182,7 @@ class Keeper:
                 self._thread = thread
             self._term = answer
             self._standing = None
-            self._epoch = answer.position.epoch
+            self.epoch = answer.position.epoch
             self.confirmed = self._wanted = answer.position.offset
             self._believe(sent_at)
             self._state.notify_all()
@@ -189,7 +194,7 @@ class Keeper:
         standing = self._standing
         if not self._active:
             with self._state:
-                self._state.wait_for(lambda: self._active or self._closed, left_s)
+                self._state.wait_for(lambda: self._active or self._interrupted, left_s)
         elif standing is not None:
             wait_s = min(left_s, standing.retry_at - now(), _BLOCK_MAX_S)
             event, freed = self.lease.watch(self._watch, standing.event, max(wait_s, 0.0))
@@ -207,13 +212,7 @@ class Keeper:
             if offset <= self.confirmed:
                 return Ack(DONE, offset)
             if self._term is None:
-                raise LeaseLost(
-                    f"This subscriber does not hold the lease of group {self.lease.group!r} of "
-                    f"stream {self.lease.stream!r} any more, so it can confirm nothing; the "
-                    "records will be read again by whoever holds it.",
-                    stream=self.lease.stream,
-                    group=self.lease.group,
-                )
+                raise refusals.not_held(self.lease.stream, self.lease.group)
             if not self._waiting or self._waiting[-1].sent:
                 self._waiting.append(Confirmation(self._hurry, CONFIRM_TIMEOUT_S))
                 self._state.notify_all()
@@ -262,7 +261,10 @@ class Keeper:
             self._watch.close()
 
     def interrupt(self) -> None:
-        """End a wait for the lease in another thread."""
+        """End a wait for the lease in another thread; there will be no other."""
+        with self._state:
+            self._interrupted = True
+            self._state.notify_all()
         self._watch.interrupt()
 
     def abandon(self) -> None:
@@ -307,13 +309,8 @@ class Keeper:
                 self.lease.release(link, nonce)
             except MeteorError as error:
                 _log.info("The lease of group %r will run out: %s", self.lease.group, error)
-        self._end_term(term, self._not_sent())
-
-    def _not_sent(self) -> ConnectionFailed:
-        return ConnectionFailed(
-            f"Group {self.lease.group!r} of stream {self.lease.stream!r} was left before the "
-            f"server at {self._link.address} had answered the last confirm; what is not confirmed "
-            "will be read again."
+        self._end_term(
+            term, refusals.not_sent(self.lease.stream, self.lease.group, str(link.address))
         )
 
     # -- the thread ----------------------------------------------------------------------------
@@ -324,7 +321,8 @@ class Keeper:
                 with self._state:
                     job, wait_s = self._next_job()
                     if job is None:
-                        self._state.wait(wait_s)
+                        if not self._closed:  # before the lock was taken: nobody would wake us
+                            self._state.wait(wait_s)
                         continue
                 self._do(job)
         except BaseException as error:
@@ -339,8 +337,18 @@ class Keeper:
             self._thread = None  # the next term gets another
         finally:
             with self._line() as link:
+                self._send_rest(link)
                 self._release(link)
                 link.close()
+
+    def _send_rest(self, link: Link) -> None:
+        """For a subscriber that was dropped: what it has confirmed, tried once."""
+        term = self._term
+        if term is not None and self._wanted > self.confirmed:
+            try:
+                self._send_confirm(link, term)
+            except MeteorError as error:
+                _log.warning("The last confirm of group %r is lost: %s", self.lease.group, error)
 
     def _next_job(self) -> tuple[Job | None, float]:
         """What to do, or how long to wait. With the state."""
@@ -354,7 +362,7 @@ class Keeper:
             jobs.append((self._renew_at, self._renew))
         if self._wanted > self.confirmed:
             jobs.append((0.0 if self._urgent else self._confirm_at, self._send_confirm))
-        wait_s = _IDLE_S
+        wait_s = min(_IDLE_S, self._max_poll_interval_s)  # who reads now may hang next
         for due, job in jobs:
             left_s = max(due, self._retry_at) - at
             if left_s <= 0:
@@ -413,13 +421,13 @@ class Keeper:
 
     def _send_confirm(self, link: Link, term: Term) -> None:
         with self._state:
-            offset, epoch = self._wanted, self._epoch
+            offset, epoch = self._wanted, self.epoch
             for confirmation in self._waiting:
                 confirmation.sent = True
             self._urgent = False
             self._confirm_at = now() + _MERGE_S
         try:
-            confirmed, epoch = self.lease.confirm(link, term, epoch, offset)
+            confirmed = self.lease.confirm(link, term, epoch, offset)
         except LeaseLost as error:
             _log.warning("%s", error)
             self._end_term(term, error)
@@ -428,7 +436,6 @@ class Keeper:
             self._fail_confirms(error)
             return
         with self._state:
-            self._epoch = epoch
             self.confirmed = max(confirmed, self.confirmed)
             done = [c for c in self._waiting if c.offset <= self.confirmed]
             self._waiting = [c for c in self._waiting if c.offset > self.confirmed]

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meteor_py import keys, refusals
-from meteor_py.errors import LogTruncated, MeteorError
+from meteor_py.errors import ConnectionFailed, LogTruncated, MeteorError
 from meteor_py.history import Position, begin_epoch, diverged_at
 from meteor_py.scripts import ACQUIRE, CONFIRM, RELEASE, TOUCH, Script
 
@@ -113,14 +113,21 @@ class Lease:
 
     def release(self, link: Link, nonce: str, *, lapse: bool = False) -> None:
         """Give it up; with ``lapse`` so that ``touch`` gets it back if nobody wanted it."""
+        script_keys = [self._group, self._lease, self._events]
         args = [self.group, self.member, nonce, "lapse" if lapse else ""]
-        link.run(RELEASE, [self._group, self._lease, self._events], args)
+        was_connected = link.connected
+        try:
+            link.run(RELEASE, script_keys, args)
+        except ConnectionFailed:
+            if not was_connected:
+                raise
+            link.run(RELEASE, script_keys, args)  # an idle connection may have died unnoticed
 
-    def confirm(self, link: Link, term: Term, epoch: int, offset: int) -> tuple[int, int]:
+    def confirm(self, link: Link, term: Term, epoch: int, offset: int) -> int:
         """Confirm all below ``offset``, which was read in ``epoch`` of the stream.
 
         Returns:
-            What is confirmed now, and the epoch to name next time.
+            What is confirmed now.
 
         Raises:
             LeaseLost: Another term has begun.
@@ -131,7 +138,7 @@ class Lease:
             answer = self._run(link, CONFIRM, [self._meta, self._group], args)
             code = answer[0]
             if code == b"OK":
-                return answer[1], epoch
+                return int(answer[1])
             if code == b"FENCED":
                 raise refusals.fenced(self.stream, self.group, answer[1])
             if code == b"HISTORY":

@@ -43,6 +43,11 @@ class Reader:
         """The end of the stream when it was last seen."""
         return self._cursor.next
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the stream that all which was fetched is part of."""
+        return self._cursor.position.epoch
+
     def ready(self) -> bool:
         """Whether there is something to hand out."""
         while self._chunks and self._chunks[0].first + len(self._chunks[0]) <= self.position:

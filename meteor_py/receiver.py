@@ -12,7 +12,6 @@ from meteor_py.codec import Codec
 from meteor_py.config import check_choice, check_int
 from meteor_py.deadletter import bury
 from meteor_py.errors import ConnectionFailed, LeaseLost
-from meteor_py.lease import now
 from meteor_py.record import Record, decode_record
 
 if TYPE_CHECKING:
@@ -154,15 +153,18 @@ class Receiver:
             if error is None:
                 return True
             failures += 1
-            if isinstance(error, LeaseLost) or not self._ours():
+            low, high = _BACKOFF_S
+            if isinstance(error, LeaseLost):
+                self._stop.wait(low)  # it may be about another lease, and come again
+                return False
+            if not self._ours():
                 return False
             if failures == self._tries:
                 return self._give_up(raw, error, failures)
-            low, high = _BACKOFF_S
             pause = min(low * 2 ** min(failures - 1, 10), high) * random.uniform(0.5, 1)
-            if self._stop.wait(pause):
-                return False
-            self._sign_of_life()
+            with self._feed.waiting():
+                if self._stop.wait(pause):
+                    return False
 
     def _call(self, raw: Record) -> Exception | None:
         try:
@@ -181,12 +183,13 @@ class Receiver:
             reason = f"{type(error).__name__}: {error}"
             group = self._subscriber.config.group or self._subscriber.member
             source = self._subscriber.stream
-            bury(
-                *(self._letters, source, group, raw),
-                reason=reason,
-                tries=failures,
-                stop=self._stop.is_set,
-            )
+            with self._feed.waiting():
+                bury(
+                    *(self._letters, source, group, raw),
+                    reason=reason,
+                    tries=failures,
+                    stop=self._stop.is_set,
+                )
             self._confirm_failed(raw)
         elif not self._skips:
             self._end(error)
@@ -216,7 +219,3 @@ class Receiver:
             return term is not None and keeper.hold(0.0) is term
         except ConnectionFailed:
             return True  # not known; if it was lost, the confirm will be refused
-
-    def _sign_of_life(self) -> None:
-        if self._feed.keeper is not None:
-            self._feed.keeper.alive_at = now()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meteor_py.errors import (
+    ConnectionFailed,
     GroupActive,
     GroupNotFound,
     LeaseLost,
@@ -68,6 +69,22 @@ def fenced(stream: str, group: str, term: int) -> LeaseLost:
         "the next turn.",
         stream=stream,
         group=group,
+    )
+
+
+def not_held(stream: str, group: str) -> LeaseLost:
+    return LeaseLost(
+        f"This subscriber does not hold the lease of group {group!r} of stream {stream!r} any "
+        "more, so it can confirm nothing; the records will be read again by whoever holds it.",
+        stream=stream,
+        group=group,
+    )
+
+
+def not_sent(stream: str, group: str, address: str) -> ConnectionFailed:
+    return ConnectionFailed(
+        f"Group {group!r} of stream {stream!r} was left before the server at {address} had "
+        "answered the last confirm; what is not confirmed will be read again."
     )
 
 

@@ -7,13 +7,15 @@ import logging
 import os
 import secrets
 import socket
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from meteor_py.ack import Ack
+from meteor_py.ack import KEEPER_PREFIX, Ack
 from meteor_py.codec import Codec
 from meteor_py.config import OFFSET_MAX, InitialOffset, SubscriberConfig, check_int, check_seconds
 from meteor_py.errors import GroupError, InvalidInitialOffset, LeaseLost, MeteorError, NotGrouped
@@ -244,7 +246,7 @@ class Subscriber:
         from what is confirmed there. Without a gap nothing happens.
 
         Raises:
-            LeaseLost: The group's lease went to another member meanwhile.
+            LeaseLost: It is known that the group's lease went to another member.
         """
         self._check_reader()
         self._feed.skip_gap()
@@ -383,12 +385,12 @@ def _register(subscriber: Subscriber) -> None:
 
 def close_subscribers(client: Client) -> None:
     """Close the grouped subscribers and receivers of a client; raise the first failure."""
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
     for subscriber in list(_open_subscribers):
         if subscriber.stream.client is client:
             try:
                 subscriber.close()
-            except (MeteorError, TimeoutError) as error:
+            except BaseException as error:  # a handler's error can be anything
                 failures.append(error)
     if failures:
         raise failures[0]
@@ -399,8 +401,13 @@ def _close_all() -> None:
     for subscriber in list(_open_subscribers):
         try:
             subscriber.close(1.0)
-        except Exception as error:
-            _log.error("At the end of %r: %s", subscriber, error)
+        except BaseException as error:  # as above
+            _log.error("At the end of %r: %r", subscriber, error)
+    # Those that were dropped a moment ago have leases too, and their threads would just stop.
+    deadline = time.monotonic() + 1.0
+    for thread in threading.enumerate():
+        if thread.name.startswith(KEEPER_PREFIX):
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _disown_all() -> None:

@@ -14,7 +14,7 @@
 
 local m = redis.call('HMGET', KEYS[1], 'incarnation', 'history', 'epoch', 'next', 'epochs')
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
-local g = redis.call('HMGET', KEYS[2], 'incarnation', 'nonce', 'term', 'confirmed')
+local g = redis.call('HMGET', KEYS[2], 'incarnation', 'nonce', 'term', 'confirmed', 'start')
 if g[1] ~= ARGV[1] then return {'NOGROUP'} end
 if g[2] ~= ARGV[3] or g[3] ~= ARGV[4] then return {'FENCED', tonumber(g[3] or 0)} end
 if m[2] ~= ARGV[2] and ARGV[2] ~= '' then return {'HISTORY', m[2]} end
@@ -22,7 +22,7 @@ if m[3] ~= ARGV[5] then return {'EPOCH', tonumber(m[3]), m[5], tonumber(m[4])} e
 
 local offset = tonumber(ARGV[6])
 if offset > tonumber(m[4]) then return {'BEYOND', tonumber(m[4])} end
-local confirmed = g[4] and tonumber(g[4])
-if confirmed and offset <= confirmed then return {'OK', confirmed} end
+local confirmed = tonumber(g[4] or g[5])
+if offset <= confirmed then return {'OK', confirmed} end
 redis.call('HSET', KEYS[2], 'confirmed', ARGV[6])
 return {'OK', offset}

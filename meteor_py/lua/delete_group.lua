@@ -1,14 +1,18 @@
 #!lua flags=allow-oom
 -- Delete a group: its lease, and the memory of what it has confirmed.
 --
--- KEYS  1 group  2 lease  3 events  4 groups
--- ARGV  1 name of the group  2 'force' to take an active group from its owner, else ''
--- Returns {'OK'}, or {'ACTIVE', owner and term}  {'NOGROUP'}
+-- KEYS  1 meta  2 group  3 lease  4 events  5 groups
+-- ARGV  1 incarnation  2 name of the group  3 'force' to take an active group from its owner, else ''
+-- Returns {'OK'}, or {'ACTIVE', owner and term}  {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
 -- Atomic because a member must not take the lease in between.
 
-local lease = redis.call('GET', KEYS[2])
-if lease and ARGV[2] == '' then return {'ACTIVE', lease} end
-redis.call('SREM', KEYS[4], ARGV[1])
-if redis.call('DEL', KEYS[1], KEYS[2]) == 0 then return {'NOGROUP'} end
-redis.call('XADD', KEYS[3], 'MAXLEN', '~', 1000, '*', 'event', 'deleted', 'group', ARGV[1])
+local found = redis.call('HGET', KEYS[1], 'incarnation')
+if found ~= ARGV[1] then return {found and 'INCARNATION' or 'NOSTREAM'} end
+if redis.call('HGET', KEYS[2], 'incarnation') ~= ARGV[1] then return {'NOGROUP'} end
+local lease = redis.call('GET', KEYS[3])
+if lease and ARGV[3] == '' then return {'ACTIVE', lease} end
+
+redis.call('DEL', KEYS[2], KEYS[3])
+redis.call('SREM', KEYS[5], ARGV[2])
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'event', 'deleted', 'group', ARGV[2])
 return {'OK'}

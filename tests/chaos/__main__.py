@@ -1,0 +1,94 @@
+"""``python -m tests.chaos``: chaos runs over many seeds; exit code 1 if one of them was wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tests.chaos import report
+from tests.chaos.mutants import MUTANTS
+from tests.chaos.nemesis import KINDS
+from tests.chaos.run import Plan, Result, mutant_plan, run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    plans = [plan_of(options, options.first_seed + n) for n in range(options.seeds)]
+    console = Console(stderr=True)
+    results: list[Result] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(plans))
+        for number, plan in enumerate(plans):
+
+            def show(phase: str, share: float, plan: Plan = plan, number: int = number) -> None:
+                text = f"seed {plan.seed} ({number + 1} of {len(plans)}): {phase}"
+                bar.update(task, description=text, completed=number + share)
+
+            result = run(plan, show, options.keep)
+            results.append(result)
+            bar.update(task, completed=number + 1)
+            for line in [] if options.json else report.lines(result):
+                bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+    wrong = [result for result in results if result.violations]
+    if options.json:
+        runs = [report.figures(result) for result in results]
+        print(json.dumps({"runs": runs, "wrong": [result.plan.seed for result in wrong]}))
+    else:
+        Console().print(report.table(results))
+        for result in wrong:
+            print(f"WRONG: {result.plan.command}")
+    return 1 if wrong else 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m tests.chaos", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="how many runs (3)")
+    parser.add_argument("--first-seed", type=int, help="seed of the first; a random one if absent")
+    parser.add_argument("--seconds", type=float, help="of faults in each run (20)")
+    parser.add_argument("--groups", type=int, help="subscriber groups (10)")
+    parser.add_argument("--members", type=int, help="members of each group (3)")
+    parser.add_argument("--publishers", type=int, help="publishers (2)")
+    parser.add_argument(
+        "--small-ring", action="store_true", help="a ring that overtakes slow groups: gaps"
+    )
+    parser.add_argument(
+        "--faults", type=kinds, help=f"only these, with commas between: {', '.join(KINDS)}"
+    )
+    parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant a bug")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument("--keep", type=Path, help="copy the histories of wrong runs there")
+    options = parser.parse_args(arguments)
+    if options.first_seed is None:
+        options.first_seed = secrets.randbelow(1_000_000)
+    return options
+
+
+def kinds(text: str) -> tuple[str, ...]:
+    chosen = tuple(text.split(","))
+    if unknown := set(chosen) - set(KINDS):
+        raise argparse.ArgumentTypeError(f"there is no fault {', '.join(sorted(unknown))}")
+    return chosen
+
+
+def plan_of(options: argparse.Namespace, seed: int) -> Plan:
+    plan = mutant_plan(options.mutant, seed) if options.mutant else Plan(seed)
+    names = ("seconds", "groups", "members", "publishers")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.small_ring:
+        given["small_ring"] = True
+    if options.faults:
+        given["kinds"] = options.faults
+    return replace(plan, **given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""The judge: from the events of all processes to what was wrong. Pure, O(n log n).
+
+Of the log: each acknowledged record is there, once, where its ack says; nothing is there that
+nobody published or that was reported as failed; records of one publisher are in its order, and
+what was published after an acknowledgement lies behind it. Of the groups, see terms.py. Of the
+samples, which one client took one after the other: what was confirmed stays confirmed, the log
+grows, and the ring keeps what it must.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from tests.chaos.history import Event, author, by_time
+from tests.chaos.terms import BEGINS, check_terms
+from tests.chaos.violation import Findings, Violation, Wrong
+
+
+def check(
+    events: Iterable[Event], groups: Sequence[str] = (), capacity: int | None = None
+) -> list[Violation]:
+    """What was wrong in a history.
+
+    Args:
+        events: Of all processes, in any order.
+        groups: Those that must have drained; others are judged if they occur.
+        capacity: Of the ring, if it is so small that records may get lost; None if not.
+    """
+    history = by_time(events)
+    findings = Findings(history)
+    log = read_log(history, findings)
+    check_errors(history, findings)
+    check_records(history, log, findings, whole=capacity is None)
+    check_order(history, log, findings)
+    by_group: defaultdict[str, list[Event]] = defaultdict(list)
+    for event in history:
+        if event.group:
+            by_group[event.group].append(event)
+    samples = [event for event in history if event.kind == "sample"]
+    for group in sorted({*groups, *by_group}):
+        mine = by_group[group]
+        check_terms(mine, log, findings, whole=capacity is None)
+        check_confirmed(group, mine, samples, findings)
+        check_moved(group, mine, samples, findings)
+    check_ring(samples, capacity, findings)
+    check_gaps(history, samples, capacity, findings)
+    check_drained(history, samples, groups, findings)
+    return findings.report()
+
+
+# The log
+
+
+def read_log(history: Sequence[Event], findings: Findings) -> dict[int, str]:
+    """What was at each offset, by those who read on their own."""
+    log: dict[int, str] = {}
+    for event in history:
+        if event.kind in ("log", "seen"):
+            for offset, value in enumerate(event.values, event.first):
+                if log.setdefault(offset, value) != value:
+                    text = f"offset {offset} is {log[offset]} and {value}"
+                    findings.add(Wrong.TWO_PAYLOADS, text, event)
+    return dict(sorted(log.items()))
+
+
+def check_errors(history: Sequence[Event], findings: Findings) -> None:
+    for event in history:
+        if event.kind == "error":
+            findings.add(Wrong.UNEXPECTED, f"{event.who}: {event.text}", event)
+        elif event.kind == "truncated":
+            text = f"{event.who} was told that {event.first} to {event.last} were lost"
+            findings.add(Wrong.LOST, text, event)
+
+
+def check_records(
+    history: Sequence[Event], log: dict[int, str], findings: Findings, *, whole: bool
+) -> None:
+    """Each record is where it should be, once; with the `whole` log, all of them are."""
+    published = {v for event in history if event.kind == "publish" for v in event.values}
+    places: dict[str, int] = {}
+    for offset, value in log.items():
+        if value not in published:
+            findings.add(Wrong.PHANTOM, f"{value} at {offset} was never published")
+        if value in places:
+            findings.add(Wrong.DUPLICATED, f"{value} is at {places[value]} and at {offset}")
+        places.setdefault(value, offset)
+    kept_from = min((e.first for e in history if e.kind == "log" and e.values), default=0)
+    for event in history:
+        if event.kind == "failed":
+            for value in event.values:
+                if value in places:
+                    text = f"{value} failed, and is at {places[value]}"
+                    findings.add(Wrong.PHANTOM, text, event)
+        elif event.kind == "acked":
+            for value, offset in zip(event.values, event.offsets, strict=True):
+                if log.get(offset, value) != value:
+                    text = f"{value} was acknowledged at {offset}, where {log[offset]} is"
+                    findings.add(Wrong.TWO_PAYLOADS, text, event)
+                elif offset not in log and (whole or offset >= kept_from):
+                    text = f"{value}, acknowledged at {offset}, is not in the log"
+                    findings.add(Wrong.LOST, text, event)
+    offsets = list(log)
+    if whole and offsets != list(range(len(offsets))):
+        hole = next(n for n, offset in enumerate(offsets) if n != offset)
+        findings.add(Wrong.SKIPPED, f"the log has no offset {hole}, and has {offsets[hole]}")
+
+
+def check_order(history: Sequence[Event], log: dict[int, str], findings: Findings) -> None:
+    """The log is in the order of each publisher, and in that of time as far as it is known."""
+    newest: dict[str, int] = {}
+    for offset, value in log.items():
+        publisher, counter = author(value)
+        # A repeated one is a duplicate, which has been found already.
+        if counter < newest.get(publisher, -1):
+            text = f"{value} at {offset} lies behind {publisher}-{newest[publisher]}"
+            findings.add(Wrong.REORDERED, text)
+        newest[publisher] = max(counter, newest.get(publisher, -1))
+    begun: dict[str, Event] = {}
+    floor, last = -1, ""  # the highest offset acknowledged so far
+    floors: dict[str, tuple[int, str]] = {}
+    for event in history:
+        if event.kind == "publish":
+            for value in event.values:
+                begun[value] = event
+                floors[value] = (floor, last)
+        elif event.kind == "acked":
+            for value, offset in zip(event.values, event.offsets, strict=True):
+                if offset > floor:
+                    floor, last = offset, value
+    for offset, value in log.items():
+        before, earlier = floors.get(value, (-1, ""))
+        if offset <= before:
+            text = f"{value}, published after {earlier} was at {before}, is at {offset}"
+            findings.add(Wrong.REORDERED, text, begun[value])
+
+
+# The samples
+
+
+def check_confirmed(
+    group: str, mine: Sequence[Event], samples: Sequence[Event], findings: Findings
+) -> None:
+    """A confirmed offset never falls, holds what was acknowledged, and not what nobody asked."""
+    done = [event for event in mine if event.kind == "confirmed"]
+    asked = [event for event in mine if event.kind in ("confirm", "missing", "gap")]
+    done_to = asked_to = before = 0
+    done_next = asked_next = 0
+    for sample in samples:
+        confirmed = sample.confirmed.get(group, 0)
+        while done_next < len(done) and done[done_next].t < sample.began:
+            done_to = max(done_to, done[done_next].first)
+            done_next += 1
+        while asked_next < len(asked) and asked[asked_next].t <= sample.t:
+            asked_to = max(asked_to, asked[asked_next].first, asked[asked_next].last + 1)
+            asked_next += 1
+        at = Event(sample.t, "sample", group=group)
+        if confirmed < before:
+            findings.add(Wrong.WENT_BACK, f"confirmed fell from {before} to {confirmed}", at)
+        elif confirmed < done_to:
+            text = f"confirmed is {confirmed}, after a confirm of {done_to} was acknowledged"
+            findings.add(Wrong.WENT_BACK, text, at)
+        if confirmed > asked_to:
+            text = f"confirmed is {confirmed}, though nobody asked for more than {asked_to}"
+            findings.add(Wrong.SKIPPED, text, at)
+        before = confirmed
+        done_to = min(done_to, confirmed)  # each fall is told once
+
+
+def check_moved(
+    group: str, mine: Sequence[Event], samples: Sequence[Event], findings: Findings
+) -> None:
+    """Once a term is seen to have begun, only what it has asked for can be confirmed.
+
+    This shows the confirm of an older term that got through, even if nobody heard of it.
+    """
+    newest, begun, limit, place = -1, -1, 0, 0
+    for sample in samples:
+        while place < len(mine) and mine[place].t <= sample.t:
+            event = mine[place]
+            place += 1
+            if event.term > newest and event.kind in BEGINS and event.first >= 0:
+                newest, begun, limit = event.term, event.t, event.first
+            if event.term == newest and event.kind in ("confirm", "missing", "gap"):
+                limit = max(limit, event.first, event.last + 1)
+        confirmed = sample.confirmed.get(group, 0)
+        if 0 <= begun < sample.began and confirmed > limit:
+            text = f"confirmed is {confirmed}, though term {newest} asked for no more than {limit}"
+            findings.add(Wrong.STALE_CONFIRM, text, Event(sample.t, "sample", group=group))
+            limit = confirmed  # told once
+
+
+def check_ring(samples: Sequence[Event], capacity: int | None, findings: Findings) -> None:
+    end = 0
+    for sample in samples:
+        if sample.last < end:
+            findings.add(Wrong.WENT_BACK, f"the log ended at {end}, then at {sample.last}", sample)
+        end = sample.last
+        must_hold = end if capacity is None else min(capacity, end)
+        if end - sample.first < must_hold:
+            text = f"the ring holds {sample.first} to {end}, and must hold {must_hold} records"
+            findings.add(Wrong.OVERTRIMMED, text, sample)
+
+
+def check_gaps(
+    history: Sequence[Event], samples: Sequence[Event], capacity: int | None, findings: Findings
+) -> None:
+    """What is called gone must be gone: nothing of the last `capacity` records."""
+    for event in history:
+        if event.kind not in ("missing", "gap"):
+            continue
+        later = bisect_left(samples, event.t, key=lambda sample: sample.began)
+        if capacity is None:
+            text = f"{event.who} was told that {event.first} to {event.last} are gone"
+            findings.add(Wrong.WRONG_GAP, text, event)
+        elif later < len(samples) and event.last >= samples[later].last - capacity:
+            text = (
+                f"{event.who} was told that {event.first} to {event.last} are gone, of a ring of "
+                f"{capacity} that ended at {samples[later].last} or before"
+            )
+            findings.add(Wrong.WRONG_GAP, text, event)
+
+
+def check_drained(
+    history: Sequence[Event],
+    samples: Sequence[Event],
+    groups: Sequence[str],
+    findings: Findings,
+) -> None:
+    if not any(event.kind == "healed" for event in history):
+        return
+    for group in groups:
+        confirmed = samples[-1].confirmed.get(group, 0) if samples else 0
+        end = samples[-1].last if samples else 0
+        if confirmed < end:
+            at = Event(samples[-1].t, "sample", group=group)
+            findings.add(Wrong.NOT_DRAINED, f"it stands at {confirmed} of {end}", at)

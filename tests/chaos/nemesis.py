@@ -1,0 +1,278 @@
+"""The faults: what befalls workers, connections and the server, in an order that a seed fixes.
+
+Kinds are drawn from a bag that is filled again when it is empty, so each happens about as often as
+any other. Faults overlap, but only one at a time befalls one worker, one proxy, or the server.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, Protocol
+
+import redis
+
+from meteor_py import keys
+from tests.chaos.history import Writer
+from tests.chaos.orders import STREAM
+from tests.chaos.slot import Slot
+from tests.proxy import Direction
+from tests.servers import Server, plain_client
+
+ANSWER_S = 2.0
+SIDES: tuple[Direction, ...] = ("requests", "replies", "both")
+
+
+class Fault(Protocol):
+    def __call__(self) -> bool:
+        """Begin it, unless there is nothing to befall; whether it did."""
+
+
+class Nemesis:
+    """Does harm when told to, and repairs what is due."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        server: Server,
+        members: Sequence[Slot],
+        publishers: Sequence[Slot],
+        writer: Writer,
+        *,
+        groups: Sequence[str],
+        kinds: Sequence[str],
+        lease_ttl_s: float,
+        pauses: Sequence[float],
+        every_s: tuple[float, float],
+    ) -> None:
+        self.happened: Counter[str] = Counter()
+        self._rng = rng
+        self._server = server
+        self._members = members
+        self._publishers = publishers
+        self._writer = writer
+        self._groups = groups
+        self._lease_ttl_s = lease_ttl_s
+        self._pauses = pauses
+        self._every_s = every_s
+        self._kinds = kinds
+        self._bag: list[str] = []
+        self._next_at = 0.0
+        self._busy: set[str] = set()
+        self._repairs: list[tuple[float, int, str, Callable[[], None]]] = []
+        self._numbers = count()
+
+    def step(self) -> None:
+        """Repair what is due; begin another fault if it is time."""
+        self._repair(time.monotonic())
+        if time.monotonic() < self._next_at:
+            return
+        self._next_at = time.monotonic() + self._rng.uniform(*self._every_s)
+        for _ in self._kinds:
+            if not self._bag:
+                self._bag = self._rng.sample(self._kinds, len(self._kinds))
+            kind = self._bag.pop()
+            fault: Fault = getattr(self, kind)
+            if fault():
+                self.happened[kind] += 1
+                return
+            self._bag.insert(0, kind)  # later, then
+
+    @property
+    def has_done_everything(self) -> bool:
+        return all(self.happened[kind] for kind in self._kinds)
+
+    def heal(self) -> None:
+        """Repair everything, at once."""
+        self._repair(float("inf"))
+        for slot in [*self._members, *self._publishers]:
+            slot.proxy.heal()
+            slot.resume()
+        self._writer.add("healed", who="nemesis")
+
+    def _repair(self, until: float) -> None:
+        while self._repairs and self._repairs[0][0] <= until:
+            _, _, target, repair = heapq.heappop(self._repairs)
+            repair()
+            self._busy.discard(target)
+
+    # Faults of workers
+
+    def kill_member(self) -> bool:
+        return self._kill(self._members, "kill_member")
+
+    def kill_publisher(self) -> bool:
+        return self._kill(self._publishers, "kill_publisher")
+
+    def _kill(self, slots: Sequence[Slot], kind: str) -> bool:
+        slot = self._idle_slot(slots)
+        if slot is None:
+            return False
+        self._begin(kind, slot.name, self._rng.uniform(0.0, 1.0), slot.replace)
+        slot.kill()
+        return True
+
+    def pause_member(self) -> bool:
+        return self._pause_member("pause_member", self._members)
+
+    def pause_owner(self) -> bool:
+        """A member that holds a lease, of whichever group."""
+        owners = self._owners()
+        return self._pause_member("pause_owner", [s for s in self._members if s.pid in owners])
+
+    def _owners(self) -> set[int]:
+        """The processes that hold a lease: a member's name has its process id in the middle."""
+        if "server" in self._busy:
+            return set()
+        with plain_client(self._server.url, socket_timeout=ANSWER_S) as client:
+            leases: Any = client.mget([keys.lease(STREAM, group) for group in self._groups])
+        names = [lease.decode().partition(" ")[0] for lease in leases if lease is not None]
+        return {int(name.split(":")[1]) for name in names}
+
+    def _pause_member(self, kind: str, slots: Sequence[Slot]) -> bool:
+        slot = self._idle_slot(slots)
+        if slot is None:
+            return False
+        seconds = self._rng.choice(self._pauses) * self._lease_ttl_s
+        self._begin(kind, slot.name, seconds, slot.resume)
+        slot.pause()
+        return True
+
+    def pause_publisher(self) -> bool:
+        slot = self._idle_slot(self._publishers)
+        if slot is None:
+            return False
+        self._begin("pause_publisher", slot.name, self._rng.uniform(0.2, 2.0), slot.resume)
+        slot.pause()
+        return True
+
+    # Faults of connections
+
+    def cut(self) -> bool:
+        """All connections of a worker at once; it may connect again."""
+        return self._on_proxy("cut", 0.0, lambda slot: slot.proxy.cut())
+
+    def lose_reply(self) -> bool:
+        """A script is done, and its caller does not learn of it."""
+        nth = self._rng.randint(1, 4)
+        return self._on_proxy(
+            "lose_reply", 0.5, lambda slot: slot.proxy.cut_after_request(nth, match=b"EVAL")
+        )
+
+    def tear_reply(self) -> bool:
+        after = self._rng.randint(1, 200)
+        return self._on_proxy("tear_reply", 0.5, lambda slot: slot.proxy.cut_mid_reply(after))
+
+    def stall(self) -> bool:
+        side = self._rng.choice(SIDES)
+        seconds = self._rng.uniform(0.2, 2.5)
+        return self._on_proxy("stall", seconds, lambda slot: slot.proxy.stall(side))
+
+    def delay(self) -> bool:
+        late_s = self._rng.uniform(0.005, 0.5)
+        seconds = self._rng.uniform(0.5, 2.0)
+        return self._on_proxy("delay", seconds, lambda slot: slot.proxy.delay(late_s))
+
+    def trickle(self) -> bool:
+        """Single bytes."""
+        seconds = self._rng.uniform(0.1, 0.6)
+        return self._on_proxy("trickle", seconds, lambda slot: slot.proxy.chunk(1))
+
+    def refuse(self) -> bool:
+        """Nobody can connect, and whoever was connected has to."""
+
+        def begin(slot: Slot) -> None:
+            slot.proxy.refuse()
+            slot.proxy.cut()
+
+        return self._on_proxy("refuse", self._rng.uniform(0.1, 2.0), begin)
+
+    def _on_proxy(self, kind: str, seconds: float, begin: Callable[[Slot], None]) -> bool:
+        slots = [
+            slot
+            for slot in (*self._members, *self._publishers)
+            if f"proxy of {slot.name}" not in self._busy
+        ]
+        if not slots:
+            return False
+        slot = self._rng.choice(slots)
+        self._begin(kind, f"proxy of {slot.name}", seconds, slot.proxy.heal)
+        begin(slot)
+        return True
+
+    # Faults of the server
+
+    def pause_server(self) -> bool:
+        if "server" in self._busy:
+            return False
+        self._begin("pause_server", "server", self._rng.uniform(0.5, 3.0), self._server.resume)
+        self._server.pause()
+        return True
+
+    def kill_server(self) -> bool:
+        """What it has acknowledged is on disk, and must be there when it is back."""
+        if "server" in self._busy:
+            return False
+        self._begin("kill_server", "server", self._rng.uniform(0.0, 1.0), self._start_server)
+        self._server.kill()
+        return True
+
+    def _start_server(self) -> None:
+        self._server.start()
+
+    def kill_clients(self) -> bool:
+        return self._tell_server("kill_clients", "CLIENT", "KILL", "TYPE", "NORMAL")
+
+    def flush_scripts(self) -> bool:
+        return self._tell_server("flush_scripts", "SCRIPT", "FLUSH")
+
+    def _tell_server(self, kind: str, *command: str) -> bool:
+        if "server" in self._busy:
+            return False
+        self._writer.add("fault", who="nemesis", text=kind)
+        try:
+            with plain_client(self._server.url, socket_timeout=ANSWER_S) as client:
+                client.execute_command(*command)
+        except redis.ConnectionError:
+            pass  # its own connection was one of them
+        return True
+
+    # Books
+
+    def _idle_slot(self, slots: Sequence[Slot]) -> Slot | None:
+        idle = [slot for slot in slots if slot.name not in self._busy and slot.running]
+        return self._rng.choice(idle) if idle else None
+
+    def _begin(self, kind: str, target: str, seconds: float, repair: Callable[[], None]) -> None:
+        self._busy.add(target)
+        due = time.monotonic() + seconds
+        heapq.heappush(self._repairs, (due, next(self._numbers), target, repair))
+        self._writer.add("fault", who="nemesis", text=f"{kind} of {target} for {seconds:.2f} s")
+
+    def is_busy(self, slot: Slot) -> bool:
+        return slot.name in self._busy
+
+
+#: All kinds of faults.
+KINDS = (
+    "kill_member",
+    "pause_member",
+    "pause_owner",
+    "kill_publisher",
+    "pause_publisher",
+    "cut",
+    "lose_reply",
+    "tear_reply",
+    "stall",
+    "delay",
+    "trickle",
+    "refuse",
+    "pause_server",
+    "kill_server",
+    "kill_clients",
+    "flush_scripts",
+)

@@ -1,0 +1,84 @@
+"""A worker process: started, paused, killed, replaced, and ended with whoever started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+#: With this code a worker ends that has chosen to die in the middle of its work.
+DIED = 77
+
+# Waits for the end of its standard input (the run has ended, however that came about), then ends
+# the worker: a paused one would not notice by itself.
+_WATCHDOG = 'read -r _; kill -s KILL "$1"'
+
+
+class Process:
+    """One worker. What it writes to standard error is kept in `log`."""
+
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        self.log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.worker", *arguments],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a Ctrl-C is for the run, which then ends the workers
+            )
+        self._watchdog = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCHDOG, "watchdog", str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def pause(self) -> None:
+        if self.running:
+            os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        if self.running:
+            os.kill(self._process.pid, signal.SIGCONT)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended by itself in that time."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        self._dismiss()
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL; twice is fine."""
+        self._dismiss()
+        self._process.kill()
+        self._process.wait()
+
+    def _dismiss(self) -> None:
+        # Before the process is gone for good: it must not find the pid given to another one.
+        self._watchdog.kill()
+        self._watchdog.communicate()
+
+    def last_words(self, lines: int = 12) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,86 @@
+"""What is told about runs: figures, lines, and a table of the totals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from tests.chaos.run import Result
+
+#: How many violations of a run are shown with the events around them.
+SHOWN = 5
+
+TOTALS = (
+    "published",
+    "acked",
+    "unknown",
+    "failed",
+    "delivered",
+    "confirms",
+    "refused",
+    "gaps",
+    "terms",
+    "take_overs",
+)
+
+
+def figures(result: Result) -> dict[str, Any]:
+    """A run as JSON."""
+    return {
+        "seed": result.plan.seed,
+        "published": result.records["publish"],
+        "acked": result.records["acked"],
+        "unknown": result.records["unknown"],
+        "failed": result.records["failed"],
+        "delivered": result.records["deliver"],
+        "confirms": result.events["confirmed"],
+        "refused": result.events["refused"],
+        "gaps": result.events["gap"],
+        "terms": result.terms,
+        "take_overs": result.take_overs,
+        "drain_s": round(result.drain_s, 2),
+        "faults": dict(sorted(result.faults.items())),
+        "violations": [str(violation) for violation in result.violations],
+        "command": result.plan.command,
+    }
+
+
+def lines(result: Result) -> list[str]:
+    """A line about a run, then what was wrong with it."""
+    facts = figures(result)
+    counts = ", ".join(f"{facts[name]} {name.replace('_', '-')}" for name in TOTALS)
+    faults = ", ".join(f"{kind} {count}" for kind, count in facts["faults"].items())
+    told = [
+        f"seed {result.plan.seed}: {counts}; {sum(result.faults.values())} faults ({faults}); "
+        f"drained in {result.drain_s:.1f} s; {len(result.violations)} violations"
+    ]
+    for number, violation in enumerate(result.violations):
+        told.append(f"  {violation}")
+        if number < SHOWN:
+            told += [f"      {line}" for line in violation.around]
+    if result.violations:
+        told.append(f"  to repeat it: {result.plan.command}")
+    return told
+
+
+def table(results: Sequence[Result]) -> Table:
+    """The totals of all runs."""
+    totals: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    for result in results:
+        facts = figures(result)
+        totals.update({name: facts[name] for name in TOTALS})
+        faults.update(result.faults)
+    seeds = [result.plan.seed for result in results]
+    found = Table(title="Chaos", show_header=False)
+    found.add_row("seeds", f"{seeds[0]} to {seeds[-1]}")
+    for name in TOTALS:
+        found.add_row(name.replace("_", "-"), f"{totals[name]:,}")
+    found.add_row("faults", f"{sum(faults.values()):,}")
+    for kind, count in sorted(faults.items()):
+        found.add_row(f"  {kind}", f"{count:,}")
+    found.add_row("violations", str(sum(len(result.violations) for result in results)))
+    return found

@@ -1,0 +1,254 @@
+"""One chaos run: start everything, do harm, heal, let the groups drain, and judge.
+
+Everything a run starts is ended when it ends, also when it is aborted: workers and server have
+watchdogs, and histories lie in the directory that the server's removes.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import meteor_py as meteor
+from tests.chaos import history
+from tests.chaos.checker import check
+from tests.chaos.history import Event, Writer
+from tests.chaos.mutants import MUTANTS
+from tests.chaos.nemesis import KINDS, Nemesis
+from tests.chaos.orders import STREAM, Orders, Signs
+from tests.chaos.slot import Slot
+from tests.chaos.violation import Violation
+from tests.chaos.witness import Recorder, Sampler, read_log, wait_for
+from tests.proxy import Proxy
+from tests.servers import HOST, Server, binaries
+
+#: A ring that keeps all records of a run, and one that a paused group is soon overtaken by.
+LARGE, SMALL = 10_000_000, 200
+START_S = 30.0
+DRAIN_S = 30.0
+END_S = 25.0
+STEP_S = 0.01
+#: How much longer a run may take so that every kind of fault occurs.
+LATER = 2.5
+
+Progress = Callable[[str, float], object]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is to be. The seed fixes faults and choices; the timing is the machine's."""
+
+    seed: int
+    seconds: float = 20.0
+    groups: int = 10
+    members: int = 3
+    publishers: int = 2
+    small_ring: bool = False
+    mutant: str = ""
+    kinds: tuple[str, ...] = KINDS
+    every_s: tuple[float, float] = (0.3, 1.0)
+    lease_ttl_s: float = 1.0
+    #: Of members, in lives of a lease: too short to lose it, just long enough, long.
+    pauses: tuple[float, ...] = (0.5, 1.1, 3.0)
+    batch_pause_s: float = 0.06
+    hang: float = 0.003
+
+    @property
+    def group_names(self) -> list[str]:
+        return [f"g{n}" for n in range(self.groups)]
+
+    @property
+    def command(self) -> str:
+        """What repeats it, as far as that is possible."""
+        parts = [f"python -m tests.chaos --seeds 1 --first-seed {self.seed}"]
+        parts.append(f"--seconds {self.seconds:g} --groups {self.groups} --members {self.members}")
+        parts += ["--small-ring"] if self.small_ring else []
+        if self.mutant:
+            parts.append(f"--mutant {self.mutant}")  # which chooses its faults
+        elif self.kinds != KINDS:
+            parts.append(f"--faults {','.join(self.kinds)}")
+        return " ".join(parts)
+
+
+def mutant_plan(name: str, seed: int) -> Plan:
+    """A run in which a planted bug comes to light soon."""
+    return Plan(seed, mutant=name, **MUTANTS[name].plan)
+
+
+@dataclass
+class Result:
+    """What happened in a run, in figures, and what was wrong with it."""
+
+    plan: Plan
+    events: Counter[str] = field(default_factory=Counter)  # by kind
+    records: Counter[str] = field(default_factory=Counter)  # published, acked, ... delivered
+    faults: Counter[str] = field(default_factory=Counter)
+    terms: int = 0
+    take_overs: int = 0
+    drain_s: float = 0.0
+    violations: list[Violation] = field(default_factory=list)
+
+    def count(self, events: list[Event]) -> None:
+        for event in events:
+            self.events[event.kind] += 1
+            self.records[event.kind] += len(event.values)
+        terms = {(e.group, e.term) for e in events if e.kind == "deliver" and e.term >= 0}
+        self.terms = len(terms)
+        self.take_overs = len(terms) - len({group for group, _ in terms})
+
+
+def run(
+    plan: Plan, progress: Progress = lambda phase, share: None, keep: Path | None = None
+) -> Result:
+    """Do a run and judge it; `keep` is where to copy the histories of one that went wrong."""
+    result = Result(plan)
+    persistent = ("--appendonly", "yes", "--appendfsync", "always")
+    with ExitStack() as stack:
+        server = stack.enter_context(Server(binaries()["valkey"], *persistent))
+        directory = server.directory / "chaos"
+        directory.mkdir()
+        with ExitStack() as equipment:
+            Stage(plan, server, directory, equipment).play(result, progress)
+        progress("judging", 0.0)
+        events = history.read(directory)
+        result.count(events)
+        capacity = SMALL if plan.small_ring else None
+        result.violations = check(events, plan.group_names, capacity)
+        if result.violations and keep is not None:
+            kept = keep / f"seed-{plan.seed}"
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(directory, kept)
+    return result
+
+
+class Stage:
+    """Everybody who takes part in a run."""
+
+    def __init__(self, plan: Plan, server: Server, directory: Path, stack: ExitStack) -> None:
+        self._plan = plan
+        self._rng = random.Random(plan.seed)
+        self._signs = Signs(directory)
+        self._directory = directory
+        self._server = server
+        self._stack = stack
+        self._writer = Writer(directory / "run.jsonl")
+        stack.callback(self._writer.close)
+        client = stack.enter_context(meteor.connect(server.url))
+        self._stream = client.stream(STREAM, capacity=LARGE)
+        self._sampler = Sampler(server.url, plan.group_names, self._writer)
+        stack.callback(self._sampler.stop)
+        self._recorder = Recorder(self._stream, self._writer)
+        stack.callback(self._recorder.stop)
+        self._members = [
+            self._slot("member", f"m{n}", tuple(plan.group_names)) for n in range(plan.members)
+        ]
+        # One that is alone in its process: it is hit without the members of other groups.
+        self._members.append(self._slot("member", "solo", (self._rng.choice(plan.group_names),)))
+        self._publishers = [self._slot("publisher", f"p{n}") for n in range(plan.publishers)]
+        self._nemesis = Nemesis(
+            self._rng,
+            server,
+            self._members,
+            self._publishers,
+            self._writer,
+            groups=plan.group_names,
+            kinds=plan.kinds,
+            lease_ttl_s=plan.lease_ttl_s,
+            pauses=plan.pauses,
+            every_s=plan.every_s,
+        )
+
+    def _slot(self, role: str, name: str, groups: tuple[str, ...] = ()) -> Slot:
+        proxy = self._stack.enter_context(Proxy(HOST, self._server.port))
+        orders = Orders(
+            name=name,
+            url=proxy.url,
+            directory=str(self._directory),
+            seed=f"{self._plan.seed} {name}",
+            groups=groups,
+            lease_ttl_s=self._plan.lease_ttl_s,
+            batch_pause_s=self._plan.batch_pause_s,
+            hang=self._plan.hang,
+            mutant=self._plan.mutant,
+        )
+        slot = Slot(role, orders, proxy, self._writer)  # type: ignore[arg-type]
+        self._stack.callback(slot.kill)
+        return slot
+
+    def play(self, result: Result, progress: Progress) -> None:
+        self._start(progress)
+        self._harm(progress)
+        progress("draining", 0.0)
+        began = time.monotonic()
+        self._nemesis.heal()
+        self._drain()
+        result.drain_s = time.monotonic() - began
+        result.faults = self._nemesis.happened
+        progress("ending", 0.0)
+        self._signs.make_end()
+        for slot in self._members:
+            slot.finish(END_S)
+        self._sampler.stop()
+        self._recorder.stop()
+        read_log(self._stream, self._writer)
+
+    def _start(self, progress: Progress) -> None:
+        """Have all groups at work before the first fault: none may begin in the middle."""
+        progress("starting", 0.0)
+        for slot in self._members:
+            slot.replace()
+        everybody = self._plan.groups
+        if not wait_for(self._sampler, lambda s: len(s.confirmed) == everybody, START_S):
+            raise RuntimeError("The groups did not begin.")
+        self._sampler.start()
+        self._recorder.start()
+        for slot in self._publishers:
+            slot.replace()
+        busy = wait_for(self._sampler, lambda s: all(s.confirmed.values()), START_S)
+        if not busy:
+            self._writer.add("error", who="run", text="Not all groups confirmed a first record.")
+        if self._plan.small_ring:
+            # Not before: a group that has been given nothing passes over what is gone.
+            self._stream.configure(capacity=SMALL)
+
+    def _harm(self, progress: Progress) -> None:
+        begin = time.monotonic()
+        seconds = self._plan.seconds
+        while (passed := time.monotonic() - begin) < seconds or (
+            passed < LATER * seconds and not self._nemesis.has_done_everything
+        ):
+            progress("harming", min(passed / seconds, 1.0))
+            self._nemesis.step()
+            self._look_after()
+            time.sleep(STEP_S)
+
+    def _look_after(self) -> None:
+        for slot in [*self._members, *self._publishers]:
+            if not self._nemesis.is_busy(slot) and slot.look_after():
+                slot.replace()
+
+    def _drain(self) -> None:
+        """No more records; then every group must reach the end."""
+        self._look_after()
+        self._signs.make_calm()
+        for slot in self._publishers:
+            slot.finish(END_S)
+
+        def drained(sample: Event) -> bool:
+            self._look_after_members()
+            places = [sample.confirmed.get(group, 0) for group in self._plan.group_names]
+            return min(places) >= sample.last
+
+        wait_for(self._sampler, drained, DRAIN_S)
+        self._sampler.sample()  # the last word, whatever it is
+
+    def _look_after_members(self) -> None:
+        for slot in self._members:
+            if slot.look_after():
+                slot.replace()

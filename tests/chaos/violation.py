@@ -1,0 +1,93 @@
+"""What a history may not contain, and where in it that was found."""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tests.chaos.history import Event
+
+#: Of each kind so many are kept with their events; the others are only counted.
+KEPT = 5
+BEFORE = 12
+AFTER = 6
+
+
+class Wrong(enum.StrEnum):
+    """The kinds of violations."""
+
+    LOST = "lost"  # acknowledged or delivered, and not in the log
+    PHANTOM = "phantom"  # in the log or delivered, and never published, or reported as failed
+    DUPLICATED = "duplicated"  # a payload at two offsets, or an offset twice in one term
+    REORDERED = "reordered"  # the log or a term is out of order
+    TWO_PAYLOADS = "two payloads"  # one offset, two records
+    SKIPPED = "skipped"  # a hole in what a group was given, or in the log
+    WENT_BACK = "went back"  # a confirmed offset, or the end of the log, is lower than it was
+    TWO_OWNERS = "two owners"  # two members in one term
+    STALE_CONFIRM = "stale confirm"  # an older term confirmed after a newer one had begun
+    STALE_DELIVERY = "stale delivery"  # a batch asked for after a newer term had begun
+    WRONG_GAP = "wrong gap"  # records called gone that are not, or may not be
+    OVERTRIMMED = "overtrimmed"  # the ring holds less than its capacity
+    NOT_DRAINED = "not drained"  # after healing a group does not reach the end
+    UNEXPECTED = "unexpected error"  # an error that no fault explains
+
+
+@dataclass(frozen=True)
+class Violation:
+    kind: Wrong
+    text: str
+    group: str = ""
+    t: int = 0
+    around: tuple[str, ...] = field(default=(), compare=False)
+
+    def __str__(self) -> str:
+        where = f" (group {self.group})" if self.group else ""
+        return f"{self.kind}{where}: {self.text}"
+
+
+class Findings:
+    """Collects violations, a few of each kind with the events around them."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+        self._found: list[Violation] = []
+        self._counts: Counter[Wrong] = Counter()
+
+    def add(self, kind: Wrong, text: str, at: Event | None = None) -> None:
+        self._counts[kind] += 1
+        if self._counts[kind] <= KEPT:
+            group, t = (at.group, at.t) if at is not None else ("", self._end)
+            self._found.append(Violation(kind, text, group, t, self._around(group, t)))
+
+    def report(self) -> list[Violation]:
+        """What was found, by time; what was only counted comes last."""
+        counted = [
+            Violation(kind, f"{count - KEPT} more of this kind", t=self._end + 1)
+            for kind, count in self._counts.items()
+            if count > KEPT
+        ]
+        return sorted(self._found, key=lambda violation: violation.t) + counted
+
+    @property
+    def _end(self) -> int:
+        return self._events[-1].t if self._events else 0
+
+    def _around(self, group: str, t: int) -> tuple[str, ...]:
+        """The events near a moment that may have to do with it."""
+        place = bisect_left(self._events, t, key=lambda event: event.t)
+        before = _related(reversed(self._events[:place]), group, BEFORE)
+        after = _related(self._events[place:], group, AFTER)
+        return tuple(str(event) for event in [*reversed(before), *after])
+
+
+def _related(events: Iterable[Event], group: str, most: int) -> list[Event]:
+    found: list[Event] = []
+    for event in events:
+        if len(found) == most:
+            break
+        if event.kind == "fault" or (event.group == group and event.kind != "sample"):
+            found.append(event)
+    return found

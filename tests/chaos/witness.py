@@ -1,0 +1,138 @@
+"""What a run sees for itself, past the proxies: samples of the server's books, and the log.
+
+The samples are taken by one client, one after the other, and by plain commands: they are true
+whatever the library believes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+
+import meteor_py as meteor
+from meteor_py import keys
+from tests.chaos.history import Event, Writer, now, value_of
+from tests.chaos.orders import STREAM
+from tests.servers import plain_client
+
+SAMPLE_S = 0.05
+ANSWER_S = 5.0
+
+# The bounds of the ring, and the place of each group: all of one moment.
+_SAMPLE = """
+local entry = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
+local found = {redis.call('HGET', KEYS[1], 'next'), entry and entry[1] or ''}
+for k = 3, #KEYS do
+  local group = redis.call('HMGET', KEYS[k], 'confirmed', 'start')
+  found[k] = group[1] or group[2] or ''
+end
+return found
+"""
+
+
+class Sampler(threading.Thread):
+    """Samples the books of the server until it is stopped."""
+
+    def __init__(self, url: str, groups: Sequence[str], writer: Writer) -> None:
+        super().__init__(name="sampler", daemon=True)
+        self._client = plain_client(url, socket_timeout=ANSWER_S)
+        self._groups = groups
+        self._keys = [keys.meta(STREAM), keys.log(STREAM)]
+        self._keys += [keys.group(STREAM, group) for group in groups]
+        self._writer = writer
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.wait(SAMPLE_S):
+            self.sample()
+
+    def sample(self) -> Event | None:
+        """Look once; None if the server does not answer."""
+        with self._lock:
+            began = now()
+            try:
+                found: Any = self._client.eval(_SAMPLE, len(self._keys), *self._keys)
+            except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.BusyLoadingError):
+                return None
+            last, entry, *places = [item.decode() for item in found]
+            first = last
+            if entry:
+                end, _, records = entry.partition("-")
+                first = int(end) - int(records) + 1
+            confirmed = {
+                group: int(place)
+                for group, place in zip(self._groups, places, strict=True)
+                if place
+            }
+            return self._writer.add(
+                "sample", began=began, first=int(first), last=int(last), confirmed=confirmed
+            )
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self.is_alive():
+            self.join()
+        self._client.close()
+
+
+class Recorder(threading.Thread):
+    """An ungrouped subscriber that reads all the time, so that a small ring has a history too."""
+
+    def __init__(self, stream: meteor.Stream, writer: Writer) -> None:
+        super().__init__(name="recorder", daemon=True)
+        self._subscriber = stream.subscriber(
+            initial_offset="earliest", on_gap="skip", on_gap_skipped=self._on_gap
+        )
+        self._writer = writer
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                batch = self._subscriber.poll(0.2)
+            except meteor.ConnectionFailed:
+                continue
+            except meteor.LogTruncated as error:
+                self._writer.add("truncated", who="recorder", first=error.first, last=error.last)
+                return
+            except meteor.MeteorError as error:
+                self._writer.add("error", who="recorder", text=repr(error))
+                return
+            if batch:
+                note_records(self._writer, "seen", batch)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self.is_alive():
+            self.join()
+        self._subscriber.close()
+
+    def _on_gap(self, first: int, last: int) -> None:
+        self._writer.add("gap", who="recorder", first=first, last=last)
+
+
+def read_log(stream: meteor.Stream, writer: Writer) -> None:
+    """Write down all that is in the log."""
+    for batch in stream.read():
+        note_records(writer, "log", batch)
+
+
+def note_records(writer: Writer, kind: Any, batch: meteor.RecordBatch) -> None:
+    values = [value_of(value) for value in batch.values()]
+    writer.add(kind, who="recorder", first=batch.first_offset, values=values)
+
+
+def wait_for(sampler: Sampler, enough: Any, timeout_s: float) -> bool:
+    """Sample until a sample is good enough; whether one was in time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        sample = sampler.sample()
+        if sample is not None and enough(sample):
+            return True
+        time.sleep(SAMPLE_S)
+    return False

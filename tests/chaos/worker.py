@@ -1,0 +1,72 @@
+"""``python -m tests.chaos.worker publisher|member ORDERS``: one process of a chaos run."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import meteor_py as meteor
+from tests.chaos import mutants
+from tests.chaos.history import Writer
+from tests.chaos.member import Member
+from tests.chaos.orders import Orders, Signs
+from tests.chaos.publishing import Publishing
+
+#: Seconds for connecting and for each answer: shorter than the longest faults.
+TIMEOUT_S = 2.0
+LOOK_S = 0.05
+
+
+def main(role: str, orders: Orders) -> None:
+    if orders.mutant:
+        mutants.plant(orders.mutant)
+    directory = Path(orders.directory)
+    writer = Writer(directory / f"{orders.name}.jsonl")
+    signs = Signs(directory)
+    try:
+        with meteor.connect(orders.url, timeout=TIMEOUT_S) as client:
+            work = publish if role == "publisher" else take_part
+            work(orders, client, writer, signs)
+    except Exception:
+        writer.add("error", who=orders.name, text=traceback.format_exc(limit=-4))
+        raise
+
+
+def publish(orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
+    while not signs.calm:
+        try:
+            publishing = Publishing(orders, client, writer, signs)
+        except meteor.ConnectionFailed:
+            time.sleep(LOOK_S)
+        else:
+            publishing.run()
+            return
+
+
+def take_part(orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
+    """Be a member of each group, in a thread each."""
+    rng = random.Random(orders.seed)
+    members = [
+        Member(orders, group, client, writer, signs, random.Random(rng.random()))
+        for group in orders.groups
+    ]
+    for member in members:
+        member.start()
+    while not signs.end:
+        time.sleep(LOOK_S)
+        if signs.calm:
+            for member in members:
+                member.confirm_rest()
+    for member in members:
+        member.interrupt()
+    for member in members:
+        member.join(20.0)
+        if member.is_alive():
+            writer.add("error", who=member.who, group=member.group, text="It did not end.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Orders.decode(sys.argv[2]))
