@@ -120,7 +120,7 @@ class GroupBench(Bench):
 
     def snapshot(self) -> dict[bytes, Any]:
         """All that is stored, but for times to live."""
-        looks: dict[bytes, Any] = {
+        looks: dict[Any, Any] = {
             b"hash": self.plain.hgetall,
             b"stream": self.plain.xrange,
             b"string": self.plain.get,

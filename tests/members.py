@@ -263,17 +263,14 @@ class Crew:
         left: Any = self.redis.pttl(keys.lease(STREAM, self.group))
         return int(left)
 
-    def take_away(self, member: str = "somebody", lease_ms: int | None = None) -> None:
+    def take_away(self, member: str = "somebody") -> None:
         """Give the lease to somebody else, behind the back of all: as if another had won it."""
         term = int(self.field("term") or 0) + 1
         self.set_fields(term=term, owner=member, nonce="a nonce of his own")
-        if lease_ms is None:
-            self.redis.set(keys.lease(STREAM, self.group), f"{member} {term}")
-        else:
-            self.redis.set(keys.lease(STREAM, self.group), f"{member} {term}", px=lease_ms)
+        self.redis.set(keys.lease(STREAM, self.group), f"{member} {term}")
 
     def server_ms(self) -> int:
-        seconds, micros = self.redis.time()  # type: ignore[misc]
+        seconds, micros = self.redis.time()
         return int(seconds * 1000 + micros // 1000)
 
     def events(self, *what: str) -> list[Event]:

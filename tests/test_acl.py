@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from redis.exceptions import NoPermissionError
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
+from tests.grouping import GroupBench
+from tests.reading import everything
+from tests.receiving import Handler, fails_for
 from tests.servers import Server
+from tests.waiting import eventually
 
 PAGE = Path(__file__).parent.parent / "docs" / "acl.md"
 
@@ -43,6 +49,16 @@ def connect(server: Server, role: str) -> meteor.Client:
     return meteor.connect(f"redis://{role}:{role}-password@127.0.0.1:{server.port}")
 
 
+def fill(server: Server, records: int) -> None:
+    with connect(server, "publisher") as m, m.stream("orders", create=False).publisher() as pub:
+        pub.publish_many([b"x"] * records).result()
+
+
+def contents(server: Server) -> dict[bytes, tuple[object, ...]]:
+    with server.client() as plain:
+        return everything(plain)
+
+
 def test_publisher_and_subscriber_can_do_their_work(guarded: Server) -> None:
     with connect(guarded, "publisher") as m:
         stream = m.stream("orders", create=False)
@@ -56,6 +72,152 @@ def test_publisher_and_subscriber_can_do_their_work(guarded: Server) -> None:
         assert description.bytes
         with stream.subscriber(initial_offset="earliest") as sub:
             assert sub.poll().last_offset >= 999
+
+
+def test_a_subscriber_sees_the_groups_and_cannot_be_in_one(guarded: Server) -> None:
+    fill(guarded, 10)
+    with connect(guarded, "member") as m:
+        m.stream("orders", create=False).seek_group("g", 4)
+    before = contents(guarded)
+    with connect(guarded, "subscriber") as m:
+        stream = m.stream("orders", create=False)
+        (group,) = stream.groups()
+        assert (group.name, group.confirmed, group.lag) == ("g", 4, 6)
+        assert stream.describe().groups == (group,)
+        with pytest.raises(meteor.AccessDenied):
+            stream.subscriber(group="g")
+        with pytest.raises(meteor.AccessDenied):
+            stream.seek_group("g", 0)
+        with pytest.raises(meteor.AccessDenied):
+            stream.delete_group("g")
+    assert contents(guarded) == before
+
+
+# The member
+
+
+def test_a_member_can_read_confirm_pass_on_and_seek(guarded: Server) -> None:
+    fill(guarded, 10)
+    with connect(guarded, "member") as m:
+        stream = m.stream("orders", create=False)
+        assert stream.groups() == []
+        with stream.subscriber(group="g", lease_ttl=60) as sub:
+            assert len(sub.poll()) == 10
+            assert sub.confirm(3).result(20) == 4
+            assert stream.groups()[0].owner == sub.member
+            sub.deactivate()
+            with stream.subscriber(group="g", lease_ttl=60) as other:
+                assert other.poll().first_offset == 4
+                assert other.confirm(5).result(20) == 6
+            sub.reactivate()
+            assert sub.poll().first_offset == 6
+        assert stream.seek_group("g", 2) == 2
+        stream.seek_group("h", "earliest")
+        description = stream.describe()
+        assert description.bytes
+        groups = [(group.name, group.confirmed) for group in description.groups]
+        assert groups == [("g", 2), ("h", 0)]
+        with stream.subscriber(initial_offset="earliest") as alone:
+            assert len(alone.poll()) == 10
+
+
+def test_a_member_can_take_a_group_over_from_a_dead_one_and_by_force(guarded: Server) -> None:
+    fill(guarded, 10)
+    with connect(guarded, "member") as m:
+        stream = m.stream("orders", create=False)
+        bench = GroupBench(m, "orders")
+        life = stream.incarnation
+        bench.open(3, life=life)
+        _, term, *_ = bench.acquire("dead", ttl_ms=100, life=life)
+        assert bench.touch("dead", term, ttl_ms=100, life=life) == ("OK",)
+        with stream.subscriber(group="g", lease_ttl=0.6) as sub:
+            assert sub.poll(timeout=20).first_offset == 3
+            assert (sub.term or 0) > term
+            stream.seek_group("g", 7, force=True)
+            eventually(lambda: sub.poll(timeout=0.1).first_offset == 7)
+
+
+def test_a_member_can_confirm_after_a_fail_over(guarded: Server) -> None:
+    fill(guarded, 10)
+    with connect(guarded, "member") as m, guarded.client() as plain:
+        stream = m.stream("orders", create=False)
+        with stream.subscriber(group="g") as sub:
+            sub.poll()
+            plain.hset("meteor:{orders}:meta", "history", "of the former server")
+            epoch = stream.describe().epoch
+            assert sub.confirm().result(20) == 10
+            assert stream.describe().epoch > epoch
+
+
+def test_a_member_cannot_publish_configure_or_delete(guarded: Server) -> None:
+    fill(guarded, 10)
+    with connect(guarded, "member") as m:
+        stream = m.stream("orders", create=False)
+        stream.seek_group("g", 5)
+        before = contents(guarded)
+        with stream.publisher() as pub, pytest.raises(meteor.AccessDenied):
+            pub.publish(b"x").result()
+        forbidden: list[Callable[[], object]] = [
+            stream.delete,
+            lambda: stream.delete_group("g"),
+            lambda: stream.configure(capacity=1),
+            lambda: m.stream("other", create=False),
+            lambda: m.stream("new"),
+            m.streams,
+        ]
+        for call in forbidden:
+            with pytest.raises(meteor.AccessDenied):
+                call()
+    assert contents(guarded) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "DEL meteor:{orders}:meta",
+        "DEL meteor:{orders}:log",
+        "DEL meteor:{orders}:events",
+        "DEL meteor:{orders}:groups",
+        "SET meteor:{orders}:meta x",
+        "XADD meteor:{orders}:log * a b",
+        "XTRIM meteor:{orders}:log MAXLEN 0",
+        "HSET meteor:{orders}:producer:p epoch 1",
+        "HGET meteor:{other}:meta next",
+        "HSET meteor:{other}:meta next 1",
+        "EVAL return 0",
+        "FLUSHALL",
+        "KEYS *",
+    ],
+)
+def test_a_member_cannot_go_around_the_scripts(guarded: Server, command: str) -> None:
+    fill(guarded, 10)
+    before = contents(guarded)
+    with connect(guarded, "member") as m, pytest.raises(NoPermissionError):
+        m.redis.execute_command(*command.split())
+    assert contents(guarded) == before
+
+
+def test_a_member_with_dead_letters_needs_what_the_page_says(guarded: Server) -> None:
+    fill(guarded, 3)
+    found = re.search(r"`(\([^`]*\{dead\}[^`]*\))`", PAGE.read_text())
+    assert found is not None
+    with connect(guarded, "admin") as admin:
+        admin.stream("dead")
+    with guarded.client() as plain, connect(guarded, "member") as m:
+        stream = m.stream("orders", create=False)
+        with pytest.raises(meteor.AccessDenied):
+            m.stream("dead", create=False)
+        plain.execute_command("ACL", "SETUSER", "member", found[1])
+        handler = Handler(fails_for(1))
+        with stream.subscriber(group="g", auto_confirm=True) as sub:
+            dead = m.stream("dead", create=False)
+            receiver = sub.attach_receiver(handler, on_error=dead, tries=1)
+            handler.wait_for(0, 2)
+            assert receiver.failed == 1
+        assert plain.xlen("meteor:{dead}:log") == 1
+
+
+# The others
 
 
 def test_a_publisher_cannot_read_or_use_another_stream(guarded: Server) -> None:

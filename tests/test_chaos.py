@@ -24,7 +24,9 @@ TRIES = 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed_of", [lambda _: 1, lambda rng: rng.randrange(1_000_000)])
+@pytest.mark.parametrize(
+    "seed_of", [lambda _: 1, lambda rng: rng.randrange(1_000_000)], ids=["fixed", "random"]
+)
 def test_nothing_is_lost_doubled_reordered_or_skipped_whatever_happens(
     rng: random.Random, seed_of: Callable[[random.Random], int]
 ) -> None:

@@ -348,11 +348,28 @@ def overtaken(story: Story, gone_to: int, end: int = 6, first: int = 4) -> None:
     story.confirm("m2", 20, 6)
     story.add("healed")
     story.sample(6, 6, first=first)
+    story.add("seen", who="reader", first=0, values=["p-0", "p-1", "p-2", "p-3"])
     story.log("p-4", "p-5", first=4)
 
 
 def test_a_gap_of_what_a_small_ring_has_dropped_is_no_violation(story: Story) -> None:
     overtaken(story, gone_to=3)
+    assert story.found(capacity=2) == []
+
+
+def test_a_record_that_a_small_ring_should_have_shown_is_lost(story: Story) -> None:
+    story.publish("p-6", at=6)
+    overtaken(story, gone_to=3)
+    assert Wrong.LOST in story.kinds(capacity=2)
+
+
+def test_where_the_reader_was_overtaken_too_nothing_is_known_of_what_is_gone(
+    story: Story,
+) -> None:
+    overtaken(story, gone_to=3)
+    story.events = [event for event in story.events if event.kind != "seen"]
+    assert Wrong.LOST in story.kinds(capacity=2)
+    story.add("gap", who="reader", first=0, last=3)
     assert story.found(capacity=2) == []
 
 

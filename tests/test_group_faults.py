@@ -167,6 +167,23 @@ def test_a_server_that_stays_away_is_an_error_of_poll_and_no_loss(bench: Bench) 
     assert events(bench) == ["assigned"]
 
 
+def test_who_cannot_reach_the_server_stops_believing_in_the_lease_and_hands_out_nothing(
+    bench: Bench,
+) -> None:
+    sub = bench.subscriber(group=GROUP, lease_ttl=1)
+    assert check_values(sub.poll(5, max_records=4)) == [0, 1, 2, 3]  # it has fetched all
+    term = sub.term
+    bench.proxy.stall()
+    eventually(lambda: not sub.is_assigned)
+    with pytest.raises(meteor.ConnectionFailed):
+        sub.poll(0.2)
+    assert sub.position == 4
+    bench.proxy.heal()
+    bench.proxy.cut()
+    assert check_values(sub.poll(10)) == [4, 5, 6, 7, 8, 9]  # nobody else wanted it
+    assert (sub.term, events(bench)) == (term, ["assigned"])
+
+
 @pytest.mark.parametrize("how", ["close", "deactivate"])
 def test_leaving_ends_in_time_though_the_server_does_not_answer(bench: Bench, how: str) -> None:
     sub = bench.subscriber(group=GROUP, lease_ttl=3)
@@ -194,7 +211,7 @@ def test_a_server_paused_longer_than_the_lease_leaves_it_to_its_owner(
     server = private_server()
     with Crew(server.url) as crew:
         crew.fill(3)
-        first, second = crew.members(2, lease_ttl=2)
+        first, second = crew.members(2, lease_ttl=1.5)
         assert first.poll() == [0, 1, 2]
         term = first.state.term
         second.tell("poll", 40.0, 10_000)
@@ -203,7 +220,7 @@ def test_a_server_paused_longer_than_the_lease_leaves_it_to_its_owner(
             first.tell("poll", 40.0, 10_000)
             blocked(crew.redis, 2)
         server.pause()
-        pass_time(3)
+        pass_time(2.2)
         server.resume()
         crew.fill(2)
         if waiting == "at work":

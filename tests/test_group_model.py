@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -276,6 +277,7 @@ class Machine(RuleBasedStateMachine):
             assert holder == f"{only.nonce[0]} {only.term}"
 
 
+@pytest.mark.timeout(600)  # to shrink a failure; else seconds
 def test_a_group_is_what_a_simple_model_says(any_url: str) -> None:
     Machine.url = any_url
     run_state_machine_as_test(

@@ -449,3 +449,35 @@ def test_events_are_bounded(ten: GroupBench) -> None:
 def test_a_lease_ends_by_itself(ten: GroupBench) -> None:
     term = ok(ten.acquire("a", ttl_ms=50))
     eventually(lambda: ten.acquire("b", expired=term)[0] == "OK")
+
+
+# The epoch that a confirm names
+
+
+def lose_tail(bench: GroupBench, first: int) -> None:
+    """The server loses all from ``first`` on, and a new epoch begins there."""
+    for entry_id, _ in bench.entries():
+        if int(entry_id.split(b"-")[0]) >= first:
+            bench.plain.xdel(bench.log, entry_id)
+    bench.plain.hset(bench.meta, mapping={"next": first, "history": "of a former server"})
+
+
+@pytest.mark.parametrize("lost", [0, 5])
+def test_only_what_was_read_in_a_lost_branch_cannot_be_confirmed(url: str, lost: int) -> None:
+    with meteor.connect(url) as client:
+        stream = client.stream("s")
+        fill(stream, *[1] * 10)
+        with stream.subscriber(group="g") as sub:
+            assert len(sub.poll()) == 10
+            lose_tail(GroupBench(client), 10 - lost)
+            fill(stream, 10)
+            assert sub.confirm(4).result(20) == 5  # by which the keeper hears of the epoch
+            if lost:
+                with pytest.raises(meteor.LogTruncated) as caught:
+                    sub.confirm(9).result(20)
+                assert (caught.value.first, caught.value.last) == (5, 9)
+                assert stream.groups()[0].confirmed == 5
+            else:
+                assert sub.confirm(9).result(20) == 10
+                assert len(sub.poll()) == 10  # of the new epoch
+                assert sub.confirm().result(20) == 20

@@ -6,10 +6,13 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 
 import meteor_py as meteor
+from meteor_py.keeper import Keeper
 from tests.members import Crew
 from tests.reading import background, blocked, check_values, drain
 from tests.waiting import eventually
@@ -265,16 +268,13 @@ def test_deactivate_takes_the_lease_from_a_poll_in_another_thread(
 @pytest.mark.parametrize("how", ["poll", "loop"])
 def test_close_ends_a_wait_in_another_thread_at_once(crew: Crew, holding: bool, how: str) -> None:
     other = crew.subscriber(lease_ttl=60)
+    began = time.monotonic()
     for _ in range(10):
         sub = crew.subscriber(lease_ttl=60)
         if not holding:
             other.poll(0)
         got: list[object] = []
-
-        def wait(stop: threading.Event, sub: meteor.Subscriber = sub) -> None:
-            got.extend(sub.poll(60) if how == "poll" else sub)
-
-        with background(wait) as thread:
+        with background(partial(_read_all, sub, how == "loop", got)) as thread:
             blocked(crew.redis)
             sub.close()
             thread.join(10)
@@ -283,6 +283,7 @@ def test_close_ends_a_wait_in_another_thread_at_once(crew: Crew, holding: bool, 
         assert crew.owner == (None if holding else other.member)
         with pytest.raises(meteor.MeteorError, match="closed"):
             sub.poll(0)
+    assert time.monotonic() - began < 12  # a wait in the server lasts two seconds
 
 
 def test_members_come_and_go_quickly(crew: Crew) -> None:
@@ -291,6 +292,21 @@ def test_members_come_and_go_quickly(crew: Crew) -> None:
         with crew.stream.subscriber(group=crew.group, lease_ttl=60) as sub:
             assert check_values(sub.poll(5)) == [number]
             sub.confirm()
+
+
+def test_a_keeper_that_is_ended_while_it_looks_for_work_does_not_wait_for_more(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Keeper._next_job
+
+    def end_and_look(keeper: Keeper) -> Any:
+        keeper.abandon()
+        return look(keeper)
+
+    monkeypatch.setattr(Keeper, "_next_job", end_and_look)
+    crew.subscriber(lease_ttl=60).poll(0)
+    eventually(lambda: crew.events("released"))
+    assert crew.owner is None
 
 
 # The end without a goodbye
@@ -307,14 +323,15 @@ def test_who_leaves_lets_the_next_have_the_lease_at_once(crew: Crew, how: str) -
         "close": subs[0].close,
         "deactivate": subs[0].deactivate,
         "client": client.close,
-        "drop": lambda: (subs.clear(), gc.collect()),
+        "drop": subs.clear,
     }
 
     def go(stop: threading.Event) -> None:
         blocked(crew.redis)
         leave.pop(how)()
-        leave.clear()
+        leave.clear()  # bound methods: they keep it alive
         subs.clear()
+        gc.collect()
 
     with background(go):
         assert check_values(second.poll(50)) == [0, 1]  # less than the lease
@@ -333,6 +350,10 @@ def test_a_closed_member_leaves_no_connection_behind(crew: Crew) -> None:
     eventually(lambda: _connections(crew) <= before)
     holder.close()
     eventually(lambda: _connections(crew) < before)
+
+
+def _read_all(sub: meteor.Subscriber, loop: bool, got: list[object], stop: threading.Event) -> None:
+    got.extend(sub if loop else sub.poll(60))
 
 
 def _connections(crew: Crew) -> int:

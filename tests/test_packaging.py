@@ -2,12 +2,14 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import types
 import zipfile
 from importlib import import_module
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
@@ -118,6 +120,31 @@ def test_all_names_exactly_what_the_library_exports() -> None:
     assert len(set(named)) == len(named)
     assert exported <= set(named)
     assert "__version__" in named
+
+
+def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
+    """Each class below its parent, with "retriable" beside those that are; all are exported."""
+    library, errors = import_module("meteor_py"), import_module("meteor_py.errors")
+    lines = re.findall(r"^    ([ │├└─]*)(\w+)( .*|)$", errors.__doc__ or "", re.MULTILINE)
+    drawn: dict[str, tuple[str | None, bool]] = {}
+    above: list[str] = []
+    for branch, name, words in lines:
+        del above[len(branch) // 4 :]
+        drawn[name] = (above[-1] if above else None, words.endswith(" retriable"))
+        above.append(name)
+
+    def parent(error: type) -> str | None:
+        public = [base.__name__ for base in error.__mro__[1:] if base.__name__ in drawn]
+        return public[0] if public else None
+
+    classes: dict[str, Any] = {
+        name: error
+        for name, error in vars(errors).items()
+        if isinstance(error, type) and issubclass(error, errors.MeteorError) and name[0] != "_"
+    }
+    assert len(classes) > 30
+    assert drawn == {name: (parent(error), error.retriable) for name, error in classes.items()}
+    assert set(classes) <= set(library.__all__)
 
 
 def test_each_lua_script_says_what_it_is_for() -> None:

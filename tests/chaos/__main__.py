@@ -6,7 +6,7 @@ import argparse
 import json
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from tests.chaos import report
 from tests.chaos.mutants import MUTANTS
 from tests.chaos.nemesis import KINDS
 from tests.chaos.run import Plan, Result, mutant_plan, run
+from tests.servers import binaries
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,29 +25,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plans = [plan_of(options, options.first_seed + n) for n in range(options.seeds)]
     console = Console(stderr=True)
     results: list[Result] = []
+    interrupted = False
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(plans))
-        for number, plan in enumerate(plans):
+        try:
+            for result in each_run(plans, bar, options.keep):
+                results.append(result)
+                for line in [] if options.json else report.lines(result):
+                    bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            interrupted = True  # what was found by now is told all the same
+    tell(results, as_json=options.json)
+    if any(result.violations for result in results):
+        return 1
+    return 130 if interrupted else 0
 
-            def show(phase: str, share: float, plan: Plan = plan, number: int = number) -> None:
-                text = f"seed {plan.seed} ({number + 1} of {len(plans)}): {phase}"
-                bar.update(task, description=text, completed=number + share)
 
-            result = run(plan, show, options.keep)
-            results.append(result)
-            bar.update(task, completed=number + 1)
-            for line in [] if options.json else report.lines(result):
-                bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+def each_run(plans: Sequence[Plan], bar: Progress, keep: Path | None) -> Iterator[Result]:
+    task = bar.add_task("", total=len(plans))
+    for number, plan in enumerate(plans):
+
+        def show(phase: str, share: float, plan: Plan = plan, number: int = number) -> None:
+            text = f"seed {plan.seed} ({number + 1} of {len(plans)}): {phase}"
+            bar.update(task, description=text, completed=number + share)
+
+        yield run(plan, show, keep)
+        bar.update(task, completed=number + 1)
+
+
+def tell(results: Sequence[Result], *, as_json: bool) -> None:
     wrong = [result for result in results if result.violations]
-    if options.json:
+    if as_json:
         runs = [report.figures(result) for result in results]
         print(json.dumps({"runs": runs, "wrong": [result.plan.seed for result in wrong]}))
-    else:
+    elif results:
         Console().print(report.table(results))
         for result in wrong:
             print(f"WRONG: {result.plan.command}")
-    return 1 if wrong else 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -57,12 +72,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, help="subscriber groups (10)")
     parser.add_argument("--members", type=int, help="members of each group (3)")
     parser.add_argument("--publishers", type=int, help="publishers (2)")
+    parser.add_argument("--server", choices=sorted(binaries()), help="which server (valkey)")
     parser.add_argument(
         "--small-ring", action="store_true", help="a ring that overtakes slow groups: gaps"
     )
     parser.add_argument(
         "--faults", type=kinds, help=f"only these, with commas between: {', '.join(KINDS)}"
     )
+    parser.add_argument("--every", type=span, help="seconds between two faults (0.3,1)")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant a bug")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--keep", type=Path, help="copy the histories of wrong runs there")
@@ -79,14 +96,21 @@ def kinds(text: str) -> tuple[str, ...]:
     return chosen
 
 
+def span(text: str) -> tuple[float, float]:
+    low, high = (float(part) for part in text.split(","))
+    return low, high
+
+
 def plan_of(options: argparse.Namespace, seed: int) -> Plan:
     plan = mutant_plan(options.mutant, seed) if options.mutant else Plan(seed)
-    names = ("seconds", "groups", "members", "publishers")
+    names = ("seconds", "groups", "members", "publishers", "server")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.small_ring:
         given["small_ring"] = True
     if options.faults:
         given["kinds"] = options.faults
+    if options.every:
+        given["every_s"] = options.every
     return replace(plan, **given)
 
 

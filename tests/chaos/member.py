@@ -74,13 +74,14 @@ class Member(threading.Thread):
         self._number = 0
 
     def run(self) -> None:
-        while not self._signs.end:
+        while not self._signs.end():
             try:
                 self._live()
             except EXPECTED:
                 time.sleep(0.05)
-            except Exception:
-                if not self._signs.end:
+            except Exception as error:
+                # At the end it is closed under its feet.
+                if not (self._signs.end() and isinstance(error, meteor.MeteorError)):
                     self._note("error", text=traceback.format_exc(limit=-4))
                 time.sleep(0.5)
 
@@ -140,7 +141,7 @@ class Member(threading.Thread):
             self._note("released")
 
     def _poll(self, subscriber: meteor.Subscriber, silence_s: float) -> None:
-        while not self._signs.end:
+        while not self._signs.end():
             began = now()
             try:
                 batch = subscriber.poll(self._rng.choice((0.02, 0.3)), self._rng.choice(RECORDS))
@@ -155,7 +156,7 @@ class Member(threading.Thread):
                     self._take(subscriber, batch.first_offset, batch.values(), began)
                 self._handle(silence_s)
             with self._lock:
-                if batch and (self._signs.calm or self._rng.random() < 0.9):
+                if batch and (self._signs.calm() or self._rng.random() < 0.9):
                     self._confirm_some(subscriber, batch)
                 self._collect()
             if batch and self._had_enough(subscriber):
@@ -164,7 +165,7 @@ class Member(threading.Thread):
     def _confirm_some(self, subscriber: meteor.Subscriber, batch: meteor.RecordBatch) -> None:
         """All of a batch, in one of two ways, or a part of it."""
         way = self._rng.random()
-        if way < 0.6 or self._signs.calm:
+        if way < 0.6 or self._signs.calm():
             self._confirm(subscriber, None)
         elif way < 0.8:
             self._confirm(subscriber, batch[len(batch) - 1])
@@ -175,7 +176,7 @@ class Member(threading.Thread):
 
     def _iterate(self, subscriber: meteor.Subscriber, silence_s: float) -> None:
         every = self._rng.choice((1, 10, 100))
-        while not self._signs.end:
+        while not self._signs.end():
             try:
                 if self._iterate_on(subscriber, silence_s, every):
                     return
@@ -212,7 +213,7 @@ class Member(threading.Thread):
     def _handle(self, silence_s: float) -> None:
         """Take some time; now and then too long; or die of it."""
         time.sleep(self._rng.uniform(0, HANDLE_S))
-        if self._signs.calm:
+        if self._signs.calm():
             return
         chance = self._rng.random()
         if chance < DIE / len(self._orders.groups):
@@ -222,7 +223,7 @@ class Member(threading.Thread):
 
     def _had_enough(self, subscriber: meteor.Subscriber) -> bool:
         """Now and then leave the group for a while; tell whether to close."""
-        chance = 1.0 if self._signs.calm else self._rng.random()
+        chance = 1.0 if self._signs.calm() else self._rng.random()
         if chance < LEAVE:
             subscriber.deactivate()
             self._note("released")
@@ -265,8 +266,10 @@ class Member(threading.Thread):
         asked = self._note("confirm", term=term, first=end, number=self._number)
         try:
             ack = subscriber.confirm(what)
-        except (meteor.LeaseLost, ValueError) as error:
+        except meteor.LeaseLost as error:
             self._note("refused", term=term, first=end, number=self._number, text=repr(error))
+        except ValueError as error:  # what was given can be confirmed, or the lease is lost
+            self._note("error", text=f"A confirm of {end} in term {term}: {error!r}")
         else:
             self._confirmed = max(self._confirmed, end)
             self._asked.append(Asked(self._number, asked, term, end, ack))
@@ -290,8 +293,8 @@ class Member(threading.Thread):
 
     def _on_assigned(self, subscriber: meteor.Subscriber) -> None:
         term = subscriber.term
+        self._assigned = -1 if term is None else term
         if term is not None:  # else it is over already, and will be followed by another
-            self._assigned = term
             self._note("assigned", term=term, first=subscriber.position)
 
     def _on_gap(self, first: int, last: int) -> None:

@@ -37,12 +37,10 @@ class Signs:
         self._calm = directory / "calm"
         self._end = directory / "end"
 
-    @property
     def calm(self) -> bool:
         """Publishers stop; members drain, and do nothing rash any more."""
         return self._calm.exists()
 
-    @property
     def end(self) -> bool:
         """Members close and end."""
         return self._end.exists()

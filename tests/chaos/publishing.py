@@ -35,7 +35,7 @@ class Publishing:
         self._publisher = stream.publisher(delivery_timeout=timeout_s)
 
     def run(self) -> None:
-        while not self._signs.calm:
+        while not self._signs.calm():
             self._publish()
             self._settle(PENDING_MAX)
             if self._rng.random() < 0.2 and self._pending:

@@ -10,7 +10,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,7 @@ class Plan:
     groups: int = 10
     members: int = 3
     publishers: int = 2
+    server: str = "valkey"
     small_ring: bool = False
     mutant: str = ""
     kinds: tuple[str, ...] = KINDS
@@ -68,11 +69,17 @@ class Plan:
         """What repeats it, as far as that is possible."""
         parts = [f"python -m tests.chaos --seeds 1 --first-seed {self.seed}"]
         parts.append(f"--seconds {self.seconds:g} --groups {self.groups} --members {self.members}")
-        parts += ["--small-ring"] if self.small_ring else []
+        if self.publishers != Plan.publishers:
+            parts.append(f"--publishers {self.publishers}")
+        if self.server != Plan.server:
+            parts.append(f"--server {self.server}")
         if self.mutant:
-            parts.append(f"--mutant {self.mutant}")  # which chooses its faults
-        elif self.kinds != KINDS:
+            return " ".join([*parts, f"--mutant {self.mutant}"])  # which brings the rest
+        parts += ["--small-ring"] if self.small_ring else []
+        if self.kinds != KINDS:
             parts.append(f"--faults {','.join(self.kinds)}")
+        if self.every_s != Plan.every_s:
+            parts.append("--every {:g},{:g}".format(*self.every_s))
         return " ".join(parts)
 
 
@@ -110,7 +117,7 @@ def run(
     result = Result(plan)
     persistent = ("--appendonly", "yes", "--appendfsync", "always")
     with ExitStack() as stack:
-        server = stack.enter_context(Server(binaries()["valkey"], *persistent))
+        server = stack.enter_context(Server(binaries()[plan.server], *persistent))
         directory = server.directory / "chaos"
         directory.mkdir()
         with ExitStack() as equipment:
@@ -195,6 +202,7 @@ class Stage:
         for slot in self._members:
             slot.finish(END_S)
         self._sampler.stop()
+        self._recorder.catch_up(self._stream.describe().next, END_S)
         self._recorder.stop()
         read_log(self._stream, self._writer)
 
@@ -225,30 +233,25 @@ class Stage:
         ):
             progress("harming", min(passed / seconds, 1.0))
             self._nemesis.step()
-            self._look_after()
+            self._look_after([*self._members, *self._publishers])
             time.sleep(STEP_S)
 
-    def _look_after(self) -> None:
-        for slot in [*self._members, *self._publishers]:
+    def _look_after(self, slots: Sequence[Slot]) -> None:
+        """Replace the workers that have died of their own accord."""
+        for slot in slots:
             if not self._nemesis.is_busy(slot) and slot.look_after():
                 slot.replace()
 
     def _drain(self) -> None:
         """No more records; then every group must reach the end."""
-        self._look_after()
         self._signs.make_calm()
         for slot in self._publishers:
             slot.finish(END_S)
 
         def drained(sample: Event) -> bool:
-            self._look_after_members()
+            self._look_after(self._members)
             places = [sample.confirmed.get(group, 0) for group in self._plan.group_names]
             return min(places) >= sample.last
 
         wait_for(self._sampler, drained, DRAIN_S)
         self._sampler.sample()  # the last word, whatever it is
-
-    def _look_after_members(self) -> None:
-        for slot in self._members:
-            if slot.look_after():
-                slot.replace()

@@ -89,6 +89,7 @@ class Recorder(threading.Thread):
             initial_offset="earliest", on_gap="skip", on_gap_skipped=self._on_gap
         )
         self._writer = writer
+        self._reached = 0
         self._stopped = threading.Event()
 
     def run(self) -> None:
@@ -105,6 +106,13 @@ class Recorder(threading.Thread):
                 return
             if batch:
                 note_records(self._writer, "seen", batch)
+                self._reached = batch.last_offset + 1
+
+    def catch_up(self, end: int, timeout_s: float) -> None:
+        """Wait until it has read all below `end`, or has been ended by an error."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive() and self._reached < end and time.monotonic() < deadline:
+            time.sleep(SAMPLE_S)
 
     def stop(self) -> None:
         self._stopped.set()

@@ -36,7 +36,7 @@ def main(role: str, orders: Orders) -> None:
 
 
 def publish(orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
-    while not signs.calm:
+    while not signs.calm():
         try:
             publishing = Publishing(orders, client, writer, signs)
         except meteor.ConnectionFailed:
@@ -55,9 +55,9 @@ def take_part(orders: Orders, client: meteor.Client, writer: Writer, signs: Sign
     ]
     for member in members:
         member.start()
-    while not signs.end:
+    while not signs.end():
         time.sleep(LOOK_S)
-        if signs.calm:
+        if signs.calm():
             for member in members:
                 member.confirm_rest()
     for member in members:
