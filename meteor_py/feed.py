@@ -51,7 +51,9 @@ class Feed:
         self._config = config
         self._member = member
         self._on_assigned = on_assigned
-        self._term: Term | None = None
+        #: The term in which records are handed out.
+        self.term: Term | None = None
+        self._begun = False
         try:
             if config.group is not None:
                 self.keeper = self._join(config.group, stream, self.reader)
@@ -115,7 +117,7 @@ class Feed:
         """What was handed out is handled: the caller has come back for more."""
         assert self.keeper is not None, "checked with the settings"
         try:
-            self.keeper.confirm(self.reader.position)
+            self.keeper.confirm(self.reader.position, self.term)
         except LeaseLost as error:
             _log.info("%s", error)
 
@@ -165,22 +167,25 @@ class Feed:
         try:
             term = self.keeper.hold(timeout_s)
         except LogTruncated as gap:  # the stream was created anew
+            gap.last = self.reader.position - 1
             self.reader.gap = gap
             raise
         if term is None:
             self.reader.forget()  # what was read is for whoever has the lease
             return False
-        if term is not self._term:
+        if term is not self.term or not self._begun:
             self._begin(term)
         return True
 
     def _begin(self, term: Term) -> None:
+        self._begun = False
         self.handed = max(self.handed, self.reader.position)
         self.reader.start(term.position, term.end, floating=term.floating)
+        self.term = term  # not before: a confirm in another thread is for what it was given then
         start = self._on_assigned()
         if start is not None:
             self.reader.seek(check_int("what on_assigned returns", start, 0, OFFSET_MAX))
-        self._term = term  # not before: a callback that raised is called again
+        self._begun = True  # not before: a callback that raised is called again
 
     def _read(self, block_s: float, records: int) -> None:
         """Fetch once; skip a gap if that is wanted."""
@@ -218,7 +223,7 @@ class Feed:
             # What was handed out and not confirmed is not confirmed by a gap behind it.
             if keeper is not None and keeper.wanted == gap.first:
                 # Refused, it is the next owner's to skip: nobody has to be told.
-                keeper.confirm(behind).add_done_callback(lambda _: None)
+                keeper.confirm(behind, self.term).add_done_callback(lambda _: None)
             reader.skip_to(behind)
         if gap is not None:
             self.reader.count_skipped(gap.first, gap.last)
@@ -241,7 +246,7 @@ class Feed:
         self.reader.close()
         reader.skipped = self.reader.skipped
         reader.jumps = self.reader.jumps + 1
-        self.stream, self.reader, self.keeper, self._term = stream, reader, keeper, None
+        self.stream, self.reader, self.keeper, self.term = stream, reader, keeper, None
 
     # -- the end -------------------------------------------------------------------------------
 

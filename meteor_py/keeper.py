@@ -202,8 +202,8 @@ class Keeper:
 
     # -- for any thread ------------------------------------------------------------------------
 
-    def confirm(self, offset: int) -> Ack:
-        """Note that all below ``offset`` is done; the thread sends it.
+    def confirm(self, offset: int, term: Term | None) -> Ack:
+        """Note that all below ``offset`` was done in ``term``; the thread sends it.
 
         Raises:
             LeaseLost: It is known already that the term is over.
@@ -211,7 +211,7 @@ class Keeper:
         with self._state:
             if offset <= self.confirmed:
                 return Ack(DONE, offset)
-            if self._term is None:
+            if self._term is None or self._term is not term:
                 raise refusals.not_held(self.lease.stream, self.lease.group)
             if not self._waiting or self._waiting[-1].sent:
                 self._waiting.append(Confirmation(self._hurry, CONFIRM_TIMEOUT_S))

@@ -207,7 +207,7 @@ class Receiver:
         """A dead letter is done, unless the application has something before it to confirm."""
         keeper = self._feed.keeper
         if keeper is not None and keeper.wanted == raw.offset:
-            keeper.confirm(raw.offset + 1)
+            keeper.confirm(raw.offset + 1, self._feed.term)
 
     def _ours(self) -> bool:
         """Whether this record is still ours to handle."""

@@ -132,7 +132,7 @@ class Subscriber:
                 after ``poll()`` and the current record in a loop or receiver.
 
         Returns:
-            An Ack, whose ``result()`` is the next offset to process.
+            An Ack, whose ``result()`` is the offset behind the record.
 
         Raises:
             LeaseLost: Another member has the lease; if that is not known yet, the Ack raises it,
@@ -141,8 +141,9 @@ class Subscriber:
             NotGrouped: There is no group.
         """
         keeper = self._grouped("confirm")
+        term = self._feed.term  # before the position: a new term may begin meanwhile
         if record is None:
-            return keeper.confirm(self.position)
+            return keeper.confirm(self.position, term)
         found = record.offset if isinstance(record, Record) else record
         offset = check_int("offset", found, 0, OFFSET_MAX) + 1
         if offset > self.position:
@@ -157,7 +158,7 @@ class Subscriber:
                 stream=self.stream.name,
                 group=keeper.lease.group,
             )
-        return keeper.confirm(offset)
+        return keeper.confirm(offset, term)
 
     @property
     def confirmed(self) -> int:
