@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -95,36 +94,6 @@ class Batch:
         callback()
 
 
-class Confirmation(Batch):
-    """Confirms that are sent together. Whoever waits for one makes it go at once."""
-
-    __slots__ = ("hurry", "offset", "sent")
-
-    def __init__(self, hurry: Callable[[], None], timeout_s: float) -> None:
-        started = time.monotonic()
-        super().__init__(started, started + timeout_s)
-        self.hurry = hurry
-        self.first = 0  # an Ack adds its own offset to it
-        self.offset = 0
-        self.sent = False
-
-    def wait(self, timeout: float | None) -> bool:
-        if not self.settled:
-            self.hurry()
-        return super().wait(timeout)
-
-    def on_settled(self, callback: Callable[[], None]) -> None:
-        if not self.settled:
-            self.hurry()
-        super().on_settled(callback)
-
-
-#: What the Ack of a confirm stands on that changes nothing.
-DONE = Batch(0.0, 0.0)
-DONE.first = 0
-DONE.settled = True
-
-
 def forget_waiters() -> None:
     """In a forked child: a thread that is not here may have held the lock."""
     global _lock
@@ -145,7 +114,7 @@ def forbid_waiting() -> None:
     """Raise if this is a callback."""
     if in_callback():
         raise RuntimeError(
-            "A callback must not wait for records: it runs in the thread that sends them."
+            "A callback must not wait for an Ack, flush or close: it runs in the thread that sends."
         )
 
 
@@ -162,11 +131,13 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
         """Wait for the outcome and return the (first) offset.
 
         Args:
-            timeout: Seconds; None waits as long as the publisher tries (``delivery_timeout``).
+            timeout: Seconds; None waits as long as it is tried: ``delivery_timeout`` of the
+                publisher, 30 seconds for a confirm.
 
         Raises:
             TimeoutError: Not known yet.
-            MeteorError: It was not published; ``OutcomeUnknown`` if even that is not certain.
+            MeteorError: It was not published or confirmed; ``OutcomeUnknown`` if even that is
+                not certain.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -178,7 +149,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
     def exception(self, timeout: float | None = None) -> Exception | None:
         """Wait for the outcome and return the error, or None if all is well."""
         if not self._batch.wait(timeout):
-            raise TimeoutError(f"The record was not acknowledged within {timeout} seconds.")
+            raise TimeoutError(f"There was no answer within {timeout} seconds.")
         return self._error()
 
     @property
@@ -189,7 +160,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Call ``callback(ack)`` when the outcome is known, at once if it is.
 
-        It runs in the publisher's sending thread and must not block; if it raises, that is
+        It runs in the thread that sends and must not block; if it raises, that is
         logged and harms nobody.
         """
 
@@ -199,7 +170,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
             except BaseException as error:
                 if not isinstance(error, Exception) and not in_callback():
                     raise
-                _log.exception("A callback of a published record raised an exception.")
+                _log.exception("A callback of an Ack raised an exception.")
 
         self._batch.on_settled(call)
 
@@ -220,7 +191,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
             try:
                 loop.call_soon_threadsafe(finish)
             except RuntimeError:  # the loop was closed; nobody waits any more
-                _log.debug("The event loop of an awaited record is closed.")
+                _log.debug("The event loop of an awaited Ack is closed.")
 
         self._batch.on_settled(finish_soon)
         return (yield from future)
@@ -230,7 +201,10 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
 
 
 class Ack(_Outcome, gc=False, eq=False):
-    """The outcome of one ``publish``. Can be awaited in asyncio."""
+    """The outcome of one ``publish``, or of one ``confirm``. Can be awaited in asyncio.
+
+    Of a confirm, the offset is the one behind the record: the next to process.
+    """
 
     _index: int
 

@@ -153,6 +153,8 @@ class SubscriberConfig:
             raise TypeError("on_gap_skipped must be a function of the first and the last offset.")
         if self.on_assigned is not None and not callable(self.on_assigned):
             raise TypeError("on_assigned must be a function of the subscriber.")
+        if not isinstance(self.auto_confirm, bool):
+            raise TypeError(f"auto_confirm must be True or False, not {self.auto_confirm!r}.")
         if self.group is None and (self.auto_confirm or self.on_assigned is not None):
             raise ValueError("auto_confirm and on_assigned need a group; give one with group=.")
 

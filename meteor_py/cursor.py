@@ -1,8 +1,9 @@
 """A cursor: reads the ring from a position on, and notices whatever is missing.
 
 A fetch asks for frames and then, in the same pipeline, for the stream's incarnation, epoch and
-end. The second is answered after the first, and a new epoch is begun before anything is written
-in it: so whatever was read belongs to the epoch that was seen, or an older one.
+end, and in a group for the nonce of its owner. These are answered after the frames, and a new
+epoch is begun before anything is written in it: so whatever was read belongs to the epoch that was
+seen, or an older one; and the group's owner was still the same when it was read.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ _ID_MAX = 2**64 - 1
 _STRAIGHT = 3
 
 
+class Fenced(Exception):
+    """Somebody else reads for the group now, or it was moved or deleted."""
+
+
 class Cursor:
     """Where a reader stands. Owns its connection; for one thread at a time."""
 
@@ -44,9 +49,15 @@ class Cursor:
         self._frames = 16  # to ask for; follows their size
         self._straight = 0  # fetches since the last jump
         self._ahead: int | None = None  # the offset that was asked for in advance
+        self._guard: tuple[str, bytes] | None = None
         self.position = position
         #: The end of the stream when last seen.
         self.next = position.offset
+
+    @property
+    def block_max_s(self) -> float:
+        """As ``Link.block_max_s``."""
+        return self._link.block_max_s
 
     def fetch(self, block_s: float = 0.0, *, records: int, anywhere: bool = False) -> list[Chunk]:
         """Return records from the position on, without a hole, and move past them.
@@ -57,6 +68,7 @@ class Cursor:
             anywhere: Take the first that is there, if the one at the position is gone.
 
         Raises:
+            Fenced: The group has another nonce: what was read is not for us.
             RecordsLost: The record at the position is not in the ring any more.
             LogTruncated: The server lost what lies below the position.
             StreamNotFound: The stream was deleted.
@@ -105,11 +117,15 @@ class Cursor:
         if self.position.offset != offset:
             self.position = self.position._replace(offset=offset)
 
-    def start(self, position: Position, end: int) -> None:
-        """Stand at a position that the server has just named, together with the stream's end."""
+    def start(self, position: Position, end: int, group: str, nonce: str) -> None:
+        """Stand where the term of a group begins, as the server has just said.
+
+        From here on each fetch looks whether the group still has that nonce.
+        """
         self._forget_ahead()
         self.position = position
         self.next = end
+        self._guard = (keys.group(self._stream, group), nonce.encode())
 
     def lost(self, last: int) -> RecordsLost:
         first = self.position.offset
@@ -134,7 +150,9 @@ class Cursor:
         if answers is None:
             frames = min(self._frames, records)
             answers = self._pipeline(self._request(frames, block_s), block_s)
-        answer, seen = answers
+        answer, seen, *nonce = answers
+        if self._guard is not None and nonce != [self._guard[1]]:
+            raise Fenced
         self._check(seen, self.position)
         if not answer:
             return []
@@ -147,7 +165,10 @@ class Cursor:
         after = f"{offset - 1}-{_ID_MAX}" if offset else "0-0"
         block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
         read = ("XREAD", "COUNT", frames, *block, "STREAMS", self._log, after)
-        return [read, ("HMGET", self._meta, *_SEEN)]
+        look: list[Sequence[Any]] = [read, ("HMGET", self._meta, *_SEEN)]
+        if self._guard is not None:
+            look.append(("HGET", self._guard[0], "nonce"))
+        return look
 
     def _read_ahead(self) -> None:
         """Let the server fetch the next records while these are looked at.
@@ -172,7 +193,8 @@ class Cursor:
             return None
         try:
             if self._ahead == self.position.offset and self._link.connected:
-                return self._link.read_all(2, self._link.timeout_s)
+                count = 2 if self._guard is None else 3
+                return self._link.read_all(count, self._link.timeout_s)
             self._link.close()
         except ConnectionFailed:
             pass  # tried again in the ordinary way

@@ -11,13 +11,13 @@ text. Where the record had one of the same name, as a letter that is buried agai
 from __future__ import annotations
 
 import hashlib
-import random
 import time
 import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from meteor_py import keys, refusals
+from meteor_py.backoff import pause_s
 from meteor_py.errors import ConnectionFailed, MeteorError, ServerRefused
 from meteor_py.frame import Columns, encode, fingerprint
 from meteor_py.history import begin_epoch
@@ -51,9 +51,10 @@ _BACKOFF_S = (0.01, 0.5)
 def bury(
     target: Stream,
     source: Stream,
-    group: str,
+    group: str | None,
     record: Record,
     *,
+    member: str = "",
     reason: str,
     tries: int,
     timeout_s: float = 30.0,
@@ -66,6 +67,7 @@ def bury(
     remembers an idle producer; a repeat after that makes a second copy.
 
     Args:
+        group: Whose record it is; None for an ungrouped subscriber, which ``member`` then names.
         record: As it lies in ``source``, of any size: its value is bytes that no codec decoded.
         tries: How often it was tried.
         timeout_s: Seconds to go on while the server is away or full. The last try may last
@@ -79,7 +81,7 @@ def bury(
         LogTruncated: The target was deleted and created anew: open it again.
         ServerRefused: For a reason that trying again will not cure.
     """
-    producer = keys.producer(target.name, _producer_id(source, group, record.offset))
+    producer = keys.producer(target.name, _producer_id(source, group or member, record.offset))
     names = [keys.log(target.name), keys.meta(target.name), producer]
     letter = Columns(
         values=[to_bytes(record.value)],
@@ -89,7 +91,7 @@ def bury(
     )
     frame = encode(letter, target.config.compression)
     deadline = time.monotonic() + timeout_s
-    pause_s, pause_max_s = _BACKOFF_S
+    failures = 0
     while True:
         try:
             answer = target.client.use(lambda link: _send(link, target, names, frame))
@@ -98,8 +100,8 @@ def bury(
             left_s = deadline - time.monotonic()
             if not error.retriable or left_s <= 0 or stop():
                 raise
-        time.sleep(min(pause_s * random.uniform(0.5, 1), left_s))
-        pause_s = min(pause_s * 2, pause_max_s)
+        failures += 1
+        time.sleep(min(pause_s(failures, *_BACKOFF_S), left_s))
 
 
 def _send(link: Link, target: Stream, names: list[str], frame: tuple[str, Any]) -> list[Any]:
@@ -132,17 +134,17 @@ def _check(target: Stream, answer: list[Any]) -> None:
     raise ServerRefused(f"Stream {target.name!r} does not take a dead letter: {code.decode()}.")
 
 
-def _producer_id(source: Stream, group: str, offset: int) -> str:
-    identity = f"{source.name}\0{source.incarnation}\0{offset}\0{group}"
+def _producer_id(source: Stream, reader: str, offset: int) -> str:
+    identity = f"{source.name}\0{source.incarnation}\0{offset}\0{reader}"
     return f"dl-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
 
 
-def _headers(source: Stream, group: str, offset: int, reason: str, tries: int) -> Headers:
+def _headers(source: Stream, group: str | None, offset: int, reason: str, tries: int) -> Headers:
     # Not every str can be UTF-8, and the cut may have left half a character at the end.
     clipped = reason.encode(errors="backslashreplace")[:REASON_BYTES_MAX]
     return {
         STREAM_HEADER: source.name.encode(),
-        GROUP_HEADER: group.encode(),
+        **({} if group is None else {GROUP_HEADER: group.encode()}),
         OFFSET_HEADER: b"%d" % offset,
         REASON_HEADER: clipped.decode(errors="ignore").encode(),
         TRIES_HEADER: b"%d" % tries,

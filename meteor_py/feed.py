@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from meteor_py.backoff import pause_s
 from meteor_py.codec import Codec
 from meteor_py.config import OFFSET_MAX, SubscriberConfig, check_int
+from meteor_py.cursor import Fenced
 from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, RecordsLost
 from meteor_py.group import open_group
 from meteor_py.keeper import Keeper
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: The longest wait inside the server; a connection that died is noticed soon after.
-_BLOCK_MAX_S = 2.0
+#: Seconds between two tries, doubled each time up to the second figure.
+_BACKOFF_S = (0.02, 0.64)
 #: Records that iterating takes at a time.
 _ITERATE = 10_000
 #: How long iterating goes on without a server before it gives up.
@@ -134,30 +135,31 @@ class Feed:
     def _fetch(self, timeout_s: float, records: int, endless: bool) -> None:
         deadline = time.monotonic() + timeout_s
         failure: ConnectionFailed | None = None
-        tries = 0
+        failures = 0  # in a row
+        looked = False
         while not self.halted:
             left = max(deadline - time.monotonic(), 0.0)
-            if left == 0 and tries:
+            if left == 0 and looked:
                 if failure is not None:
                     raise failure
                 if not self.reader.ready():
                     return
+            looked = True
             try:
                 if self._may_read(left):
                     if self.reader.ready():
                         return  # it was read before the lease was looked at
                     left = max(deadline - time.monotonic(), 0.0)
-                    self._read(min(left, _BLOCK_MAX_S), records)
-                failure = None
+                    self._read(min(left, self.reader.block_max_s), records)
+                failure, failures = None, 0
                 if endless:
                     deadline = time.monotonic() + timeout_s
             except ConnectionFailed as error:
                 failure = error
+                failures += 1
                 left = max(deadline - time.monotonic(), 0.0)
-                pause = 0.02 * 2 ** min(tries, 5) * random.uniform(0.5, 1)
                 if not self.halted:
-                    time.sleep(min(left, pause))
-            tries += 1
+                    time.sleep(min(left, pause_s(failures, *_BACKOFF_S)))
         self.reader.close()  # halted by another thread, while this one may have connected again
 
     def _may_read(self, timeout_s: float) -> bool:
@@ -171,7 +173,7 @@ class Feed:
             self.reader.gap = gap
             raise
         if term is None:
-            self.reader.forget()  # what was read is for whoever has the lease
+            self.reader.close()  # what was read is for whoever has the lease, and that may last
             return False
         if term is not self.term or not self._begun:
             self._begin(term)
@@ -180,7 +182,8 @@ class Feed:
     def _begin(self, term: Term) -> None:
         self._begun = False
         self.handed = max(self.handed, self.reader.position)
-        self.reader.start(term.position, term.end, floating=term.floating)
+        assert self._config.group is not None, "only groups have terms"
+        self.reader.start(self._config.group, term)
         self.term = term  # not before: a confirm in another thread is for what it was given then
         start = self._on_assigned()
         if start is not None:
@@ -203,6 +206,9 @@ class Feed:
     def _ask(self, block_s: float, records: int) -> None:
         try:
             self.reader.fetch(block_s, records)
+        except Fenced:
+            assert self.keeper is not None, "only groups are guarded"
+            self.keeper.doubt()
         finally:
             if self.keeper is not None:  # confirms name the epoch that the records are of
                 self.keeper.epoch = self.reader.epoch

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import secrets
 import threading
 import time
@@ -23,7 +22,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from meteor_py import refusals
-from meteor_py.ack import DONE, KEEPER_PREFIX, Ack, Confirmation, forbid_waiting
+from meteor_py.ack import KEEPER_PREFIX, Ack, forbid_waiting
+from meteor_py.backoff import pause_s
+from meteor_py.confirms import Confirms
 from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, MeteorError
 from meteor_py.lease import BELIEF, Lease, Standing, Term, now
 
@@ -35,12 +36,6 @@ _log = logging.getLogger(__name__)
 
 #: Renewals in the life of a lease: two may fail.
 _RENEWALS = 3
-#: Confirms that come within this many seconds of the last one sent go together.
-_MERGE_S = 0.05
-#: Seconds after which an unanswered confirm is given up on. Its offset is still sent later.
-CONFIRM_TIMEOUT_S = 30.0
-#: The longest wait inside the server; a connection that died is noticed soon after.
-_BLOCK_MAX_S = 2.0
 #: The longest wait of the thread when there is nothing to do.
 _IDLE_S = 60.0
 #: Seconds between two tries, doubled each time up to the second figure.
@@ -64,8 +59,6 @@ class Keeper:
         #: The last sign of life of the application, by ``now()``; and whether it is in a poll.
         self.alive_at = now()
         self.reading = False
-        #: The next offset to process, as far as the server has said.
-        self.confirmed = confirmed
         #: The epoch of the stream that all which was handed out is known to be part of.
         self.epoch = 0
         self._max_poll_interval_s = max_poll_interval_s
@@ -77,6 +70,7 @@ class Keeper:
         self._wire = threading.RLock()
         self._busy = False  # the link is in the middle of a call
         self._state = threading.Condition(threading.RLock())
+        self._confirms = Confirms(self._state, confirmed)
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._active = True
@@ -89,12 +83,6 @@ class Keeper:
         self._standing: Standing | None = None
         self._lapsed = False
         self._renew_at = 0.0
-        # Confirms.
-        self._wanted = confirmed
-        self._waiting: list[Confirmation] = []
-        self._urgent = False
-        self._confirm_at = 0.0
-        self._refused: tuple[MeteorError, list[Confirmation]] | None = None
         # Failures in a row, and when to try again.
         self._failures = 0
         self._retry_at = 0.0
@@ -107,9 +95,14 @@ class Keeper:
         return self._term
 
     @property
+    def confirmed(self) -> int:
+        """The next offset to process, as far as the server has said."""
+        return self._confirms.confirmed
+
+    @property
     def wanted(self) -> int:
         """What was asked to be confirmed, whether or not the server knows it yet."""
-        return max(self._wanted, self.confirmed)
+        return self._confirms.wanted
 
     def hold(self, timeout_s: float) -> Term | None:
         """Have the lease, waiting for it if need be; None if it cannot be had in that time.
@@ -136,6 +129,11 @@ class Keeper:
             self._watch.close()
         return None
 
+    def doubt(self) -> None:
+        """There is reason to think that the lease is lost: let the next ``hold`` ask."""
+        with self._state:
+            self.valid_until = 0.0
+
     def check_process(self) -> None:
         """Raise in a forked child."""
         if self._pid != os.getpid():
@@ -146,12 +144,7 @@ class Keeper:
 
     def raise_refusal(self) -> None:
         """Raise the error of a confirm that was refused, unless somebody was told already."""
-        with self._state:
-            refused, self._refused = self._refused, None
-        if refused is not None:
-            error, confirmations = refused
-            if not confirmations or not all(c.observed for c in confirmations):
-                raise error.with_traceback(None)
+        self._confirms.raise_refusal()
 
     def _try(self) -> Term | None:
         """Renew the lease that we had, or else take it if it is free."""
@@ -172,6 +165,8 @@ class Keeper:
         answer = self.lease.acquire(link, self._nonce, expired)
         if isinstance(answer, Standing):
             self._maybe_ours = False
+            if self._standing is None:
+                _log.info("Waiting for the lease of %s, which %s has.", self.lease, answer.owner)
             self._standing = answer
             return None
         with self._state:
@@ -183,10 +178,12 @@ class Keeper:
             self._term = answer
             self._standing = None
             self.epoch = answer.position.epoch
-            self.confirmed = self._wanted = answer.position.offset
+            self._confirms.start(answer.position.offset)
             self._believe(sent_at)
             self._state.notify_all()
         self._watch.close()
+        start = answer.position.offset
+        _log.info("Got the lease of %s: term %d, from offset %d.", self.lease, answer.number, start)
         return answer
 
     def _stand_by(self, left_s: float) -> None:
@@ -196,7 +193,7 @@ class Keeper:
             with self._state:
                 self._state.wait_for(lambda: self._active or self._interrupted, left_s)
         elif standing is not None:
-            wait_s = min(left_s, standing.retry_at - now(), _BLOCK_MAX_S)
+            wait_s = min(left_s, standing.retry_at - now(), self._watch.block_max_s)
             event, freed = self.lease.watch(self._watch, standing.event, max(wait_s, 0.0))
             self._standing = None if freed else standing._replace(event=event)
 
@@ -209,17 +206,9 @@ class Keeper:
             LeaseLost: It is known already that the term is over.
         """
         with self._state:
-            if offset <= self.confirmed:
-                return Ack(DONE, offset)
-            if self._term is None or self._term is not term:
+            if offset > self.confirmed and (self._term is None or self._term is not term):
                 raise refusals.not_held(self.lease.stream, self.lease.group)
-            if not self._waiting or self._waiting[-1].sent:
-                self._waiting.append(Confirmation(self._hurry, CONFIRM_TIMEOUT_S))
-                self._state.notify_all()
-            confirmation = self._waiting[-1]
-            confirmation.offset = max(confirmation.offset, offset)
-            self._wanted = max(self._wanted, offset)
-            return Ack(confirmation, offset)
+            return self._confirms.add(offset)
 
     def deactivate(self, timeout_s: float) -> None:
         """Send what is confirmed, give up the lease, and do not compete until ``reactivate``."""
@@ -276,15 +265,10 @@ class Keeper:
             self._active = False
             self._state.notify_all()
 
-    def _hurry(self) -> None:
-        with self._state:
-            self._urgent = True
-            self._state.notify_all()
-
     def _give_up(self, timeout_s: float) -> None:
         forbid_waiting()
         deadline = time.monotonic() + timeout_s
-        self._hurry()
+        self._confirms.hurry()
         with self._state:
             self._state.wait_for(self._all_sent, timeout_s)
         left_s = max(deadline - time.monotonic(), self._timeout_s)
@@ -299,7 +283,7 @@ class Keeper:
             self._wire.release()
 
     def _all_sent(self) -> bool:
-        return self._term is None or self._wanted <= self.confirmed
+        return self._term is None or self._confirms.due is None
 
     def _release(self, link: Link) -> None:
         """Give up the lease, if it is ours or may be."""
@@ -308,7 +292,7 @@ class Keeper:
             try:
                 self.lease.release(link, nonce)
             except MeteorError as error:
-                _log.info("The lease of group %r will run out: %s", self.lease.group, error)
+                _log.info("The lease of %s will run out: %s", self.lease, error)
         self._end_term(
             term, refusals.not_sent(self.lease.stream, self.lease.group, str(link.address))
         )
@@ -326,14 +310,14 @@ class Keeper:
                         continue
                 self._do(job)
         except BaseException as error:
-            _log.exception("The keeper of group %r died.", self.lease.group)
+            _log.exception("The keeper of %s died.", self.lease)
             failure = MeteorError(
                 f"The keeper of group {self.lease.group!r} of stream {self.lease.stream!r} failed "
                 f"unexpectedly: {error!r}."
             )
             failure.__cause__ = error
-            self._fail_confirms(failure)
-            self._refused = (failure, [])
+            self._confirms.fail(failure)
+            self._confirms.report(failure)
             self._thread = None  # the next term gets another
         finally:
             with self._line() as link:
@@ -344,11 +328,11 @@ class Keeper:
     def _send_rest(self, link: Link) -> None:
         """For a subscriber that was dropped: what it has confirmed, tried once."""
         term = self._term
-        if term is not None and self._wanted > self.confirmed:
+        if term is not None and self._confirms.due is not None:
             try:
                 self._send_confirm(link, term)
             except MeteorError as error:
-                _log.warning("The last confirm of group %r is lost: %s", self.lease.group, error)
+                _log.warning("The last confirm of %s is lost: %s", self.lease, error)
 
     def _next_job(self) -> tuple[Job | None, float]:
         """What to do, or how long to wait. With the state."""
@@ -360,8 +344,9 @@ class Keeper:
             if not self.reading:
                 jobs.append((self.alive_at + self._max_poll_interval_s, self._lapse))
             jobs.append((self._renew_at, self._renew))
-        if self._wanted > self.confirmed:
-            jobs.append((0.0 if self._urgent else self._confirm_at, self._send_confirm))
+        confirm_at = self._confirms.due
+        if confirm_at is not None:
+            jobs.append((confirm_at, self._send_confirm))
         wait_s = min(_IDLE_S, self._max_poll_interval_s)  # who reads now may hang next
         for due, job in jobs:
             left_s = max(due, self._retry_at) - at
@@ -379,16 +364,14 @@ class Keeper:
             self._failures = 0
             self._retry_at = 0.0
         except ConnectionFailed as error:
-            self._fail_confirms(error, before=time.monotonic())
-            low, high = _BACKOFF_S
-            pause = min(low * 2 ** min(self._failures, 10), high) * random.uniform(0.5, 1)
+            self._confirms.fail_overdue(error)
+            if not self._failures:  # once per outage
+                _log.warning("The lease of %s cannot be renewed now: %s", self.lease, error)
             self._failures += 1
-            self._retry_at = now() + pause
+            self._retry_at = now() + pause_s(self._failures, *_BACKOFF_S)
         except MeteorError as error:  # gone, or forbidden: it will not get better by itself
-            _log.warning("Group %r: %s", self.lease.group, error)
-            term = self._term
-            self._fail_confirms(error)
-            self._end_term(term, error)
+            _log.warning("The lease of %s is lost: %s", self.lease, error)
+            self._end_term(self._term, error)
 
     def _renew(self, link: Link, term: Term) -> bool:
         """Renew the lease; tell whether it is still ours."""
@@ -411,37 +394,22 @@ class Keeper:
             self._lapsed = True
             self.valid_until = 0.0
         _log.warning(
-            "The subscriber of group %r of stream %r was not polled for %g seconds "
-            "(max_poll_interval); its lease is given up.",
-            self.lease.group,
-            self.lease.stream,
-            self._max_poll_interval_s,
+            "The subscriber of %s was not polled for %g seconds (max_poll_interval): its lease is "
+            "given up.",
+            *(self.lease, self._max_poll_interval_s),
         )
         self.lease.release(link, term.nonce, lapse=True)
 
     def _send_confirm(self, link: Link, term: Term) -> None:
         with self._state:
-            offset, epoch = self._wanted, self.epoch
-            for confirmation in self._waiting:
-                confirmation.sent = True
-            self._urgent = False
-            self._confirm_at = now() + _MERGE_S
+            offset, epoch = self._confirms.take(), self.epoch
         try:
-            confirmed = self.lease.confirm(link, term, epoch, offset)
+            self._confirms.succeed(self.lease.confirm(link, term, epoch, offset))
         except LeaseLost as error:
             _log.warning("%s", error)
             self._end_term(term, error)
-            return
         except LogTruncated as error:
-            self._fail_confirms(error)
-            return
-        with self._state:
-            self.confirmed = max(confirmed, self.confirmed)
-            done = [c for c in self._waiting if c.offset <= self.confirmed]
-            self._waiting = [c for c in self._waiting if c.offset > self.confirmed]
-            self._state.notify_all()
-        for confirmation in done:
-            confirmation.settle()
+            self._confirms.fail(error)
 
     # -- small parts ---------------------------------------------------------------------------
 
@@ -483,17 +451,4 @@ class Keeper:
             self._nonce = secrets.token_hex(8)  # a late 'acquire' of the old one harms nobody
             self._maybe_ours = False
             self._standing = None
-        self._fail_confirms(error)
-
-    def _fail_confirms(self, error: MeteorError, before: float = float("inf")) -> None:
-        """Fail the confirms whose deadline is ``before``, by the monotonic clock; or all."""
-        with self._state:
-            failed = [c for c in self._waiting if c.deadline <= before]
-            self._waiting = [c for c in self._waiting if c.deadline > before]
-            if before == float("inf"):
-                self._wanted = self.confirmed
-                if failed:
-                    self._refused = (error, failed)
-            self._state.notify_all()
-        for confirmation in failed:
-            confirmation.settle(error)
+        self._confirms.fail(error)

@@ -81,6 +81,9 @@ class Lease:
         self._lease = keys.lease(stream, group)
         self._events = keys.events(stream)
 
+    def __str__(self) -> str:
+        return f"group {self.group!r} of stream {self.stream!r}"
+
     def acquire(self, link: Link, nonce: str, expired: int | None = None) -> Term | Standing:
         """Take the lease if it is free.
 

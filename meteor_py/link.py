@@ -196,6 +196,11 @@ class Link:
     # -- the connection ------------------------------------------------------------------------
 
     @property
+    def block_max_s(self) -> float:
+        """The longest wait to ask a server for: a connection that died is noticed soon after."""
+        return 0.05 if self.address.scheme == "fake" else 2.0  # a fake's cannot be interrupted
+
+    @property
     def connected(self) -> bool:
         return self._connection is not None and self._pid == os.getpid()
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meteor_py.codec import Codec
 from meteor_py.errors import LogTruncated, RecordsLost
-from meteor_py.history import Position
+from meteor_py.lease import Term
 from meteor_py.record import Chunk, RecordBatch
 
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
+
+_log = logging.getLogger(__name__)
 
 
 class Reader:
@@ -48,6 +51,11 @@ class Reader:
         """The epoch of the stream that all which was fetched is part of."""
         return self._cursor.position.epoch
 
+    @property
+    def block_max_s(self) -> float:
+        """As ``Link.block_max_s``."""
+        return self._cursor.block_max_s
+
     def ready(self) -> bool:
         """Whether there is something to hand out."""
         while self._chunks and self._chunks[0].first + len(self._chunks[0]) <= self.position:
@@ -59,6 +67,7 @@ class Reader:
 
         Raises:
             RecordsLost, LogTruncated: Kept as ``gap``.
+            Fenced: As ``Cursor.fetch``.
         """
         # An interrupt may have come between a fetch and the keeping of what it brought.
         self._cursor.stand_at(self.position)
@@ -101,10 +110,10 @@ class Reader:
         self._cursor.move(offset)
         self._jump(offset, floating)
 
-    def start(self, position: Position, end: int, *, floating: bool) -> None:
-        """Stand at a position that the server has just named, with the end of the stream."""
-        self._cursor.start(position, end)
-        self._jump(position.offset, floating)
+    def start(self, group: str, term: Term) -> None:
+        """Stand where a term of the group begins."""
+        self._cursor.start(term.position, term.end, group, term.nonce)
+        self._jump(term.position.offset, term.floating)
 
     def skip_to(self, offset: int) -> None:
         """Stand before the first record there is from ``offset`` on: what is missed is a gap."""
@@ -114,6 +123,7 @@ class Reader:
     def count_skipped(self, first: int, last: int) -> None:
         if last < first:
             return
+        _log.warning("Skipped the lost records %d to %d of stream %r.", first, last, self._stream)
         self.skipped += last - first + 1
         if self._on_gap_skipped is not None:
             self._on_gap_skipped(first, last)

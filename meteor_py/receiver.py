@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from meteor_py.backoff import pause_s
 from meteor_py.codec import Codec
 from meteor_py.config import check_choice, check_int
 from meteor_py.deadletter import bury
@@ -27,6 +27,8 @@ OnError: TypeAlias = "Literal['stop', 'skip', 'retry'] | Stream"
 
 #: How often dead letters are tried before.
 _TRIES = 3
+#: Seconds to wait for the last confirm.
+_FLUSH_S = 5.0
 #: Seconds between two tries of a record, doubled each time up to the second figure.
 _BACKOFF_S = (0.05, 5.0)
 
@@ -89,8 +91,12 @@ class Receiver:
         """Whether it is at work."""
         return self._thread.is_alive()
 
-    def join(self, timeout: float) -> bool:
-        """Wait until it ends, at most ``timeout`` seconds; tell whether it did."""
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until it ends; tell whether it did.
+
+        Args:
+            timeout: At most so many seconds; None waits for as long as it works.
+        """
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -117,6 +123,10 @@ class Receiver:
             self._raised = True
             raise self._error
 
+    def __repr__(self) -> str:
+        state = "at work" if self.alive else "ended" if self._error is None else "failed"
+        return f"<Receiver of {self._subscriber.stream.name!r} ({state})>"
+
     # -- for the subscriber --------------------------------------------------------------------
 
     def start(self) -> None:
@@ -128,6 +138,12 @@ class Receiver:
     # -- the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._receive()
+        finally:
+            self._leave()
+
+    def _receive(self) -> None:
         while not self._stop.is_set():
             try:
                 for record in self._feed.walk(None):
@@ -139,11 +155,22 @@ class Receiver:
                             self._feed.reader.position = record.offset
                     if not handled:
                         break
-            except (ConnectionFailed, LeaseLost) as error:
-                # The server will come back, or another member has the lease: wait for either.
-                _log.warning("The receiver of stream %r: %s", self._subscriber.stream.name, error)
             except BaseException as error:
-                self._end(error)
+                # The server will come back, or another member has the lease: wait for either.
+                if not isinstance(error, LeaseLost) and not getattr(error, "retriable", False):
+                    self._end(error)
+                    return
+                _log.warning("The receiver of stream %r: %s", self._subscriber.stream.name, error)
+
+    def _leave(self) -> None:
+        """Nobody will read here any more: let another member do so."""
+        keeper = self._feed.keeper
+        if keeper is None:
+            return
+        try:
+            keeper.deactivate(_FLUSH_S)
+        except Exception as error:
+            _log.warning("The receiver of %s ended badly: %s", keeper.lease, error)
 
     def _handle(self, raw: Record) -> bool:
         """Have one record handled, or see to it that it is not; False if it is to be left."""
@@ -153,17 +180,15 @@ class Receiver:
             if error is None:
                 return True
             failures += 1
-            low, high = _BACKOFF_S
             if isinstance(error, LeaseLost):
-                self._stop.wait(low)  # it may be about another lease, and come again
+                self._stop.wait(_BACKOFF_S[0])  # it may be about another lease, and come again
                 return False
             if not self._ours():
                 return False
             if failures == self._tries:
                 return self._give_up(raw, error, failures)
-            pause = min(low * 2 ** min(failures - 1, 10), high) * random.uniform(0.5, 1)
             with self._feed.waiting():
-                if self._stop.wait(pause):
+                if self._stop.wait(pause_s(failures, *_BACKOFF_S)):
                     return False
 
     def _call(self, raw: Record) -> Exception | None:
@@ -171,40 +196,48 @@ class Receiver:
             codec, stream = self._codec, self._subscriber.stream.name
             self._handler(raw if codec is None else decode_record(stream, codec, raw))
         except Exception as error:
-            _log.warning(
-                "The handler failed for record %d of stream %r: %r",
-                *(raw.offset, self._subscriber.stream.name, error),
-            )
+            name = self._subscriber.stream.name
+            _log.info("The handler failed for record %d of stream %r: %r", raw.offset, name, error)
             return error
         return None
 
     def _give_up(self, raw: Record, error: Exception, failures: int) -> bool:
         if self._letters is not None:
-            reason = f"{type(error).__name__}: {error}"
-            group = self._subscriber.config.group or self._subscriber.member
-            source = self._subscriber.stream
-            with self._feed.waiting():
-                bury(
-                    *(self._letters, source, group, raw),
-                    reason=reason,
-                    tries=failures,
-                    stop=self._stop.is_set,
-                )
-            self._confirm_failed(raw)
+            self._bury(raw, error, failures)
         elif not self._skips:
             self._end(error)
             return False
+        self._confirm_failed(raw)
         self.failed += 1
+        name = self._subscriber.stream.name
+        fate = "skipped" if self._letters is None else f"in stream {self._letters.name!r}"
+        _log.warning(
+            "Record %d of stream %r failed %d times and is %s now.",
+            *(raw.offset, name, failures, fate),
+            exc_info=error,
+        )
         return True
+
+    def _bury(self, raw: Record, error: Exception, failures: int) -> None:
+        assert self._letters is not None, "there is a stream of dead letters"
+        subscriber = self._subscriber
+        with self._feed.waiting():
+            bury(
+                *(self._letters, subscriber.stream, subscriber.config.group, raw),
+                member=subscriber.member,
+                reason=f"{type(error).__name__}: {error}",
+                tries=failures,
+                stop=self._stop.is_set,
+            )
 
     def _end(self, error: BaseException) -> None:
         name = self._subscriber.stream.name
-        _log.error("The receiver of stream %r has ended: %r", name, error)
+        _log.error("The receiver of stream %r has ended.", name, exc_info=error)
         self._error = error
         self._stop.set()
 
     def _confirm_failed(self, raw: Record) -> None:
-        """A dead letter is done, unless the application has something before it to confirm."""
+        """It is done, unless the application has something before it to confirm."""
         keeper = self._feed.keeper
         if keeper is not None and keeper.wanted == raw.offset:
             keeper.confirm(raw.offset + 1, self._feed.term)

@@ -16,7 +16,6 @@ whose answer was lost is sent again under the same number, and the answer says w
 from __future__ import annotations
 
 import logging
-import random
 import secrets
 import threading
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 from meteor_py import keys, refusals
 from meteor_py.ack import SENDER_PREFIX, Batch
+from meteor_py.backoff import pause_s
 from meteor_py.config import Compression
 from meteor_py.errors import (
     ConnectionFailed,
@@ -57,7 +57,7 @@ SOCKET_TIMEOUT_S = 5.0
 #: and promoted under an idle connection.
 _HISTORY_S = 1.0
 #: Seconds between two tries, doubled each time up to the second figure.
-_BACKOFF_S = (0.01, 0.5)
+_BACKOFF_S = (0.02, 0.5)
 
 
 @dataclass(frozen=True)
@@ -412,8 +412,7 @@ class Sender:
             batch.in_doubt = False
 
     def _wait(self) -> None:
-        low, high = _BACKOFF_S
-        pause = min(low * 2 ** min(self._failures, 10), high) * random.uniform(0.5, 1)
+        pause = pause_s(max(self._failures, 1), *_BACKOFF_S)
         left = self.window[0].deadline - time.monotonic() if self.window else 0
         self._abandoned.wait(max(min(pause, left), 0))
 

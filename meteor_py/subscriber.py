@@ -121,15 +121,15 @@ class Subscriber:
 
     # -- confirming ----------------------------------------------------------------------------
 
-    def confirm(self, record: Record | int | None = None) -> Ack:
+    def confirm(self, record: Record | RecordBatch | int | None = None) -> Ack:
         """Note that a record and all before it are done: the group will not read them again.
 
         It is sent in the background, merged with others, within 50 ms or when the Ack is waited
         for; ``close()`` and ``deactivate()`` wait for it.
 
         Args:
-            record: A record, or its offset. None: all that was handed out, which is the batch
-                after ``poll()`` and the current record in a loop or receiver.
+            record: A record, a batch, or an offset. None: all that was handed out, which is the
+                batch after ``poll()`` and the current record in a loop or receiver.
 
         Returns:
             An Ack, whose ``result()`` is the offset behind the record.
@@ -144,17 +144,17 @@ class Subscriber:
         term = self._feed.term  # before the position: a new term may begin meanwhile
         if record is None:
             return keeper.confirm(self.position, term)
-        found = record.offset if isinstance(record, Record) else record
-        offset = check_int("offset", found, 0, OFFSET_MAX) + 1
+        if isinstance(record, (Record, RecordBatch)):
+            record = record.offset if isinstance(record, Record) else record.last_offset
+        offset = check_int("offset", record, 0, OFFSET_MAX) + 1
         if offset > self.position:
             if offset > self._feed.handed:
                 raise ValueError(
-                    f"Record {found} was not handed out: the position is {self.position}."
+                    f"Record {record} was not handed out: the position is {self.position}."
                 )
             raise LeaseLost(
-                f"Record {found} was handed out in an earlier term of group {keeper.lease.group!r} "
-                f"of stream {self.stream.name!r}, and the lease was lost since; it will be handed "
-                "out again.",
+                f"Record {record} was handed out in an earlier term of {keeper.lease}; the lease "
+                "was lost since, and it will be handed out again.",
                 stream=self.stream.name,
                 group=keeper.lease.group,
             )
@@ -173,7 +173,10 @@ class Subscriber:
 
     @property
     def term(self) -> int | None:
-        """The number of the term while the lease is held, else None. It only ever rises."""
+        """The number of this member's term; None once it is known to be over.
+
+        It only ever rises. ``is_assigned`` tells whether the lease is held at this moment.
+        """
         term = self._grouped("term").term
         return None if term is None else term.number
 
@@ -326,8 +329,11 @@ class Subscriber:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"at {self.position}"
-        group = "" if self.config.group is None else f" in group {self.config.group!r}"
-        return f"<Subscriber of {self.stream.name!r}{group} ({state})>"
+        if self.config.group is None:
+            return f"<Subscriber of {self.stream.name!r} ({state})>"
+        if not self._closed:
+            state += f", term {self.term}" if self.is_assigned else ", waiting for the lease"
+        return f"<Subscriber of {self.stream.name!r} in group {self.config.group!r} ({state})>"
 
     # -- inside --------------------------------------------------------------------------------
 

@@ -1,0 +1,14 @@
+"""How long to wait before the next try."""
+
+from __future__ import annotations
+
+import random
+
+
+def pause_s(failures: int, first_s: float, longest_s: float) -> float:
+    """Seconds to wait after so many failures in a row (from 1 on): doubled each time, jittered.
+
+    >>> 0.04 <= pause_s(4, 0.01, 0.5) <= 0.08
+    True
+    """
+    return min(first_s * 2.0 ** min(failures - 1, 30), longest_s) * random.uniform(0.5, 1)

@@ -1,0 +1,147 @@
+"""Confirms: what a member of a group has done, on its way to the server.
+
+Only the newest offset matters, so confirms are merged: all that come between two sendings share
+one :class:`Confirmation`, and an :class:`~meteor_py.Ack` is an offset in it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from meteor_py.ack import Ack, Batch
+from meteor_py.errors import MeteorError
+from meteor_py.lease import now
+
+#: Confirms that come within this many seconds of the last one sent go together.
+MERGE_S = 0.05
+#: Seconds after which the Ack of an unanswered confirm fails. The offset is still sent later.
+TIMEOUT_S = 30.0
+
+
+class Confirmation(Batch):
+    """Confirms that are sent together. Whoever waits for one makes it go at once."""
+
+    __slots__ = ("hurry", "offset", "sent")
+
+    def __init__(self, hurry: Callable[[], None]) -> None:
+        started = time.monotonic()
+        super().__init__(started, started + TIMEOUT_S)
+        self.hurry = hurry
+        self.first = 0  # an Ack adds its own offset to it
+        self.offset = 0
+        self.sent = False
+
+    def wait(self, timeout: float | None) -> bool:
+        if not self.settled:
+            self.hurry()
+        return super().wait(timeout)
+
+    def on_settled(self, callback: Callable[[], None]) -> None:
+        if not self.settled:
+            self.hurry()
+        super().on_settled(callback)
+
+
+# What the Ack of a confirm stands on that changes nothing.
+_DONE = Batch(0.0, 0.0)
+_DONE.first = 0
+_DONE.settled = True
+
+
+class Confirms:
+    """Guarded by the keeper's lock, ``state``, which is notified of every change."""
+
+    def __init__(self, state: threading.Condition, confirmed: int) -> None:
+        #: The next offset to process, as far as the server has said.
+        self.confirmed = confirmed
+        #: The same, once all is sent.
+        self.wanted = confirmed
+        self._state = state
+        self._waiting: list[Confirmation] = []
+        self._urgent = False
+        self._send_at = 0.0
+        self._refused: tuple[MeteorError, list[Confirmation]] | None = None
+
+    def start(self, confirmed: int) -> None:
+        """A term begins there."""
+        self.confirmed = self.wanted = confirmed
+
+    def add(self, offset: int) -> Ack:
+        """Note that all below ``offset`` is done. With the lock."""
+        if offset <= self.confirmed:
+            return Ack(_DONE, offset)
+        if not self._waiting or self._waiting[-1].sent:
+            self._waiting.append(Confirmation(self.hurry))
+            self._state.notify_all()
+        confirmation = self._waiting[-1]
+        confirmation.offset = max(confirmation.offset, offset)
+        self.wanted = max(self.wanted, offset)
+        return Ack(confirmation, offset)
+
+    def hurry(self) -> None:
+        """Somebody waits: do not wait for more."""
+        with self._state:
+            self._urgent = True
+            self._state.notify_all()
+
+    @property
+    def due(self) -> float | None:
+        """When to send, by ``now()``; None if there is nothing to send. With the lock."""
+        if self.wanted <= self.confirmed:
+            return None
+        return 0.0 if self._urgent else self._send_at
+
+    def take(self) -> int:
+        """The offset to send now."""
+        with self._state:
+            for confirmation in self._waiting:
+                confirmation.sent = True
+            self._urgent = False
+            self._send_at = now() + MERGE_S
+            return self.wanted
+
+    def succeed(self, confirmed: int) -> None:
+        """The server has answered that all below is confirmed."""
+        with self._state:
+            self.confirmed = max(confirmed, self.confirmed)
+            done = [c for c in self._waiting if c.offset <= self.confirmed]
+            self._waiting = [c for c in self._waiting if c.offset > self.confirmed]
+            self._state.notify_all()
+        for confirmation in done:
+            confirmation.settle()
+
+    def fail(self, error: MeteorError) -> None:
+        """None of it will be confirmed."""
+        with self._state:
+            failed, self._waiting = self._waiting, []
+            self.wanted = self.confirmed
+            if failed:
+                self._refused = (error, failed)
+            self._state.notify_all()
+        for confirmation in failed:
+            confirmation.settle(error)
+
+    def fail_overdue(self, error: MeteorError) -> None:
+        """Tell those who have waited too long; what they confirmed is still to be sent."""
+        at = time.monotonic()
+        with self._state:
+            failed = [c for c in self._waiting if c.deadline <= at]
+            self._waiting = [c for c in self._waiting if c.deadline > at]
+        for confirmation in failed:
+            confirmation.settle(error)
+
+    def report(self, error: MeteorError) -> None:
+        """Let the next ``raise_refusal`` raise ``error``, whoever was told."""
+        with self._state:
+            self._refused = (error, [])
+
+    def raise_refusal(self) -> None:
+        """Raise the error of a confirm that was refused, unless somebody was told already."""
+        with self._state:
+            refused, self._refused = self._refused, None
+        if refused is not None:
+            error, confirmations = refused
+            if not confirmations or not all(c.observed for c in confirmations):
+                raise error.with_traceback(None)
