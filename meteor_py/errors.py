@@ -15,7 +15,7 @@
     │   └── GroupError              .group
     │       ├── GroupNotFound       no group of that name
     │       ├── GroupActive         .owner: a member has its lease                      retriable
-    │       ├── LeaseLost           another member has it now; nothing was confirmed
+    │       ├── LeaseLost           lost or given up; nothing was confirmed
     │       ├── NoConfirmedOffset   InitialOffset.NONE, and nothing confirmed yet
     │       └── NotGrouped          only a subscriber of a group can do this
     ├── PublishError                .stream
@@ -133,9 +133,9 @@ class GroupActive(GroupError):
 
 
 class LeaseLost(GroupError):
-    """The lease went to another member, so this confirm was refused and changed nothing.
+    """The lease was lost or given up, so this confirm was refused and changed nothing.
 
-    The records will be, or have been, given to the other member again.
+    The records will be, or have been, given to the member that has the lease now.
     """
 
 

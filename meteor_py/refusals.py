@@ -64,9 +64,9 @@ def truncated(stream: str, first: int, last: int) -> LogTruncated:
 
 def fenced(stream: str, group: str, term: int) -> LeaseLost:
     return LeaseLost(
-        f"The lease of group {group!r} of stream {stream!r} was lost: term {term} has begun "
-        "elsewhere. What was not confirmed will be read again by its owner; poll() waits for "
-        "the next turn.",
+        f"The lease of group {group!r} of stream {stream!r} was lost: another member has taken it, "
+        f"or seek_group() has moved the group (term {term}). What was not confirmed will be read "
+        "again; poll() waits for the next turn.",
         stream=stream,
         group=group,
     )
@@ -74,8 +74,8 @@ def fenced(stream: str, group: str, term: int) -> LeaseLost:
 
 def not_held(stream: str, group: str) -> LeaseLost:
     return LeaseLost(
-        f"This subscriber does not hold the lease of group {group!r} of stream {stream!r} any "
-        "more, so it can confirm nothing; the records will be read again by whoever holds it.",
+        f"This subscriber has lost or given up the lease of group {group!r} of stream {stream!r}, "
+        "so it can confirm nothing; the records will be read again by whoever holds it.",
         stream=stream,
         group=group,
     )

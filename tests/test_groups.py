@@ -84,9 +84,15 @@ def test_an_expired_lease_of_another_is_taken_over_renewed_and_confirmed_under(c
     assert sub.term > 7
     assert sub.confirm().result(10) == 2
     assert crew.confirmed == 2
-    for _ in range(2):  # each time from below half to more: it was renewed
-        eventually(lambda: crew.lease_left_ms < 450)
-        eventually(lambda: crew.lease_left_ms > 450)
+    for _ in range(2):
+        before = crew.lease_left_ms
+
+        def renewed() -> bool:
+            nonlocal before
+            left, before = before, crew.lease_left_ms
+            return before > left
+
+        eventually(renewed)
     eventually(lambda: sub.is_assigned)
 
 

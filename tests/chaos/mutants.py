@@ -1,6 +1,6 @@
 """Planted bugs: each must be caught, or the judge is blind.
 
-They are planted inside the workers of a run and nowhere else. Most alter the text of a script, and
+They are planted inside the workers of a run and nowhere else. They alter the text of a script, and
 refuse to be planted if the text that they replace is not there: a mutant that has silently become
 the original would be taken for a bug that nobody sees.
 """
