@@ -15,7 +15,13 @@ from meteor_py._version import __version__
 from meteor_py.ack import Ack, ManyAck
 from meteor_py.client import Client, connect
 from meteor_py.codec import Codec
-from meteor_py.config import Compression, InitialOffset, StreamConfig
+from meteor_py.config import (
+    Compression,
+    InitialOffset,
+    PublisherConfig,
+    StreamConfig,
+    SubscriberConfig,
+)
 from meteor_py.errors import (
     AccessDenied,
     ConnectionFailed,
@@ -50,6 +56,7 @@ from meteor_py.errors import (
     UnsupportedFrameError,
 )
 from meteor_py.group import GroupDescription
+from meteor_py.history import Position
 from meteor_py.link import DataSafetyWarning
 from meteor_py.publisher import Publisher
 from meteor_py.receiver import Receiver
@@ -84,9 +91,11 @@ __all__ = [
     "NotReplicated",
     "OutOfMemory",
     "OutcomeUnknown",
+    "Position",
     "PublishError",
     "Publisher",
     "PublisherClosed",
+    "PublisherConfig",
     "PublisherFull",
     "ReadError",
     "Receiver",
@@ -105,6 +114,7 @@ __all__ = [
     "StreamFull",
     "StreamNotFound",
     "Subscriber",
+    "SubscriberConfig",
     "UnsupportedFrameError",
     "__version__",
     "connect",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meteor_py import keys
+from meteor_py.history import Position
 
 #: Records that a ring keeps if nobody says otherwise (as in Meteor).
 DEFAULT_CAPACITY = 10_000
@@ -133,8 +134,8 @@ class SubscriberConfig:
     on_gap: OnGap = "raise"
     #: Called with the first and last offset of each gap skipped.
     on_gap_skipped: Callable[[int, int], object] | None = None
-    #: Called with the subscriber when a term begins; may return the offset at which to start.
-    on_assigned: Callable[[Any], int | None] | None = None
+    #: Called with the subscriber when a term begins; may return where to start.
+    on_assigned: Callable[[Any], Position | int | None] | None = None
     #: Whether what was handled is confirmed without being asked to.
     auto_confirm: bool = False
 

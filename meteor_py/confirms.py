@@ -60,6 +60,7 @@ class Confirms:
         self.wanted = confirmed
         self._state = state
         self._waiting: list[Confirmation] = []
+        self._overdue: list[Confirmation] = []  # the last one that has failed so
         self._urgent = False
         self._send_at = 0.0
         self._refused: tuple[MeteorError, list[Confirmation]] | None = None
@@ -72,13 +73,20 @@ class Confirms:
         """Note that all below ``offset`` is done. With the lock."""
         if offset <= self.confirmed:
             return Ack(_DONE, offset)
-        if not self._waiting or self._waiting[-1].sent:
-            self._waiting.append(Confirmation(self.hurry))
-            self._state.notify_all()
-        confirmation = self._waiting[-1]
+        self.want(offset)
+        confirmation = self._waiting[-1] if self._waiting else None
+        if confirmation is None or confirmation.sent:
+            confirmation = Confirmation(self.hurry)
+            confirmation.offset = offset
+            self._waiting.append(confirmation)
         confirmation.offset = max(confirmation.offset, offset)
-        self.wanted = max(self.wanted, offset)
         return Ack(confirmation, offset)
+
+    def want(self, offset: int) -> None:
+        """The same without an Ack: if it is refused, nobody is told. With the lock."""
+        if self.due is None:
+            self._state.notify_all()
+        self.wanted = max(self.wanted, offset)
 
     def hurry(self) -> None:
         """Somebody waits: do not wait for more."""
@@ -108,6 +116,7 @@ class Confirms:
             self.confirmed = max(confirmed, self.confirmed)
             done = [c for c in self._waiting if c.offset <= self.confirmed]
             self._waiting = [c for c in self._waiting if c.offset > self.confirmed]
+            self._overdue = []
             self._state.notify_all()
         for confirmation in done:
             confirmation.settle()
@@ -116,9 +125,10 @@ class Confirms:
         """None of it will be confirmed."""
         with self._state:
             failed, self._waiting = self._waiting, []
+            untold, self._overdue = [*self._overdue, *failed], []
             self.wanted = self.confirmed
-            if failed:
-                self._refused = (error, failed)
+            if untold:
+                self._refused = (error, untold)
             self._state.notify_all()
         for confirmation in failed:
             confirmation.settle(error)
@@ -129,8 +139,16 @@ class Confirms:
         with self._state:
             failed = [c for c in self._waiting if c.deadline <= at]
             self._waiting = [c for c in self._waiting if c.deadline > at]
+            self._overdue = failed[-1:] or self._overdue
         for confirmation in failed:
             confirmation.settle(error)
+
+    def disown(self, state: threading.Condition, error: MeteorError) -> None:
+        """In a forked child: the answers go to the parent."""
+        self._state = state
+        waiting, self._waiting = self._waiting, []
+        for confirmation in waiting:
+            confirmation.disown(error)
 
     def report(self, error: MeteorError) -> None:
         """Let the next ``raise_refusal`` raise ``error``, whoever was told."""

@@ -112,6 +112,18 @@ class Cursor:
             )
         self.position = self.position._replace(offset=offset)
 
+    def resume(self, position: Position) -> None:
+        """Stand at a position that was kept elsewhere.
+
+        Raises:
+            LogTruncated: The server has lost records before it.
+            StreamNotFound: The stream was deleted.
+        """
+        self._forget_ahead()
+        (seen,) = self._pipeline([("HMGET", self._meta, *_SEEN)])
+        self._check(seen, position)
+        self.position = Position(position.incarnation, int(seen[1]), position.offset)
+
     def stand_at(self, offset: int) -> None:
         """The same without a look at the server, for an offset that was passed before."""
         if self.position.offset != offset:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from meteor_py.backoff import pause_s
 from meteor_py.codec import Codec
@@ -14,6 +13,7 @@ from meteor_py.config import OFFSET_MAX, SubscriberConfig, check_int
 from meteor_py.cursor import Fenced
 from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, RecordsLost
 from meteor_py.group import open_group
+from meteor_py.history import Position
 from meteor_py.keeper import Keeper
 from meteor_py.lease import Lease, Term, now
 from meteor_py.reader import Reader
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
 _log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 #: Seconds between two tries, doubled each time up to the second figure.
 _BACKOFF_S = (0.02, 0.64)
@@ -40,11 +42,11 @@ class Feed:
         stream: Stream,
         config: SubscriberConfig,
         member: str,
-        on_assigned: Callable[[], int | None],
+        on_assigned: Callable[[], Position | int | None],
     ) -> None:
         self.stream = stream
-        self.reader = Reader(stream, config.on_gap_skipped)
         self.keeper: Keeper | None = None
+        self.reader = Reader(stream, self._call_on_gap_skipped)
         #: Set by another thread to end what waits here, and iterating.
         self.halted = False
         #: The end of what was handed out in any term.
@@ -77,28 +79,44 @@ class Feed:
 
         ``endless``: the time runs only while the server is away.
         """
-        keeper = self.keeper
-        if keeper is None:
-            self._fetch(timeout_s, records, endless)
-            return
-        keeper.raise_refusal()
-        with self.waiting():
-            self._fetch(timeout_s, records, endless)
+        if self.keeper is not None:
+            self.keeper.check_process()
+            try:
+                self.keeper.raise_refusal()
+            except LogTruncated as gap:
+                self.reader.gap = gap
+                raise
+        self.patiently(lambda: self._fetch(timeout_s, records, endless))
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Meanwhile the application waits for us: it does not hang, and keeps its lease."""
+    def patiently(self, work: Callable[[], _T]) -> _T:
+        """Do what the application waits for: it does not hang meanwhile, and keeps its lease."""
         keeper = self.keeper
         if keeper is None:
-            yield
-            return
+            return work()
         keeper.alive_at = now()
         keeper.reading = True
         try:
-            yield
+            return work()
         finally:
             keeper.alive_at = now()
             keeper.reading = False
+
+    def _call(self, callback: Callable[[], _T]) -> _T:
+        """Call the application in the middle of what it waits for; this it may hang in."""
+        keeper = self.keeper
+        if keeper is None:
+            return callback()
+        was_reading, keeper.reading = keeper.reading, False
+        keeper.alive_at = now()
+        try:
+            return callback()
+        finally:
+            keeper.reading = was_reading
+
+    def _call_on_gap_skipped(self, first: int, last: int) -> None:
+        callback = self._config.on_gap_skipped
+        if callback is not None:
+            self._call(lambda: callback(first, last))
 
     def walk(self, codec: Codec | None) -> Iterator[Record]:
         """Records one by one, the position following each, until it is halted."""
@@ -117,6 +135,7 @@ class Feed:
     def confirm_handed(self) -> None:
         """What was handed out is handled: the caller has come back for more."""
         assert self.keeper is not None, "checked with the settings"
+        self.keeper.check_process()
         try:
             self.keeper.confirm(self.reader.position, self.term)
         except LeaseLost as error:
@@ -169,7 +188,7 @@ class Feed:
         try:
             term = self.keeper.hold(timeout_s)
         except LogTruncated as gap:  # the stream was created anew
-            gap.last = self.reader.position - 1
+            gap.last = max(gap.last, self.reader.position - 1)
             self.reader.gap = gap
             raise
         if term is None:
@@ -185,8 +204,10 @@ class Feed:
         assert self._config.group is not None, "only groups have terms"
         self.reader.start(self._config.group, term)
         self.term = term  # not before: a confirm in another thread is for what it was given then
-        start = self._on_assigned()
-        if start is not None:
+        start = self._call(self._on_assigned)
+        if isinstance(start, Position):
+            self.reader.resume(start)
+        elif start is not None:
             self.reader.seek(check_int("what on_assigned returns", start, 0, OFFSET_MAX))
         self._begun = True  # not before: a callback that raised is called again
 
@@ -197,10 +218,7 @@ class Feed:
         except RecordsLost:
             if self._config.on_gap == "raise":
                 raise
-            try:
-                self.skip_gap()
-            except LeaseLost:
-                return  # the gap is for the next owner to skip
+            self.skip_gap()
             self._ask(0.0, records)
 
     def _ask(self, block_s: float, records: int) -> None:
@@ -216,28 +234,23 @@ class Feed:
     # -- gaps ----------------------------------------------------------------------------------
 
     def skip_gap(self) -> None:
-        """Go on behind the gap that the last fetch named; without one nothing happens.
-
-        Raises:
-            LeaseLost: It is known that the lease went to another member.
-        """
+        """Go on behind the gap that the last fetch named; without one nothing happens."""
         reader, keeper, gap = self.reader, self.keeper, self.reader.gap
+        if gap is not None:
+            reader.count_skipped(gap.first, gap.last)  # before it is confirmed, or never
         if isinstance(gap, LogTruncated):
             self._reopen(gap)
         elif gap is not None:
             behind = min(gap.last + 1, reader.end)
             # What was handed out and not confirmed is not confirmed by a gap behind it.
             if keeper is not None and keeper.wanted == gap.first:
-                # Refused, it is the next owner's to skip: nobody has to be told.
-                keeper.confirm(behind, self.term).add_done_callback(lambda _: None)
+                keeper.want(behind, self.term)
             reader.skip_to(behind)
-        if gap is not None:
-            self.reader.count_skipped(gap.first, gap.last)
 
     def _reopen(self, gap: LogTruncated) -> None:
         """Go on in what is left of the stream, or in the one that has its name now."""
         stream = self.stream.client.stream(self.stream.name, create=False)
-        reader = Reader(stream, self._config.on_gap_skipped)
+        reader = Reader(stream, self._call_on_gap_skipped)
         keeper: Keeper | None = None
         try:
             if self.keeper is None:
@@ -266,10 +279,11 @@ class Feed:
     def disown(self) -> None:
         """In a forked child: hand out nothing more."""
         if self.keeper is not None:
-            self.keeper.valid_until = 0.0
+            self.keeper.disown()
 
     def abandon(self) -> None:
         """Let the keeper's thread end by itself, and give up the lease."""
+        self.halted = True
         if self.keeper is not None:
             self.keeper.abandon()
 

@@ -2,9 +2,9 @@
 
 The subscriber's own thread wins the lease, in ``hold``: so only who polls competes. A thread of
 the keeper's renews it while the application gives signs of life, and sends what is confirmed,
-merged to the newest. What both use is guarded twice: ``_wire`` is held while one of them talks to
-the server, ``_state`` while one looks at or changes what is known. Whoever needs both takes
-``_wire`` first.
+merged to the newest. What both use is guarded twice: the ``_line`` is held while one of them talks
+to the server, ``_state`` while one looks at or changes what is known. Whoever needs both takes the
+line first. A signal handler may do any of it in the middle of any other.
 
 What is believed here ends before it does on the server (see ``lease.BELIEF``). A belief that ran
 out is not a loss: the next ``hold`` asks, and if nobody else has the lease the term goes on.
@@ -17,8 +17,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meteor_py import refusals
@@ -27,6 +26,7 @@ from meteor_py.backoff import pause_s
 from meteor_py.confirms import Confirms
 from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, MeteorError
 from meteor_py.lease import BELIEF, Lease, Standing, Term, now
+from meteor_py.line import Line
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 _RENEWALS = 3
 #: The longest wait of the thread when there is nothing to do.
 _IDLE_S = 60.0
+#: How often at most the thread looks whether the application is silent, in seconds.
+_SILENCE_S = 0.05
 #: Seconds between two tries, doubled each time up to the second figure.
 _BACKOFF_S = (0.02, 0.5)
 #: Seconds that closing waits for the thread.
@@ -65,10 +67,8 @@ class Keeper:
         # Two tries must fit into the life of a lease.
         self._timeout_s = min(client.timeout_s, max(lease.ttl_s / 3, 0.1))
         self._client = client
-        self._link = self._open_link()
+        self._line = Line(self._open_link)
         self._watch = client.open_link()
-        self._wire = threading.RLock()
-        self._busy = False  # the link is in the middle of a call
         self._state = threading.Condition(threading.RLock())
         self._confirms = Confirms(self._state, confirmed)
         self._thread: threading.Thread | None = None
@@ -117,7 +117,7 @@ class Keeper:
         while not self._closed:
             if self._term is not None and now() < self.valid_until:
                 return self._term
-            term = self._try()
+            term = self._line.use(self._try)
             self.raise_refusal()  # it may have been learnt just now
             if term is not None:
                 return term
@@ -137,27 +137,29 @@ class Keeper:
     def check_process(self) -> None:
         """Raise in a forked child."""
         if self._pid != os.getpid():
-            raise MeteorError(
-                f"This subscriber of group {self.lease.group!r} belongs to the parent process; "
-                "open another here with stream.subscriber()."
-            )
+            raise self._foreign()
+
+    def _foreign(self) -> MeteorError:
+        return MeteorError(
+            f"This subscriber of group {self.lease.group!r} belongs to the parent process; open "
+            "another here with stream.subscriber()."
+        )
 
     def raise_refusal(self) -> None:
         """Raise the error of a confirm that was refused, unless somebody was told already."""
         self._confirms.raise_refusal()
 
-    def _try(self) -> Term | None:
+    def _try(self, link: Link) -> Term | None:
         """Renew the lease that we had, or else take it if it is free."""
-        with self._line() as link:
-            term = self._term
-            if self._closed or not self._active:
-                return None
-            if term is not None and (now() < self.valid_until or self._renew(link, term)):
-                return self._term
-            standing = self._standing
-            if standing is not None and now() < standing.retry_at:
-                return None
-            return self._acquire(link, None if standing is None else standing.expired)
+        term = self._term
+        if self._closed or not self._active:
+            return None
+        if term is not None and (now() < self.valid_until or self._renew(link, term)):
+            return self._term
+        standing = self._standing
+        if standing is not None and now() < standing.retry_at:
+            return None
+        return self._acquire(link, None if standing is None else standing.expired)
 
     def _acquire(self, link: Link, expired: int | None) -> Term | None:
         sent_at = now()
@@ -168,6 +170,9 @@ class Keeper:
             if self._standing is None:
                 _log.info("Waiting for the lease of %s, which %s has.", self.lease, answer.owner)
             self._standing = answer
+            return None
+        if answer.nonce != self._nonce or not self._active:  # a signal handler has given it up
+            self.lease.release(link, answer.nonce)
             return None
         with self._state:
             if self._thread is None:  # first of all: without it there is no term
@@ -208,10 +213,21 @@ class Keeper:
         with self._state:
             if offset > self.confirmed and (self._term is None or self._term is not term):
                 raise refusals.not_held(self.lease.stream, self.lease.group)
-            return self._confirms.add(offset)
+            ack = self._confirms.add(offset)
+            if self._term is not term:  # a signal handler has ended it in between: nobody sends now
+                self._confirms.succeed(self.confirmed)
+                self._confirms.fail(refusals.not_held(self.lease.stream, self.lease.group))
+            return ack
+
+    def want(self, offset: int, term: Term | None) -> None:
+        """The same for ourselves: if it is refused, nobody has to be told."""
+        with self._state:
+            if self._term is not None and self._term is term:
+                self._confirms.want(offset)
 
     def deactivate(self, timeout_s: float) -> None:
         """Send what is confirmed, give up the lease, and do not compete until ``reactivate``."""
+        forbid_waiting()
         with self._state:
             self._active = False
             self._state.notify_all()
@@ -231,23 +247,40 @@ class Keeper:
         """
         if self._pid != os.getpid():
             return  # a forked child: lease, thread and connections are the parent's
+        forbid_waiting()
         with self._state:
             self._active = False
             self._state.notify_all()
         self.interrupt()
-        self._give_up(timeout_s)
-        self.abandon()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_JOIN_S)
-            if thread.is_alive():
-                raise TimeoutError(
-                    f"The keeper of group {self.lease.group!r} does not end; does a callback of a "
-                    "confirm wait for something?"
-                )
-        self._link.close()
+        try:
+            self._give_up(timeout_s)
+        finally:
+            self.abandon()
+        self._join()
         if not self.reading:  # else its reader closes it
             self._watch.close()
+
+    def _join(self) -> None:
+        if self._line.is_mine():
+            return  # the call that this signal handler came into has to end before the thread can
+        thread = self._thread
+        if thread is None:
+            self._line.close()
+            return
+        with self._state:  # a wait, which lets the lock go: this may be a signal handler, too
+            ended = self._state.wait_for(lambda: self._thread is None, _JOIN_S)
+        if not ended:
+            raise TimeoutError(
+                f"The keeper of {self.lease} does not end; does a callback of a confirm wait for "
+                "something?"
+            )
+        thread.join(_JOIN_S)
+
+    def disown(self) -> None:
+        """In a forked child: hand out nothing more, and let nobody wait."""
+        self.valid_until = 0.0
+        self._state = threading.Condition(threading.RLock())  # its holder may not be here
+        self._confirms.disown(self._state, self._foreign())
 
     def interrupt(self) -> None:
         """End a wait for the lease in another thread; there will be no other."""
@@ -266,36 +299,37 @@ class Keeper:
             self._state.notify_all()
 
     def _give_up(self, timeout_s: float) -> None:
-        forbid_waiting()
         deadline = time.monotonic() + timeout_s
         self._confirms.hurry()
         with self._state:
             self._state.wait_for(self._all_sent, timeout_s)
         left_s = max(deadline - time.monotonic(), self._timeout_s)
-        if not self._wire.acquire(timeout=left_s):
-            self._link.interrupt()  # whoever has it waits for the server, and fails now
-            if not self._wire.acquire(timeout=_JOIN_S):
-                raise TimeoutError(f"Group {self.lease.group!r} cannot be left: no connection.")
         try:
-            with self._line() as link:
-                self._release(link)
-        finally:
-            self._wire.release()
+            self._line.use(self._release, timeout_s=left_s)
+        except TimeoutError:
+            self._line.interrupt()  # whoever has it waits for the server, and fails now
+            self._line.use(self._release, timeout_s=_JOIN_S)
 
     def _all_sent(self) -> bool:
         return self._term is None or self._confirms.due is None
 
     def _release(self, link: Link) -> None:
         """Give up the lease, if it is ours or may be."""
-        term, nonce = self._term, self._nonce
+        term = self._term
         if term is not None or self._maybe_ours:
-            try:
-                self.lease.release(link, nonce)
-            except MeteorError as error:
-                _log.info("The lease of %s will run out: %s", self.lease, error)
+            self._let_go(link, self._nonce if term is None else term.nonce)
         self._end_term(
             term, refusals.not_sent(self.lease.stream, self.lease.group, str(link.address))
         )
+
+    def _let_go(self, link: Link, nonce: str) -> bool:
+        """Give up the lease; tell whether that worked."""
+        try:
+            self.lease.release(link, nonce)
+        except MeteorError as error:
+            _log.info("The lease of %s will run out: %s", self.lease, error)
+            return False
+        return True
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -318,12 +352,17 @@ class Keeper:
             failure.__cause__ = error
             self._confirms.fail(failure)
             self._confirms.report(failure)
-            self._thread = None  # the next term gets another
         finally:
-            with self._line() as link:
-                self._send_rest(link)
-                self._release(link)
-                link.close()
+            if self._term is not None or self._maybe_ours:
+                self._line.use(self._leave)
+            self._line.close()
+            with self._state:
+                self._thread = None  # another term gets another
+                self._state.notify_all()
+
+    def _leave(self, link: Link) -> None:
+        self._send_rest(link)
+        self._release(link)
 
     def _send_rest(self, link: Link) -> None:
         """For a subscriber that was dropped: what it has confirmed, tried once."""
@@ -347,7 +386,8 @@ class Keeper:
         confirm_at = self._confirms.due
         if confirm_at is not None:
             jobs.append((confirm_at, self._send_confirm))
-        wait_s = min(_IDLE_S, self._max_poll_interval_s)  # who reads now may hang next
+        # Who reads now may hang next.
+        wait_s = min(_IDLE_S, max(self._max_poll_interval_s, _SILENCE_S))
         for due, job in jobs:
             left_s = max(due, self._retry_at) - at
             if left_s <= 0:
@@ -356,11 +396,14 @@ class Keeper:
         return None, wait_s
 
     def _do(self, job: Job) -> None:
+        self._line.use(lambda link: self._do_on(link, job))
+
+    def _do_on(self, link: Link, job: Job) -> None:
+        term = self._term
+        if term is None or self._closed:
+            return
         try:
-            with self._line() as link:
-                term = self._term
-                if term is not None and not self._closed:
-                    job(link, term)
+            job(link, term)
             self._failures = 0
             self._retry_at = 0.0
         except ConnectionFailed as error:
@@ -371,7 +414,10 @@ class Keeper:
             self._retry_at = now() + pause_s(self._failures, *_BACKOFF_S)
         except MeteorError as error:  # gone, or forbidden: it will not get better by itself
             _log.warning("The lease of %s is lost: %s", self.lease, error)
-            self._end_term(self._term, error)
+            released = self._let_go(link, term.nonce)
+            self._end_term(term, error)
+            if not released:  # the next 'acquire' gets it back by its nonce, or close() gives it up
+                self._nonce, self._maybe_ours = term.nonce, True
 
     def _renew(self, link: Link, term: Term) -> bool:
         """Renew the lease; tell whether it is still ours."""
@@ -398,7 +444,7 @@ class Keeper:
             "given up.",
             *(self.lease, self._max_poll_interval_s),
         )
-        self.lease.release(link, term.nonce, lapse=True)
+        self.lease.lapse(link, term)
 
     def _send_confirm(self, link: Link, term: Term) -> None:
         with self._state:
@@ -413,23 +459,6 @@ class Keeper:
 
     # -- small parts ---------------------------------------------------------------------------
 
-    @contextmanager
-    def _line(self) -> Iterator[Link]:
-        """The connection, for one caller at a time."""
-        with self._wire:
-            if self._busy:  # a signal handler, in the middle of another call of this thread
-                link = self._open_link()
-                try:
-                    yield link
-                finally:
-                    link.close()
-                return
-            self._busy = True
-            try:
-                yield self._link
-            finally:
-                self._busy = False
-
     def _open_link(self) -> Link:
         link = self._client.open_link()
         link.timeout_s = self._timeout_s
@@ -440,6 +469,7 @@ class Keeper:
         self.valid_until = sent_at + self.lease.ttl_s * BELIEF
         self._renew_at = sent_at + self.lease.ttl_s / _RENEWALS
         self._lapsed = False
+        self._state.notify_all()
 
     def _end_term(self, term: Term | None, error: MeteorError) -> None:
         """The term is over; what is still to be confirmed fails."""

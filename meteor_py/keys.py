@@ -32,7 +32,8 @@ key                            type    what, who writes it, who deletes it
                                        of ``seek_group``. Written by ``open_group``, ``acquire``,
                                        ``touch``, ``release``, ``confirm``, ``seek_group``; deleted
                                        by ``delete_group``.
-``meteor:{s}:lease:<g>``       string  Present while a member holds the lease: its name and term.
+``meteor:{s}:lease:<g>``       string  Present while a member holds the lease: its name, the term,
+                                       and how often it was renewed.
                                        Set by ``acquire`` and ``touch``; expires, or is deleted by
                                        ``release``, ``seek_group``, ``delete_group``.
 ``meteor:{s}:groups``          set     The names of the groups. Written with ``group:<g>``.

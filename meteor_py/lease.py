@@ -65,7 +65,10 @@ class Standing(NamedTuple):
 
 
 class Lease:
-    """The lease of one group, as one member sees it. Keeps no state; raises what refuses it."""
+    """The lease of one group, as one member sees it. For one thread at a time.
+
+    Raises what refuses it; whose it is, is for the caller to remember.
+    """
 
     def __init__(
         self, stream: str, incarnation: str, group: str, member: str, ttl_s: float
@@ -76,6 +79,7 @@ class Lease:
         self.member = member
         self.ttl_s = ttl_s
         self._ttl_ms = max(int(ttl_s * 1000), 1)
+        self._renewal = 0  # its number in the lease: a lapse that arrives late finds another
         self._meta = keys.meta(stream)
         self._group = keys.group(stream, group)
         self._lease = keys.lease(stream, group)
@@ -93,6 +97,7 @@ class Lease:
         """
         answer = self._run_owned(link, ACQUIRE, nonce, "" if expired is None else expired)
         if answer[0] == b"OK":
+            self._renewal = 0
             number, offset, epoch, end, floating = answer[1:]
             position = Position(self.incarnation, epoch, offset)
             return Term(number, nonce, position, end, bool(floating))
@@ -110,21 +115,28 @@ class Lease:
         Raises:
             LeaseLost: Somebody has.
         """
-        answer = self._run_owned(link, TOUCH, term.nonce, term.number)
+        self._renewal += 1
+        answer = self._run_owned(link, TOUCH, term.nonce, term.number, self._renewal)
         if answer[0] == b"FENCED":
             raise refusals.fenced(self.stream, self.group, answer[1])
 
-    def release(self, link: Link, nonce: str, *, lapse: bool = False) -> None:
-        """Give it up; with ``lapse`` so that ``touch`` gets it back if nobody wanted it."""
-        script_keys = [self._group, self._lease, self._events]
-        args = [self.group, self.member, nonce, "lapse" if lapse else ""]
+    def release(self, link: Link, nonce: str) -> None:
+        """Give it up."""
         was_connected = link.connected
         try:
-            link.run(RELEASE, script_keys, args)
+            self._let_go(link, nonce)
         except ConnectionFailed:
             if not was_connected:
                 raise
-            link.run(RELEASE, script_keys, args)  # an idle connection may have died unnoticed
+            self._let_go(link, nonce)  # an idle connection may have died unnoticed
+
+    def lapse(self, link: Link, term: Term) -> None:
+        """Give it up so that ``touch`` gets it back, if nobody wanted it."""
+        self._let_go(link, term.nonce, f"{self.member} {term.number} {self._renewal}")
+
+    def _let_go(self, link: Link, nonce: str, lapsing: str = "") -> None:
+        script_keys = [self._group, self._lease, self._events]
+        link.run(RELEASE, script_keys, [self.group, self.member, nonce, lapsing])
 
     def confirm(self, link: Link, term: Term, epoch: int, offset: int) -> int:
         """Confirm all below ``offset``, which was read in ``epoch`` of the stream.
@@ -170,10 +182,12 @@ class Lease:
         freed = any(fields[1] in _FREEING and fields[3] == group for _, fields in entries if fields)
         return entries[-1][0], freed
 
-    def _run_owned(self, link: Link, script: Script, nonce: str, term: int | str) -> Any:
-        """Run ACQUIRE or TOUCH, which take the same."""
+    def _run_owned(
+        self, link: Link, script: Script, nonce: str, term: int | str, *more: int
+    ) -> Any:
+        """Run ACQUIRE or TOUCH, which take the same, or nearly."""
         script_keys = [self._meta, self._group, self._lease, self._events]
-        args = [self.incarnation, self.group, self.member, nonce, self._ttl_ms, term]
+        args = [self.incarnation, self.group, self.member, nonce, self._ttl_ms, term, *more]
         return self._run(link, script, script_keys, args)
 
     def _run(self, link: Link, script: Script, script_keys: list[str], args: list[Any]) -> Any:

@@ -253,7 +253,10 @@ class Link:
         if isinstance(translated, ConnectionFailed):
             self.close()
         error.__context__ = None  # its words are in ours: one cause is enough to read
-        raise translated from error.with_traceback(None)
+        try:
+            raise translated from error.with_traceback(None)
+        finally:
+            del translated, error  # else frame and exception hold each other, and all our callers
 
 
 def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from meteor_py.codec import Codec
 from meteor_py.errors import LogTruncated, RecordsLost
+from meteor_py.history import Position
 from meteor_py.lease import Term
 from meteor_py.record import Chunk, RecordBatch
 
@@ -58,9 +59,10 @@ class Reader:
 
     def ready(self) -> bool:
         """Whether there is something to hand out."""
-        while self._chunks and self._chunks[0].first + len(self._chunks[0]) <= self.position:
-            self._chunks.popleft()
-        return bool(self._chunks)
+        chunks = self._chunks  # another thread may close the subscriber, and put an empty one there
+        while chunks and chunks[0].first + len(chunks[0]) <= self.position:
+            chunks.popleft()
+        return bool(chunks)
 
     def fetch(self, block_s: float, records: int) -> None:
         """Get what comes next, waiting for it up to ``block_s`` seconds.
@@ -99,7 +101,7 @@ class Reader:
 
     def forget(self) -> None:
         """Drop what was fetched."""
-        self._chunks.clear()
+        self._chunks = deque()
 
     def seek(self, offset: int, *, floating: bool = False) -> None:
         """Stand before ``offset``; ``floating`` if the first record there is is meant by it.
@@ -109,6 +111,24 @@ class Reader:
         """
         self._cursor.move(offset)
         self._jump(offset, floating)
+
+    def resume(self, position: Position) -> None:
+        """Stand at a position that somebody has kept.
+
+        Raises:
+            LogTruncated: The server has lost records before it; kept as ``gap``.
+        """
+        try:
+            self._cursor.resume(position)
+        except LogTruncated as gap:
+            self.gap = gap
+            raise
+        self._jump(position.offset, floating=False)
+
+    @property
+    def checkpoint(self) -> Position:
+        """The position together with the life and the epoch of the stream that it is of."""
+        return self._cursor.position._replace(offset=self.position)
 
     def start(self, group: str, term: Term) -> None:
         """Stand where a term of the group begins."""
@@ -123,10 +143,10 @@ class Reader:
     def count_skipped(self, first: int, last: int) -> None:
         if last < first:
             return
+        if self._on_gap_skipped is not None:
+            self._on_gap_skipped(first, last)  # first: if it raises, nothing was skipped
         _log.warning("Skipped the lost records %d to %d of stream %r.", first, last, self._stream)
         self.skipped += last - first + 1
-        if self._on_gap_skipped is not None:
-            self._on_gap_skipped(first, last)
 
     def interrupt(self) -> None:
         """End a wait in another thread."""
@@ -137,7 +157,7 @@ class Reader:
         self._cursor.close()
 
     def _jump(self, offset: int, floating: bool) -> None:
-        self._chunks.clear()
+        self._chunks = deque()
         self.position = offset
         self.gap = None
         self._floating = floating

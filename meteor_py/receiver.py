@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from meteor_py.backoff import pause_s
@@ -144,9 +145,11 @@ class Receiver:
             self._leave()
 
     def _receive(self) -> None:
+        failures = 0  # in a row
         while not self._stop.is_set():
             try:
                 for record in self._feed.walk(None):
+                    failures = 0
                     handled = False
                     try:
                         handled = self._handle(record)
@@ -161,6 +164,8 @@ class Receiver:
                     self._end(error)
                     return
                 _log.warning("The receiver of stream %r: %s", self._subscriber.stream.name, error)
+                failures += 1
+                self._stop.wait(pause_s(failures, *_BACKOFF_S))
 
     def _leave(self) -> None:
         """Nobody will read here any more: let another member do so."""
@@ -187,9 +192,9 @@ class Receiver:
                 return False
             if failures == self._tries:
                 return self._give_up(raw, error, failures)
-            with self._feed.waiting():
-                if self._stop.wait(pause_s(failures, *_BACKOFF_S)):
-                    return False
+            pause = partial(self._stop.wait, pause_s(failures, *_BACKOFF_S))
+            if self._feed.patiently(pause):
+                return False
 
     def _call(self, raw: Record) -> Exception | None:
         try:
@@ -221,14 +226,15 @@ class Receiver:
     def _bury(self, raw: Record, error: Exception, failures: int) -> None:
         assert self._letters is not None, "there is a stream of dead letters"
         subscriber = self._subscriber
-        with self._feed.waiting():
-            bury(
-                *(self._letters, subscriber.stream, subscriber.config.group, raw),
-                member=subscriber.member,
-                reason=f"{type(error).__name__}: {error}",
-                tries=failures,
-                stop=self._stop.is_set,
-            )
+        letter = partial(
+            bury,
+            *(self._letters, subscriber.stream, subscriber.config.group, raw),
+            member=subscriber.member,
+            reason=f"{type(error).__name__}: {error}",
+            tries=failures,
+            stop=self._stop.is_set,
+        )
+        self._feed.patiently(letter)
 
     def _end(self, error: BaseException) -> None:
         name = self._subscriber.stream.name
@@ -240,7 +246,7 @@ class Receiver:
         """It is done, unless the application has something before it to confirm."""
         keeper = self._feed.keeper
         if keeper is not None and keeper.wanted == raw.offset:
-            keeper.confirm(raw.offset + 1, self._feed.term)
+            keeper.want(raw.offset + 1, self._feed.term)
 
     def _ours(self) -> bool:
         """Whether this record is still ours to handle."""

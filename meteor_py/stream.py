@@ -165,7 +165,7 @@ class Stream:
         max_poll_interval: float = SubscriberConfig.max_poll_interval,
         on_gap: OnGap = SubscriberConfig.on_gap,
         on_gap_skipped: Callable[[int, int], object] | None = None,
-        on_assigned: Callable[[Subscriber], int | None] | None = None,
+        on_assigned: Callable[[Subscriber], Position | int | None] | None = None,
         auto_confirm: bool = SubscriberConfig.auto_confirm,
         codec: str | Codec | None = None,
     ) -> Subscriber:
@@ -186,8 +186,8 @@ class Stream:
             on_gap: "raise" ``RecordsLost`` when the ring has dropped the next record, or "skip".
             on_gap_skipped: Called with the first and last offset of each gap skipped.
             on_assigned: Called with the subscriber when it gets the lease, in the thread that
-                polls. It may return the offset at which to start: who keeps offsets with the
-                results is exactly-once.
+                polls. It may return where to start, an offset or better a ``checkpoint``: who keeps
+                that with the results is exactly-once.
             auto_confirm: Confirm what was handled when more is asked for.
             codec: How to decode values; None = as the stream says.
 

@@ -20,6 +20,7 @@ from meteor_py.codec import Codec
 from meteor_py.config import OFFSET_MAX, InitialOffset, SubscriberConfig, check_int, check_seconds
 from meteor_py.errors import GroupError, InvalidInitialOffset, LeaseLost, MeteorError, NotGrouped
 from meteor_py.feed import Feed
+from meteor_py.history import Position
 from meteor_py.keeper import Keeper
 from meteor_py.lease import now
 from meteor_py.receiver import Handler, OnError, Receiver
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that ``close()`` and ``deactivate()`` wait for the last confirm to be answered.
 _FLUSH_S = 5.0
+#: Seconds that the end of the interpreter waits for the same.
+_EXIT_S = 1.0
 
 
 class Subscriber:
@@ -117,7 +120,10 @@ class Subscriber:
         """
         if not self._closed:
             self._check_reader()
-        return self._feed.walk(self._codec)
+        return self._walk()
+
+    def _walk(self) -> Iterator[Record]:
+        yield from self._feed.walk(self._codec)  # holds us: a loop must not lose its subscriber
 
     # -- confirming ----------------------------------------------------------------------------
 
@@ -207,6 +213,15 @@ class Subscriber:
         return self._feed.reader.position
 
     @property
+    def checkpoint(self) -> Position:
+        """The position in a form to keep outside: with the stream's life and its epoch.
+
+        ``on_assigned`` may return it: should the server have lost records before it since, that
+        is a ``LogTruncated``, where a bare offset would now mean another record.
+        """
+        return self._feed.reader.checkpoint
+
+    @property
     def skipped(self) -> int:
         """Records that were gone and skipped, with ``on_gap="skip"`` or by ``skip_gap()``."""
         return self._feed.reader.skipped
@@ -248,9 +263,6 @@ class Subscriber:
 
         After ``LogTruncated``: with what the server has now in place of what it lost; in a group,
         from what is confirmed there. Without a gap nothing happens.
-
-        Raises:
-            LeaseLost: It is known that the group's lease went to another member.
         """
         self._check_reader()
         self._feed.skip_gap()
@@ -368,10 +380,10 @@ class Subscriber:
             self._feed.keeper.check_process()
 
 
-def _on_assigned(subscriber: weakref.ref[Subscriber]) -> Callable[[], int | None]:
+def _on_assigned(subscriber: weakref.ref[Subscriber]) -> Callable[[], Position | int | None]:
     """The caller's ``on_assigned``; by a weak reference, or no subscriber would be dropped."""
 
-    def call() -> int | None:
+    def call() -> Position | int | None:
         found = subscriber()
         callback = None if found is None else found.config.on_assigned
         return None if callback is None else callback(found)
@@ -405,13 +417,19 @@ def close_subscribers(client: Client) -> None:
 
 def _close_all() -> None:
     """At the interpreter's end: let others have the leases at once."""
-    for subscriber in list(_open_subscribers):
-        try:
-            subscriber.close(1.0)
-        except BaseException as error:  # as above
-            _log.error("At the end of %r: %r", subscriber, error)
+    subscribers = list(_open_subscribers)
+    for subscriber in subscribers:
+        subscriber._feed.halt()
+        if subscriber._receiver is None:
+            subscriber._feed.abandon()  # all at once: a server that is away delays us only once
+    for subscriber in subscribers:
+        if subscriber._receiver is not None:
+            try:
+                subscriber.close(_EXIT_S)
+            except BaseException as error:  # as above
+                _log.error("At the end of %r: %r", subscriber, error)
     # Those that were dropped a moment ago have leases too, and their threads would just stop.
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + _EXIT_S
     for thread in threading.enumerate():
         if thread.name.startswith(KEEPER_PREFIX):
             thread.join(max(deadline - time.monotonic(), 0.0))

@@ -44,12 +44,14 @@ class GroupBench(Bench):
     def touch(
         self, nonce: str, term: int, *, ttl_ms: int = TTL_MS, life: str = LIFE, member: str = ""
     ) -> Answer:
-        args = (life, self.g, member or f"m-{nonce}", nonce, ttl_ms, term)
+        args = (life, self.g, member or f"m-{nonce}", nonce, ttl_ms, term, 1)
         return self.answer(scripts.TOUCH, self.owned, *args)
 
-    def release(self, nonce: str, *, lapse: bool = False) -> Answer:
+    def release(self, nonce: str, *, lapse: bool = False, lease: str = "") -> Answer:
+        """Give up the lease; ``lapse``: as it is now, or as ``lease`` says."""
         script_keys = [self.group, self.lease, self.events]
-        args = (self.g, f"m-{nonce}", nonce, "lapse" if lapse else "")
+        known = (lease or self.lease_text() or "expired") if lapse else ""
+        args = (self.g, f"m-{nonce}", nonce, known)
         return self.answer(scripts.RELEASE, script_keys, *args)
 
     def confirm(
@@ -106,6 +108,11 @@ class GroupBench(Bench):
         return {name.decode(): text.decode() for name, text in found.items()}
 
     def holder(self) -> str | None:
+        """The member and term in the lease."""
+        text = self.lease_text()
+        return None if text is None else text.rpartition(" ")[0]
+
+    def lease_text(self) -> str | None:
         found: Any = self.plain.get(self.lease)
         return None if found is None else found.decode()
 

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
@@ -62,16 +63,15 @@ class State(NamedTuple):
     confirmed: int
 
 
-class Member:
-    """One child process, started at once; the first command waits until it is ready."""
+class Process:
+    """A child process that is talked to by lines. It ends with the test at the latest."""
 
-    def __init__(self, url: str, stream: str, group: str, **options: Any) -> None:
+    def __init__(self, *args: str) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="meteor-member-"))
         self._log = self._directory / "log"
-        orders = json.dumps({"url": url, "stream": stream, "group": group, "options": options})
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.members", orders],
+                [sys.executable, *args],
                 cwd=_ROOT,
                 bufsize=0,
                 stdin=subprocess.PIPE,
@@ -82,62 +82,34 @@ class Member:
         self._watchdog = Watchdog(self._directory)
         self._watchdog.guard(self._process.pid)
         self._received = b""
-        self._name: str | None = None
-        self._unanswered = 0
 
-    @property
-    def name(self) -> str:
-        """Its name as the owner of a lease; waits until it is ready."""
-        if self._name is None:
-            self._name = self._read(ANSWER_S)["value"]
-        return self._name
-
-    # -- commands ------------------------------------------------------------------------------
-
-    def ask(self, command: str, /, *args: Any, within_s: float = ANSWER_S) -> Any:
-        """Have something done, and return the answer.
-
-        Raises:
-            Refused: The library raised.
-        """
-        self.tell(command, *args)
-        return self.answer(within_s)
-
-    def tell(self, command: str, /, *args: Any) -> None:
-        """The same without waiting: ``answer`` gets the answer."""
-        assert self.name
-        assert not self._unanswered, "it does one thing after the other"
+    def write(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([command, *args]).encode() + b"\n")
-        self._unanswered += 1
+        self._process.stdin.write(line.encode() + b"\n")
 
-    def answer(self, within_s: float = ANSWER_S) -> Any:
-        answer = self._read(within_s)
-        self._unanswered -= 1
-        if "error" in answer:
-            raise Refused(answer["error"], answer["text"])
-        return answer["value"]
-
-    def poll(self, timeout: float = 5.0, max_records: int = 10_000) -> list[int]:
-        """The offsets of the batch, whose values it has checked."""
-        offsets: list[int] = self.ask("poll", timeout, max_records, within_s=timeout + ANSWER_S)
-        return offsets
-
-    def confirm(self, offset: int | None = None) -> int:
-        """What the Ack says."""
-        confirmed: int = self.ask("confirm", offset)
-        return confirmed
-
-    @property
-    def state(self) -> State:
-        return State(*self.ask("state"))
-
-    # -- its life ------------------------------------------------------------------------------
+    def read(self, within_s: float = ANSWER_S) -> str:
+        """The next line that it prints."""
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + within_s
+        while b"\n" not in self._received:
+            left = max(deadline - time.monotonic(), 0.0)
+            if not select.select([self._process.stdout], [], [], left)[0]:
+                raise AssertionError(f"No answer within {within_s:g} s; its log: {self._words()}")
+            part = self._process.stdout.read(65_536)
+            if not part:
+                raise AssertionError(f"The member has ended; its log: {self._words()}")
+            self._received += part
+        line, self._received = self._received.split(b"\n", 1)
+        return line.decode()
 
     def kill(self) -> None:
         """SIGKILL; returns when it is dead."""
         self._process.kill()
         self._process.wait(ANSWER_S)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._process.terminate()
 
     def pause(self) -> None:
         """SIGSTOP, in force when this returns."""
@@ -162,23 +134,67 @@ class Member:
         self._watchdog.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _read(self, within_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + within_s
-        while b"\n" not in self._received:
-            left = max(deadline - time.monotonic(), 0.0)
-            if not select.select([self._process.stdout], [], [], left)[0]:
-                raise AssertionError(f"No answer within {within_s:g} s; its log: {self._words()}")
-            part = self._process.stdout.read(65_536)
-            if not part:
-                raise AssertionError(f"The member has ended; its log: {self._words()}")
-            self._received += part
-        line, self._received = self._received.split(b"\n", 1)
-        found: dict[str, Any] = json.loads(line)
-        return found
-
     def _words(self) -> str:
         return self._log.read_text(errors="replace")[-3000:]
+
+
+class Member(Process):
+    """One subscriber, started at once; the first command waits until it is ready."""
+
+    def __init__(self, url: str, stream: str, group: str, **options: Any) -> None:
+        orders = {"url": url, "stream": stream, "group": group, "options": options}
+        super().__init__("-m", "tests.members", json.dumps(orders))
+        self._name: str | None = None
+        self._unanswered = 0
+
+    @property
+    def name(self) -> str:
+        """Its name as the owner of a lease; waits until it is ready."""
+        if self._name is None:
+            self._name = json.loads(self.read())["value"]
+        return self._name
+
+    def ask(self, command: str, /, *args: Any, within_s: float = ANSWER_S) -> Any:
+        """Have something done, and return the answer.
+
+        Raises:
+            Refused: The library raised.
+        """
+        self.tell(command, *args)
+        return self.answer(within_s)
+
+    def tell(self, command: str, /, *args: Any) -> None:
+        """The same without waiting: ``answer`` gets the answer."""
+        assert self.name
+        assert not self._unanswered, "it does one thing after the other"
+        self.write(json.dumps([command, *args]))
+        self._unanswered += 1
+
+    def answer(self, within_s: float = ANSWER_S) -> Any:
+        answer = json.loads(self.read(within_s))
+        self._unanswered -= 1
+        if "error" in answer:
+            raise Refused(answer["error"], answer["text"])
+        return answer["value"]
+
+    def poll(self, timeout: float = 5.0, max_records: int = 10_000) -> list[int]:
+        """The offsets of the batch, whose values it has checked."""
+        offsets: list[int] = self.ask("poll", timeout, max_records, within_s=timeout + ANSWER_S)
+        return offsets
+
+    def step(self, number: int = 1) -> list[int]:
+        """The offsets of so many turns of its loop, which goes on where it was."""
+        offsets: list[int] = self.ask("step", number)
+        return offsets
+
+    def confirm(self, offset: int | None = None) -> int:
+        """What the Ack says."""
+        confirmed: int = self.ask("confirm", offset)
+        return confirmed
+
+    @property
+    def state(self) -> State:
+        return State(*self.ask("state"))
 
 
 class Event(NamedTuple):
@@ -224,6 +240,12 @@ class Crew:
         members = [self.member(**options) for _ in range(number)]
         assert len({member.name for member in members}) == number
         return members
+
+    def program(self, text: str, *args: str) -> Process:
+        """A program in a process of its own, whose first argument is the address."""
+        process = Process("-c", text, self.url, *args)
+        self._stack.callback(process.close)
+        return process
 
     def subscriber(self, **options: Any) -> meteor.Subscriber:
         """One in this process."""
@@ -304,6 +326,7 @@ class _Child:
         self.client = meteor.connect(url)
         self.stream = self.client.stream(stream, create=False)
         self.subscriber = self.stream.subscriber(group=group, **options)
+        self.loop: Iterator[meteor.Record] | None = None
 
     def poll(self, timeout: float, max_records: int) -> list[int]:
         return check_values(self.subscriber.poll(timeout, max_records))
@@ -329,6 +352,25 @@ class _Child:
             if len(offsets) == number:
                 return offsets
         raise RuntimeError("The records came to an end.")
+
+    def step(self, number: int) -> list[int]:
+        """Some turns of a loop, which ends only by an error."""
+        loop = self.loop or iter(self.subscriber)
+        self.loop = None
+        offsets = [next(loop).offset for _ in range(number)]
+        self.loop = loop
+        return offsets
+
+    def receive(self, fails: int) -> str:
+        """Have a receiver work until its handler raises; return what it says of that."""
+
+        def handle(record: meteor.Record) -> None:
+            if record.offset == fails:
+                raise ValueError(f"no {fails}")
+
+        receiver = self.subscriber.attach_receiver(handle)
+        receiver.join()
+        return repr(receiver.error)
 
     def hang(self, seconds: float) -> None:
         """Do not poll: the work of a slow or stuck application."""

@@ -147,6 +147,9 @@ class Machine(RuleBasedStateMachine):
         if self.group is None or self.group.nonce != credential.nonce:
             assert answer == ("FENCED",)
             return
+        if lapse and self.group.holder is None:
+            assert answer == ("FENCED",)  # there is nothing to let go
+            return
         assert answer == ("OK",)
         self.group.owner, self.group.holder = "", None
         if not lapse:
@@ -197,7 +200,7 @@ class Machine(RuleBasedStateMachine):
             return  # and nothing has changed
         answer = self.bench.seek(offset, floating=floating, force=force, request=request)
         if group is not None and group.holder is not None and not force:
-            assert answer == ("ACTIVE", group.holder)
+            assert answer == ("ACTIVE", self.bench.lease_text())
         elif offset > self.end:
             assert answer == ("BEYOND", self.end)
         else:
@@ -216,7 +219,7 @@ class Machine(RuleBasedStateMachine):
         if group is None:
             assert answer == ("NOGROUP",)
         elif group.holder is not None and not force:
-            assert answer == ("ACTIVE", group.holder)
+            assert answer == ("ACTIVE", self.bench.lease_text())
         else:
             assert answer == ("OK",)
             self.group = None

@@ -236,8 +236,8 @@ def test_only_the_first_term_floats_and_a_repeat_of_its_question(bench: GroupBen
 
 def test_touch_lengthens_the_lease_of_its_owner_only(ten: GroupBench) -> None:
     term = ok(ten.acquire("a", ttl_ms=1000))
-    stored = ten.snapshot()
     assert ten.touch("a", term, ttl_ms=50_000) == ("OK",)
+    stored = ten.snapshot()
     assert ten.plain.pttl(ten.lease) > 1000
     assert ten.touch("b", term) == ("FENCED", term)
     assert ten.touch("a", term - 1) == ("FENCED", term)
@@ -264,6 +264,13 @@ def test_a_lapsed_lease_is_there_for_everybody_and_its_owner_gets_it_back(
     later = ok(ten.acquire("b"))  # at once: it was given up
     assert ten.touch("a", term) == ("FENCED", later)
     assert ten.release("a", lapse=True) == ("FENCED",)
+
+
+def test_a_lapse_that_arrives_after_the_next_renewal_changes_nothing(ten: GroupBench) -> None:
+    term = ok(ten.acquire("a"))
+    assert ten.touch("a", term) == ("OK",)
+    assert ten.release("a", lapse=True, lease=f"m-a {term} 0") == ("FENCED",)
+    assert ten.holder() == f"m-a {term}"
 
 
 def test_what_was_handled_may_be_confirmed_while_it_is_lapsed(ten: GroupBench) -> None:
@@ -347,7 +354,7 @@ def test_a_seek_of_an_active_group_needs_force_and_fences_its_owner(ten: GroupBe
     term = ok(ten.acquire("a"))
     ten.confirm("a", term, 5)
     stored = ten.snapshot()
-    assert ten.seek(2) == ("ACTIVE", f"m-a {term}")
+    assert ten.seek(2) == ("ACTIVE", f"m-a {term} 0")
     assert ten.seek(11, force=True) == ("BEYOND", 10)
     assert ten.snapshot() == stored
     assert ten.seek(2, force=True) == ("OK",)
@@ -386,7 +393,7 @@ def test_a_lease_left_behind_by_a_former_stream_does_not_stop_a_seek(bench: Grou
 def test_an_active_group_is_deleted_by_force_only(ten: GroupBench) -> None:
     term = ok(ten.acquire("a"))
     stored = ten.snapshot()
-    assert ten.delete() == ("ACTIVE", f"m-a {term}")
+    assert ten.delete() == ("ACTIVE", f"m-a {term} 0")
     assert ten.snapshot() == stored
     assert ten.delete(force=True) == ("OK",)
     assert ten.delete(force=True) == ("NOGROUP",)

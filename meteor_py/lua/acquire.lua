@@ -30,7 +30,7 @@ local left = redis.call('PTTL', KEYS[3])
 
 if g[3] == ARGV[4] then
   if left > 0 then
-    redis.call('SET', KEYS[3], ARGV[3] .. ' ' .. g[2], 'PX', ARGV[5])
+    redis.call('SET', KEYS[3], ARGV[3] .. ' ' .. g[2] .. ' 0', 'PX', ARGV[5])
     local floating = g[7] == g[2] and 'floating' or ''
     return {'OK', tonumber(g[2]), position, tonumber(m[2]), tonumber(m[3]), floating}
   end
@@ -46,7 +46,7 @@ local term = string.format('%.0f', math.max(tonumber(g[2] or 0) + 1, now))
 local floating = g[7] == 'floating' and 'floating' or ''
 redis.call('HSET', KEYS[2], 'term', term, 'owner', ARGV[3], 'nonce', ARGV[4],
            'floating', floating == '' and '' or term)
-redis.call('SET', KEYS[3], ARGV[3] .. ' ' .. term, 'PX', ARGV[5])
+redis.call('SET', KEYS[3], ARGV[3] .. ' ' .. term .. ' 0', 'PX', ARGV[5])
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'event', 'assigned', 'group', ARGV[2],
            'member', ARGV[3], 'term', term)
 return {'OK', tonumber(term), position, tonumber(m[2]), tonumber(m[3]), floating}
