@@ -215,9 +215,10 @@ class Feed:
         """Fetch once; skip a gap if that is wanted."""
         try:
             self._ask(block_s, records)
-        except RecordsLost:
+        except RecordsLost as gap:
             if self._config.on_gap == "raise":
                 raise
+            _log.warning("Skipping a gap: %s", gap)
             self.skip_gap()
             self._ask(0.0, records)
 
@@ -236,16 +237,19 @@ class Feed:
     def skip_gap(self) -> None:
         """Go on behind the gap that the last fetch named; without one nothing happens."""
         reader, keeper, gap = self.reader, self.keeper, self.reader.gap
-        if gap is not None:
-            reader.count_skipped(gap.first, gap.last)  # before it is confirmed, or never
+        if gap is None:
+            return
         if isinstance(gap, LogTruncated):
             self._reopen(gap)
-        elif gap is not None:
-            behind = min(gap.last + 1, reader.end)
-            # What was handed out and not confirmed is not confirmed by a gap behind it.
-            if keeper is not None and keeper.wanted == gap.first:
-                keeper.want(behind, self.term)
-            reader.skip_to(behind)
+            self.reader.count_skipped(gap.first, gap.last)
+            return
+        behind = min(gap.last + 1, reader.end)
+        # What was handed out and not confirmed is not confirmed by a gap behind it.
+        all_confirmed = keeper is not None and keeper.wanted == gap.first
+        reader.skip_to(behind)
+        reader.count_skipped(gap.first, gap.last)  # first: a gap is not done before it is told
+        if keeper is not None and all_confirmed:
+            keeper.want(behind, self.term)
 
     def _reopen(self, gap: LogTruncated) -> None:
         """Go on in what is left of the stream, or in the one that has its name now."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,8 +14,6 @@ from meteor_py.record import Chunk, RecordBatch
 
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
-
-_log = logging.getLogger(__name__)
 
 
 class Reader:
@@ -143,10 +140,9 @@ class Reader:
     def count_skipped(self, first: int, last: int) -> None:
         if last < first:
             return
-        if self._on_gap_skipped is not None:
-            self._on_gap_skipped(first, last)  # first: if it raises, nothing was skipped
-        _log.warning("Skipped the lost records %d to %d of stream %r.", first, last, self._stream)
         self.skipped += last - first + 1
+        if self._on_gap_skipped is not None:
+            self._on_gap_skipped(first, last)
 
     def interrupt(self) -> None:
         """End a wait in another thread."""
