@@ -22,8 +22,7 @@ from benchmarks.common import (
     values_of,
     within,
 )
-from benchmarks.publish import xadd_all
-from benchmarks.read import PEER, drain, drain_group
+from benchmarks.read import PEER, drain, drain_group, filled
 
 #: Seconds during which the commands of idle members are counted.
 _COUNT_S = 20.0
@@ -38,15 +37,7 @@ def run(bench: Bench) -> list[Row]:
 
 def reading(bench: Bench) -> list[Row]:
     """The same drain with a group and a confirm per batch, beside the one without a group."""
-    values = values_of(bench.pick(1_000_000, 300_000))
-    some = values[: bench.pick(100_000, 30_000)]
-    bench.clear()
-    with connected(bench.url) as client, plain_client(bench.url) as plain:
-        stream = client.stream("read", capacity=len(values))
-        with stream.publisher() as pub:
-            for call in cut(values, CALL):
-                pub.publish_many(call)
-        xadd_all(plain, some)
+    with filled(bench) as (stream, plain):
         best = bench.best(
             {
                 "grouped": lambda: drain_grouped(stream),

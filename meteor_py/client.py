@@ -7,14 +7,14 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis.connection import UnixDomainSocketConnection
 
 from meteor_py import keys
 from meteor_py.address import Address, parse
 from meteor_py.checks import warn_of_dangers, warn_of_hidden_history
+from meteor_py.closing import Closing
 from meteor_py.config import Compression, StreamConfig, check_seconds
 from meteor_py.errors import (
     ConnectionFailed,
@@ -61,7 +61,7 @@ def connect(url: str | None = None, *, timeout: float = 5.0) -> Client:
     return Client(parse(url), check_seconds("timeout", timeout))
 
 
-class Client:
+class Client(Closing):
     """A server, and the streams on it. Safe for several threads, and usable after a fork."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
@@ -210,23 +210,6 @@ class Client:
                     self._redis.close()
                 if self._server is not None:
                     self._server.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failure:  # a receiver's can be anything
-            if error is None:
-                raise
-            if failure is not error:
-                error.add_note(f"While closing the client: {failure}")
 
     def __repr__(self) -> str:
         return f"<Client of {self.address}{' (closed)' if self._closed else ''}>"

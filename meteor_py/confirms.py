@@ -6,6 +6,7 @@ one :class:`Confirmation`, and an :class:`~meteor_py.Ack` is an offset in it.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ TIMEOUT_S = 30.0
 class Confirmation(Batch):
     """Confirms that are sent together. Whoever waits for one makes it go at once."""
 
-    __slots__ = ("hurry", "offset", "sent")
+    __slots__ = ("_pid", "hurry", "offset", "sent")
 
     def __init__(self, hurry: Callable[[], None]) -> None:
         started = time.monotonic()
@@ -32,16 +33,23 @@ class Confirmation(Batch):
         self.first = 0  # an Ack adds its own offset to it
         self.offset = 0
         self.sent = False
+        self._pid = os.getpid()
 
     def wait(self, timeout: float | None) -> bool:
-        if not self.settled:
-            self.hurry()
+        self._press()
         return super().wait(timeout)
 
     def on_settled(self, callback: Callable[[], None]) -> None:
-        if not self.settled:
-            self.hurry()
+        self._press()
         super().on_settled(callback)
+
+    def _press(self) -> None:
+        if self.settled:
+            return
+        if self._pid != os.getpid():  # a forked child, and its subscriber was dropped before
+            self.disown(MeteorError("This confirm belongs to the parent process."))
+        else:
+            self.hurry()
 
 
 # What the Ack of a confirm stands on that changes nothing.

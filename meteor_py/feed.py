@@ -16,7 +16,7 @@ from meteor_py.group import open_group
 from meteor_py.history import Position
 from meteor_py.keeper import Keeper
 from meteor_py.lease import Lease, Term, now
-from meteor_py.reader import Reader
+from meteor_py.reader import Gap, Reader
 from meteor_py.record import Record
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ class Feed:
             self.keeper.check_process()
             try:
                 self.keeper.raise_refusal()
-            except LogTruncated as gap:
-                self.reader.gap = gap
+            except LogTruncated as error:
+                self.reader.note_gap(error)
                 raise
         self.patiently(lambda: self._fetch(timeout_s, records, endless))
 
@@ -98,8 +98,10 @@ class Feed:
         try:
             return work()
         finally:
-            keeper.alive_at = now()
-            keeper.reading = False
+            try:
+                keeper.alive_at = now()
+            finally:  # whatever interrupts: who only seems to read would keep its lease for ever
+                keeper.reading = False
 
     def _call(self, callback: Callable[[], _T]) -> _T:
         """Call the application in the middle of what it waits for; this it may hang in."""
@@ -187,9 +189,9 @@ class Feed:
             return True
         try:
             term = self.keeper.hold(timeout_s)
-        except LogTruncated as gap:  # the stream was created anew
-            gap.last = max(gap.last, self.reader.position - 1)
-            self.reader.gap = gap
+        except LogTruncated as error:  # the stream was created anew
+            error.last = max(error.last, self.reader.position - 1)
+            self.reader.note_gap(error)
             raise
         if term is None:
             self.reader.close()  # what was read is for whoever has the lease, and that may last
@@ -239,7 +241,7 @@ class Feed:
         reader, keeper, gap = self.reader, self.keeper, self.reader.gap
         if gap is None:
             return
-        if isinstance(gap, LogTruncated):
+        if gap.truncated:
             self._reopen(gap)
             self.reader.count_skipped(gap.first, gap.last)
             return
@@ -251,7 +253,7 @@ class Feed:
         if keeper is not None and all_confirmed:
             keeper.want(behind, self.term)
 
-    def _reopen(self, gap: LogTruncated) -> None:
+    def _reopen(self, gap: Gap) -> None:
         """Go on in what is left of the stream, or in the one that has its name now."""
         stream = self.stream.client.stream(self.stream.name, create=False)
         reader = Reader(stream, self._call_on_gap_skipped)

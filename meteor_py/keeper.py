@@ -42,6 +42,8 @@ _IDLE_S = 60.0
 _SILENCE_S = 0.05
 #: Seconds between two tries, doubled each time up to the second figure.
 _BACKOFF_S = (0.02, 0.5)
+#: Seconds to wait for the line, before others are let have the state.
+_TURN_S = 0.05
 #: Seconds that closing waits for the thread.
 _JOIN_S = 10.0
 
@@ -305,10 +307,23 @@ class Keeper:
             self._state.wait_for(self._all_sent, timeout_s)
         left_s = max(deadline - time.monotonic(), self._timeout_s)
         try:
-            self._line.use(self._release, timeout_s=left_s)
+            self._release_within(left_s)
         except TimeoutError:
             self._line.interrupt()  # whoever has it waits for the server, and fails now
-            self._line.use(self._release, timeout_s=_JOIN_S)
+            self._release_within(_JOIN_S)
+
+    def _release_within(self, timeout_s: float) -> None:
+        """Wait for the line, and let the state go now and then: a signal handler may have come
+        while its thread had that, and whoever has the line may need it."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._line.use(self._release, timeout_s=_TURN_S)
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise
+            with self._state:
+                self._state.wait(_TURN_S / 10)
 
     def _all_sent(self) -> bool:
         return self._term is None or self._confirms.due is None

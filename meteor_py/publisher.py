@@ -8,13 +8,13 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from meteor_py import ack
 from meteor_py.ack import Ack, ManyAck
+from meteor_py.closing import Closing
 from meteor_py.codec import Codec
 from meteor_py.config import (
     FRAME_BYTES_MAX,
@@ -50,7 +50,7 @@ _INTERRUPTED_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Publisher:
+class Publisher(Closing):
     """Publishes records to one stream, in the order of the calls. Safe for several threads.
 
     >>> with stream.publisher() as pub:                       # doctest: +SKIP
@@ -219,22 +219,6 @@ class Publisher:
     def closed(self) -> bool:
         """Whether it takes no more records."""
         return self._closed
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"While closing the publisher: {failure}")
 
     def __repr__(self) -> str:
         return f"<Publisher of {self.stream.name!r}{' (closed)' if self._closed else ''}>"

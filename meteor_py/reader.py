@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meteor_py.codec import Codec
 from meteor_py.errors import LogTruncated, RecordsLost
@@ -14,6 +14,15 @@ from meteor_py.record import Chunk, RecordBatch
 
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
+
+
+class Gap(NamedTuple):
+    """Records that are gone. Not the error that says so: that would hold all its callers."""
+
+    first: int
+    last: int
+    #: Whether the server has lost them, or the whole stream; else the ring has dropped them.
+    truncated: bool
 
 
 class Reader:
@@ -33,7 +42,7 @@ class Reader:
         #: The offset of the next record to hand out; the owner moves it over what was.
         self.position = self._cursor.position.offset
         #: What the last fetch found missing.
-        self.gap: RecordsLost | LogTruncated | None = None
+        self.gap: Gap | None = None
         #: Rises with every move that is not reading on.
         self.jumps = 0
         #: Records that were gone and skipped.
@@ -72,8 +81,8 @@ class Reader:
         self._cursor.stand_at(self.position)
         try:
             chunks = self._cursor.fetch(block_s, records=records, anywhere=self._floating)
-        except (RecordsLost, LogTruncated) as gap:
-            self.gap = gap
+        except (RecordsLost, LogTruncated) as error:
+            self.note_gap(error)
             raise
         if chunks:
             missed, self.position = self.position, chunks[0].first
@@ -117,8 +126,8 @@ class Reader:
         """
         try:
             self._cursor.resume(position)
-        except LogTruncated as gap:
-            self.gap = gap
+        except LogTruncated as error:
+            self.note_gap(error)
             raise
         self._jump(position.offset, floating=False)
 
@@ -136,6 +145,9 @@ class Reader:
         """Stand before the first record there is from ``offset`` on: what is missed is a gap."""
         self.seek(offset, floating=True)
         self._skipping = True
+
+    def note_gap(self, error: RecordsLost | LogTruncated) -> None:
+        self.gap = Gap(error.first, error.last, isinstance(error, LogTruncated))
 
     def count_skipped(self, first: int, last: int) -> None:
         if last < first:

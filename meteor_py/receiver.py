@@ -111,8 +111,7 @@ class Receiver:
             TimeoutError: The handler does not return.
             Exception: What ended the receiver before, once.
         """
-        self._stop.set()
-        self._feed.halt()
+        self.stop()
         if self.is_current_thread():
             return  # by the handler: it ends when that returns
         if not self.join(timeout):
@@ -132,6 +131,11 @@ class Receiver:
 
     def start(self) -> None:
         self._thread.start()
+
+    def stop(self) -> None:
+        """Let it end after its record, without waiting for that."""
+        self._stop.set()
+        self._feed.halt()
 
     def is_current_thread(self) -> bool:
         return threading.current_thread() is self._thread

@@ -12,10 +12,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from meteor_py.ack import KEEPER_PREFIX, Ack
+from meteor_py.ack import KEEPER_PREFIX, Ack, forbid_waiting
+from meteor_py.closing import Closing
 from meteor_py.codec import Codec
 from meteor_py.config import OFFSET_MAX, InitialOffset, SubscriberConfig, check_int, check_seconds
 from meteor_py.errors import GroupError, InvalidInitialOffset, LeaseLost, MeteorError, NotGrouped
@@ -38,7 +38,7 @@ _FLUSH_S = 5.0
 _EXIT_S = 1.0
 
 
-class Subscriber:
+class Subscriber(Closing):
     """Reads one stream. Any number of them do not disturb each other, nor the publishers.
 
     >>> with stream.subscriber(group="billing") as sub:    # doctest: +SKIP
@@ -307,6 +307,8 @@ class Subscriber:
         if self._pid != os.getpid():
             self._closed = True
             return
+        if self._feed.keeper is not None:
+            forbid_waiting()  # before anything is changed
         try:
             if self._receiver is not None:
                 self._receiver.close(timeout)
@@ -321,23 +323,6 @@ class Subscriber:
     def closed(self) -> bool:
         """Whether it hands out no more records."""
         return self._closed
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failure:
-            if error is None:
-                raise
-            if failure is not error:
-                error.add_note(f"While closing the subscriber: {failure}")
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"at {self.position}"
@@ -417,17 +402,19 @@ def close_subscribers(client: Client) -> None:
 
 def _close_all() -> None:
     """At the interpreter's end: let others have the leases at once."""
+    # All at once: a server or a handler that does not answer delays us only once.
     subscribers = list(_open_subscribers)
+    receivers = [s._receiver for s in subscribers if s._receiver is not None]
     for subscriber in subscribers:
         subscriber._feed.halt()
-        if subscriber._receiver is None:
-            subscriber._feed.abandon()  # all at once: a server that is away delays us only once
+    for receiver in receivers:
+        receiver.stop()
+    deadline = time.monotonic() + _EXIT_S
+    for receiver in receivers:
+        if not receiver.join(max(deadline - time.monotonic(), 0.0)):
+            _log.error("At the end of %r: it is still at work.", receiver)
     for subscriber in subscribers:
-        if subscriber._receiver is not None:
-            try:
-                subscriber.close(_EXIT_S)
-            except BaseException as error:  # as above
-                _log.error("At the end of %r: %r", subscriber, error)
+        subscriber._feed.abandon()
     # Those that were dropped a moment ago have leases too, and their threads would just stop.
     deadline = time.monotonic() + _EXIT_S
     for thread in threading.enumerate():
