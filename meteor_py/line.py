@@ -27,22 +27,28 @@ class Line:
         Raises:
             TimeoutError: Another thread has not left it within ``timeout_s`` seconds.
         """
+        if timeout_s < 0:
+            with self._lock:  # no Ctrl-C can come between taking it and giving it back
+                return self._use(work)
         if not self._lock.acquire(timeout=timeout_s):
             raise TimeoutError("The connection is in use.")
         try:
-            if self._user is not None:  # a signal handler, in the middle of a call of this thread
-                link = self._open_link()
-                try:
-                    return work(link)
-                finally:
-                    link.close()
-            self._user = threading.get_ident()
-            try:
-                return work(self._link)
-            finally:
-                self._user = None
+            return self._use(work)
         finally:
             self._lock.release()
+
+    def _use(self, work: Callable[[Link], _T]) -> _T:
+        if self._user is not None:  # a signal handler, in the middle of a call of this thread
+            link = self._open_link()
+            try:
+                return work(link)
+            finally:
+                link.close()
+        self._user = threading.get_ident()
+        try:
+            return work(self._link)
+        finally:
+            self._user = None
 
     def is_mine(self) -> bool:
         """Whether this thread is in the middle of a call, and a signal handler is asking."""

@@ -19,6 +19,8 @@ from typing import Literal, Protocol
 import pytest
 from hypothesis import settings
 
+from tests.bench import Pair
+from tests.members import Crew
 from tests.servers import Server, binaries, plain_client
 
 SEED = "METEOR_SEED"
@@ -101,6 +103,20 @@ def emptied(server_url: str) -> str:
     with plain_client(server_url) as client:
         client.flushall()
     return server_url
+
+
+@pytest.fixture
+def crew(url: str) -> Iterator[Crew]:
+    """A stream, a group, and members of it in other processes."""
+    with Crew(url) as crew:
+        yield crew
+
+
+@pytest.fixture
+def pair(private_server: ServerFactory) -> Iterator[Pair]:
+    """A server with a replica that can lag and be promoted."""
+    with ExitStack() as stack:
+        yield Pair(stack, private_server())
 
 
 # Seeds

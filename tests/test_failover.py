@@ -5,8 +5,6 @@ Times are the server's: events carry them, and leases end by them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.members import Crew, Member, Refused
@@ -18,12 +16,6 @@ SHORT_S = 0.8
 LONG_S = 60.0
 #: Seconds that the machine may lose time in, besides what is promised.
 SLACK_S = 3.0
-
-
-@pytest.fixture
-def crew(url: str) -> Iterator[Crew]:
-    with Crew(url) as crew:
-        yield crew
 
 
 def wait_for_lease(crew: Crew, *members: Member) -> None:

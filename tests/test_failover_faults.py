@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import meteor_py as meteor
@@ -19,12 +17,6 @@ from tests.waiting import eventually
 #: A lease that a test waits out, and one that it cannot have waited out.
 SHORT_S = 1.2
 LONG_S = 60.0
-
-
-@pytest.fixture
-def crew(url: str) -> Iterator[Crew]:
-    with Crew(url) as crew:
-        yield crew
 
 
 def singles(crew: Crew, number: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,6 @@ import meteor_py as meteor
 from tests.members import GROUP, Crew
 from tests.reading import background, check_values, drain
 from tests.waiting import eventually
-
-
-@pytest.fixture
-def crew(url: str) -> Iterator[Crew]:
-    with Crew(url) as crew:
-        yield crew
 
 
 def test_after_poll_all_of_the_batch_is_confirmed(crew: Crew) -> None:

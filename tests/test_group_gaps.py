@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
 import meteor_py as meteor
 from meteor_py import keys
 from tests.bench import Bench, Pair
-from tests.conftest import ServerFactory
 from tests.members import GROUP, STREAM, Crew, discard
 from tests.reading import background, check_values, drain, fill
 from tests.waiting import eventually
@@ -21,12 +19,6 @@ from tests.waiting import eventually
 def crew(url: str) -> Iterator[Crew]:
     with Crew(url, capacity=10) as crew:
         yield crew
-
-
-@pytest.fixture
-def pair(private_server: ServerFactory) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        yield Pair(stack, private_server())
 
 
 def lost(sub: meteor.Subscriber) -> tuple[int, int]:

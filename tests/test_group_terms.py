@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,6 @@ from meteor_py.keeper import Keeper
 from tests.members import Crew
 from tests.reading import background, blocked, check_values, drain
 from tests.waiting import eventually
-
-
-@pytest.fixture
-def crew(url: str) -> Iterator[Crew]:
-    with Crew(url) as crew:
-        yield crew
-
 
 # on_assigned
 
