@@ -57,8 +57,8 @@ NOTES = (
     "  connection, and each reads every record itself. A run apart checks each record's order.",
     "- Beside idle groups: as many groups as it says, each with a member in another process that",
     "  holds its lease and reads nothing; medians of 16 runs each, four by four in turn.",
-    "- Requests of an idle group: scripts and blocking reads, with lease_ttl 10 s; renewals are all",
-    "  that its owner sends between polls.",
+    "- Requests of an idle group: scripts and blocking reads, with lease_ttl 10 s; renewals are",
+    "  all that its owner sends between polls.",
     "- Server CPU, all: what the server used while records came one by one, less what it uses",
     "  when idle; inside the command: usec_per_call of INFO commandstats.",
 )
