@@ -174,7 +174,7 @@ class Keeper:
             self._standing = answer
             return None
         if answer.nonce != self._nonce or not self._active:  # a signal handler has given it up
-            self.lease.release(link, answer.nonce)
+            self._let_go(link, answer.nonce)
             return None
         with self._state:
             if self._thread is None:  # first of all: without it there is no term
@@ -187,7 +187,6 @@ class Keeper:
             self.epoch = answer.position.epoch
             self._confirms.start(answer.position.offset)
             self._believe(sent_at)
-            self._state.notify_all()
         self._watch.close()
         start = answer.position.offset
         _log.info("Got the lease of %s: term %d, from offset %d.", self.lease, answer.number, start)
@@ -213,7 +212,9 @@ class Keeper:
             LeaseLost: It is known already that the term is over.
         """
         with self._state:
-            if offset > self.confirmed and (self._term is None or self._term is not term):
+            if offset <= self.confirmed:
+                return self._confirms.add(offset)  # whatever the term: that changes nothing
+            if self._term is None or self._term is not term:
                 raise refusals.not_held(self.lease.stream, self.lease.group)
             ack = self._confirms.add(offset)
             if self._term is not term:  # a signal handler has ended it in between: nobody sends now

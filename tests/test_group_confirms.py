@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
+from meteor_py import confirms
 from tests.members import GROUP, Crew
 from tests.reading import background, check_values, drain
 from tests.waiting import eventually
@@ -148,14 +149,38 @@ def test_a_confirm_that_nobody_waits_for_reaches_the_server_soon(crew: Crew) -> 
         eventually(ack.done)
 
 
-def test_a_confirm_that_is_waited_for_is_not_kept_back(crew: Crew) -> None:
-    crew.fill(200)
+def test_a_confirm_that_is_waited_for_is_not_kept_back(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(confirms, "MERGE_S", 600.0)
+    crew.fill(10)
     sub = crew.subscriber(lease_ttl=60)
-    began = time.monotonic()
-    for offset in range(200):
+    for offset in range(10):
         sub.poll(5, max_records=1)
-        assert sub.confirm().result(5) == offset + 1
-    assert time.monotonic() - began < 8  # kept back for 50 ms each, it would be 10 s
+        assert sub.confirm().result(10) == offset + 1
+
+
+def test_a_late_confirm_of_what_is_confirmed_leaves_those_of_the_present_term_alone(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow thread: it has looked at the term, and then another begins."""
+    crew.fill(10)
+    sub = crew.subscriber(lease_ttl=60)
+    sub.poll(5, max_records=5)
+    assert sub.confirm().result(10) == 5
+    monkeypatch.setattr(confirms, "MERGE_S", 600.0)
+    former = sub._feed.term
+    sub.deactivate()
+    sub.reactivate()
+    assert len(sub.poll(5)) == 5
+    assert sub._feed.term is not former
+    sub.confirm(5).result(10)
+    ack = sub.confirm(6)  # waits for more to come
+    keeper = sub._feed.keeper
+    assert keeper is not None
+    assert keeper.confirm(5, former).result(0) == 5
+    assert not ack.done()
+    assert ack.result(10) == 7
 
 
 def test_an_ack_of_a_confirm_can_be_awaited(crew: Crew) -> None:
