@@ -45,9 +45,12 @@ from meteor_py.errors import (
     ReadError,
     RecordsLost,
     RecordTooLarge,
+    SegmentCorrupt,
     ServerNotFound,
     ServerRefused,
     ServerStartFailed,
+    StoreMismatch,
+    StoreUnavailable,
     StreamConfigMismatch,
     StreamCorrupt,
     StreamError,
@@ -58,16 +61,25 @@ from meteor_py.errors import (
 from meteor_py.group import GroupDescription
 from meteor_py.history import Position
 from meteor_py.link import DataSafetyWarning
+from meteor_py.meta import Description
 from meteor_py.publisher import Publisher
 from meteor_py.receiver import Receiver
 from meteor_py.record import ARROW_SCHEMA, Record, RecordBatch
-from meteor_py.stream import Description, Stream
+from meteor_py.store.archive import Archive
+from meteor_py.store.archiver import Archiver
+from meteor_py.store.base import Bounds, Flaw, RingbufferStore
+from meteor_py.store.memory import MemoryStore
+from meteor_py.store.parquet import ParquetStore
+from meteor_py.stream import Stream
 from meteor_py.subscriber import Subscriber
 
 __all__ = [
     "ARROW_SCHEMA",
     "AccessDenied",
     "Ack",
+    "Archive",
+    "Archiver",
+    "Bounds",
     "Client",
     "Codec",
     "Compression",
@@ -76,6 +88,7 @@ __all__ = [
     "DataSafetyWarning",
     "DecodeError",
     "Description",
+    "Flaw",
     "GroupActive",
     "GroupDescription",
     "GroupError",
@@ -85,12 +98,14 @@ __all__ = [
     "LeaseLost",
     "LogTruncated",
     "ManyAck",
+    "MemoryStore",
     "MeteorError",
     "NoConfirmedOffset",
     "NotGrouped",
     "NotReplicated",
     "OutOfMemory",
     "OutcomeUnknown",
+    "ParquetStore",
     "Position",
     "PublishError",
     "Publisher",
@@ -103,9 +118,13 @@ __all__ = [
     "RecordBatch",
     "RecordTooLarge",
     "RecordsLost",
+    "RingbufferStore",
+    "SegmentCorrupt",
     "ServerNotFound",
     "ServerRefused",
     "ServerStartFailed",
+    "StoreMismatch",
+    "StoreUnavailable",
     "Stream",
     "StreamConfig",
     "StreamConfigMismatch",

@@ -15,7 +15,7 @@ from meteor_py import keys
 from meteor_py.address import Address, parse
 from meteor_py.checks import warn_of_dangers, warn_of_hidden_history
 from meteor_py.closing import Closing
-from meteor_py.config import Compression, StreamConfig, check_seconds
+from meteor_py.config import UNARCHIVED_CAPACITIES, Compression, StreamConfig, check_seconds
 from meteor_py.errors import (
     ConnectionFailed,
     MeteorError,
@@ -24,9 +24,13 @@ from meteor_py.errors import (
     StreamNotFound,
 )
 from meteor_py.link import Argument, Link, connection_options
+from meteor_py.meta import Meta
 from meteor_py.publisher import close_publishers
 from meteor_py.scripts import ALL, CREATE_STREAM, Script
-from meteor_py.stream import Meta, Stream
+from meteor_py.store.archiver import close_archivers, start_archiver
+from meteor_py.store.base import RingbufferStore
+from meteor_py.store.opening import Store, check_identity, found, open_store
+from meteor_py.stream import Stream
 from meteor_py.subscriber import close_subscribers
 
 if TYPE_CHECKING:
@@ -87,6 +91,10 @@ class Client(Closing):
         compression: Compression | None = None,
         checksum: bool | None = None,
         codec: str | None = None,
+        store: Store | None = None,
+        max_unarchived: int | None = None,
+        archive: bool = True,
+        resume: bool = False,
         create: bool = True,
     ) -> Stream:
         """Open a stream; create it if it does not exist.
@@ -99,10 +107,21 @@ class Client(Closing):
             compression: "none" (default), "lz4" or "zstd", for frames of several records.
             checksum: Whether each frame carries a crc32.
             codec: "bytes" (default), "text", "json" or "msgpack".
+            store: Where records are kept when the ring drops them: a directory, ``file:///path``,
+                ``s3://bucket/prefix``..., or a ``RingbufferStore``. The stream then never drops
+                what is not in the store.
+            max_unarchived: Records that may wait for the archiver (10 x capacity); beyond, so do
+                publishers, and fail in the end with ``StreamFull``.
+            archive: With a store: archive in the background until the client is closed, taking
+                turns with others who do; False leaves it to them.
+            resume: With a store, if there is no such stream: go on with the one whose history it
+                holds, in place of beginning at 0.
             create: False raises ``StreamNotFound`` in place of creating.
 
         Raises:
             StreamConfigMismatch: It exists with other settings.
+            StoreMismatch: It exists with another store.
+            StoreUnavailable: The store cannot be reached.
             StreamNotFound: It does not exist, and ``create`` is False.
         """
         keys.check_name(name)
@@ -111,10 +130,14 @@ class Client(Closing):
             "compression": compression,
             "checksum": checksum,
             "codec": codec,
+            "max_unarchived": max_unarchived,
         }
         asked = {setting: value for setting, value in given.items() if value is not None}
         config = replace(StreamConfig(), **asked)  # type: ignore[arg-type]  # checked inside
-        meta = self._create(name, config) if create else self._find(name)
+        backend = None if store is None else open_store(store, name)
+        if backend is None and resume:
+            raise ValueError("resume=True goes on with what is in a store; give one with store=.")
+        meta = self._create(name, config, backend, resume) if create else self._find(name)
         for setting, value in asked.items():
             if getattr(meta.config, setting) != value:
                 raise StreamConfigMismatch(
@@ -122,7 +145,18 @@ class Client(Closing):
                     f"not {value!r}; leave the setting out, or change it with stream.configure().",
                     stream=name,
                 )
-        return Stream(self, name, meta)
+        if backend is None:
+            return Stream(self, name, meta)
+        if meta.store is None:
+            raise StreamConfigMismatch(
+                f"Stream {name!r} exists without a store; open it without one, or create another.",
+                stream=name,
+            )
+        check_identity(backend, name, meta.store)
+        stream = Stream(self, name, meta, backend)
+        if archive:
+            start_archiver(stream, backend)
+        return stream
 
     def streams(self) -> list[str]:
         """The names of all streams, sorted."""
@@ -134,7 +168,22 @@ class Client(Closing):
             names += [name for name, exists in zip(part, answers, strict=True) if exists]
         return names
 
-    def _create(self, name: str, config: StreamConfig) -> Meta:
+    def _create(
+        self, name: str, config: StreamConfig, store: RingbufferStore | None, resume: bool
+    ) -> Meta:
+        """Create a stream unless it exists."""
+        extra: dict[str, str] = {}
+        if store is not None or config.max_unarchived is not None:
+            fields = self.call("HGETALL", keys.meta(name))
+            if fields:
+                return Meta.parse(name, fields)
+            if store is None:
+                raise ValueError(
+                    "max_unarchived is for a stream with a store; give store= as well."
+                )
+            most = config.max_unarchived or UNARCHIVED_CAPACITIES * config.capacity
+            config = replace(config, store=store.uri, max_unarchived=most)
+            extra = found(self, store, name, resume)
         try:
             self.call("SADD", keys.STREAMS, name)
         except OutOfMemory:
@@ -142,8 +191,8 @@ class Client(Closing):
             if not fields:
                 raise
             return Meta.parse(name, fields)  # a full server can be read, and emptied
-        fields = [item for pair in config.to_fields().items() for item in pair]
-        incarnation = secrets.token_hex(8)
+        fields = [item for pair in (config.to_fields() | extra).items() for item in pair]
+        incarnation = extra.get("incarnation") or secrets.token_hex(8)
 
         def create(link: Link) -> Any:
             return link.run(CREATE_STREAM, [keys.meta(name)], [incarnation, link.history, *fields])
@@ -200,7 +249,10 @@ class Client(Closing):
             try:
                 close_subscribers(self)
             finally:
-                close_publishers(self)
+                try:
+                    close_publishers(self)  # which may wait for the archiver to make room
+                finally:
+                    close_archivers(self)
         finally:
             with self._exclusive():
                 self._closed = True

@@ -12,6 +12,8 @@ from meteor_py.history import Position
 
 #: Records that a ring keeps if nobody says otherwise (as in Meteor).
 DEFAULT_CAPACITY = 10_000
+#: Records that may wait for the archiver, in multiples of the capacity.
+UNARCHIVED_CAPACITIES = 10
 #: Limits of one frame, the unit of transport: an answer stays small, a script short.
 FRAME_RECORDS_MAX = 4_096
 FRAME_BYTES_MAX = 1_048_576
@@ -59,9 +61,20 @@ class StreamConfig:
     checksum: bool = False
     #: How values become bytes: "bytes", "text", "json" or "msgpack". Cannot be changed later.
     codec: str = "bytes"
+    #: The address of the store, without secrets; None: no store, or one that has no address.
+    store: str | None = None
+    #: With a store: records that may wait for the archiver before publishers have to.
+    max_unarchived: int | None = None
 
     def __post_init__(self) -> None:
         check_int("capacity", self.capacity, 1, OFFSET_MAX)
+        if self.max_unarchived is not None:
+            check_int("max_unarchived", self.max_unarchived, 1, OFFSET_MAX)
+            if self.max_unarchived < self.capacity:
+                raise ValueError(
+                    f"max_unarchived must be at least the capacity, {self.capacity}, not "
+                    f"{self.max_unarchived}: the ring holds that many anyway."
+                )
         check_choice("compression", self.compression, COMPRESSIONS)
         if not isinstance(self.checksum, bool):
             raise TypeError(f"checksum must be True or False, not {self.checksum!r}.")
@@ -69,12 +82,17 @@ class StreamConfig:
 
     def to_fields(self) -> dict[str, str]:
         """As fields of the hash ``meta``."""
-        return {
+        fields = {
             "capacity": str(self.capacity),
             "compression": self.compression,
             "checksum": "1" if self.checksum else "0",
             "codec": self.codec,
         }
+        if self.store is not None:
+            fields["store_uri"] = self.store
+        if self.max_unarchived is not None:
+            fields["max_unarchived"] = str(self.max_unarchived)
+        return fields
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> StreamConfig:
@@ -84,6 +102,8 @@ class StreamConfig:
             compression=fields["compression"],  # type: ignore[arg-type]  # checked right here
             checksum=fields["checksum"] == "1",
             codec=fields["codec"],
+            store=fields.get("store_uri"),
+            max_unarchived=int(fields["max_unarchived"]) if "store" in fields else None,
         )
 
 

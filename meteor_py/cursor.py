@@ -1,9 +1,13 @@
-"""A cursor: reads the ring from a position on, and notices whatever is missing.
+"""A cursor: reads a stream from a position on, and notices whatever is missing.
 
 A fetch asks for frames and then, in the same pipeline, for the stream's incarnation, epoch and
 end, and in a group for the nonce of its owner. These are answered after the frames, and a new
 epoch is begun before anything is written in it: so whatever was read belongs to the epoch that was
 seen, or an older one; and the group's owner was still the same when it was read.
+
+What the ring has dropped is read from the store, if there is one, in the same order: first the
+records, then the look at the stream. Nothing is trimmed before it is archived, and ``archived`` is
+looked at after the ring: so what is missing there is in the store.
 """
 
 from __future__ import annotations
@@ -14,15 +18,15 @@ from typing import Any
 from meteor_py import keys, refusals
 from meteor_py.errors import (
     ConnectionFailed,
-    CorruptFrameError,
     MeteorError,
+    ReadError,
     RecordsLost,
-    UnsupportedFrameError,
 )
-from meteor_py.frame import decode
+from meteor_py.frame import decode, entry_span
 from meteor_py.history import Position, diverged_at
 from meteor_py.link import Link
-from meteor_py.record import Chunk
+from meteor_py.record import Chunk, TableChunk
+from meteor_py.store.cold import ColdReader
 
 #: What a fetch aims at, in bytes and in frames. Frames may turn from small to large between two
 #: fetches, so the second bounds the memory: 256 frames of 1 MiB at the very worst.
@@ -41,7 +45,9 @@ class Fenced(Exception):
 class Cursor:
     """Where a reader stands. Owns its connection; for one thread at a time."""
 
-    def __init__(self, link: Link, stream: str, position: Position) -> None:
+    def __init__(
+        self, link: Link, stream: str, position: Position, cold: ColdReader | None = None
+    ) -> None:
         self._link = link
         self._stream = stream
         self._log = keys.log(stream)
@@ -50,6 +56,12 @@ class Cursor:
         self._straight = 0  # fetches since the last jump
         self._ahead: int | None = None  # the offset that was asked for in advance
         self._guard: tuple[str, bytes] | None = None
+        self._cold = cold
+        # As last seen: what is archived, what of that has expired, and the first offset in the
+        # ring; all below the last is read from the store.
+        self._archived = self._expired = self._ring = 0
+        self._epoch = position.epoch  # in which that was seen
+        self._seen = _SEEN if cold is None else (*_SEEN, "archived", "expired", "capacity")
         self.position = position
         #: The end of the stream when last seen.
         self.next = position.offset
@@ -75,22 +87,22 @@ class Cursor:
             CorruptFrameError, UnsupportedFrameError, StreamCorrupt: As ``frame.decode``.
             ConnectionFailed: No answer.
         """
+        wanted = self.position.offset
+        if wanted < self._cold_below:
+            return self._fetch_cold(anywhere)
         known_end = self.next
         entries = self._ask(block_s, records)
+        found = entry_span(self._stream, entries[0][0])[0] if entries else self.next
+        if found > wanted and self._cold is not None and wanted < self._archived:
+            self._ring = found
+            return self._fetch_cold(anywhere)
         if not entries:
-            if known_end > self.position.offset and not anywhere:
+            if known_end > wanted and not anywhere:
                 raise self.lost(known_end - 1)  # it was there, and so must be its successors
             return []
-        wanted = self.position.offset
-        try:
-            chunks = decode(self._stream, entries)
-        except (CorruptFrameError, UnsupportedFrameError) as error:
-            if error.first > wanted and not anywhere:
-                raise self.lost(error.first - 1) from None  # first things first
-            raise
-        found = chunks[0].first
         if found > wanted and not anywhere:
             raise self.lost(found - 1)
+        chunks = decode(self._stream, entries)
         if found < wanted:
             chunks[0] = chunks[0].slice(wanted - found, len(chunks[0]))
         whole = self._without_holes(chunks)
@@ -98,10 +110,47 @@ class Cursor:
         self._read_ahead()
         return whole
 
+    @property
+    def _cold_below(self) -> int:
+        """Where the ring begins, or what is archived ends: below it the store is read."""
+        return min(self._archived, self._ring)
+
+    def _fetch_cold(self, anywhere: bool) -> list[Chunk]:
+        """The same from the store; nothing if the stream has changed meanwhile: ask again."""
+        assert self._cold is not None, "only with a store is anything archived"
+        epoch, start = self._epoch, self.position.offset
+        failure: ReadError | None = None
+        try:
+            if start < self._expired:
+                raise refusals.not_stored(self._stream, start, self._expired - 1)
+            batch = self._cold.read(start, self._cold_below)
+        except ReadError as error:
+            failure = error
+        self._look()
+        if self._epoch != epoch:
+            return []  # that may have been read from a branch that is lost
+        if failure is None:
+            self.position = self.position._replace(offset=start + len(batch))
+            return [TableChunk(start, batch)]
+        if anywhere and isinstance(failure, RecordsLost):
+            self.position = self.position._replace(offset=failure.last + 1)
+            return self.fetch(records=1, anywhere=True)
+        raise failure
+
+    def _look(self) -> None:
+        """Look at the stream, and at the group if we read for one."""
+        commands: list[Sequence[Any]] = [("HMGET", self._meta, *self._seen)]
+        if self._guard is not None:
+            commands.append(("HGET", self._guard[0], "nonce"))
+        seen, *nonce = self._pipeline(commands)
+        if self._guard is not None and nonce != [self._guard[1]]:
+            raise Fenced
+        self._check(seen, self.position)
+
     def move(self, offset: int) -> None:
         """Stand before ``offset``, in the present epoch."""
         self._forget_ahead()
-        (seen,) = self._pipeline([("HMGET", self._meta, *_SEEN)])
+        (seen,) = self._pipeline([("HMGET", self._meta, *self._seen)])
         before = self.position
         self._check(seen, self.position._replace(offset=0))
         if offset > self.next:
@@ -120,7 +169,7 @@ class Cursor:
             StreamNotFound: The stream was deleted.
         """
         self._forget_ahead()
-        (seen,) = self._pipeline([("HMGET", self._meta, *_SEEN)])
+        (seen,) = self._pipeline([("HMGET", self._meta, *self._seen)])
         self._check(seen, position)
         self.position = Position(position.incarnation, int(seen[1]), position.offset)
 
@@ -137,6 +186,7 @@ class Cursor:
         self._forget_ahead()
         self.position = position
         self.next = end
+        self._archived = 0  # not known: the epoch may be a new one
         self._guard = (keys.group(self._stream, group), nonce.encode())
 
     def lost(self, last: int) -> RecordsLost:
@@ -156,11 +206,15 @@ class Cursor:
 
     def close(self) -> None:
         self._link.close()
+        if self._cold is not None:
+            self._cold.close()
 
     def _ask(self, block_s: float, records: int) -> list[Any]:
         answers = self._collect_ahead()
         if answers is None:
             frames = min(self._frames, records)
+            if self.position.offset < self.next:
+                block_s = 0.0  # it is there, or in the store, or lost
             answers = self._pipeline(self._request(frames, block_s), block_s)
         answer, seen, *nonce = answers
         if self._guard is not None and nonce != [self._guard[1]]:
@@ -177,7 +231,7 @@ class Cursor:
         after = f"{offset - 1}-{_ID_MAX}" if offset else "0-0"
         block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
         read = ("XREAD", "COUNT", frames, *block, "STREAMS", self._log, after)
-        look: list[Sequence[Any]] = [read, ("HMGET", self._meta, *_SEEN)]
+        look: list[Sequence[Any]] = [read, ("HMGET", self._meta, *self._seen)]
         if self._guard is not None:
             look.append(("HGET", self._guard[0], "nonce"))
         return look
@@ -256,6 +310,12 @@ class Cursor:
                 raise refusals.truncated(self._stream, first, position.offset - 1)
             self.position = self.position._replace(epoch=epoch)
         self.next = end
+        if self._cold is not None:
+            if epoch != self._epoch:
+                self._epoch, self._ring = epoch, 0
+                self._cold.forget()
+            self._archived, self._expired, capacity = map(int, seen[3:6])
+            self._ring = max(self._ring, end - capacity)
 
     def _without_holes(self, chunks: list[Chunk]) -> list[Chunk]:
         """The chunks up to the first hole; the next fetch begins at it and names it."""

@@ -12,6 +12,8 @@
     │   ├── StreamConfigMismatch    it exists, with other settings
     │   ├── StreamCorrupt           something in its log is not ours
     │   ├── StreamFull              publishing waits for the archiver                   retriable
+    │   ├── StoreUnavailable        the store cannot be reached or written to now       retriable
+    │   ├── StoreMismatch           it is not the one that holds the stream's history
     │   └── GroupError              .group
     │       ├── GroupNotFound       no group of that name
     │       ├── GroupActive         .owner: a member has its lease                      retriable
@@ -26,6 +28,7 @@
     │   └── NotReplicated           in the log, but not on enough replicas in time
     └── ReadError                   .stream
         ├── RecordsLost             .first .last: gone from the ring and not in a store
+        ├── SegmentCorrupt          .first .last: damaged in the store
         ├── LogTruncated            .first .last: the server lost what it had acknowledged
         ├── CorruptFrameError       .first .last: bytes that are not a frame
         ├── UnsupportedFrameError   .first .last: written by a newer version
@@ -108,6 +111,16 @@ class StreamFull(StreamError):
     """The unarchived part has reached ``max_unarchived``; publishing waits for the archiver."""
 
     retriable = True
+
+
+class StoreUnavailable(StreamError):
+    """The store could not be read or written: no connection, no space, no rights."""
+
+    retriable = True
+
+
+class StoreMismatch(StreamError):
+    """What lies at the store's address is not the history of this stream, or nothing is."""
 
 
 class GroupError(StreamError):
@@ -202,6 +215,10 @@ class _OfRange(ReadError):
 
 class RecordsLost(_OfRange):
     """The ring has dropped these records, and no store holds them."""
+
+
+class SegmentCorrupt(_OfRange):
+    """The store holds these records, and they are damaged; others stay readable."""
 
 
 class LogTruncated(_OfRange):

@@ -11,7 +11,13 @@ from meteor_py.backoff import pause_s
 from meteor_py.codec import Codec
 from meteor_py.config import OFFSET_MAX, SubscriberConfig, check_int
 from meteor_py.cursor import Fenced
-from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, RecordsLost
+from meteor_py.errors import (
+    ConnectionFailed,
+    LeaseLost,
+    LogTruncated,
+    RecordsLost,
+    StoreUnavailable,
+)
 from meteor_py.group import open_group
 from meteor_py.history import Position
 from meteor_py.keeper import Keeper
@@ -155,7 +161,7 @@ class Feed:
 
     def _fetch(self, timeout_s: float, records: int, endless: bool) -> None:
         deadline = time.monotonic() + timeout_s
-        failure: ConnectionFailed | None = None
+        failure: ConnectionFailed | StoreUnavailable | None = None
         failures = 0  # in a row
         looked = False
         while not self.halted:
@@ -175,7 +181,7 @@ class Feed:
                 failure, failures = None, 0
                 if endless:
                     deadline = time.monotonic() + timeout_s
-            except ConnectionFailed as error:
+            except (ConnectionFailed, StoreUnavailable) as error:
                 failure = error
                 failures += 1
                 left = max(deadline - time.monotonic(), 0.0)

@@ -10,15 +10,20 @@ key                            type    what, who writes it, who deletes it
                                        ``<last offset>-<n>`` and the fields ``t`` (append time, ms),
                                        one named after the frame's format, and with
                                        ``checksum=True`` ``crc``. Written and trimmed by
-                                       ``publish``, trimmed by ``configure``.
+                                       ``publish``, trimmed by ``configure`` and
+                                       ``advance_archived``.
 ``meteor:{s}:meta``            hash    ``version`` of this layout; ``incarnation``, a random id of
                                        this stream's life; ``next``, the offset of the next record;
                                        ``appended``, the last append time in ms; ``epoch``,
                                        ``history`` and ``epochs`` (see history.py); settings:
                                        ``capacity``, ``compression``, ``checksum``, ``codec``.
-                                       ``archived`` and ``max_unarchived`` only with a store: all
-                                       below ``archived`` is in it. Written by ``create_stream``,
-                                       ``configure``, ``publish``, ``new_epoch``.
+                                       Only with a store: its id ``store`` and address
+                                       ``store_uri``; ``archived``: all below is in it;
+                                       ``expired``: all below was deleted from it again;
+                                       ``max_unarchived``, a setting; ``flush``: up to where the
+                                       archiver is asked not to wait. Written by ``create_stream``,
+                                       ``configure``, ``publish``, ``new_epoch``,
+                                       ``advance_archived``, ``expire``, ``flush``.
 ``meteor:{s}:producer:<id>``   hash    One publisher: ``epoch``, ``last`` sequence, and in the
                                        fields 0 to 7 the batches of the last eight sequences as
                                        ``sequence:first offset:n:fingerprint``. Written by
@@ -31,7 +36,8 @@ key                            type    what, who writes it, who deletes it
                                        ``floating``, see ``acquire``; ``sought``, the last request
                                        of ``seek_group``. Written by ``open_group``, ``acquire``,
                                        ``touch``, ``release``, ``confirm``, ``seek_group``; deleted
-                                       by ``delete_group``.
+                                       by ``delete_group``. The archivers are a group, too, of
+                                       a name that no other can have: ``.archiver``.
 ``meteor:{s}:lease:<g>``       string  Present while a member holds the lease: its name, the term,
                                        and how often it was renewed.
                                        Set by ``acquire`` and ``touch``; expires, or is deleted by
@@ -54,6 +60,8 @@ import re
 
 #: The set of all stream names.
 STREAMS = "meteor:streams"
+#: The group of the archivers of a stream: it has a lease, but no place among the groups.
+ARCHIVERS = ".archiver"
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 

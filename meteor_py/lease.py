@@ -8,7 +8,10 @@ is none any more. The lease itself is a key that expires, by the server's clock.
 
 from __future__ import annotations
 
+import os
 import random
+import secrets
+import socket
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +41,11 @@ if hasattr(time, "CLOCK_BOOTTIME"):
 
 else:  # pragma: no cover - not on Linux
     now = time.monotonic
+
+
+def member_name() -> str:
+    """A name that tells people who holds a lease: host, process, and something of its own."""
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
 
 
 class Term(NamedTuple):
@@ -78,6 +86,8 @@ class Lease:
         self.group = group
         self.member = member
         self.ttl_s = ttl_s
+        #: The next term gets a higher number than this.
+        self.above = 0
         self._ttl_ms = max(int(ttl_s * 1000), 1)
         self._renewal = 0  # its number in the lease: a lapse that arrives late finds another
         self._meta = keys.meta(stream)
@@ -95,7 +105,8 @@ class Lease:
             nonce: The caller's secret. Asking again with it, after a lost answer, is safe.
             expired: The term whose end was waited out.
         """
-        answer = self._run_owned(link, ACQUIRE, nonce, "" if expired is None else expired)
+        waited_out = "" if expired is None else expired
+        answer = self._run_owned(link, ACQUIRE, nonce, waited_out, self.above)
         if answer[0] == b"OK":
             self._renewal = 0
             number, offset, epoch, end, floating = answer[1:]

@@ -1,7 +1,7 @@
 """Records, and batches of them that stay in Arrow until somebody asks for objects.
 
 A :class:`RecordBatch` is a run of consecutive offsets in one or more chunks. A chunk is a frame
-as it came (Arrow, not copied), or a number of small frames put together (lists).
+as it came (Arrow, not copied), a number of small frames put together (lists), or a part of a store.
 """
 
 from __future__ import annotations
@@ -202,7 +202,48 @@ class ArrowChunk:
         return column.fill_null(self.appended).to_pylist()
 
 
-Chunk = ListChunk | ArrowChunk
+class TableChunk:
+    """Records from a store, with all columns of ``ARROW_SCHEMA``."""
+
+    __slots__ = ("columns", "first")
+
+    def __init__(self, first: int, columns: pa.RecordBatch) -> None:
+        self.first = first
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return int(self.columns.num_rows)
+
+    def slice(self, start: int, stop: int) -> TableChunk:
+        return TableChunk(self.first + start, self.columns.slice(start, stop - start))
+
+    def rows(self) -> Iterator[Record]:
+        headers = self.columns.column("headers")
+        return map(
+            Record,
+            range(self.first, self.first + len(self)),
+            self.value_list(),
+            self.key_list(),
+            repeat(None)
+            if headers.null_count == len(headers)
+            else [None if pairs is None else dict(pairs) for pairs in headers.to_pylist()],
+            self.columns.column("timestamp").view(pa.int64()).to_pylist(),
+            self.columns.column("appended").view(pa.int64()).to_pylist(),
+        )
+
+    def value_list(self) -> list[bytes]:
+        values: list[bytes] = self.columns.column("value").to_pylist()
+        return values
+
+    def key_list(self) -> list[bytes | None]:
+        keys: list[bytes | None] = self.columns.column("key").to_pylist()
+        return keys
+
+    def to_arrow(self) -> pa.RecordBatch:
+        return self.columns
+
+
+Chunk = ListChunk | ArrowChunk | TableChunk
 
 
 class RecordBatch(Sequence[Record]):

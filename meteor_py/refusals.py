@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meteor_py.address import mask
 from meteor_py.errors import (
     ConnectionFailed,
     GroupActive,
@@ -11,6 +12,10 @@ from meteor_py.errors import (
     MeteorError,
     OutcomeUnknown,
     PublishError,
+    RecordsLost,
+    SegmentCorrupt,
+    StoreMismatch,
+    StoreUnavailable,
     StreamCorrupt,
     StreamFull,
     StreamNotFound,
@@ -59,6 +64,59 @@ def truncated(stream: str, first: int, last: int) -> LogTruncated:
         stream=stream,
         first=first,
         last=last,
+    )
+
+
+def not_stored(stream: str, first: int, last: int) -> RecordsLost:
+    return RecordsLost(
+        f"Records {first} to {last} of stream {stream!r} are neither in the ring nor in its store: "
+        "they have expired, or a file was removed. skip_gap() goes on behind them.",
+        stream=stream,
+        first=first,
+        last=last,
+    )
+
+
+def corrupt(stream: str, first: int, last: int, place: str, problem: str) -> SegmentCorrupt:
+    return SegmentCorrupt(
+        f"Records {first} to {last} of stream {stream!r} are damaged in the store: {problem}. Put "
+        f"the file {place} back from a copy, or seek() to {last + 1}.",
+        stream=stream,
+        first=first,
+        last=last,
+    )
+
+
+def store_unavailable(stream: str, store: str, done: str, error: BaseException) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"The store of stream {stream!r} at {store} cannot be {done} now: "
+        f"{mask(str(error)).rstrip('.')}.",
+        stream=stream,
+    )
+
+
+def no_store(stream: str) -> StoreMismatch:
+    return StoreMismatch(
+        f"Stream {stream!r} was created without a store, so its history is what the ring holds; "
+        "give one when you create it: client.stream(name, store=...).",
+        stream=stream,
+    )
+
+
+def other_store(stream: str, store: str, found: str | None) -> StoreMismatch:
+    lies = "nothing is" if found is None else "the history of another is"
+    return StoreMismatch(
+        f"The store at {store} is not the one of stream {stream!r}: {lies} there. Is the same disk "
+        "mounted here, and is the address right? Nothing was read or written.",
+        stream=stream,
+    )
+
+
+def hidden_store(stream: str) -> StoreMismatch:
+    return StoreMismatch(
+        f"Older records of stream {stream!r} are in a store that cannot be found by its address; "
+        "open the stream with client.stream(name, store=...).",
+        stream=stream,
     )
 
 

@@ -30,12 +30,15 @@ class Script:
 
 
 ACQUIRE = Script("acquire")
+ADVANCE_ARCHIVED = Script("advance_archived")
 CONFIGURE = Script("configure")
 CONFIRM = Script("confirm")
 CREATE_STREAM = Script("create_stream")
 DELETE_GROUP = Script("delete_group")
 DELETE_STREAM = Script("delete_stream")
 DESCRIBE = Script("describe")
+EXPIRE = Script("expire")
+FLUSH = Script("flush")
 LOCATE = Script("locate")
 NEW_EPOCH = Script("new_epoch")
 OPEN_GROUP = Script("open_group")
@@ -47,12 +50,15 @@ TOUCH = Script("touch")
 #: All of them, for a loader that may SCRIPT LOAD where the others may only EVALSHA.
 ALL = (
     ACQUIRE,
+    ADVANCE_ARCHIVED,
     CONFIGURE,
     CONFIRM,
     CREATE_STREAM,
     DELETE_GROUP,
     DELETE_STREAM,
     DESCRIBE,
+    EXPIRE,
+    FLUSH,
     LOCATE,
     NEW_EPOCH,
     OPEN_GROUP,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -15,107 +15,46 @@ from meteor_py.config import (
     InitialOffset,
     OnGap,
     PublisherConfig,
-    StreamConfig,
     SubscriberConfig,
     check_choice,
     check_int,
 )
 from meteor_py.cursor import Cursor
-from meteor_py.errors import MeteorError, ServerRefused, StreamCorrupt
+from meteor_py.errors import MeteorError, ServerRefused
 from meteor_py.frame import entry_span, foreign_entry
 from meteor_py.group import GroupDescription, delete_group, list_groups, seek_group
 from meteor_py.history import Position
+from meteor_py.meta import Description, Meta
 from meteor_py.publisher import Publisher
 from meteor_py.record import RecordBatch
 from meteor_py.scripts import CONFIGURE, DELETE_STREAM, DESCRIBE, LOCATE, Script
+from meteor_py.store.archive import Archive
+from meteor_py.store.archiver import Archiver, stop_archiver
+from meteor_py.store.base import RingbufferStore
+from meteor_py.store.cold import ColdReader
+from meteor_py.store.duty import ArchiverConfig
+from meteor_py.store.opening import check_identity, open_store
 from meteor_py.subscriber import Subscriber
 from meteor_py.times import to_ms
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
 
-#: The layout of keys and frames that this version writes.
-LAYOUT_VERSION = "1"
-
 _SEEN = ("incarnation", "epoch", "next")
-
-
-@dataclass(frozen=True)
-class Meta:
-    """The hash ``meta`` of a stream, as it was at one moment."""
-
-    config: StreamConfig
-    incarnation: str
-    epoch: int
-    next: int
-    appended: int
-    archived: int | None
-
-    @classmethod
-    def parse(cls, name: str, flat: list[bytes]) -> Meta:
-        """From the answer of HGETALL.
-
-        Raises:
-            StreamCorrupt: It is not the meta of a stream, or of a newer version.
-        """
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        fields = {k.decode(errors="replace"): v.decode(errors="replace") for k, v in pairs}
-        version = fields.get("version", LAYOUT_VERSION)
-        if version != LAYOUT_VERSION:
-            raise StreamCorrupt(
-                f"Stream {name!r} has layout version {version!r}, and this is version "
-                f"{LAYOUT_VERSION}; upgrade meteor-py.",
-                stream=name,
-            )
-        try:
-            return cls(
-                config=StreamConfig.from_fields(fields),
-                incarnation=fields["incarnation"],
-                epoch=int(fields["epoch"]),
-                next=int(fields["next"]),
-                appended=int(fields["appended"]),
-                archived=int(fields["archived"]) if "archived" in fields else None,
-            )
-        except (KeyError, ValueError) as error:
-            raise StreamCorrupt(
-                f"The key {keys.meta(name)!r} is not the meta of a stream: {error}.", stream=name
-            ) from None
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a stream is like at one moment."""
-
-    name: str
-    #: Offset of the first record that can be read; ``next`` if there is none.
-    first: int
-    #: Offset that the next record will get.
-    next: int
-    #: Records in the ring.
-    length: int
-    #: Frames in the ring.
-    frames: int
-    #: Memory of the ring in bytes, estimated by the server; None if it will not say.
-    bytes: int | None
-    #: Time of the last append in ms since 1970, 0 if there was none.
-    appended: int
-    #: All records below are in the store; None without a store.
-    archived: int | None
-    config: StreamConfig
-    incarnation: str
-    epoch: int
-    #: The subscriber groups, by name.
-    groups: tuple[GroupDescription, ...]
 
 
 class Stream:
     """One stream of records with dense offsets 0, 1, 2... Get it with ``client.stream(name)``."""
 
-    def __init__(self, client: Client, name: str, meta: Meta) -> None:
+    def __init__(
+        self, client: Client, name: str, meta: Meta, store: RingbufferStore | None = None
+    ) -> None:
         self.client = client
         self.name = name
         self.incarnation = meta.incarnation
         self.config = meta.config
+        self._store_id = meta.store
+        self._store = store  # the one that was given; else it is looked for when it is needed
         self._keys = [keys.log(name), keys.meta(name)]
 
     def publisher(
@@ -220,7 +159,8 @@ class Stream:
 
         Raises:
             ValueError: A negative offset, one beyond the end, or a datetime without a timezone.
-            RecordsLost: The ring has dropped some of them.
+            RecordsLost: Some are neither in the ring nor in the store.
+            SegmentCorrupt: Some are damaged in the store.
         """
         if isinstance(start, datetime):
             to_ms(start)
@@ -255,7 +195,15 @@ class Stream:
         answer = self._run(LOCATE, [self.incarnation, to_ms(time)])
         if answer[0] == b"FOREIGN":
             raise foreign_entry(self.name, answer[1])
-        return int(answer[1])
+        found, ring = int(answer[1]), int(answer[2])
+        if self._store_id is None or found > ring:
+            return found
+        # The first in the ring: some in the store may have been appended since that time, too.
+        first, archived = self.store.bounds()
+        if first >= min(ring, archived):
+            return found
+        backend = self.store.backend
+        return backend.locate(self.incarnation, to_ms(time), first, min(ring, archived))
 
     def resolve(self, to: int | str | datetime) -> tuple[int, bool]:
         """What a place to seek means now: the offset, and whether it is "the first there is".
@@ -326,7 +274,7 @@ class Stream:
             size = None
         return Description(
             name=self.name,
-            first=first,
+            first=first if meta.expired is None else meta.expired,
             next=meta.next,
             length=meta.next - first,
             frames=frames,
@@ -345,6 +293,7 @@ class Stream:
         capacity: int | None = None,
         compression: Compression | None = None,
         checksum: bool | None = None,
+        max_unarchived: int | None = None,
     ) -> None:
         """Change settings. Publishers that are open keep theirs for compression and checksum.
 
@@ -355,7 +304,14 @@ class Stream:
             StreamNotFound: The stream was deleted.
             LogTruncated: It was deleted and created anew.
         """
-        given = {"capacity": capacity, "compression": compression, "checksum": checksum}
+        if max_unarchived is not None and self._store_id is None:
+            raise ValueError("max_unarchived is for a stream with a store, which this one has not.")
+        given = {
+            "capacity": capacity,
+            "compression": compression,
+            "checksum": checksum,
+            "max_unarchived": max_unarchived,
+        }
         asked = {setting: value for setting, value in given.items() if value is not None}
         config = replace(self.config, **asked)  # type: ignore[arg-type]  # checked inside
         fields = config.to_fields()
@@ -365,13 +321,60 @@ class Stream:
             pass  # ends: each step trims at least one entry of a finite ring
         self.config = config
 
-    def delete(self) -> None:
+    @property
+    def store(self) -> Archive:
+        """What is in the store of the stream.
+
+        Raises:
+            StoreMismatch: It has none, or it is not found at its address.
+            StoreUnavailable: It cannot be reached.
+        """
+        return Archive(self, self._find_store())
+
+    def archiver(
+        self,
+        *,
+        segment_records: int = ArchiverConfig.segment_records,
+        segment_bytes: int = ArchiverConfig.segment_bytes,
+        segment_age: float = ArchiverConfig.segment_age,
+        lease_ttl: float = ArchiverConfig.lease_ttl,
+    ) -> Archiver:
+        """An archiver with settings of your own: ``run()`` it, or ``start()`` and ``close()`` it.
+
+        The one that this client runs by itself ends.
+
+        Args:
+            segment_records: Records of a segment at most; also half of ``max_unarchived``.
+            segment_bytes: Bytes of a segment at most, before compression.
+            segment_age: Seconds that a record waits for others.
+            lease_ttl: Seconds after which another takes over from one that has died.
+
+        Raises:
+            StoreMismatch, StoreUnavailable: As ``store``.
+            ValueError, TypeError: A setting out of its range, or of the wrong type.
+        """
+        config = ArchiverConfig(
+            segment_records=segment_records,
+            segment_bytes=segment_bytes,
+            segment_age=segment_age,
+            lease_ttl=lease_ttl,
+        )
+        store = self._find_store()
+        stop_archiver(self.client, self.name)
+        return Archiver(self, store, config)
+
+    def delete(self, *, history: bool = False) -> None:
         """Delete the stream with all its records. Publishers and subscribers will be told.
+
+        Args:
+            history: Also what is in the store; else the files stay.
 
         Raises:
             StreamNotFound: It was deleted before.
             LogTruncated: It was deleted and created anew; the new one is left alone.
         """
+        backend = self._find_store() if history and self._store_id is not None else None
+        stop_archiver(self.client, self.name)
         found: set[str] = set()
         cursor = b"0"
         while True:
@@ -389,6 +392,8 @@ class Stream:
         self.client.call("SREM", keys.STREAMS, self.name)
         if self.client.call("EXISTS", self._keys[1]):  # created anew by somebody meanwhile
             self.client.call("SADD", keys.STREAMS, self.name)
+        if backend is not None:
+            backend.delete(self.incarnation)
 
     def __repr__(self) -> str:
         return f"<Stream {self.name!r} on {self.client.address}>"
@@ -403,12 +408,26 @@ class Stream:
         except MeteorError:
             link.close()
             raise
-        return Cursor(link, self.name, position)
+        if self._store_id is None:
+            return Cursor(link, self.name, position)
+        cold = ColdReader(self._find_store, self.name, self.incarnation)
+        return Cursor(link, self.name, position, cold)
 
     def bounds(self) -> tuple[int, int]:
-        """The first offset in the ring, and the end of the stream."""
+        """The first offset in the ring or the store, and the end of the stream."""
         meta, _, first = self._look()
-        return first, meta.next
+        return first if meta.expired is None else meta.expired, meta.next
+
+    def _find_store(self) -> RingbufferStore:
+        if self._store_id is None:
+            raise refusals.no_store(self.name)
+        if self._store is None:
+            if self.config.store is None:
+                raise refusals.hidden_store(self.name)
+            store = open_store(self.config.store, self.name)
+            check_identity(store, self.name, self._store_id)
+            self._store = store
+        return self._store
 
     def _look(self) -> tuple[Meta, int, int]:
         """Meta, the number of frames, and the first offset in the ring, at one instant."""

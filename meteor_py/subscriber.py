@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import secrets
-import socket
 import threading
 import time
 import weakref
@@ -22,7 +20,7 @@ from meteor_py.errors import GroupError, InvalidInitialOffset, LeaseLost, Meteor
 from meteor_py.feed import Feed
 from meteor_py.history import Position
 from meteor_py.keeper import Keeper
-from meteor_py.lease import now
+from meteor_py.lease import member_name, now
 from meteor_py.receiver import Handler, OnError, Receiver
 from meteor_py.record import Record, RecordBatch
 
@@ -63,7 +61,7 @@ class Subscriber(Closing):
         self.stream = stream
         self.config = config
         #: Its name as the owner of a group's lease.
-        self.member = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+        self.member = member_name()
         self._codec = codec
         self._closed = False
         self._pid = os.getpid()

@@ -39,7 +39,7 @@ class GroupBench(Bench):
         life: str = LIFE,
     ) -> Answer:
         args = (life, self.g, member or f"m-{nonce}", nonce, ttl_ms, expired)
-        return self.answer(scripts.ACQUIRE, self.owned, *args)
+        return self.answer(scripts.ACQUIRE, self.owned, *args, 0)
 
     def touch(
         self, nonce: str, term: int, *, ttl_ms: int = TTL_MS, life: str = LIFE, member: str = ""

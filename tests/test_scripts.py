@@ -272,7 +272,7 @@ def test_offsets_stay_exact_up_to_the_last(bench: Bench) -> None:
     assert bench.publish(5, 1) == ("EXHAUSTED",)
     assert bench.entries()[0][0] == b"%d-4" % (OFFSET_MAX - 3)
     located = bench.run(scripts.LOCATE, [bench.log, bench.meta], LIFE, 1001)
-    assert located == [b"OK", OFFSET_MAX - 6]
+    assert located == [b"OK", OFFSET_MAX - 6, OFFSET_MAX - 6]
 
 
 def test_a_stream_near_its_last_offset_is_read_like_any_other(bench: Bench) -> None:
@@ -313,11 +313,11 @@ def test_describe_and_locate_answer_for_no_stream_and_for_one(bench: Bench) -> N
     assert bench.run(scripts.LOCATE, both, LIFE, 0) == [b"NOSTREAM"]
     bench.create()
     assert bench.run(scripts.DESCRIBE, both)[1:] == [0, b""]
-    assert bench.run(scripts.LOCATE, both, LIFE, 0) == [b"OK", 0]
+    assert bench.run(scripts.LOCATE, both, LIFE, 0) == [b"OK", 0, 0]
     assert bench.run(scripts.LOCATE, both, "another life", 0) == [b"INCARNATION"]
     bench.publish(0, 3)
     assert bench.run(scripts.DESCRIBE, both)[1:] == [1, b"2-3"]
-    assert bench.run(scripts.LOCATE, both, LIFE, 10**14) == [b"OK", 3]
+    assert bench.run(scripts.LOCATE, both, LIFE, 10**14) == [b"OK", 3, 0]
     bench.plain.xadd(bench.log, {"user": "1"}, id="7-0")
     bench.plain.hset(bench.meta, mapping={"next": 8, "appended": 10**14})
     assert bench.run(scripts.LOCATE, both, LIFE, 10**14) == [b"FOREIGN", b"7-0"]

@@ -4,6 +4,7 @@
 -- KEYS  1 meta  2 group  3 lease  4 events
 -- ARGV  1 incarnation  2 name of the group  3 name of the member  4 nonce  5 lifetime of the lease, ms
 --       6 term whose end the caller has waited out, '' for none
+--       7 number above which the term must be
 -- Returns {'OK', term, position, epoch of the stream, end of the stream, 'floating' or ''}, or
 --   {'HELD', ms until it expires, ID of the last event, owner}
 --   {'EXPIRED', 0, ID of the last event, owner, term}: the owner did not give it up. It may only have
@@ -42,7 +43,7 @@ end
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local term = string.format('%.0f', math.max(tonumber(g[2] or 0) + 1, now))
+local term = string.format('%.0f', math.max(tonumber(g[2] or 0) + 1, now, ARGV[7] + 1))
 local floating = g[7] == 'floating' and 'floating' or ''
 redis.call('HSET', KEYS[2], 'term', term, 'owner', ARGV[3], 'nonce', ARGV[4],
            'floating', floating == '' and '' or term)

@@ -3,7 +3,8 @@
 --
 -- KEYS  1 log  2 meta
 -- ARGV  1 incarnation  2 time, ms
--- Returns {'OK', offset}: the first offset of that frame, 'next' if there is none;
+-- Returns {'OK', offset, first offset in the ring}: the first offset of the frame, 'next' if there
+--   is none;
 --   {'NOSTREAM'}; {'INCARNATION'}; {'FOREIGN', ID} for an entry that is not a frame.
 -- Atomic because the ring moves. A binary search over the offsets, at most 53 steps: append times
 -- never go back. Done here because each step would otherwise carry a frame to the client.
@@ -15,7 +16,14 @@ if not m[1] then return {'NOSTREAM'} end
 if m[3] ~= ARGV[1] then return {'INCARNATION'} end
 local wanted = tonumber(ARGV[2])
 local low, high = 0, tonumber(m[1])
-if wanted > tonumber(m[2]) then return {'OK', high} end
+local ring = high
+local oldest = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
+if oldest then
+  local last, n = string.match(oldest[1], '^(%d+)-(%d+)$')
+  if not last then return {'FOREIGN', oldest[1]} end
+  ring = last - n + 1
+end
+if wanted > tonumber(m[2]) then return {'OK', high, ring} end
 
 local found = high
 while low < high do
@@ -36,4 +44,4 @@ while low < high do
     end
   end
 end
-return {'OK', math.max(found, 0)}
+return {'OK', math.max(found, 0), math.max(ring, 0)}

@@ -8,6 +8,7 @@
 -- Returns {'OK', position}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOOFFSET'}
 -- Atomic because two members that open a group at once must start it at one place.
 --
+-- One whose name begins with a dot is ours, and not listed.
 -- The start is kept: a group that fails over before its first confirm skips nothing.
 
 local m = redis.call('HMGET', KEYS[1], 'incarnation', 'next')
@@ -22,5 +23,5 @@ if g[1] == ARGV[1] then return {'OK', tonumber(g[3])} end
 local start = ARGV[4] == '' and m[2] or ARGV[4]
 redis.call('DEL', KEYS[2], KEYS[3])
 redis.call('HSET', KEYS[2], 'incarnation', ARGV[1], 'start', start, 'floating', ARGV[5])
-redis.call('SADD', KEYS[4], ARGV[2])
+if string.sub(ARGV[2], 1, 1) ~= '.' then redis.call('SADD', KEYS[4], ARGV[2]) end
 return {'OK', tonumber(start)}

@@ -1,0 +1,86 @@
+"""What is known of a stream at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meteor_py import keys
+from meteor_py.config import StreamConfig
+from meteor_py.errors import StreamCorrupt
+from meteor_py.group import GroupDescription
+
+#: The layout of keys and frames that this version writes.
+LAYOUT_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Meta:
+    """The hash ``meta`` of a stream, as it was at one moment."""
+
+    config: StreamConfig
+    incarnation: str
+    epoch: int
+    next: int
+    appended: int
+    #: With a store: its id, what is archived in it, and what of that has expired; else None.
+    store: str | None
+    archived: int | None
+    expired: int | None
+
+    @classmethod
+    def parse(cls, name: str, flat: list[bytes]) -> Meta:
+        """From the answer of HGETALL.
+
+        Raises:
+            StreamCorrupt: It is not the meta of a stream, or of a newer version.
+        """
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        fields = {k.decode(errors="replace"): v.decode(errors="replace") for k, v in pairs}
+        version = fields.get("version", LAYOUT_VERSION)
+        if version != LAYOUT_VERSION:
+            raise StreamCorrupt(
+                f"Stream {name!r} has layout version {version!r}, and this is version "
+                f"{LAYOUT_VERSION}; upgrade meteor-py.",
+                stream=name,
+            )
+        try:
+            return cls(
+                config=StreamConfig.from_fields(fields),
+                incarnation=fields["incarnation"],
+                epoch=int(fields["epoch"]),
+                next=int(fields["next"]),
+                appended=int(fields["appended"]),
+                store=fields.get("store"),
+                archived=int(fields["archived"]) if "store" in fields else None,
+                expired=int(fields["expired"]) if "store" in fields else None,
+            )
+        except (KeyError, ValueError) as error:
+            raise StreamCorrupt(
+                f"The key {keys.meta(name)!r} is not the meta of a stream: {error}.", stream=name
+            ) from None
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a stream is like at one moment."""
+
+    name: str
+    #: Offset of the first record that can be read; ``next`` if there is none.
+    first: int
+    #: Offset that the next record will get.
+    next: int
+    #: Records in the ring.
+    length: int
+    #: Frames in the ring.
+    frames: int
+    #: Memory of the ring in bytes, estimated by the server; None if it will not say.
+    bytes: int | None
+    #: Time of the last append in ms since 1970, 0 if there was none.
+    appended: int
+    #: All records below are in the store; None without a store.
+    archived: int | None
+    config: StreamConfig
+    incarnation: str
+    epoch: int
+    #: The subscriber groups, by name.
+    groups: tuple[GroupDescription, ...]

@@ -1,0 +1,245 @@
+"""The archiver: moves records from the ring into the store, before the ring may drop them.
+
+Any number may run, in any process; the one that holds the lease of the group ``.archiver`` works,
+the others wait. A term goes like this: see where the last one ended (``archived``), read on from
+there, and whenever enough is gathered append it to the store, then say so with
+``advance_archived``, which is the commit. Whatever goes wrong in between (a full disk, a lost
+connection, a fail-over, another owner), the term is given up, and the next one begins at what is
+committed: nothing is remembered that could be wrong.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from meteor_py import keys
+from meteor_py.backoff import pause_s
+from meteor_py.closing import Closing
+from meteor_py.config import InitialOffset
+from meteor_py.cursor import Fenced
+from meteor_py.errors import (
+    AccessDenied,
+    LeaseLost,
+    LogTruncated,
+    MeteorError,
+    StoreMismatch,
+    StreamNotFound,
+)
+from meteor_py.group import open_group
+from meteor_py.keeper import Keeper
+from meteor_py.lease import Lease, member_name
+from meteor_py.store.duty import ArchiverConfig, Duty
+
+if TYPE_CHECKING:
+    from meteor_py.client import Client
+    from meteor_py.store.base import RingbufferStore
+    from meteor_py.stream import Stream
+
+_log = logging.getLogger(__name__)
+
+#: Seconds to wait for the lease before looking whether to stop.
+_HOLD_S = 0.5
+#: Seconds after which an append that does not end lets others have the lease.
+_HANG_S = 600.0
+#: Seconds between two tries after a failure, doubled each time up to the second figure.
+_BACKOFF_S = (0.1, 5.0)
+#: What will not get better by itself.
+_FATAL = (StreamNotFound, StoreMismatch, AccessDenied)
+
+
+class Archiver(Closing):
+    """Archives one stream. Get it with ``stream.archiver()``; ``run`` it, or ``start`` it."""
+
+    def __init__(self, stream: Stream, store: RingbufferStore, config: ArchiverConfig) -> None:
+        self.stream = stream
+        self.config = config
+        #: What went wrong last; None again once something was archived.
+        self.error: Exception | None = None
+        self._store = store
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._keeper: Keeper | None = None
+        self._duty: Duty | None = None
+        self._pid = os.getpid()
+
+    # -- for users -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Archive until ``close()`` is called elsewhere; failures that may pass are survived.
+
+        Raises:
+            StreamNotFound, LogTruncated: The stream was deleted, or created anew.
+            StoreMismatch: The store is not that of the stream.
+            AccessDenied: The server does not let this user do it.
+        """
+        failures = 0
+        try:
+            while not self._stopped.is_set():
+                try:
+                    self._serve_term()
+                    failures = 0
+                except (Exception, Fenced) as error:
+                    if self._stopped.is_set():
+                        break
+                    if self._is_fatal(error):
+                        self.error = error
+                        raise
+                    failures = self._note(error, failures)
+                    self._leave()
+                    self._stopped.wait(pause_s(failures, *_BACKOFF_S))
+        finally:
+            self._leave()
+
+    def start(self) -> Archiver:
+        """The same in a thread, until ``close()``."""
+        name = f"meteor-archiver-{self.stream.name}"
+        self._thread = threading.Thread(target=self._run_in_thread, name=name, daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self, timeout: float = 30.0) -> None:
+        """End it after the segment that is being written. What is in the ring stays there.
+
+        Raises:
+            TimeoutError: That takes longer than ``timeout`` seconds.
+        """
+        if self._pid != os.getpid():
+            return  # a forked child: thread and lease are the parent's
+        self._stopped.set()
+        keeper, duty, thread = self._keeper, self._duty, self._thread
+        if keeper is not None:
+            keeper.interrupt()
+        if duty is not None:
+            duty.interrupt()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+            if thread.is_alive():
+                raise TimeoutError(f"The archiver of stream {self.stream.name!r} does not end.")
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs in a thread of its own."""
+        return self._thread is not None and self._thread.is_alive()
+
+    # -- the work ------------------------------------------------------------------------------
+
+    def _run_in_thread(self) -> None:
+        try:
+            self.run()
+        except (StreamNotFound, LogTruncated) as error:
+            _log.info("The archiver has nothing more to do: %s", error)
+        except Exception as error:
+            _log.error("The archiver of stream %r has ended: %s", self.stream.name, error)
+
+    def _serve_term(self) -> None:
+        """Wait a little for the lease, and archive while it is ours."""
+        keeper = self._join()
+        term = keeper.hold(_HOLD_S)
+        if term is None:
+            return
+        highest = self._store.bounds(self.stream.incarnation).term
+        if highest >= term.number:  # by a server whose clock was ahead; what we write must count
+            self._leave()
+            self._join().lease.above = highest
+            return
+        self._duty = Duty(self.stream, self._store, self.config, keeper, term)
+        try:
+            while not self._stopped.is_set() and keeper.hold(0.0) is term:
+                self._duty.go_on()
+                self.error = None
+        finally:
+            self._duty.close()
+            self._duty = None
+
+    def _join(self) -> Keeper:
+        """Become one of the archivers."""
+        if self._keeper is None:
+            stream = self.stream
+            confirmed = open_group(stream, keys.ARCHIVERS, InitialOffset.LATEST)
+            life, ttl_s = stream.incarnation, self.config.lease_ttl
+            lease = Lease(stream.name, life, keys.ARCHIVERS, member_name(), ttl_s)
+            self._keeper = Keeper(stream.client, lease, confirmed, _HANG_S)
+        return self._keeper
+
+    def _leave(self) -> None:
+        """Give up the lease: what fails here may work for another."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.close(0.0)
+
+    def _is_fatal(self, error: BaseException) -> bool:
+        if isinstance(error, LogTruncated):  # by a fail-over, or because it was created anew
+            found = self.stream.client.call("HGET", keys.meta(self.stream.name), "incarnation")
+            return bool(found is None or found.decode() != self.stream.incarnation)
+        return isinstance(error, _FATAL)
+
+    def _note(self, error: BaseException, failures: int) -> int:
+        """Remember a failure, and say so: once, until something works again."""
+        if isinstance(error, (Fenced, LeaseLost)):
+            _log.info("Another archiver of stream %r has taken over.", self.stream.name)
+            return 1
+        if isinstance(error, Exception):
+            self.error = error
+        if failures == 0 or not isinstance(error, MeteorError):
+            _log.warning(
+                "Nothing can be archived of stream %r now; it is tried again: %s",
+                *(self.stream.name, error),
+                exc_info=not isinstance(error, MeteorError),
+            )
+        return failures + 1
+
+
+# -- those that run by themselves --------------------------------------------------------------
+
+_running: dict[tuple[int, str], Archiver] = {}
+_lock = threading.Lock()
+
+
+def start_archiver(stream: Stream, store: RingbufferStore) -> None:
+    """Let an archiver of the stream run in this process until its client is closed."""
+    key = (id(stream.client), stream.name)
+    with _lock:
+        found = _running.get(key)
+        if found is not None and found.stream.incarnation == stream.incarnation and found.alive:
+            return
+        _running[key] = Archiver(stream, store, ArchiverConfig()).start()
+    if found is not None:
+        found.close()
+
+
+def stop_archiver(client: Client, stream: str) -> None:
+    """End the one that runs by itself, if one does."""
+    with _lock:
+        found = _running.pop((id(client), stream), None)
+    if found is not None:
+        found.close()
+
+
+def close_archivers(client: Client) -> None:
+    """End those of a client."""
+    for owner, stream in list(_running):
+        if owner == id(client):
+            stop_archiver(client, stream)
+
+
+def _close_all() -> None:
+    """At the interpreter's end: let others have the leases at once."""
+    for archiver in list(_running.values()):
+        try:
+            archiver.close(5.0)
+        except (MeteorError, TimeoutError) as error:
+            _log.warning("%s", error)
+
+
+def _forget_all() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _running.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,87 @@
+"""A cold reader: reads on in a store, the next records being fetched while these are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pyarrow as pa
+
+from meteor_py import refusals
+from meteor_py.store.base import RingbufferStore
+
+#: Batches in a row after which the next one is fetched in advance.
+_STRAIGHT = 2
+#: Seconds after which a store that does not answer is given up; filesystems have their own limits.
+_PATIENCE_S = 120.0
+
+
+class ColdReader:
+    """For one thread at a time; owns a thread of its own once it reads straight on."""
+
+    def __init__(self, open_store: Callable[[], RingbufferStore], stream: str, life: str) -> None:
+        self._open_store = open_store
+        self._stream = stream
+        self._life = life
+        self._batches: Iterator[pa.RecordBatch] | None = None
+        self._at = self._stop = 0  # where the iterator stands, and where it ends
+        self._straight = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: Future[pa.RecordBatch | None] | None = None
+
+    def read(self, start: int, stop: int) -> pa.RecordBatch:
+        """Some records from ``start`` on, at least one, none from ``stop`` on.
+
+        Raises:
+            RecordsLost, SegmentCorrupt, StoreUnavailable: As ``RingbufferStore.read``.
+            StoreMismatch: It is not the store of the stream.
+        """
+        if start != self._at:
+            self.forget()
+        if self._batches is None or start >= self._stop:
+            self._drop()
+            self._batches = self._open_store().read(self._life, start, stop)
+            self._at, self._stop = start, stop
+        try:
+            batch = self._next()
+        except BaseException:
+            self.forget()
+            raise
+        assert batch is not None, "a store gives what it is asked for, or raises"
+        self._at += len(batch)
+        self._straight += 1
+        if self._straight >= _STRAIGHT and self._at < self._stop:
+            self._fetch_ahead()
+        return batch
+
+    def forget(self) -> None:
+        """Read anew what comes next: it may have changed."""
+        self._drop()
+        self._straight = 0
+
+    def close(self) -> None:
+        self.forget()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+
+    def _next(self) -> pa.RecordBatch | None:
+        assert self._batches is not None, "just made"
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return next(self._batches, None)
+        try:
+            return ahead.result(_PATIENCE_S)
+        except TimeoutError as error:
+            silence = TimeoutError(f"it has not answered for {_PATIENCE_S:g} seconds")
+            raise refusals.store_unavailable(self._stream, "", "read", silence) from error
+
+    def _fetch_ahead(self) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, f"meteor-cold-{self._stream}")
+        self._ahead = self._thread.submit(next, self._batches, None)  # type: ignore[arg-type]
+
+    def _drop(self) -> None:
+        ahead, self._ahead, self._batches = self._ahead, None, None
+        if ahead is not None:
+            ahead.cancel()

@@ -1,0 +1,254 @@
+"""The duty of an archiver: what it does in one term.
+
+Records are gathered from where the stream is archived up to; when there are enough of them, they
+are appended to the store, and then the stream is told, which is the commit. The order makes a
+crash at any point harmless: before the commit the stream still has them all, and what lies in the
+store from there on does not count.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from meteor_py import keys, refusals
+from meteor_py.config import FRAME_RECORDS_MAX, OFFSET_MAX, StreamConfig, check_int, check_seconds
+from meteor_py.cursor import Cursor
+from meteor_py.errors import MeteorError, ServerRefused
+from meteor_py.history import Position, begin_epoch
+from meteor_py.lease import Term, now
+from meteor_py.link import parse_info
+from meteor_py.record import ARROW_SCHEMA, Chunk, ListChunk
+from meteor_py.scripts import ADVANCE_ARCHIVED
+from meteor_py.store.opening import check_identity
+
+if TYPE_CHECKING:
+    from meteor_py.keeper import Keeper
+    from meteor_py.store.base import RingbufferStore
+    from meteor_py.stream import Stream
+
+_log = logging.getLogger(__name__)
+
+#: Records that one ``advance_archived`` covers: it may trim as many entries, and others wait.
+_STEP = 10_000
+#: Seconds between two looks at the stream while records are gathered.
+_LOOK_S = 0.2
+#: Seconds between two looks at the server's memory, and the part of it from which on not to wait.
+_MEMORY_S = 1.0
+_PRESSURE = 0.8
+#: Seconds between two looks at what lies about in the store.
+_TIDY_S = 600.0
+#: Seconds for which it is certain that nobody else has moved the end of what counts.
+_CERTAIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class ArchiverConfig:
+    """When a segment is written: as soon as one of these is reached."""
+
+    #: Records; or half of what may wait for the archiver, if that is less.
+    segment_records: int = 1_000_000
+    #: Bytes of records in memory; in the file they are compressed.
+    segment_bytes: int = 64 * 1024 * 1024
+    #: Seconds that a record waits for others.
+    segment_age: float = 60.0
+    #: Seconds that the others wait for one that has died.
+    lease_ttl: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_int("segment_records", self.segment_records, 1, OFFSET_MAX)
+        check_int("segment_bytes", self.segment_bytes, 1, 2**40)
+        check_seconds("segment_age", self.segment_age, zero=True)
+        check_seconds("lease_ttl", self.lease_ttl)
+
+    def records(self, stream: StreamConfig) -> int:
+        """Records to gather at most: a publisher with a whole frame must still find room."""
+        room = (stream.max_unarchived or OFFSET_MAX) - min(stream.capacity, FRAME_RECORDS_MAX)
+        return max(min(self.segment_records, room // 2), 1)
+
+
+class Duty:
+    """For one thread; made when a term begins.
+
+    Raises:
+        StoreMismatch, StoreUnavailable: The store is another, or cannot be reached.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        store: RingbufferStore,
+        config: ArchiverConfig,
+        keeper: Keeper,
+        term: Term,
+    ) -> None:
+        self._stream = stream
+        self._store = store
+        self._config = config
+        self._keeper = keeper
+        self._term = term
+        self._gathered: list[Chunk] = []
+        self._records = self._bytes = 0
+        self._since = 0.0  # when the first of them came
+        self._looked_at = self._memory_at = 0.0
+        self._settings = stream.config
+        self._identity = ""
+        self._flush = 0
+        self._pressed = False
+        self._link = stream.client.open_link()
+        self._cursor: Cursor | None = None
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def go_on(self) -> None:
+        """Wait for records, up to a short time, and write a segment if there are enough."""
+        assert self._cursor is not None, "closed"
+        self._keeper.alive_at = now()
+        self._look()
+        block_s = min(_LOOK_S, self._link.block_max_s) if self._records else self._link.block_max_s
+        wanted = max(self._config.records(self._settings) - self._records, 1)
+        for chunk in self._cursor.fetch(block_s, records=wanted):
+            if not self._records:
+                self._since = time.monotonic()
+            self._gathered.append(chunk)
+            self._records += len(chunk)
+            self._bytes += _size(chunk)
+        if self._records and self._is_enough():
+            self._commit()
+        elif time.monotonic() >= self._tidy_at:
+            self._tidy()
+
+    def interrupt(self) -> None:
+        """End a wait in another thread."""
+        cursor = self._cursor
+        if cursor is not None:
+            cursor.interrupt()
+
+    def close(self) -> None:
+        self._link.close()
+        if self._cursor is not None:
+            self._cursor.close()
+
+    # -- beginning -----------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        stream = self._stream
+        self._certain_at = now()
+        fields = ("incarnation", "epoch", "next", "archived", "store")
+        answer = self._link.call("HMGET", keys.meta(stream.name), *fields)
+        if answer[0] is None or answer[0].decode() != stream.incarnation:
+            raise refusals.gone(stream.name, b"INCARNATION" if answer[0] else b"NOSTREAM")
+        if answer[3] is None:
+            raise refusals.no_store(stream.name)
+        epoch, end, self._archived = map(int, answer[1:4])
+        self._identity = answer[4].decode()
+        check_identity(self._store, stream.name, self._identity)
+        self._tidy()
+        position = Position(stream.incarnation, epoch, self._archived)
+        self._cursor = Cursor(stream.client.open_link(), stream.name, position)
+        self._cursor.start(position, end, keys.ARCHIVERS, self._term.nonce)
+
+    def _tidy(self) -> None:
+        """Put the store in order. Not while its end is in doubt: what counts must not go."""
+        self._tidy_at = time.monotonic() + _TIDY_S
+        certain_until = self._certain_at + _CERTAIN_S
+        try:
+            self._store.tidy(
+                self._stream.incarnation, self._archived, lambda: now() < certain_until
+            )
+        except MeteorError as error:
+            _log.warning("The store cannot be put in order now: %s", error)
+
+    # -- gathering -----------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """See what the settings are, and whether somebody is waiting."""
+        at = time.monotonic()
+        if at < self._looked_at + _LOOK_S:
+            return
+        self._looked_at = at
+        fields = ("capacity", "max_unarchived", "flush")
+        answer = self._link.call("HMGET", keys.meta(self._stream.name), *fields)
+        if answer[0] is None or answer[1] is None:
+            raise refusals.gone(self._stream.name, b"NOSTREAM")
+        self._settings = replace(
+            self._settings, capacity=int(answer[0]), max_unarchived=int(answer[1])
+        )
+        self._flush = int(answer[2] or 0)
+        if self._records and at >= self._memory_at + _MEMORY_S:
+            self._memory_at = at
+            self._pressed = self._is_pressed()
+
+    def _is_pressed(self) -> bool:
+        """Whether the server needs the room."""
+        try:
+            facts = parse_info(self._link.call("INFO", "memory"))
+        except ServerRefused:
+            return False  # this user may not look, or there is no memory to speak of
+        most = int(facts.get("maxmemory", 0))
+        return most > 0 and int(facts.get("used_memory", 0)) >= _PRESSURE * most
+
+    def _is_enough(self) -> bool:
+        assert self._cursor is not None, "closed"
+        at = self._cursor.position.offset
+        return (
+            self._records >= self._config.records(self._settings)
+            or self._bytes >= self._config.segment_bytes
+            or time.monotonic() - self._since >= self._config.segment_age
+            or (self._flush > self._archived and at >= min(self._flush, self._cursor.next))
+            or (self._pressed and at >= self._cursor.next)
+        )
+
+    # -- committing ----------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        """Append what was gathered to the store, and tell the stream."""
+        batches = [chunk.to_arrow() for chunk in self._gathered]
+        table = pa.Table.from_batches(batches, schema=ARROW_SCHEMA)
+        end = self._archived + len(table)
+        check_identity(self._store, self._stream.name, self._identity)
+        self._store.append(self._stream.incarnation, self._term.number, table)
+        while self._archived < end:
+            self._advance(min(self._archived + _STEP, end))
+        self._gathered = []
+        self._records = self._bytes = 0
+        self._pressed = False
+
+    def _advance(self, to: int) -> None:
+        assert self._cursor is not None, "closed"
+        stream, term = self._stream, self._term
+        script_keys = [
+            keys.log(stream.name),
+            keys.meta(stream.name),
+            keys.group(stream.name, keys.ARCHIVERS),
+        ]
+        args: list[Any] = [stream.incarnation, self._link.history, term.nonce, term.number]
+        sent_at = now()
+        answer = self._link.run(
+            ADVANCE_ARCHIVED, script_keys, [*args, self._cursor.position.epoch, self._archived, to]
+        )
+        if answer[0] == b"OK":
+            self._archived, self._certain_at = to, sent_at
+            return
+        if answer[0] in (b"NOSTREAM", b"INCARNATION"):
+            raise refusals.gone(stream.name, answer[0])
+        if answer[0] == b"FENCED":
+            raise refusals.fenced(stream.name, keys.ARCHIVERS, answer[1])
+        if answer[0] == b"HISTORY":
+            begin_epoch(self._link, stream.name, stream.incarnation, answer[1].decode())
+        # The next term begins at what is archived now, in what is left of the stream.
+        raise MeteorError(f"Stream {stream.name!r} has changed while it was archived.")
+
+
+def _size(chunk: Chunk) -> int:
+    """The bytes of a chunk, about."""
+    if isinstance(chunk, ListChunk):
+        return sum(map(len, chunk.values))
+    return int(chunk.columns.nbytes)

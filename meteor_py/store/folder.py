@@ -1,0 +1,252 @@
+"""Folders: the files of a stream on a disk or in an object store, and how they become visible.
+
+A file appears whole or not at all. On a disk it is written under a name that begins with ``_``,
+which Spark and others pass over, forced to the disk, looked at again by the caller, and renamed. In
+an object store there is no renaming: it is built and looked at in a local temporary directory, then
+sent in one upload, and its size is read back.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    import pyarrow.fs as fs
+
+#: How a file begins that is not finished.
+UNFINISHED = "_"
+
+
+class Entry(NamedTuple):
+    """A file in a folder."""
+
+    name: str
+    size: int
+    #: Seconds since it was written.
+    age_s: float
+
+
+class Folder(Protocol):
+    """Paths are relative to it; all its errors are ``OSError``."""
+
+    def entries(self, path: str) -> list[Entry]:
+        """The files at a path; none if it does not exist."""
+
+    def folders(self) -> list[str]:
+        """The names of the folders in it."""
+
+    def open(self, path: str) -> Any:
+        """A file to read from, as pyarrow likes them."""
+
+    def read(self, path: str) -> bytes | None:
+        """A small file as a whole; None if there is none."""
+
+    def create(self, path: str, data: bytes) -> None:
+        """Write a small file, with the folder itself, unless it is there already."""
+
+    def build(self, path: str) -> AbstractContextManager[Path]:
+        """A file to write to; removed at the end of the block."""
+
+    def publish(self, built: Path, path: str) -> None:
+        """Make a file that was built visible, for good."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file; that it is gone already is fine."""
+
+    def remove_all(self, path: str) -> None:
+        """Remove a folder with all files in it."""
+
+
+class LocalFolder:
+    """On a disk."""
+
+    def __init__(self, root: str, name: str) -> None:
+        self._path = Path(root, name)
+        self._root = Path(root)
+
+    def entries(self, path: str) -> list[Entry]:
+        now = time.time()
+        found: list[Entry] = []
+        try:
+            with os.scandir(self._inside(path)) as entries:
+                for entry in entries:
+                    try:
+                        if entry.is_file(follow_symlinks=False):
+                            state = entry.stat(follow_symlinks=False)
+                            found.append(Entry(entry.name, state.st_size, now - state.st_mtime))
+                    except FileNotFoundError:
+                        continue  # removed meanwhile
+        except FileNotFoundError:
+            pass
+        return found
+
+    def folders(self) -> list[str]:
+        try:
+            with os.scandir(self._inside("")) as entries:
+                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+
+    def open(self, path: str) -> Any:
+        # Not mapped into memory: a file that is cut short under a map ends the process.
+        return pa.OSFile(str(self._inside(path)))
+
+    def read(self, path: str) -> bytes | None:
+        try:
+            return self._inside(path).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def create(self, path: str, data: bytes) -> None:
+        folder = self._inside("")
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            _sync_folder(folder.parent)
+        built = folder / f"{UNFINISHED}{secrets.token_hex(8)}.tmp"
+        try:
+            with built.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(built, self._inside(path))  # unlike a rename, this overwrites nothing
+            except FileExistsError:
+                pass
+        finally:
+            built.unlink(missing_ok=True)
+        _sync_folder(folder)
+
+    @contextmanager
+    def build(self, path: str) -> Iterator[Path]:
+        folder = self._inside(path).parent
+        if not folder.is_dir():
+            # Not its parent: where that is missing, the disk is not the one that it should be.
+            folder.mkdir(exist_ok=True)
+            _sync_folder(folder.parent)
+        built = folder / f"{UNFINISHED}{secrets.token_hex(8)}.tmp"
+        try:
+            yield built
+        finally:
+            built.unlink(missing_ok=True)
+
+    def publish(self, built: Path, path: str) -> None:
+        target = self._inside(path)
+        os.rename(built, target)
+        _sync_folder(target.parent)
+
+    def remove(self, path: str) -> None:
+        self._inside(path).unlink(missing_ok=True)
+
+    def remove_all(self, path: str) -> None:
+        try:
+            shutil.rmtree(self._inside(path))
+        except FileNotFoundError:
+            pass
+
+    def _inside(self, path: str) -> Path:
+        """The full path, if no link leads out of the root.
+
+        Raises:
+            PermissionError: One does.
+        """
+        full = self._path / path
+        root = os.path.realpath(self._root)
+        if os.path.commonpath([root, os.path.realpath(full)]) != root:
+            raise PermissionError(f"{str(full)!r} lies outside of the store {root!r}.")
+        return full
+
+
+class RemoteFolder:
+    """In an object store, or whatever else pyarrow can reach."""
+
+    def __init__(self, filesystem: fs.FileSystem, root: str, name: str) -> None:
+        self._filesystem = filesystem
+        self._path = f"{root.rstrip('/')}/{name}"
+
+    def entries(self, path: str) -> list[Entry]:
+        now = time.time()
+        return [
+            Entry(info.base_name, info.size or 0, now - (info.mtime_ns or 0) / 1e9)
+            for info in self._infos(path)
+            if info.is_file
+        ]
+
+    def folders(self) -> list[str]:
+        infos = self._infos("")
+        return [info.base_name for info in infos if not info.is_file]
+
+    def open(self, path: str) -> Any:
+        return self._filesystem.open_input_file(f"{self._path}/{path}")
+
+    def read(self, path: str) -> bytes | None:
+        try:
+            with self.open(path) as file:
+                data: bytes = file.read()
+                return data
+        except FileNotFoundError:
+            return None
+
+    def create(self, path: str, data: bytes) -> None:
+        if self.read(path) is None:
+            self._filesystem.create_dir(self._path, recursive=True)
+            self._upload(data, f"{self._path}/{path}")
+
+    @contextmanager
+    def build(self, path: str) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="meteor-segment-") as folder:
+            yield Path(folder, "segment")
+
+    def publish(self, built: Path, path: str) -> None:
+        data = built.read_bytes()
+        target = f"{self._path}/{path}"
+        self._filesystem.create_dir(target.rpartition("/")[0], recursive=True)
+        self._upload(data, target)
+        found = self._filesystem.get_file_info(target)
+        if found.size != len(data):
+            raise OSError(f"{found.size} of the {len(data)} bytes of {path} have arrived.")
+
+    def remove(self, path: str) -> None:
+        try:
+            self._filesystem.delete_file(f"{self._path}/{path}")
+        except FileNotFoundError:
+            pass
+
+    def remove_all(self, path: str) -> None:
+        try:
+            self._filesystem.delete_dir(f"{self._path}/{path}".rstrip("/"))
+        except FileNotFoundError:
+            pass
+
+    def _upload(self, data: bytes, target: str) -> None:
+        # In one piece: leaving a block by an error in the middle would publish what was written.
+        out = self._filesystem.open_output_stream(target)
+        out.write(data)
+        out.close()
+
+    def _infos(self, path: str) -> list[fs.FileInfo]:
+        import pyarrow.fs as fs
+
+        full = f"{self._path}/{path}".rstrip("/")
+        infos: list[fs.FileInfo] = self._filesystem.get_file_info(
+            fs.FileSelector(full, allow_not_found=True)
+        )
+        return infos
+
+
+def _sync_folder(path: Path) -> None:
+    """Force the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""A store in the memory of this process: for tests, and with ``fake://``."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+
+import pyarrow as pa
+
+from meteor_py import refusals
+from meteor_py.errors import RecordsLost
+from meteor_py.record import ARROW_SCHEMA
+from meteor_py.store.base import Bounds, Flaw, Progress
+
+
+class _Life:
+    """What was appended, in batches without overlap, in the order of their offsets."""
+
+    def __init__(self) -> None:
+        self.term = 0
+        self.firsts: list[int] = []
+        self.batches: list[pa.RecordBatch] = []
+
+    @property
+    def end(self) -> int:
+        return self.firsts[-1] + len(self.batches[-1]) if self.firsts else 0
+
+    def cut(self, end: int) -> None:
+        """Forget what lies at ``end`` and behind."""
+        while self.firsts and self.firsts[-1] >= end:
+            self.firsts.pop()
+            self.batches.pop()
+        if self.firsts and self.end > end:
+            self.batches[-1] = self.batches[-1].slice(0, end - self.firsts[-1])
+
+
+class MemoryStore:
+    """Keeps the history of one stream until the process ends.
+
+    >>> store = MemoryStore("orders")
+    >>> store.uri is None
+    True
+    """
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+        self._identity: str | None = None
+        self._lives: dict[str, _Life] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def uri(self) -> str | None:
+        return None
+
+    def identity(self) -> str | None:
+        return self._identity
+
+    def claim(self, identity: str) -> None:
+        self._identity = identity
+
+    def lives(self) -> list[str]:
+        with self._lock:
+            return sorted((x for x in self._lives if self._lives[x].firsts), key=self._term_of)
+
+    def _term_of(self, life: str) -> int:
+        return self._lives[life].term
+
+    def bounds(self, life: str) -> Bounds:
+        with self._lock:
+            found = self._lives.get(life)
+            if found is None or not found.firsts:
+                return Bounds(0, 0, 0 if found is None else found.term)
+            return Bounds(found.firsts[0], found.end, found.term)
+
+    def append(self, life: str, term: int, records: pa.Table) -> None:
+        first = records.column("offset")[0].as_py()
+        with self._lock:
+            found = self._lives.setdefault(life, _Life())
+            if term < found.term:
+                return  # of an archiver that another has taken the place of
+            if term == found.term and first + len(records) <= found.end:
+                return  # a repeat
+            found.term = term
+            found.cut(first)
+            for batch in records.to_batches():
+                if len(batch):
+                    found.firsts.append(batch.column("offset")[0].as_py())
+                    found.batches.append(batch)
+
+    def read(self, life: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        while start < stop:
+            with self._lock:
+                found = self._lives.get(life) or _Life()
+                index = bisect_right(found.firsts, start) - 1
+                batch = found.batches[index] if index >= 0 else None
+                first = found.firsts[index] if index >= 0 else 0
+                following = found.firsts[index + 1] if index + 1 < len(found.firsts) else stop
+            if batch is None or start >= first + len(batch):
+                raise refusals.not_stored(self.stream, start, min(following, stop) - 1)
+            part = batch.slice(start - first, stop - start)
+            yield part
+            start += len(part)
+
+    def locate(self, life: str, ms: int, start: int, stop: int) -> int:
+        import pyarrow.compute as pc
+
+        for batch in self.read(life, start, stop):
+            late = pc.greater_equal(batch.column("appended").cast(pa.int64()), ms)
+            index = pc.index(late, True).as_py()
+            if index >= 0:
+                return int(batch.column("offset")[index].as_py())
+        return stop
+
+    def verify(
+        self, life: str, start: int, stop: int, progress: Progress | None = None
+    ) -> Iterator[Flaw]:
+        while start < stop:
+            try:
+                for batch in self.read(life, start, stop):
+                    batch.validate(full=True)
+                    assert batch.schema.equals(ARROW_SCHEMA)
+                    start += len(batch)
+                    if progress is not None:
+                        progress(start, stop)
+            except RecordsLost as error:
+                yield Flaw("missing", error.first, error.last, "memory", str(error))
+                start = error.last + 1
+
+    def tidy(self, life: str, end: int, still: Callable[[], bool]) -> None:
+        """Nothing to do: what does not count is replaced by what does."""
+
+    def delete(self, life: str, below: int | None = None) -> None:
+        with self._lock:
+            if below is None:
+                self._lives.pop(life, None)
+                return
+            found = self._lives.get(life)
+            while found and found.firsts and found.firsts[0] + len(found.batches[0]) <= below:
+                found.firsts.pop(0)
+                found.batches.pop(0)

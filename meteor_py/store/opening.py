@@ -1,0 +1,97 @@
+"""Finding the store of a stream, and making sure that it is the one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+from meteor_py import refusals
+from meteor_py.errors import ReadError
+from meteor_py.store.base import RingbufferStore
+from meteor_py.store.parquet import ParquetStore
+
+if TYPE_CHECKING:
+    from meteor_py.client import Client
+
+_log = logging.getLogger(__name__)
+
+Store = str | os.PathLike[str] | RingbufferStore
+
+
+def open_store(store: Store, stream: str) -> RingbufferStore:
+    """The store that is meant by an address, or the store itself.
+
+    Raises:
+        ValueError, TypeError: It is neither.
+        StoreUnavailable: It cannot be reached.
+    """
+    if isinstance(store, (str, os.PathLike)):
+        return ParquetStore(store, stream)
+    if not isinstance(store, RingbufferStore):
+        raise TypeError(f"store must be an address or a RingbufferStore, not {store!r}.")
+    return store
+
+
+def found(client: Client, store: RingbufferStore, stream: str, resume: bool) -> dict[str, str]:
+    """The fields of the meta of a new stream that concern its store; it is claimed for it.
+
+    With ``resume`` they are those of its last life, which goes on where the store ends.
+    """
+    if store.identity() is None:
+        store.claim(secrets.token_hex(8))
+    identity = store.identity()
+    if identity is None:
+        raise refusals.other_store(stream, _shown(store), None)
+    fields = {"store": identity, "archived": "0", "expired": "0"}
+    lives = store.lives()
+    if lives and resume:
+        fields |= _resumed(client, store, lives[-1])
+    elif lives:
+        end = store.bounds(lives[-1]).end
+        _log.warning(
+            "The store at %s holds %d records of an earlier stream %r, which are left there; "
+            "resume=True would go on with them.",
+            *(_shown(store), end, stream),
+        )
+    return fields
+
+
+def _resumed(client: Client, store: RingbufferStore, life: str) -> dict[str, str]:
+    first, end, term = store.bounds(life)
+    seconds, micros = client.call("TIME")
+    now = int(seconds) * 1000 + int(micros) // 1000
+    try:
+        (last,) = store.read(life, end - 1, end)
+        appended = int(last.column("appended").cast("int64")[0].as_py())
+    except ReadError as error:
+        _log.warning("The last record of stream %r cannot be read: %s", error.stream, error)
+        appended = 0
+    # A new epoch: whoever has seen more than the store holds is told that it is gone.
+    epoch = max(now, term + 1)
+    return {
+        "incarnation": life,
+        "next": str(end),
+        "appended": str(max(now, appended)),
+        "epoch": str(epoch),
+        "epochs": f"1:0,{epoch}:{end}",
+        "archived": str(end),
+        "expired": str(first),
+    }
+
+
+def check_identity(store: RingbufferStore, stream: str, identity: str) -> None:
+    """Raise unless this is the store with that id.
+
+    Raises:
+        StoreMismatch: It is another, or there is none.
+        StoreUnavailable: It could not be looked at.
+    """
+    seen = store.identity()
+    if seen != identity:
+        raise refusals.other_store(stream, _shown(store), seen)
+
+
+def _shown(store: RingbufferStore) -> str:
+    return store.uri or repr(store)

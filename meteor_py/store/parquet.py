@@ -1,0 +1,233 @@
+"""A store of Parquet files, on any filesystem that pyarrow reaches.
+
+``<root>/<stream>/_store.json`` has the id of the place; ``<root>/<stream>/<life>/`` the segments
+``<first>-<last>-<term>-<sha8>.parquet``. The names say all that has to be known to find a record:
+there is no index that could disagree with them (see ``segment.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
+
+import pyarrow as pa
+
+from meteor_py import keys, refusals
+from meteor_py.address import mask
+from meteor_py.errors import StoreMismatch
+from meteor_py.store import upkeep
+from meteor_py.store.base import Bounds, Flaw, Progress
+from meteor_py.store.folder import Folder, LocalFolder, RemoteFolder
+from meteor_py.store.segment import lay_out
+from meteor_py.store.shelf import Shelf, unavailable
+
+if TYPE_CHECKING:
+    import pyarrow.fs as fs
+
+#: The file that says whose place it is.
+MARK = "_store.json"
+_LIFE = re.compile(r"[0-9a-f]{1,64}")
+
+
+class ParquetStore:
+    """The history of one stream in Parquet files.
+
+    Args:
+        uri: A path, ``file:///path``, ``s3://bucket/prefix?region=...``, ``gs://...``, and what
+            else pyarrow understands. A password in it is not kept in Redis.
+        stream: The name of the stream.
+        filesystem: One of pyarrow's own, for settings that no URI has. ``uri`` is then a path in
+            it, and processes that open the stream without a store cannot find it by themselves.
+
+    Raises:
+        ValueError: The URI cannot be understood.
+        StoreUnavailable: pyarrow could not reach it.
+
+    >>> ParquetStore("/data/meteor", "orders").uri
+    'file:///data/meteor'
+    """
+
+    def __init__(
+        self, uri: str | os.PathLike[str], stream: str, *, filesystem: fs.FileSystem | None = None
+    ) -> None:
+        self.stream = keys.check_name(stream)
+        self._shown = mask(os.fspath(uri))
+        self._uri: str | None = None
+        self._folder = self._open(os.fspath(uri), filesystem)
+
+    def _open(self, uri: str, filesystem: fs.FileSystem | None) -> Folder:
+        scheme, separator, place = uri.partition("://")
+        if ".." in re.split(r"[/\\]", place if separator else uri):
+            raise ValueError(f"The address of a store has no '..' in it: {self._shown!r}.")
+        if filesystem is not None:
+            return RemoteFolder(filesystem, uri, self.stream)
+        if not separator:
+            place = os.path.abspath(os.path.expanduser(uri))
+        if not separator or scheme == "file":
+            if not place.startswith("/"):
+                raise ValueError(f"{uri!r} is not a path; write file:///path, with three slashes.")
+            self._uri = self._shown = f"file://{os.path.normpath(place)}"
+            return LocalFolder(os.path.normpath(place), self.stream)
+        import pyarrow.fs as fs
+
+        with unavailable(self.stream, self._shown, "reached"):
+            try:
+                filesystem, root = fs.FileSystem.from_uri(uri)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+                reason = mask(str(error)).rstrip(".")
+                raise ValueError(
+                    f"{self._shown!r} is not the address of a store: {reason}."
+                ) from None
+        self._uri = _without_login(uri)
+        return RemoteFolder(filesystem, root, self.stream)
+
+    @property
+    def uri(self) -> str | None:
+        return self._uri
+
+    def __repr__(self) -> str:
+        return f"<ParquetStore of {self.stream!r} at {self._shown}>"
+
+    # -- whose place it is ---------------------------------------------------------------------
+
+    def identity(self) -> str | None:
+        with unavailable(self.stream, self._shown, "looked at"):
+            data = self._folder.read(MARK)
+        if data is None:
+            return None
+        try:
+            mark = json.loads(data)
+            identity, stream = str(mark["store"]), mark["stream"]
+        except (ValueError, KeyError, TypeError):
+            raise StoreMismatch(
+                f"The file {MARK} of stream {self.stream!r} at {self._shown} cannot be read; put "
+                "it back from a copy, or use another folder.",
+                stream=self.stream,
+            ) from None
+        if stream != self.stream:
+            raise StoreMismatch(
+                f"The folder of stream {self.stream!r} at {self._shown} belongs to stream "
+                f"{stream!r}; use another one.",
+                stream=self.stream,
+            )
+        return identity
+
+    def claim(self, identity: str) -> None:
+        mark = {"version": 1, "store": identity, "stream": self.stream}
+        with unavailable(self.stream, self._shown, "written to"):
+            self._folder.create(MARK, json.dumps(mark).encode())
+
+    def lives(self) -> list[str]:
+        with unavailable(self.stream, self._shown, "listed"):
+            names = [name for name in self._folder.folders() if _LIFE.fullmatch(name)]
+        found = sorted((self.bounds(name).term, name) for name in names)
+        return [name for term, name in found if term]
+
+    # -- what it holds -------------------------------------------------------------------------
+
+    def bounds(self, life: str) -> Bounds:
+        segments = self._shelf(life).segments()
+        spans = lay_out(segments)
+        if not spans:
+            return Bounds(0, 0, 0)
+        return Bounds(spans[0].first, spans[-1].stop, max(segment.term for segment in segments))
+
+    def append(self, life: str, term: int, records: pa.Table) -> None:
+        self._shelf(life).write(term, records)
+
+    def read(self, life: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        return self._shelf(life).read(start, stop)
+
+    def locate(self, life: str, ms: int, start: int, stop: int) -> int:
+        return self._shelf(life).locate(ms, start, stop)
+
+    def files(self, life: str, start: int, stop: int) -> list[str]:
+        """The files that hold the records from ``start`` to before ``stop``, and no others.
+
+        Paths for a local store, else URIs. A file that goes on behind ``stop`` is left out.
+
+        Raises:
+            StoreUnavailable: Some records are in two files: the archiver mends that soon.
+        """
+        spans = [span for span in self._shelf(life).spans(stop) if span.stop > start]
+        for span in spans[:-1]:
+            if not span.exact:
+                twice = OSError(f"{span.segment.name} holds records that are in another file too")
+                raise refusals.store_unavailable(self.stream, self._shown, "listed", twice)
+        root, _, query = (self._uri or self._shown).removeprefix("file://").partition("?")
+        folder = f"{root.rstrip('/')}/{self.stream}/{life}"
+        tail = f"?{query}" if query else ""
+        return [f"{folder}/{span.segment.name}{tail}" for span in spans if span.exact]
+
+    def edge(self, life: str, offset: int) -> int:
+        """The last end of a file at or before an offset; 0 if there is none."""
+        stops = (span.stop for span in self._shelf(life).spans())
+        return max((stop for stop in stops if stop <= offset), default=0)
+
+    def fitting(self, life: str, end: int, size: int) -> int:
+        """The first offset of the last files before ``end`` that are no larger than ``size``."""
+        shelf = self._shelf(life)
+        sizes = {entry.name: entry.size for entry in shelf.entries()}
+        first = end
+        for span in reversed(shelf.spans(end)):
+            size -= sizes.get(span.segment.name, 0)
+            if size < 0:
+                break
+            first = span.first
+        return first
+
+    # -- upkeep --------------------------------------------------------------------------------
+
+    def verify(
+        self, life: str, start: int, stop: int, progress: Progress | None = None
+    ) -> Iterator[Flaw]:
+        return upkeep.verify(self._shelf(life), start, stop, progress)
+
+    def tidy(self, life: str, end: int, still: Callable[[], bool]) -> None:
+        shelf = self._shelf(life)
+        upkeep.mend(shelf, end)
+        upkeep.sweep(shelf, end, still)
+
+    def compact(
+        self,
+        life: str,
+        start: int,
+        stop: int,
+        *,
+        records: int,
+        size: int,
+        progress: Progress | None = None,
+    ) -> int:
+        """Merge small segments into such of up to ``records``, and about ``size`` bytes as files.
+
+        Returns:
+            How many segments fewer there are to read.
+        """
+        return upkeep.compact(self._shelf(life), start, stop, records, size, progress)
+
+    def delete(self, life: str, below: int | None = None) -> None:
+        shelf = self._shelf(life)
+        if below is None:
+            self._delete_life(shelf)
+        else:
+            upkeep.remove_below(shelf, below)
+
+    def _delete_life(self, shelf: Shelf) -> None:
+        with unavailable(self.stream, self._shown, "written to"):
+            self._folder.remove_all(shelf.life)
+            if not self._folder.folders():
+                self._folder.remove_all("")
+
+    def _shelf(self, life: str) -> Shelf:
+        if not _LIFE.fullmatch(life):
+            raise ValueError(f"{life[:100]!r} is not a life of a stream.")
+        return Shelf(self._folder, self.stream, life, self._shown)
+
+
+def _without_login(uri: str) -> str:
+    parts = urlsplit(uri)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -1,0 +1,105 @@
+"""Segments: the files of a life, by their names alone, and which of them count for what."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_NAME = re.compile(r"(\d{20})-(\d{20})-(\d{1,20})-([0-9a-f]{8})\.parquet")
+
+
+class Segment(NamedTuple):
+    """One file: the records ``first`` to ``last``, written in a term."""
+
+    first: int
+    last: int
+    term: int
+    #: The beginning of the sha256 of its bytes.
+    sha: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.first:020d}-{self.last:020d}-{self.term}-{self.sha}.parquet"
+
+    @classmethod
+    def parse(cls, name: str) -> Segment | None:
+        """From the name of a file; None if that is not a segment.
+
+        >>> Segment.parse(Segment(0, 9, 1, "0badcafe").name)
+        Segment(first=0, last=9, term=1, sha='0badcafe')
+        """
+        match = _NAME.fullmatch(name)
+        if match is None or int(match[1]) > int(match[2]):
+            return None
+        return cls(int(match[1]), int(match[2]), int(match[3]), match[4])
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+
+class Span(NamedTuple):
+    """The part of a segment that counts."""
+
+    first: int
+    stop: int
+    segment: Segment
+
+    @property
+    def exact(self) -> bool:
+        """Whether that is all of it."""
+        return self.first == self.segment.first and self.stop == self.segment.last + 1
+
+    def meets(self, segment: Segment) -> bool:
+        """Whether another segment has some of these records."""
+        return self.first <= segment.last and segment.first < self.stop
+
+
+def lay_out(segments: Iterable[Segment], end: int | None = None) -> list[Span]:
+    """What counts of some segments, in the order of the offsets, without overlaps.
+
+    Each term begins where that ends which counts by then. So a segment counts only below the first
+    offset of every later term: what lies above was never committed, or was lost by the server
+    since. Within a term the longer wins: it may have been compacted of the others. ``end``: nothing
+    counts from there on.
+
+    >>> old, new = Segment(0, 99, 1, "0" * 8), Segment(50, 79, 2, "0" * 8)
+    >>> [(span.first, span.stop, span.segment.term) for span in lay_out([old, new])]
+    [(0, 50, 1), (50, 80, 2)]
+    """
+    # By falling terms: all that follows must lie below what came before.
+    candidates: list[Span] = []
+    limit = floor = end if end is not None else 1 << 63
+    term = None
+    for segment in sorted(segments, key=lambda s: -s.term):
+        if segment.term != term:
+            limit, term = floor, segment.term
+        stop = min(segment.last + 1, limit)
+        if segment.first < stop:
+            candidates.append(Span(segment.first, stop, segment))
+        floor = min(floor, segment.first)
+    return _cover(sorted(candidates))
+
+
+def _cover(candidates: list[Span]) -> list[Span]:
+    """Cover as much as can be with as few as can be, left to right."""
+    spans: list[Span] = []
+    at, index = 0, 0
+    while index < len(candidates):
+        at = max(at, candidates[index].first)
+        best = Span(at, at, candidates[index].segment)
+        while index < len(candidates) and candidates[index].first <= at:
+            span = candidates[index]._replace(first=at)
+            # Of those that reach as far, rather one that is needed whole.
+            if (span.stop, span.exact) > (best.stop, best.exact):
+                best = span
+            index += 1
+        if best.stop > at:
+            spans.append(best)
+            at = best.stop
+    return spans
+
+
+def total(spans: Iterable[Span]) -> int:
+    """How many records these are."""
+    return sum(span.stop - span.first for span in spans)

@@ -1,0 +1,157 @@
+"""Upkeep of a shelf: look for damage, merge small segments, remove what does not count.
+
+Nothing here changes what readers see. A segment that takes the place of others has their term and
+is at least as long, so it counts in their place from the moment it is there; they are removed
+when everybody who may have listed them has had time to read them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pyarrow as pa
+
+from meteor_py.errors import ReadError
+from meteor_py.store.base import Flaw, Progress
+from meteor_py.store.folder import UNFINISHED
+from meteor_py.store.segment import Segment, Span, lay_out
+from meteor_py.store.segmentfile import examine
+from meteor_py.store.shelf import Shelf, unavailable
+
+_log = logging.getLogger(__name__)
+
+#: Seconds for which nothing is removed: who has listed it may want to read it.
+GRACE_S = 600.0
+
+
+def verify(shelf: Shelf, start: int, stop: int, progress: Progress | None) -> Iterator[Flaw]:
+    """As ``RingbufferStore.verify``."""
+    segments = shelf.segments()
+    spans = [span for span in lay_out(segments, stop) if span.stop > start]
+    at = start
+    for span in spans:
+        if span.first > at:
+            yield _missing(shelf, at, span.first - 1)
+        yield from _verify_span(shelf, span)
+        at = span.stop
+        if progress is not None:
+            progress(at - start, stop - start)
+    if at < stop:
+        yield _missing(shelf, at, stop - 1)
+    used = {span.segment for span in spans}
+    for segment in segments:
+        if segment not in used and segment.first < stop and segment.last >= start:
+            problem = "is not read: other segments hold these records"
+            yield Flaw("leftover", segment.first, segment.last, segment.name, problem)
+
+
+def _verify_span(shelf: Shelf, span: Span) -> Iterator[Flaw]:
+    segment = span.segment
+    with unavailable(shelf.stream, shelf.shown, "read"):
+        data = shelf.folder.read(shelf.path(segment.name))
+    if data is None:
+        yield _missing(shelf, span.first, span.stop - 1)
+        return
+    problem = examine(data, segment)
+    if problem is not None:
+        yield Flaw("corrupt", span.first, span.stop - 1, segment.name, problem)
+    if not span.exact:
+        problem = f"counts only for {span.first} to {span.stop - 1}; the rest is elsewhere, or lost"
+        yield Flaw("overlap", segment.first, segment.last, segment.name, problem)
+
+
+def _missing(shelf: Shelf, first: int, last: int) -> Flaw:
+    return Flaw("missing", first, last, shelf.path(""), "no segment holds these records")
+
+
+def mend(shelf: Shelf, end: int) -> None:
+    """Give each part of a segment that counts a file of its own, where the rest does not."""
+    for span in shelf.spans(end):
+        if not span.exact:
+            _try_merge(shelf, [span])
+
+
+def compact(
+    shelf: Shelf, start: int, stop: int, records: int, size: int, progress: Progress | None
+) -> int:
+    """As ``ParquetStore.compact``."""
+    sizes = {Segment.parse(entry.name): entry.size for entry in shelf.entries()}
+    spans = [span for span in shelf.spans(stop) if span.stop > start]
+    saved = done = 0
+    for run in _runs(spans, sizes, records, size):
+        if len(run) > 1 or not run[0].exact:
+            saved += _try_merge(shelf, run)
+        done += sum(span.stop - span.first for span in run)
+        if progress is not None:
+            progress(done, stop - start)
+    return saved
+
+
+def _runs(
+    spans: list[Span], sizes: dict[Segment | None, int], records: int, size: int
+) -> Iterator[list[Span]]:
+    """Neighbours that together are not too large for one segment."""
+    run: list[Span] = []
+    rows = volume = 0
+    for span in spans:
+        more_rows, more_volume = span.stop - span.first, sizes.get(span.segment, 0)
+        if run and (
+            run[-1].stop != span.first or rows + more_rows > records or volume + more_volume > size
+        ):
+            yield run
+            run, rows, volume = [], 0, 0
+        run.append(span)
+        rows, volume = rows + more_rows, volume + more_volume
+    if run:
+        yield run
+
+
+def _try_merge(shelf: Shelf, run: list[Span]) -> int:
+    """Write one segment for what counts of some neighbours; tell how many fewer that makes.
+
+    Damage is left as it is: ``verify`` names it, and what is whole can still be read.
+    """
+    try:
+        table = pa.Table.from_batches(shelf.read(run[0].first, run[-1].stop))
+    except ReadError as error:
+        _log.warning("Segments are left as they are: %s", error)
+        return 0
+    shelf.write(max(span.segment.term for span in run), table)
+    return len(run) - 1
+
+
+def sweep(shelf: Shelf, end: int, still: Callable[[], bool]) -> None:
+    """Remove what is unfinished, covered by others, or above ``end``, after a while."""
+    entries = shelf.entries()
+    if not still():
+        return
+    ages = {entry.name: entry.age_s for entry in entries}
+    segments = [x for entry in entries if (x := Segment.parse(entry.name)) is not None]
+    spans = lay_out(segments, end)
+    used = {span.segment for span in spans}
+    doomed = [name for name in ages if name.startswith(UNFINISHED)]
+    for segment in segments:
+        covering = [ages[span.segment.name] for span in spans if span.meets(segment)]
+        if segment not in used and min(covering, default=GRACE_S + 1) > GRACE_S:
+            doomed.append(segment.name)
+    _remove(shelf, [name for name in doomed if ages[name] > GRACE_S])
+
+
+def remove_below(shelf: Shelf, offset: int) -> None:
+    """Remove the segments of which nothing counts from ``offset`` on.
+
+    What counts decides, not the name: the tail of one that does not count must not begin to when
+    those are gone that stood before it.
+    """
+    segments = shelf.segments()
+    kept = {span.segment for span in lay_out(segments) if span.stop > offset}
+    first = min((segment.first for segment in kept), default=offset)
+    _remove(shelf, [x.name for x in segments if x not in kept and x.first < first])
+
+
+def _remove(shelf: Shelf, names: list[str]) -> None:
+    for name in names:
+        _log.info("Removing %s of stream %r at %s.", name, shelf.stream, shelf.shown)
+        with unavailable(shelf.stream, shelf.shown, "written to"):
+            shelf.folder.remove(shelf.path(name))
