@@ -18,6 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks import (
+    archive,
     both,
     fanout,
     groups,
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Callable[[Bench], list[Row]]] = {
     "latency": latency.run,
     "fanout": fanout.run,
     "groups": groups.run,
+    "archive": archive.run,
     "ring": ring.run,
     "memory": memory.run,
     "import": imports.run,
@@ -59,6 +61,9 @@ NOTES = (
     "  holds its lease and reads nothing; medians of 16 runs each, four by four in turn.",
     "- Requests of an idle group: scripts and blocking reads, with lease_ttl 10 s; renewals are",
     "  all that its owner sends between polls.",
+    '- Archived: a process publishes, another archives into Parquet on the local disk; "to the',
+    '  last" counts until everything is there. History: 10 M records in files of up to 1 M, read',
+    "  after the ring has dropped them, with checksums compared (pyarrow here does not).",
     "- Server CPU, all: what the server used while records came one by one, less what it uses",
     "  when idle; inside the command: usec_per_call of INFO commandstats.",
 )

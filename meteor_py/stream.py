@@ -20,7 +20,7 @@ from meteor_py.config import (
     check_int,
 )
 from meteor_py.cursor import Cursor
-from meteor_py.errors import MeteorError, ServerRefused
+from meteor_py.errors import MeteorError, ServerRefused, StoreMismatch, StoreUnavailable
 from meteor_py.frame import entry_span, foreign_entry
 from meteor_py.group import GroupDescription, delete_group, list_groups, seek_group
 from meteor_py.history import Position
@@ -329,7 +329,9 @@ class Stream:
             StoreMismatch: It has none, or it is not found at its address.
             StoreUnavailable: It cannot be reached.
         """
-        return Archive(self, self._find_store())
+        store = self._find_store()
+        self._check_store()
+        return Archive(self, store)
 
     def archiver(
         self,
@@ -410,7 +412,7 @@ class Stream:
             raise
         if self._store_id is None:
             return Cursor(link, self.name, position)
-        cold = ColdReader(self._find_store, self.name, self.incarnation)
+        cold = ColdReader(self._find_store, self._check_store, self.name, self.incarnation)
         return Cursor(link, self.name, position, cold)
 
     def bounds(self) -> tuple[int, int]:
@@ -428,6 +430,13 @@ class Stream:
             check_identity(store, self.name, self._store_id)
             self._store = store
         return self._store
+
+    def _check_store(self) -> None:
+        """Raise unless the store that was found is still there: a disk may not be mounted now."""
+        try:
+            check_identity(self._find_store(), self.name, self._store_id or "")
+        except StoreMismatch as error:
+            raise StoreUnavailable(str(error), stream=self.name) from error
 
     def _look(self) -> tuple[Meta, int, int]:
         """Meta, the number of frames, and the first offset in the ring, at one instant."""

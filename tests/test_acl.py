@@ -220,6 +220,59 @@ def test_a_member_with_dead_letters_needs_what_the_page_says(guarded: Server) ->
 # The others
 
 
+# The archiver
+
+
+@pytest.fixture
+def stored(guarded: Server, tmp_path: Path) -> Path:
+    """A store that the admin has given the stream, with nobody who archives yet."""
+    with connect(guarded, "admin") as admin:
+        admin.stream("orders").delete()
+        admin.stream("orders", capacity=100, store=tmp_path, archive=False)
+    fill(guarded, 900)
+    return tmp_path
+
+
+def test_an_archiver_can_archive_flush_and_expire(guarded: Server, stored: Path) -> None:
+    with connect(guarded, "archiver") as m:
+        stream = m.stream("orders", store=stored, create=False)
+        assert stream.store.flush() == 900
+        assert stream.describe().length < 900
+        assert stream.store.expire(offset=900) == 900
+        assert stream.describe().first == 900
+    with connect(guarded, "archiver") as m:
+        m.stream("orders", store=stored, create=False)
+        fill(guarded, 100)
+        assert m.stream("orders", create=False).store.flush() == 1000
+    with connect(guarded, "subscriber") as m:
+        stream = m.stream("orders", create=False)
+        assert sum(map(len, stream.read())) == 100
+        assert stream.store.verify() == []
+
+
+def test_an_archiver_can_neither_publish_nor_be_in_a_group(guarded: Server, stored: Path) -> None:
+    with connect(guarded, "archiver") as m:
+        stream = m.stream("orders", store=stored, archive=False, create=False)
+        before = contents(guarded)
+        with stream.publisher() as pub, pytest.raises(meteor.AccessDenied):
+            pub.publish(b"x").result(20)
+        with pytest.raises(meteor.AccessDenied):
+            stream.subscriber(group="g")
+        with pytest.raises(meteor.AccessDenied):
+            stream.delete()
+    assert contents(guarded) == before
+
+
+def test_who_may_not_archive_is_told_and_ends(guarded: Server, stored: Path) -> None:
+    with connect(guarded, "subscriber") as m:
+        stream = m.stream("orders", store=stored, archive=False, create=False)
+        with pytest.raises(meteor.AccessDenied):
+            stream.archiver().run()
+
+
+# Publisher, subscriber, loader
+
+
 def test_a_publisher_cannot_read_or_use_another_stream(guarded: Server) -> None:
     with connect(guarded, "publisher") as m:
         stream = m.stream("orders", create=False)

@@ -25,7 +25,7 @@ def test_the_demo_shows_every_part_and_leaves_a_foreign_server_as_it_was(url: st
         neighbour.ping()
         connection = neighbour.client_id()
         done = run("--url", url, "demo", "--records", "1000")
-        assert (done.returncode, done.stdout.count("✓")) == (0, 8)
+        assert (done.returncode, done.stdout.count("✓")) == (0, 9)
         assert neighbour.client_id() == connection, "nobody else's connection is cut"
         assert neighbour.keys("meteor:{*") == []
     assert done.stderr.startswith("meteor: warning: The server at ")

@@ -1,4 +1,4 @@
-"""Every code block of the README and of docs/groups.md runs as it stands there."""
+"""Every code block of the README and of the pages in docs/ named here runs as it stands there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = {"README": README, "groups": (ROOT / "docs" / "groups.md").read_text()}
+PAGES = {"README": README} | {
+    page: (ROOT / "docs" / f"{page}.md").read_text() for page in ("groups", "history")
+}
 BLOCKS = {
     f"{page}-{number}": block
     for page, text in PAGES.items()

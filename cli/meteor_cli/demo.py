@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ def run_demo(url: str | None, records: int) -> None:
             _cut(console)
             _fail_over(console)
             _lag(console, m, f"{name}-ring")
+            _history(console, m, f"{name}-history", records)
         finally:
             stream.delete()
     console.print(f"\n{_NEXT}")
@@ -167,6 +169,29 @@ def _lag(console: Console, m: meteor.Client, name: str) -> None:
                 )
     finally:
         ring.delete()
+
+
+def _history(console: Console, m: meteor.Client, name: str, records: int) -> None:
+    """A ring with a store behind it: everything can be read, and the files by others too."""
+    with tempfile.TemporaryDirectory(prefix="meteor-demo-") as folder:
+        stream = m.stream(name, capacity=max(records // 100, 1), store=folder)
+        try:
+            with _bar(console, "archiving", records) as advance, stream.publisher() as pub:
+                for first in range(0, records, _CALL):
+                    part = range(first, min(first + _CALL, records))
+                    pub.publish_many([b"%d" % n for n in part]).result()
+                    advance(len(part))
+            stream.store.flush()
+            start = time.perf_counter()
+            seen = sum(len(batch) for batch in stream.read(0))
+            took = time.perf_counter() - start
+            assert seen == records
+            assert not stream.store.verify(), "all files are whole"
+            files, ring = len(stream.store.files()), stream.describe().length
+        finally:
+            stream.delete(history=True)
+    _say(console, f"read {records:,} records through a ring of {ring:,}", records, took)
+    console.print(f"  the others lie in Parquet files, {files} of them, for Spark or DuckDB too")
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from meteor_py.errors import (
     LeaseLost,
     LogTruncated,
     MeteorError,
-    StoreMismatch,
     StreamNotFound,
 )
 from meteor_py.group import open_group
@@ -48,7 +47,7 @@ _HANG_S = 600.0
 #: Seconds between two tries after a failure, doubled each time up to the second figure.
 _BACKOFF_S = (0.1, 5.0)
 #: What will not get better by itself.
-_FATAL = (StreamNotFound, StoreMismatch, AccessDenied)
+_FATAL = (StreamNotFound, AccessDenied)
 
 
 class Archiver(Closing):
@@ -73,7 +72,6 @@ class Archiver(Closing):
 
         Raises:
             StreamNotFound, LogTruncated: The stream was deleted, or created anew.
-            StoreMismatch: The store is not that of the stream.
             AccessDenied: The server does not let this user do it.
         """
         failures = 0

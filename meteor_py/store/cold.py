@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pyarrow as pa
 
 from meteor_py import refusals
+from meteor_py.errors import RecordsLost
 from meteor_py.store.base import RingbufferStore
 
 #: Batches in a row after which the next one is fetched in advance.
@@ -19,8 +20,15 @@ _PATIENCE_S = 120.0
 class ColdReader:
     """For one thread at a time; owns a thread of its own once it reads straight on."""
 
-    def __init__(self, open_store: Callable[[], RingbufferStore], stream: str, life: str) -> None:
+    def __init__(
+        self,
+        open_store: Callable[[], RingbufferStore],
+        check_store: Callable[[], object],
+        stream: str,
+        life: str,
+    ) -> None:
         self._open_store = open_store
+        self._check_store = check_store  # raises unless it is still there
         self._stream = stream
         self._life = life
         self._batches: Iterator[pa.RecordBatch] | None = None
@@ -44,6 +52,8 @@ class ColdReader:
             self._at, self._stop = start, stop
         try:
             batch = self._next()
+        except RecordsLost:
+            batch = self._look_again(start, stop)
         except BaseException:
             self.forget()
             raise
@@ -53,6 +63,19 @@ class ColdReader:
         if self._straight >= _STRAIGHT and self._at < self._stop:
             self._fetch_ahead()
         return batch
+
+    def _look_again(self, start: int, stop: int) -> pa.RecordBatch | None:
+        """Nothing is there: make sure that this is not because the disk is not mounted now."""
+        self.forget()
+        self._check_store()
+        self._batches = self._open_store().read(self._life, start, stop)
+        self._at, self._stop = start, stop
+        try:
+            return self._next()
+        except BaseException:
+            self.forget()
+            self._check_store()
+            raise
 
     def forget(self) -> None:
         """Read anew what comes next: it may have changed."""
