@@ -154,7 +154,7 @@ def read_cold(stream: meteor.Stream, end: int) -> float:
     found = sum(batch.to_arrow().num_rows for batch in stream.read(0, end))
     took = time.perf_counter() - start
     assert found == end
-    return found / took
+    return float(found / took)
 
 
 def read_files(files: list[str], *, use_threads: bool = False) -> float:
@@ -165,7 +165,7 @@ def read_files(files: list[str], *, use_threads: bool = False) -> float:
         with pq.ParquetFile(name) as file:
             for batch in file.iter_batches(batch_size=32_768, use_threads=use_threads):
                 found += batch.num_rows
-    return found / (time.perf_counter() - start)
+    return float(found / (time.perf_counter() - start))
 
 
 def one_by_one(stream: meteor.Stream, end: int) -> tuple[float, float]:

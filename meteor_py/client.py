@@ -15,7 +15,14 @@ from meteor_py import keys
 from meteor_py.address import Address, parse
 from meteor_py.checks import warn_of_dangers, warn_of_hidden_history
 from meteor_py.closing import Closing
-from meteor_py.config import UNARCHIVED_CAPACITIES, Compression, StreamConfig, check_seconds
+from meteor_py.config import (
+    OFFSET_MAX,
+    UNARCHIVED_CAPACITIES,
+    Compression,
+    StreamConfig,
+    check_int,
+    check_seconds,
+)
 from meteor_py.errors import (
     ConnectionFailed,
     MeteorError,
@@ -130,14 +137,18 @@ class Client(Closing):
             "compression": compression,
             "checksum": checksum,
             "codec": codec,
-            "max_unarchived": max_unarchived,
         }
         asked = {setting: value for setting, value in given.items() if value is not None}
         config = replace(StreamConfig(), **asked)  # type: ignore[arg-type]  # checked inside
+        if max_unarchived is not None:  # compared with the capacity of the stream, once it is known
+            asked["max_unarchived"] = check_int("max_unarchived", max_unarchived, 1, OFFSET_MAX)
         backend = None if store is None else open_store(store, name)
         if backend is None and resume:
             raise ValueError("resume=True goes on with what is in a store; give one with store=.")
-        meta = self._create(name, config, backend, resume) if create else self._find(name)
+        if create:
+            meta = self._create(name, config, max_unarchived, backend, resume)
+        else:
+            meta = self._find(name)
         for setting, value in asked.items():
             if getattr(meta.config, setting) != value:
                 raise StreamConfigMismatch(
@@ -169,11 +180,16 @@ class Client(Closing):
         return names
 
     def _create(
-        self, name: str, config: StreamConfig, store: RingbufferStore | None, resume: bool
+        self,
+        name: str,
+        config: StreamConfig,
+        max_unarchived: int | None,
+        store: RingbufferStore | None,
+        resume: bool,
     ) -> Meta:
         """Create a stream unless it exists."""
         extra: dict[str, str] = {}
-        if store is not None or config.max_unarchived is not None:
+        if store is not None or max_unarchived is not None:
             fields = self.call("HGETALL", keys.meta(name))
             if fields:
                 return Meta.parse(name, fields)
@@ -181,7 +197,7 @@ class Client(Closing):
                 raise ValueError(
                     "max_unarchived is for a stream with a store; give store= as well."
                 )
-            most = config.max_unarchived or UNARCHIVED_CAPACITIES * config.capacity
+            most = max_unarchived or UNARCHIVED_CAPACITIES * config.capacity
             config = replace(config, store=store.uri, max_unarchived=most)
             extra = found(self, store, name, resume)
         try:
@@ -237,7 +253,7 @@ class Client(Closing):
             self.call("SCRIPT", "LOAD", script.source)
 
     def close(self) -> None:
-        """Close its publishers, its subscribers of groups, and the connection.
+        """Close its publishers, its subscribers of groups, its archivers, and the connection.
 
         A server that was ours alone ends.
 

@@ -19,7 +19,6 @@ from meteor_py import keys, refusals
 from meteor_py.errors import (
     ConnectionFailed,
     MeteorError,
-    ReadError,
     RecordsLost,
 )
 from meteor_py.frame import decode, entry_span
@@ -88,8 +87,11 @@ class Cursor:
             ConnectionFailed: No answer.
         """
         wanted = self.position.offset
-        if wanted < self._cold_below:
-            return self._fetch_cold(anywhere)
+        if self._expired <= wanted < self._cold_below:
+            try:
+                return self._fetch_cold(anywhere=False)
+            except RecordsLost:
+                pass  # the ring may have more than it must: perhaps this one, or some behind it
         known_end = self.next
         entries = self._ask(block_s, records)
         found = entry_span(self._stream, entries[0][0])[0] if entries else self.next
@@ -118,16 +120,19 @@ class Cursor:
     def _fetch_cold(self, anywhere: bool) -> list[Chunk]:
         """The same from the store; nothing if the stream has changed meanwhile: ask again."""
         assert self._cold is not None, "only with a store is anything archived"
-        epoch, start = self._epoch, self.position.offset
-        failure: ReadError | None = None
+        self._forget_ahead()  # another answer must not be taken for what the stream is like
+        epoch, archived, start = self._epoch, self._archived, self.position.offset
+        failure: MeteorError | None = None
         try:
-            if start < self._expired:
-                raise refusals.not_stored(self._stream, start, self._expired - 1)
+            if start < self._expired:  # and yet some of these may be in the ring
+                last = min(self._expired, self._cold_below) - 1
+                raise refusals.not_stored(self._stream, start, last)
             batch = self._cold.read(start, self._cold_below)
-        except ReadError as error:
+        except MeteorError as error:
             failure = error
         self._look()
-        if self._epoch != epoch:
+        if self._epoch != epoch or self._archived < archived:
+            self._cold.forget()
             return []  # that may have been read from a branch that is lost
         if failure is None:
             self.position = self.position._replace(offset=start + len(batch))

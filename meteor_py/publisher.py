@@ -96,8 +96,8 @@ class Publisher(Closing):
         _open_publishers.add(self)
         # Again each time: at the end the last registered is called first, and this one has to be
         # called before the embedded server that the publisher may be using is let go.
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
+        atexit.unregister(close_all)
+        atexit.register(close_all)
 
     # -- publishing ----------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ def close_publishers(client: Client) -> None:
         raise failures[0]
 
 
-def _close_all() -> None:
+def close_all() -> None:
     """At the interpreter's end: deliver what the user did not wait for."""
     for publisher in list(_open_publishers):
         try:

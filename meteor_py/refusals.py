@@ -112,6 +112,14 @@ def other_store(stream: str, store: str, found: str | None) -> StoreMismatch:
     )
 
 
+def other_branch(stream: str) -> StoreMismatch:
+    return StoreMismatch(
+        f"Another archiver has gone on with the history of stream {stream!r}, after a fail-over "
+        "that this server does not know of. Is this server still the one in charge?",
+        stream=stream,
+    )
+
+
 def hidden_store(stream: str) -> StoreMismatch:
     return StoreMismatch(
         f"Older records of stream {stream!r} are in a store that cannot be found by its address; "

@@ -196,7 +196,7 @@ class Stream:
         if answer[0] == b"FOREIGN":
             raise foreign_entry(self.name, answer[1])
         found, ring = int(answer[1]), int(answer[2])
-        if self._store_id is None or found > ring:
+        if self._store_id is None or found > ring or ring == 0:
             return found
         # The first in the ring: some in the store may have been appended since that time, too.
         first, archived = self.store.bounds()
@@ -274,7 +274,7 @@ class Stream:
             size = None
         return Description(
             name=self.name,
-            first=first if meta.expired is None else meta.expired,
+            first=_first_of(meta, first),
             next=meta.next,
             length=meta.next - first,
             frames=frames,
@@ -330,7 +330,7 @@ class Stream:
             StoreUnavailable: It cannot be reached.
         """
         store = self._find_store()
-        self._check_store()
+        self.check_store()
         return Archive(self, store)
 
     def archiver(
@@ -412,13 +412,13 @@ class Stream:
             raise
         if self._store_id is None:
             return Cursor(link, self.name, position)
-        cold = ColdReader(self._find_store, self._check_store, self.name, self.incarnation)
+        cold = ColdReader(self._find_store, self.check_store, self.name, self.incarnation)
         return Cursor(link, self.name, position, cold)
 
     def bounds(self) -> tuple[int, int]:
         """The first offset in the ring or the store, and the end of the stream."""
         meta, _, first = self._look()
-        return first if meta.expired is None else meta.expired, meta.next
+        return _first_of(meta, first), meta.next
 
     def _find_store(self) -> RingbufferStore:
         if self._store_id is None:
@@ -431,7 +431,7 @@ class Stream:
             self._store = store
         return self._store
 
-    def _check_store(self) -> None:
+    def check_store(self) -> None:
         """Raise unless the store that was found is still there: a disk may not be mounted now."""
         try:
             check_identity(self._find_store(), self.name, self._store_id or "")
@@ -461,3 +461,9 @@ class Stream:
         if answer[0] in (b"NOSTREAM", b"INCARNATION"):
             raise refusals.gone(self.name, answer[0])
         return answer
+
+
+def _first_of(meta: Meta, ring: int) -> int:
+    """The first offset that can be read, if the ring begins at ``ring``."""
+    # Those that have expired may be in the ring still.
+    return ring if meta.expired is None else min(ring, meta.expired)

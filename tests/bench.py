@@ -139,9 +139,9 @@ class Bench:
 class Pair:
     """A bench whose server has a replica, and the link between the two."""
 
-    def __init__(self, stack: ExitStack, primary: Server) -> None:
+    def __init__(self, stack: ExitStack, primary: Server, **settings: Any) -> None:
         self._stack = stack
-        self.bench = stack.enter_context(Bench(primary))
+        self.bench = stack.enter_context(Bench(primary, **settings))
         self.link, self.replica = self.add_replica()
 
     def add_replica(self) -> tuple[Proxy, Replica]:

@@ -5,7 +5,8 @@ steps and never inside one, and it is in force when the control returns. Request
 counted by their boundaries in the protocol, so "the third request" means the same in a pipeline
 and in single calls. A replication link is plain bytes after PSYNC: there cut, stall, delay, chunk
 and chaos work, and the faults that count requests do nothing. On a connection in SUBSCRIBE,
-MONITOR or CLIENT REPLY OFF requests and replies do not pair: do not count them there.
+MONITOR or CLIENT REPLY OFF requests and replies do not pair: do not count them there. With
+`plain=True` every connection is plain bytes: for servers that speak something else.
 
     with Proxy(HOST, server.port) as proxy:
         proxy.cut_after_request()          # the next command is done, its reply is lost
@@ -35,8 +36,9 @@ CONNECT_S = 2.0
 class Proxy:
     """Listens on a port of its own and forwards each connection to `host:port`."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, plain: bool = False) -> None:
         self._counters = Counters()
+        self._plain = plain
         self._target = (host, port)
         self._faults = Faults()
         self._links: list[Link] = []
@@ -244,7 +246,7 @@ class Proxy:
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._counters.connections += 1
-        self._links.append(Link(client, server, self._counters))
+        self._links.append(Link(client, server, self._counters, self._plain))
 
 
 def _sides(direction: Direction) -> list[Side]:

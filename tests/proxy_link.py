@@ -110,7 +110,9 @@ class Half:
 class Link:
     """A client's connection and the one to the server that belongs to it."""
 
-    def __init__(self, client: socket.socket, server: socket.socket, counters: Counters) -> None:
+    def __init__(
+        self, client: socket.socket, server: socket.socket, counters: Counters, plain: bool = False
+    ) -> None:
         self.requests = Half("requests", client, server)
         self.replies = Half("replies", server, client)
         self.halves = (self.requests, self.replies)
@@ -119,7 +121,7 @@ class Link:
         self.lose_next_request = False
         self.reply_bytes_left: int | None = None
         self._counters = counters
-        self._opaque = False  # no requests and replies: a replication link
+        self._opaque = plain  # no requests and replies: a replication link, or another protocol
         self._partial = bytearray()  # the beginning of an incomplete request
         self._sent = 0
         self._answered = 0

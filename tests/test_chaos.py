@@ -1,4 +1,4 @@
-"""Ten groups of three members under kills, pauses and cuts; and the bugs that must not go unseen.
+"""Groups, and archivers, under kills, pauses and cuts; and the bugs that must not go unseen.
 
 ``make chaos`` does the same for longer, and over many seeds.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from meteor_py import scripts
 from tests.chaos import mutants, report
-from tests.chaos.mutants import MUTANTS
-from tests.chaos.nemesis import KINDS
+from tests.chaos.mutants import MUTANTS, FunctionText, ScriptText, text_of
+from tests.chaos.nemesis import KINDS, STORE_KINDS
 from tests.chaos.run import Plan, Result, mutant_plan, run
 
 SECONDS = 7.0
@@ -43,7 +43,23 @@ def test_nothing_is_lost_doubled_reordered_or_skipped_whatever_happens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["unfenced-confirm", "greedy-trim", "ignored-lease"])
+def test_with_a_store_nothing_is_lost_doubled_or_overtaken_whatever_happens(
+    rng: random.Random,
+) -> None:
+    plan = Plan(rng.randrange(1_000_000), store=True, seconds=SECONDS, every_s=EVERY_S, groups=3)
+    print(plan.command)
+    result = run(plan)
+    assert not result.violations, told(result)
+    assert set(result.faults) == set(KINDS + STORE_KINDS), told(result)
+    assert result.records["acked"] > 300, told(result)
+    assert result.archived >= result.records["acked"], told(result)
+    assert result.archiver_terms >= 3, told(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["unfenced-confirm", "greedy-trim", "ignored-lease", "unfenced-archiver"]
+)
 def test_a_planted_bug_is_caught(rng: random.Random, name: str) -> None:
     for _ in range(TRIES):
         result = run(mutant_plan(name, rng.randrange(1_000_000)))
@@ -54,16 +70,22 @@ def test_a_planted_bug_is_caught(rng: random.Random, name: str) -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_not_the_original(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    script: scripts.Script = getattr(scripts, MUTANTS[name].script)
-    original = Counter(script.source.splitlines())
-    sha = script.sha
-    for attribute in ("source", "sha", "plain_source"):
-        monkeypatch.setattr(script, attribute, getattr(script, attribute))
+    text = text_of(name)
+    original = Counter(text.get().splitlines())
+    made: tuple[Any, str]
+    if isinstance(text, ScriptText):
+        made = text.script, "sha"
+        for attribute in ("source", "sha", "plain_source"):
+            monkeypatch.setattr(text.script, attribute, getattr(text.script, attribute))
+    else:
+        assert isinstance(text, FunctionText)
+        made = text.function, "__code__"
+        monkeypatch.setattr(text.function, "__code__", text.function.__code__)
+        monkeypatch.setitem(text.function.__dict__, "planted", None)
+    before = getattr(*made)
     mutants.plant(name)
-    assert sum((original - Counter(script.source.splitlines())).values()) == len(
-        MUTANTS[name].changes
-    )
-    assert script.sha != sha
+    assert sum((original - Counter(text.get().splitlines())).values()) == len(MUTANTS[name].changes)
+    assert getattr(*made) != before
     with pytest.raises(AssertionError, match=name):
         mutants.plant(name)  # what it replaces is not there any more
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from meteor_py.errors import StoreUnavailable
 from meteor_py.scripts import EXPIRE, FLUSH, Script
 from meteor_py.store.base import Flaw, Progress, RingbufferStore
 from meteor_py.store.parquet import ParquetStore
+from meteor_py.store.segment import Segment
 
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
@@ -21,6 +23,8 @@ COMPACT_RECORDS = 1_000_000
 COMPACT_BYTES = 256 * 1024 * 1024
 
 _POLL_S = 0.02
+#: Looks at a list of files that does not reach the end, until that is taken for a loss.
+_LOOKS = 3
 
 
 class Archive:
@@ -59,9 +63,18 @@ class Archive:
         are. The columns are those of ``ARROW_SCHEMA``.
 
         Raises:
-            StoreUnavailable: After a fail-over, until an archiver has put things in order.
+            StoreUnavailable: The store is not there; or after a fail-over, until an archiver has
+                put things in order.
         """
-        return self._parquet("files").files(self._stream.incarnation, *self.bounds())
+        store, life = self._parquet("files"), self._stream.incarnation
+        for _ in range(_LOOKS):
+            first, end = self.bounds()
+            found = store.files(life, first, end)
+            if first == end or (found and _end_of(found[-1]) == end):
+                return found
+            # The last ones may have been merged with such as were archived since, or are away.
+            self._stream.check_store()
+        return found
 
     def flush(self, timeout: float = 30.0) -> int:
         """Have all that is in the stream now archived, and wait for it.
@@ -177,3 +190,10 @@ class Archive:
         if answer[0] != b"OK":
             raise refusals.gone(stream.name, answer[0])
         return answer
+
+
+def _end_of(path: str) -> int | None:
+    """The offset behind the last one in a file, by its name."""
+    name = re.search(r"[^/]+\.parquet", path)
+    segment = None if name is None else Segment.parse(name[0])
+    return None if segment is None else segment.last + 1

@@ -30,8 +30,9 @@ from meteor_py.errors import (
 )
 from meteor_py.group import open_group
 from meteor_py.keeper import Keeper
-from meteor_py.lease import Lease, member_name
-from meteor_py.store.duty import ArchiverConfig, Duty
+from meteor_py.lease import Lease, member_name, now
+from meteor_py.publisher import close_all as close_publishers
+from meteor_py.store.duty import ArchiverConfig, Duty, Outnumbered
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
@@ -63,6 +64,8 @@ class Archiver(Closing):
         self._thread: threading.Thread | None = None
         self._keeper: Keeper | None = None
         self._duty: Duty | None = None
+        self._above = 0  # terms up to this one are in the store already
+        self._failures = 0  # in a row
         self._pid = os.getpid()
 
     # -- for users -----------------------------------------------------------------------------
@@ -74,28 +77,30 @@ class Archiver(Closing):
             StreamNotFound, LogTruncated: The stream was deleted, or created anew.
             AccessDenied: The server does not let this user do it.
         """
-        failures = 0
+        _enrol(self)
         try:
             while not self._stopped.is_set():
                 try:
                     self._serve_term()
-                    failures = 0
                 except (Exception, Fenced) as error:
                     if self._stopped.is_set():
                         break
                     if self._is_fatal(error):
                         self.error = error
+                        self._stopped.set()  # at once: who opens the stream again needs another
                         raise
-                    failures = self._note(error, failures)
+                    self._note(error)
                     self._leave()
-                    self._stopped.wait(pause_s(failures, *_BACKOFF_S))
+                    self._stopped.wait(pause_s(max(self._failures, 1), *_BACKOFF_S))
         finally:
             self._leave()
+            _at_work.discard(self)
 
     def start(self) -> Archiver:
         """The same in a thread, until ``close()``."""
         name = f"meteor-archiver-{self.stream.name}"
         self._thread = threading.Thread(target=self._run_in_thread, name=name, daemon=True)
+        _enrol(self)  # already: the client may be closed before the thread runs
         self._thread.start()
         return self
 
@@ -120,8 +125,9 @@ class Archiver(Closing):
 
     @property
     def alive(self) -> bool:
-        """Whether it runs in a thread of its own."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether it runs in a thread of its own, and goes on doing so."""
+        running = self._thread is not None and self._thread.is_alive()
+        return running and not self._stopped.is_set()
 
     # -- the work ------------------------------------------------------------------------------
 
@@ -136,22 +142,27 @@ class Archiver(Closing):
     def _serve_term(self) -> None:
         """Wait a little for the lease, and archive while it is ours."""
         keeper = self._join()
+        keeper.alive_at = now()  # who has waited for long does not hang
         term = keeper.hold(_HOLD_S)
         if term is None:
             return
-        highest = self._store.bounds(self.stream.incarnation).term
-        if highest >= term.number:  # by a server whose clock was ahead; what we write must count
+        try:
+            duty = Duty(self.stream, self._store, self.config, keeper, term)
+        except Outnumbered as error:  # the server has forgotten terms: what we write must count
+            self._above = error.term
             self._leave()
-            self._join().lease.above = highest
             return
-        self._duty = Duty(self.stream, self._store, self.config, keeper, term)
+        self._duty = duty
         try:
             while not self._stopped.is_set() and keeper.hold(0.0) is term:
-                self._duty.go_on()
-                self.error = None
+                duty.go_on()
+                if not duty.records:  # all that there was is archived
+                    self.error, self._failures = None, 0
         finally:
-            self._duty.close()
             self._duty = None
+            duty.close()
+            # A duty is a term: what is appended twice in one must be the same.
+            self._leave()
 
     def _join(self) -> Keeper:
         """Become one of the archivers."""
@@ -160,6 +171,7 @@ class Archiver(Closing):
             confirmed = open_group(stream, keys.ARCHIVERS, InitialOffset.LATEST)
             life, ttl_s = stream.incarnation, self.config.lease_ttl
             lease = Lease(stream.name, life, keys.ARCHIVERS, member_name(), ttl_s)
+            lease.above = self._above
             self._keeper = Keeper(stream.client, lease, confirmed, _HANG_S)
         return self._keeper
 
@@ -171,28 +183,33 @@ class Archiver(Closing):
 
     def _is_fatal(self, error: BaseException) -> bool:
         if isinstance(error, LogTruncated):  # by a fail-over, or because it was created anew
-            found = self.stream.client.call("HGET", keys.meta(self.stream.name), "incarnation")
+            try:
+                found = self.stream.client.call("HGET", keys.meta(self.stream.name), "incarnation")
+            except MeteorError:
+                return False  # the next term will tell
             return bool(found is None or found.decode() != self.stream.incarnation)
         return isinstance(error, _FATAL)
 
-    def _note(self, error: BaseException, failures: int) -> int:
+    def _note(self, error: BaseException) -> None:
         """Remember a failure, and say so: once, until something works again."""
         if isinstance(error, (Fenced, LeaseLost)):
             _log.info("Another archiver of stream %r has taken over.", self.stream.name)
-            return 1
+            return
         if isinstance(error, Exception):
             self.error = error
-        if failures == 0 or not isinstance(error, MeteorError):
+        if self._failures == 0 or not isinstance(error, MeteorError):
             _log.warning(
                 "Nothing can be archived of stream %r now; it is tried again: %s",
                 *(self.stream.name, error),
                 exc_info=not isinstance(error, MeteorError),
             )
-        return failures + 1
+        self._failures += 1
 
 
 # -- those that run by themselves --------------------------------------------------------------
 
+#: All archivers of this process that are at work, and of these the ones nobody has asked for.
+_at_work: set[Archiver] = set()
 _running: dict[tuple[int, str], Archiver] = {}
 _lock = threading.Lock()
 
@@ -222,11 +239,22 @@ def close_archivers(client: Client) -> None:
     for owner, stream in list(_running):
         if owner == id(client):
             stop_archiver(client, stream)
+    for archiver in list(_at_work):
+        if archiver.stream.client is client:
+            archiver.close()
+
+
+def _enrol(archiver: Archiver) -> None:
+    _at_work.add(archiver)
+    # Again each time, for the same reason as with publishers.
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
 
 
 def _close_all() -> None:
     """At the interpreter's end: let others have the leases at once."""
-    for archiver in list(_running.values()):
+    close_publishers()  # first: they may wait for us to make room
+    for archiver in list(_at_work):
         try:
             archiver.close(5.0)
         except (MeteorError, TimeoutError) as error:
@@ -237,7 +265,7 @@ def _forget_all() -> None:
     global _lock
     _lock = threading.Lock()
     _running.clear()
+    _at_work.clear()
 
 
-atexit.register(_close_all)
 os.register_at_fork(after_in_child=_forget_all)

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow as pa
 
+#: Terms of one epoch, in the numbers that a store knows terms by: epoch x TERMS + term.
+TERMS = 10_000_000
 #: Called with what is done and what there is to do, in records.
 Progress = Callable[[int, int], object]
 
@@ -84,7 +86,7 @@ class RingbufferStore(Protocol):
         """
 
     def claim(self, identity: str) -> None:
-        """Give it an id. Called when a stream is created and ``identity()`` was None."""
+        """Give it an id, unless it has one. Called when a stream is created and it had none."""
 
     def lives(self) -> list[str]:
         """The lives that it holds records of, the one that was last appended to last."""
@@ -123,10 +125,11 @@ class RingbufferStore(Protocol):
     ) -> Iterator[Flaw]:
         """Read everything from ``start`` to before ``stop``, and tell what is wrong with it."""
 
-    def tidy(self, life: str, end: int, still: Callable[[], bool]) -> None:
+    def tidy(self, life: str, term: int, end: int, still: Callable[[], bool]) -> None:
         """Remove what does not count, at leisure. Called by the archiver now and then.
 
-        All that counts lies below ``end``; that is certain only as long as ``still()`` is true,
+        Nothing of a later term than ``term``: that is for those to judge who know it. All else that
+        counts lies below ``end``; that is certain only as long as ``still()`` is true,
         which must be asked after looking at what there is, and before anything is removed.
         """
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pyarrow as pa
 
 from meteor_py import refusals
-from meteor_py.errors import RecordsLost
+from meteor_py.errors import RecordsLost, StoreUnavailable
 from meteor_py.store.base import RingbufferStore
 
 #: Batches in a row after which the next one is fetched in advance.
@@ -36,6 +37,7 @@ class ColdReader:
         self._straight = 0
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: Future[pa.RecordBatch | None] | None = None
+        self._pid = os.getpid()
 
     def read(self, start: int, stop: int) -> pa.RecordBatch:
         """Some records from ``start`` on, at least one, none from ``stop`` on.
@@ -44,7 +46,7 @@ class ColdReader:
             RecordsLost, SegmentCorrupt, StoreUnavailable: As ``RingbufferStore.read``.
             StoreMismatch: It is not the store of the stream.
         """
-        if start != self._at:
+        if start != self._at or self._pid != os.getpid():
             self.forget()
         if self._batches is None or start >= self._stop:
             self._drop()
@@ -83,28 +85,45 @@ class ColdReader:
         self._straight = 0
 
     def close(self) -> None:
+        """Also from another thread, which may be in the middle of ``read``."""
         self.forget()
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
-            self._thread = None
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(wait=True, cancel_futures=True)
 
     def _next(self) -> pa.RecordBatch | None:
-        assert self._batches is not None, "just made"
-        ahead, self._ahead = self._ahead, None
+        batches, ahead, self._ahead = self._batches, self._ahead, None
+        if batches is None:
+            raise self._unavailable("the reader was closed")
         if ahead is None:
-            return next(self._batches, None)
+            return next(batches, None)
         try:
             return ahead.result(_PATIENCE_S)
+        except CancelledError:
+            raise self._unavailable("the reader was closed") from None
         except TimeoutError as error:
-            silence = TimeoutError(f"it has not answered for {_PATIENCE_S:g} seconds")
-            raise refusals.store_unavailable(self._stream, "", "read", silence) from error
+            silence = f"it has not answered for {_PATIENCE_S:g} seconds"
+            raise self._unavailable(silence) from error
 
     def _fetch_ahead(self) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, f"meteor-cold-{self._stream}")
-        self._ahead = self._thread.submit(next, self._batches, None)  # type: ignore[arg-type]
+        batches, thread = self._batches, self._thread
+        if batches is None:
+            return  # closed by another thread
+        if thread is None:
+            thread = self._thread = ThreadPoolExecutor(1, f"meteor-cold-{self._stream}")
+        try:
+            self._ahead = thread.submit(next, batches, None)
+        except RuntimeError:
+            pass  # the same
 
     def _drop(self) -> None:
         ahead, self._ahead, self._batches = self._ahead, None, None
-        if ahead is not None:
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._thread = None  # the parent's, and so is what it was doing
+        elif ahead is not None:
             ahead.cancel()
+
+    def _unavailable(self, problem: str) -> StoreUnavailable:
+        shown = self._open_store().uri or "no address"
+        return refusals.store_unavailable(self._stream, shown, "read", OSError(problem))

@@ -4,6 +4,10 @@ Records are gathered from where the stream is archived up to; when there are eno
 are appended to the store, and then the stream is told, which is the commit. The order makes a
 crash at any point harmless: before the commit the stream still has them all, and what lies in the
 store from there on does not count.
+
+After a fail-over the old server may live on, and its archiver with it: a lease cannot keep that
+one from appending. So the store is given terms that begin with the epoch, which is later on the new
+server: whatever the old one appends counts for less. Who sees that a later epoch has come stops.
 """
 
 from __future__ import annotations
@@ -18,12 +22,20 @@ import pyarrow as pa
 from meteor_py import keys, refusals
 from meteor_py.config import FRAME_RECORDS_MAX, OFFSET_MAX, StreamConfig, check_int, check_seconds
 from meteor_py.cursor import Cursor
-from meteor_py.errors import MeteorError, ServerRefused
+from meteor_py.errors import (
+    CorruptFrameError,
+    MeteorError,
+    RecordsLost,
+    ServerRefused,
+    StreamCorrupt,
+    UnsupportedFrameError,
+)
 from meteor_py.history import Position, begin_epoch
 from meteor_py.lease import Term, now
 from meteor_py.link import parse_info
 from meteor_py.record import ARROW_SCHEMA, Chunk, ListChunk
 from meteor_py.scripts import ADVANCE_ARCHIVED
+from meteor_py.store.base import TERMS
 from meteor_py.store.opening import check_identity
 
 if TYPE_CHECKING:
@@ -71,11 +83,19 @@ class ArchiverConfig:
         return max(min(self.segment_records, room // 2), 1)
 
 
+class Outnumbered(Exception):
+    """The store has appends of this epoch in a term that is not older: begin a later one."""
+
+    def __init__(self, term: int) -> None:
+        self.term = term
+
+
 class Duty:
     """For one thread; made when a term begins.
 
     Raises:
         StoreMismatch, StoreUnavailable: The store is another, or cannot be reached.
+        Outnumbered: What is appended in this term would not count.
     """
 
     def __init__(
@@ -91,8 +111,10 @@ class Duty:
         self._config = config
         self._keeper = keeper
         self._term = term
+        #: Records that were gathered and are not archived yet.
+        self.records = 0
         self._gathered: list[Chunk] = []
-        self._records = self._bytes = 0
+        self._bytes = 0
         self._since = 0.0  # when the first of them came
         self._looked_at = self._memory_at = 0.0
         self._settings = stream.config
@@ -112,15 +134,21 @@ class Duty:
         assert self._cursor is not None, "closed"
         self._keeper.alive_at = now()
         self._look()
-        block_s = min(_LOOK_S, self._link.block_max_s) if self._records else self._link.block_max_s
-        wanted = max(self._config.records(self._settings) - self._records, 1)
-        for chunk in self._cursor.fetch(block_s, records=wanted):
-            if not self._records:
+        block_s = min(_LOOK_S, self._link.block_max_s) if self.records else self._link.block_max_s
+        wanted = max(self._config.records(self._settings) - self.records, 1)
+        try:
+            chunks = self._cursor.fetch(block_s, records=wanted)
+        except (StreamCorrupt, CorruptFrameError, UnsupportedFrameError, RecordsLost):
+            if self.records:
+                self._commit()  # what lies before it is whole, and nothing will follow
+            raise
+        for chunk in chunks:
+            if not self.records:
                 self._since = time.monotonic()
             self._gathered.append(chunk)
-            self._records += len(chunk)
+            self.records += len(chunk)
             self._bytes += _size(chunk)
-        if self._records and self._is_enough():
+        if self.records and self._is_enough():
             self._commit()
         elif time.monotonic() >= self._tidy_at:
             self._tidy()
@@ -150,6 +178,12 @@ class Duty:
         epoch, end, self._archived = map(int, answer[1:4])
         self._identity = answer[4].decode()
         check_identity(self._store, stream.name, self._identity)
+        self._number = epoch * TERMS + self._term.number
+        highest = self._store.bounds(stream.incarnation).term
+        if highest >= self._number:
+            if highest // TERMS > epoch:
+                raise refusals.other_branch(stream.name)
+            raise Outnumbered(highest % TERMS)
         self._tidy()
         position = Position(stream.incarnation, epoch, self._archived)
         self._cursor = Cursor(stream.client.open_link(), stream.name, position)
@@ -160,9 +194,8 @@ class Duty:
         self._tidy_at = time.monotonic() + _TIDY_S
         certain_until = self._certain_at + _CERTAIN_S
         try:
-            self._store.tidy(
-                self._stream.incarnation, self._archived, lambda: now() < certain_until
-            )
+            life, number = self._stream.incarnation, self._number
+            self._store.tidy(life, number, self._archived, lambda: now() < certain_until)
         except MeteorError as error:
             _log.warning("The store cannot be put in order now: %s", error)
 
@@ -182,7 +215,7 @@ class Duty:
             self._settings, capacity=int(answer[0]), max_unarchived=int(answer[1])
         )
         self._flush = int(answer[2] or 0)
-        if self._records and at >= self._memory_at + _MEMORY_S:
+        if self.records and at >= self._memory_at + _MEMORY_S:
             self._memory_at = at
             self._pressed = self._is_pressed()
 
@@ -199,7 +232,7 @@ class Duty:
         assert self._cursor is not None, "closed"
         at = self._cursor.position.offset
         return (
-            self._records >= self._config.records(self._settings)
+            self.records >= self._config.records(self._settings)
             or self._bytes >= self._config.segment_bytes
             or time.monotonic() - self._since >= self._config.segment_age
             or (self._flush > self._archived and at >= min(self._flush, self._cursor.next))
@@ -214,11 +247,13 @@ class Duty:
         table = pa.Table.from_batches(batches, schema=ARROW_SCHEMA)
         end = self._archived + len(table)
         check_identity(self._store, self._stream.name, self._identity)
-        self._store.append(self._stream.incarnation, self._term.number, table)
+        if self._store.bounds(self._stream.incarnation).term > self._number:
+            raise refusals.other_branch(self._stream.name)
+        self._store.append(self._stream.incarnation, self._number, table)
         while self._archived < end:
             self._advance(min(self._archived + _STEP, end))
         self._gathered = []
-        self._records = self._bytes = 0
+        self.records = self._bytes = 0
         self._pressed = False
 
     def _advance(self, to: int) -> None:

@@ -3,7 +3,8 @@
 A file appears whole or not at all. On a disk it is written under a name that begins with ``_``,
 which Spark and others pass over, forced to the disk, looked at again by the caller, and renamed. In
 an object store there is no renaming: it is built and looked at in a local temporary directory, then
-sent in one upload, and its size is read back.
+sent in one upload, which shows nothing before its end, and its size is read back. Elsewhere (HDFS)
+it is sent under a name with ``_`` and renamed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 #: How a file begins that is not finished.
 UNFINISHED = "_"
+#: The filesystems of pyarrow in which an upload is not seen before its end.
+_OBJECT_STORES = ("s3", "gcs", "abfs")
 
 
 class Entry(NamedTuple):
@@ -228,18 +231,26 @@ class RemoteFolder:
             pass
 
     def _upload(self, data: bytes, target: str) -> None:
+        sent_to = target
+        if self._filesystem.type_name not in _OBJECT_STORES:
+            sent_to = f"{target.rpartition('/')[0]}/{UNFINISHED}{secrets.token_hex(8)}.tmp"
         # In one piece: leaving a block by an error in the middle would publish what was written.
-        out = self._filesystem.open_output_stream(target)
+        out = self._filesystem.open_output_stream(sent_to)
         out.write(data)
         out.close()
+        if sent_to != target:
+            self._filesystem.move(sent_to, target)
 
     def _infos(self, path: str) -> list[fs.FileInfo]:
         import pyarrow.fs as fs
 
         full = f"{self._path}/{path}".rstrip("/")
-        infos: list[fs.FileInfo] = self._filesystem.get_file_info(
-            fs.FileSelector(full, allow_not_found=True)
-        )
+        try:
+            infos: list[fs.FileInfo] = self._filesystem.get_file_info(
+                fs.FileSelector(full, allow_not_found=True)
+            )
+        except FileNotFoundError:
+            return []  # it came or went meanwhile
         return infos
 
 

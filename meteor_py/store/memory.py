@@ -57,7 +57,9 @@ class MemoryStore:
         return self._identity
 
     def claim(self, identity: str) -> None:
-        self._identity = identity
+        with self._lock:
+            if self._identity is None:
+                self._identity = identity
 
     def lives(self) -> list[str]:
         with self._lock:
@@ -115,19 +117,20 @@ class MemoryStore:
     def verify(
         self, life: str, start: int, stop: int, progress: Progress | None = None
     ) -> Iterator[Flaw]:
-        while start < stop:
+        at = start
+        while at < stop:
             try:
-                for batch in self.read(life, start, stop):
+                for batch in self.read(life, at, stop):
                     batch.validate(full=True)
                     assert batch.schema.equals(ARROW_SCHEMA)
-                    start += len(batch)
+                    at += len(batch)
                     if progress is not None:
-                        progress(start, stop)
+                        progress(at - start, stop - start)
             except RecordsLost as error:
                 yield Flaw("missing", error.first, error.last, "memory", str(error))
-                start = error.last + 1
+                at = error.last + 1
 
-    def tidy(self, life: str, end: int, still: Callable[[], bool]) -> None:
+    def tidy(self, life: str, term: int, end: int, still: Callable[[], bool]) -> None:
         """Nothing to do: what does not count is replaced by what does."""
 
     def delete(self, life: str, below: int | None = None) -> None:

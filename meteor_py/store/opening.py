@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meteor_py import refusals
 from meteor_py.errors import ReadError
-from meteor_py.store.base import RingbufferStore
+from meteor_py.store.base import TERMS, RingbufferStore
 from meteor_py.store.parquet import ParquetStore
 
 if TYPE_CHECKING:
@@ -44,10 +44,14 @@ def found(client: Client, store: RingbufferStore, stream: str, resume: bool) -> 
     identity = store.identity()
     if identity is None:
         raise refusals.other_store(stream, _shown(store), None)
+    # Epochs tell lives apart, too, and the newest by its number: so the first is one of the clock.
+    seconds, micros = client.call("TIME")
+    now = int(seconds) * 1000 + int(micros) // 1000
     fields = {"store": identity, "archived": "0", "expired": "0"}
+    fields |= {"epoch": str(now), "epochs": f"{now}:0"}
     lives = store.lives()
     if lives and resume:
-        fields |= _resumed(client, store, lives[-1])
+        fields |= _resumed(store, lives[-1], now)
     elif lives:
         end = store.bounds(lives[-1]).end
         _log.warning(
@@ -58,10 +62,8 @@ def found(client: Client, store: RingbufferStore, stream: str, resume: bool) -> 
     return fields
 
 
-def _resumed(client: Client, store: RingbufferStore, life: str) -> dict[str, str]:
+def _resumed(store: RingbufferStore, life: str, now: int) -> dict[str, str]:
     first, end, term = store.bounds(life)
-    seconds, micros = client.call("TIME")
-    now = int(seconds) * 1000 + int(micros) // 1000
     try:
         (last,) = store.read(life, end - 1, end)
         appended = int(last.column("appended").cast("int64")[0].as_py())
@@ -69,7 +71,7 @@ def _resumed(client: Client, store: RingbufferStore, life: str) -> dict[str, str
         _log.warning("The last record of stream %r cannot be read: %s", error.stream, error)
         appended = 0
     # A new epoch: whoever has seen more than the store holds is told that it is gone.
-    epoch = max(now, term + 1)
+    epoch = max(now, term // TERMS + 1)
     return {
         "incarnation": life,
         "next": str(end),

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import pyarrow as pa
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 #: The file that says whose place it is.
 MARK = "_store.json"
 _LIFE = re.compile(r"[0-9a-f]{1,64}")
+#: What pyarrow takes from the query of an address, and nobody else should see.
+_SECRETS = ("client_secret", "sig")
 
 
 class ParquetStore:
@@ -61,19 +63,26 @@ class ParquetStore:
 
     def _open(self, uri: str, filesystem: fs.FileSystem | None) -> Folder:
         scheme, separator, place = uri.partition("://")
-        if ".." in re.split(r"[/\\]", place if separator else uri):
-            raise ValueError(f"The address of a store has no '..' in it: {self._shown!r}.")
+        if not uri or ".." in re.split(r"[/\\]", place if separator else uri):
+            raise ValueError(
+                f"The address of a store is not empty and has no '..': {self._shown!r}."
+            )
         if filesystem is not None:
             return RemoteFolder(filesystem, uri, self.stream)
+        if not separator and re.match(r"[a-z][a-z0-9+]+:", uri):
+            raise ValueError(f"{self._shown!r} lacks the two slashes behind the colon.")
         if not separator:
             place = os.path.abspath(os.path.expanduser(uri))
         if not separator or scheme == "file":
             if not place.startswith("/"):
-                raise ValueError(f"{uri!r} is not a path; write file:///path, with three slashes.")
+                raise ValueError(
+                    f"{self._shown!r} is not a path; write file:///path, with three slashes."
+                )
             self._uri = self._shown = f"file://{os.path.normpath(place)}"
             return LocalFolder(os.path.normpath(place), self.stream)
         import pyarrow.fs as fs
 
+        self._uri = _without_login(uri)
         with unavailable(self.stream, self._shown, "reached"):
             try:
                 filesystem, root = fs.FileSystem.from_uri(uri)
@@ -82,7 +91,8 @@ class ParquetStore:
                 raise ValueError(
                     f"{self._shown!r} is not the address of a store: {reason}."
                 ) from None
-        self._uri = _without_login(uri)
+        if ".." in root.split("/") or not root.strip("/"):
+            raise ValueError(f"{self._shown!r} names no bucket or folder, or has '..' in it.")
         return RemoteFolder(filesystem, root, self.stream)
 
     @property
@@ -158,10 +168,11 @@ class ParquetStore:
             if not span.exact:
                 twice = OSError(f"{span.segment.name} holds records that are in another file too")
                 raise refusals.store_unavailable(self.stream, self._shown, "listed", twice)
-        root, _, query = (self._uri or self._shown).removeprefix("file://").partition("?")
+        root, mark, query = (self._uri or self._shown).removeprefix("file://"), "", ""
+        if isinstance(self._folder, RemoteFolder) and self._uri is not None:
+            root, mark, query = root.partition("?")
         folder = f"{root.rstrip('/')}/{self.stream}/{life}"
-        tail = f"?{query}" if query else ""
-        return [f"{folder}/{span.segment.name}{tail}" for span in spans if span.exact]
+        return [f"{folder}/{span.segment.name}{mark}{query}" for span in spans if span.exact]
 
     def edge(self, life: str, offset: int) -> int:
         """The last end of a file at or before an offset; 0 if there is none."""
@@ -187,10 +198,10 @@ class ParquetStore:
     ) -> Iterator[Flaw]:
         return upkeep.verify(self._shelf(life), start, stop, progress)
 
-    def tidy(self, life: str, end: int, still: Callable[[], bool]) -> None:
+    def tidy(self, life: str, term: int, end: int, still: Callable[[], bool]) -> None:
         shelf = self._shelf(life)
         upkeep.mend(shelf, end)
-        upkeep.sweep(shelf, end, still)
+        upkeep.sweep(shelf, term, end, still)
 
     def compact(
         self,
@@ -218,9 +229,7 @@ class ParquetStore:
 
     def _delete_life(self, shelf: Shelf) -> None:
         with unavailable(self.stream, self._shown, "written to"):
-            self._folder.remove_all(shelf.life)
-            if not self._folder.folders():
-                self._folder.remove_all("")
+            self._folder.remove_all(shelf.life)  # the mark stays: another life may have begun
 
     def _shelf(self, life: str) -> Shelf:
         if not _LIFE.fullmatch(life):
@@ -229,5 +238,19 @@ class ParquetStore:
 
 
 def _without_login(uri: str) -> str:
+    """The address as others may see it.
+
+    Raises:
+        ValueError: There is a secret in another place than that of a password.
+    """
     parts = urlsplit(uri)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    login, _, host = parts.netloc.rpartition("@")
+    # In S3 it is a key and its secret; in Azure the user is a container or an account.
+    user = "" if parts.scheme == "s3" else login.partition(":")[0]
+    bare = urlunsplit(parts._replace(netloc=f"{user}@{host}" if user else host))
+    if mask(bare) != bare or any(name in _SECRETS for name, _ in parse_qsl(parts.query)):
+        raise ValueError(
+            "The address of a store has a secret where it would not be kept one: escape special "
+            "characters of a password; leave other secrets to the environment, or to filesystem=."
+        )
+    return bare

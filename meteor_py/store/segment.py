@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from meteor_py.config import OFFSET_MAX
+
 _NAME = re.compile(r"(\d{20})-(\d{20})-(\d{1,20})-([0-9a-f]{8})\.parquet")
 
 
@@ -30,9 +32,10 @@ class Segment(NamedTuple):
         Segment(first=0, last=9, term=1, sha='0badcafe')
         """
         match = _NAME.fullmatch(name)
-        if match is None or int(match[1]) > int(match[2]):
+        if match is None or not int(match[1]) <= int(match[2]) <= OFFSET_MAX:
             return None
-        return cls(int(match[1]), int(match[2]), int(match[3]), match[4])
+        segment = cls(int(match[1]), int(match[2]), int(match[3]), match[4])
+        return segment if segment.name == name else None  # by which it will be opened
 
     def __len__(self) -> int:
         return self.last - self.first + 1

@@ -107,6 +107,8 @@ class SegmentFile:
         """When the records of a row group were appended, in ms."""
         column = self._file.read_row_group(group, columns=["appended"]).column("appended")
         times: list[int] = column.cast(pa.int64()).to_pylist()
+        if len(times) != self.edges[group + 1] - self.edges[group]:
+            raise ValueError(f"its row group {group} has {len(times)} append times")
         return times
 
     def about(self) -> dict[str, Any]:

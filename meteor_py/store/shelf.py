@@ -106,6 +106,17 @@ class Shelf:
 
     def locate(self, ms: int, start: int, stop: int) -> int:
         """As ``RingbufferStore.locate``: the span, its row group, the record."""
+        vanished: Segment | None = None
+        while True:
+            try:
+                return self._locate(ms, start, stop)
+            except _Vanished as error:
+                if error.segment == vanished:
+                    first, last = max(vanished.first, start), min(vanished.last, stop - 1)
+                    raise refusals.not_stored(self.stream, first, last) from None
+                vanished = error.segment
+
+    def _locate(self, ms: int, start: int, stop: int) -> int:
         spans = _from(self.spans(stop), start)
         late = bisect_left(spans, True, key=lambda span: self._last_appended(span) >= ms)
         if late == len(spans):
@@ -114,16 +125,21 @@ class Shelf:
         with self._opened(span) as file:
             groups = range(file.group_of(span.first), file.group_of(span.stop - 1) + 1)
             # All but the last: of that one only a part may count.
-            late = bisect_left(groups[:-1], True, key=lambda group: file.appended(group)[-1] >= ms)
+            late = bisect_left(
+                groups[:-1], True, key=lambda group: self._appended(span, file, group)[-1] >= ms
+            )
             group = groups[late]
-            found: int = file.edges[group] + bisect_left(file.appended(group), ms)
+            found: int = file.edges[group] + bisect_left(self._appended(span, file, group), ms)
         return max(found, span.first, start)
 
     def _last_appended(self, span: Span) -> int:
         with self._opened(span) as file:
             group = file.group_of(span.stop - 1)
             at = span.stop - 1 - file.edges[group]
-            return int(file.appended(group)[at])
+            return int(self._appended(span, file, group)[at])
+
+    def _appended(self, span: Span, file: SegmentFile, group: int) -> list[int]:
+        return self._carefully(span, partial(file.appended, group))
 
     def _open(self, segment: Segment) -> SegmentFile:
         return SegmentFile(self.folder.open(self.path(segment.name)), segment)

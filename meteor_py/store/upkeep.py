@@ -121,8 +121,11 @@ def _try_merge(shelf: Shelf, run: list[Span]) -> int:
     return len(run) - 1
 
 
-def sweep(shelf: Shelf, end: int, still: Callable[[], bool]) -> None:
-    """Remove what is unfinished, covered by others, or above ``end``, after a while."""
+def sweep(shelf: Shelf, term: int, end: int, still: Callable[[], bool]) -> None:
+    """Remove what is unfinished, covered by others, or above ``end``, after a while.
+
+    Not what is of a later term: then we are the ones who have been overtaken.
+    """
     entries = shelf.entries()
     if not still():
         return
@@ -132,8 +135,10 @@ def sweep(shelf: Shelf, end: int, still: Callable[[], bool]) -> None:
     used = {span.segment for span in spans}
     doomed = [name for name in ages if name.startswith(UNFINISHED)]
     for segment in segments:
+        if segment in used or segment.term > term:
+            continue
         covering = [ages[span.segment.name] for span in spans if span.meets(segment)]
-        if segment not in used and min(covering, default=GRACE_S + 1) > GRACE_S:
+        if min(covering, default=GRACE_S + 1) > GRACE_S:
             doomed.append(segment.name)
     _remove(shelf, [name for name in doomed if ages[name] > GRACE_S])
 
@@ -147,7 +152,9 @@ def remove_below(shelf: Shelf, offset: int) -> None:
     segments = shelf.segments()
     kept = {span.segment for span in lay_out(segments) if span.stop > offset}
     first = min((segment.first for segment in kept), default=offset)
-    _remove(shelf, [x.name for x in segments if x not in kept and x.first < first])
+    doomed = [x for x in segments if x not in kept and x.first < first]
+    # By rising terms: the same must hold if this is cut short.
+    _remove(shelf, [x.name for x in sorted(doomed, key=lambda x: x.term)])
 
 
 def _remove(shelf: Shelf, names: list[str]) -> None:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tests.chaos import report
 from tests.chaos.mutants import MUTANTS
-from tests.chaos.nemesis import KINDS
+from tests.chaos.nemesis import KINDS, STORE_KINDS
 from tests.chaos.run import Plan, Result, mutant_plan, run
 from tests.servers import binaries
 
@@ -77,13 +77,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--small-ring", action="store_true", help="a ring that overtakes slow groups: gaps"
     )
     parser.add_argument(
-        "--faults", type=kinds, help=f"only these, with commas between: {', '.join(KINDS)}"
+        "--store",
+        action=argparse.BooleanOptionalAction,
+        help="a small ring with a store behind it (every second seed, if neither is given)",
     )
+    names = ", ".join(KINDS + STORE_KINDS)
+    parser.add_argument("--faults", type=kinds, help=f"only these, with commas between: {names}")
     parser.add_argument("--every", type=span, help="seconds between two faults (0.3,1)")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant a bug")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--keep", type=Path, help="copy the histories of wrong runs there")
     options = parser.parse_args(arguments)
+    if options.small_ring and options.store:
+        parser.error("a small ring drops records, a store keeps them: --small-ring or --store")
+    if set(options.faults or ()) & set(STORE_KINDS) and not (options.store or options.mutant):
+        parser.error("the faults of archivers need --store")
     if options.first_seed is None:
         options.first_seed = secrets.randbelow(1_000_000)
     return options
@@ -91,7 +99,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def kinds(text: str) -> tuple[str, ...]:
     chosen = tuple(text.split(","))
-    if unknown := set(chosen) - set(KINDS):
+    if unknown := set(chosen) - set(KINDS + STORE_KINDS):
         raise argparse.ArgumentTypeError(f"there is no fault {', '.join(sorted(unknown))}")
     return chosen
 
@@ -107,6 +115,10 @@ def plan_of(options: argparse.Namespace, seed: int) -> Plan:
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.small_ring:
         given["small_ring"] = True
+    elif options.store is not None:
+        given["store"] = options.store
+    elif not options.mutant:
+        given["store"] = seed % 2 == 1
     if options.faults:
         given["kinds"] = options.faults
     if options.every:

@@ -2,9 +2,9 @@
 
 Of the log: each acknowledged record is there, once, where its ack says; nothing is there that
 nobody published or that was reported as failed; records of one publisher are in its order, and
-what was published after an acknowledgement lies behind it. Of the groups, see terms.py. Of the
-samples, which one client took one after the other: what was confirmed stays confirmed, the log
-grows, and the ring keeps what it must.
+what was published after an acknowledgement lies behind it. Of the groups, see terms.py; of the
+store, and of readers without a group, stored.py. Of the samples, which one client took one after
+the other: what was confirmed stays confirmed, the log grows, and the ring keeps what it must.
 """
 
 from __future__ import annotations
@@ -14,26 +14,35 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from tests.chaos.history import Event, author, by_time
+from tests.chaos.stored import check_readers, check_store, check_unavailable
 from tests.chaos.terms import BEGINS, check_terms
 from tests.chaos.violation import Findings, Violation, Wrong
 
 
 def check(
-    events: Iterable[Event], groups: Sequence[str] = (), capacity: int | None = None
+    events: Iterable[Event],
+    groups: Sequence[str] = (),
+    capacity: int | None = None,
+    max_unarchived: int | None = None,
 ) -> list[Violation]:
     """What was wrong in a history.
 
     Args:
         events: Of all processes, in any order.
         groups: Those that must have drained; others are judged if they occur.
-        capacity: Of the ring, if it is so small that records may get lost; None if not.
+        capacity: Of the ring, if it is so small that it drops records; None if not.
+        max_unarchived: With a store: records that may wait to be archived. None: there is no store,
+            and what the ring has dropped is lost.
     """
     history = by_time(events)
     findings = Findings(history)
     log = read_log(history, findings)
+    droppable = capacity if max_unarchived is None else None
     # Somebody has seen every record, unless the reader itself was overtaken by a small ring.
-    whole = capacity is None or not any(e.kind == "gap" and not e.group for e in history)
+    whole = droppable is None or not any(e.kind == "gap" and not e.group for e in history)
     check_errors(history, findings)
+    check_unavailable(history, findings)
+    check_readers(history, findings)
     check_records(history, log, findings, whole=whole)
     check_order(history, log, findings)
     by_group: defaultdict[str, list[Event]] = defaultdict(list)
@@ -47,7 +56,9 @@ def check(
         check_confirmed(group, mine, samples, findings)
         check_moved(group, mine, samples, findings)
     check_ring(samples, capacity, findings)
-    check_gaps(history, samples, capacity, findings)
+    if max_unarchived is not None:
+        check_store(history, samples, log, max_unarchived, findings)
+    check_gaps(history, samples, droppable, findings)
     check_drained(history, samples, groups, findings)
     return findings.report()
 

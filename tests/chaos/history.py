@@ -30,19 +30,37 @@ Kind = Literal[
     "refused",
     "lease_lost",
     "released",
-    # Any reader: the records from `first` to `last` are gone; and were passed over.
+    # Any reader: the records from `first` to `last` are gone; and were passed over. The store
+    # could not be read, or listed.
     "missing",
     "gap",
     "truncated",
+    "unavailable",
+    # Readers without a group: one begins at `first`, and from there on saw these records.
+    "reading",
+    "seen",
+    # Archivers: about to append `first` to `last` to the store in a term; they are there, and the
+    # stream will be told. Somebody has merged files; somebody has listed them, when the records
+    # below `first`, or at the end of it those below `last`, were archived.
+    "append",
+    "appended",
+    "compacted",
+    "listed",
     # Somebody met an error that no fault explains.
     "error",
-    # The run: records as an ungrouped reader saw them, and the whole log at the end; the bounds
-    # of the ring and what each group has confirmed at one moment; faults; the end of all faults.
-    "seen",
-    "log",
+    # The run: the bounds of the ring, what is archived and what each group has confirmed at one
+    # moment; faults; the store was taken away, and put back; the end of all faults.
     "sample",
     "fault",
+    "hidden",
+    "shown",
     "healed",
+    # And at its end: the whole log; all below `last` is archived; what is in one file of the
+    # store; what is wrong with them.
+    "log",
+    "archived",
+    "stored",
+    "flaw",
 ]
 
 
@@ -61,11 +79,12 @@ class Event(msgspec.Struct, omit_defaults=True):
     values: list[str] = []
     offsets: list[int] = []
     confirmed: dict[str, int] = {}
+    archived: int = -1
     text: str = ""
 
     def __str__(self) -> str:
         parts = [f"{self.t / 1e9:.4f}", self.kind, self.who]
-        for name in ("group", "term", "first", "last", "text"):
+        for name in ("group", "term", "first", "last", "archived", "text"):
             value = getattr(self, name)
             if value not in (-1, ""):
                 parts.append(f"{name}={str(value).splitlines()[-1][:200]}")

@@ -15,6 +15,7 @@ from collections import deque
 from typing import NamedTuple
 
 import meteor_py as meteor
+from tests.chaos.archiving import UNAVAILABLE
 from tests.chaos.history import Kind, Writer, now, value_of
 from tests.chaos.orders import STREAM, Orders, Signs
 from tests.chaos.process import DIED
@@ -151,6 +152,9 @@ class Member(threading.Thread):
             except EXPECTED as error:
                 self._note("lease_lost", text=type(error).__name__)
                 continue
+            except UNAVAILABLE as error:
+                self._wait_for_store(error, began)
+                continue
             if batch:
                 with self._lock:
                     self._take(subscriber, batch.first_offset, batch.values(), began)
@@ -177,6 +181,7 @@ class Member(threading.Thread):
     def _iterate(self, subscriber: meteor.Subscriber, silence_s: float) -> None:
         every = self._rng.choice((1, 10, 100))
         while not self._signs.end():
+            began = now()
             try:
                 if self._iterate_on(subscriber, silence_s, every):
                     return
@@ -184,6 +189,8 @@ class Member(threading.Thread):
                 self._skip(subscriber, error)
             except EXPECTED as error:
                 self._note("lease_lost", text=type(error).__name__)
+            except UNAVAILABLE as error:
+                self._wait_for_store(error, began)
 
     def _iterate_on(self, subscriber: meteor.Subscriber, silence_s: float, every: int) -> bool:
         """Take records one by one until something comes between; whether to close."""
@@ -209,6 +216,10 @@ class Member(threading.Thread):
             subscriber.skip_gap()
         except EXPECTED as error:
             self._note("lease_lost", text=type(error).__name__)
+
+    def _wait_for_store(self, error: Exception, began: int) -> None:
+        self._note("unavailable", began=began, text=repr(error))
+        time.sleep(0.05)
 
     def _handle(self, silence_s: float) -> None:
         """Take some time; now and then too long; or die of it."""

@@ -1,15 +1,20 @@
 """Planted bugs: each must be caught, or the judge is blind.
 
-They are planted inside the workers of a run and nowhere else. They alter the text of a script, and
-refuse to be planted if the text that they replace is not there: a mutant that has silently become
-the original would be taken for a bug that nobody sees.
+They are planted inside the workers of a run and nowhere else. They alter the text of a script or a
+function, and refuse to be planted if the text that they replace is not there: a mutant that has
+silently become the original would be taken for a bug that nobody sees.
 """
 
 from __future__ import annotations
+import __future__
 
 import hashlib
+import importlib
+import inspect
+import textwrap
 from dataclasses import dataclass, field
-from typing import Any
+from types import FunctionType
+from typing import Any, Protocol
 
 from meteor_py import scripts
 from tests.chaos.violation import Wrong
@@ -17,16 +22,35 @@ from tests.chaos.violation import Wrong
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: in which script what becomes what, and how it shows."""
+    """One bug: where what becomes what, and how it shows."""
 
     what: str
-    script: str
+    #: The name of a script, or of a function as "module:Class.method", inside meteor_py.
+    where: str
     changes: tuple[tuple[str, str], ...]
     #: One of these is found for certain.
     shows_as: frozenset[Wrong]
     #: A run in which it comes to light soon.
     plan: dict[str, Any] = field(default_factory=dict)
 
+
+#: A store whose files nobody merges, and that is always there; few others take part.
+QUIET_STORE: dict[str, Any] = {
+    "store": True,
+    "compact_pause_s": 0.0,
+    "groups": 2,
+    "members": 1,
+    "readers": 1,
+}
+#: One stops when its segment is written; so does the next, before it has told; and the first goes
+#: on. What they have written overlaps.
+STOPPING_ARCHIVERS = QUIET_STORE | {
+    "kinds": ("stop_at_commit",),
+    "every_s": (0.02, 0.08),
+    "lease_ttl_s": 0.4,
+    "archivers": 4,
+    "seconds": 5.0,
+}
 
 MUTANTS = {
     "unfenced-confirm": Mutant(
@@ -83,19 +107,102 @@ MUTANTS = {
         frozenset({Wrong.SKIPPED}),
         {"kinds": ("kill_member", "pause_owner"), "groups": 4, "seconds": 6.0},
     ),
+    "unfenced-archiver": Mutant(
+        "what an archiver tells is not compared with term and nonce",
+        "ADVANCE_ARCHIVED",
+        (("if g[1] ~= ARGV[3] or g[2] ~= ARGV[4] then", "if false then"),),
+        frozenset({Wrong.STALE_COMMIT, Wrong.LOST, Wrong.DAMAGED}),
+        STOPPING_ARCHIVERS,
+    ),
+    "careless-publish": Mutant(
+        "the ring is trimmed to its capacity, archived or not",
+        "PUBLISH",
+        (("floor = math.min(floor, tonumber(m[7]))", "floor = floor"),),
+        frozenset({Wrong.UNARCHIVED}),
+        QUIET_STORE | {"kinds": ("kill_archiver",), "batch_pause_s": 0.02, "seconds": 3.0},
+    ),
+    "careless-archiver": Mutant(
+        "the ring is trimmed to its capacity when an archiver tells something, whatever that is",
+        "ADVANCE_ARCHIVED",
+        (("math.min(tonumber(m[4]) - tonumber(m[5]), to)", "tonumber(m[4]) - tonumber(m[5])"),),
+        frozenset({Wrong.UNARCHIVED}),
+        QUIET_STORE | {"kinds": ("kill_archiver",), "batch_pause_s": 0.02, "seconds": 3.0},
+    ),
+    "early-commit": Mutant(
+        "archivers tell the stream before they append",
+        "store.duty:Duty._commit",
+        (("    self._store.append(", "    self._advance(end) or self._store.append("),),
+        frozenset({Wrong.LOST, Wrong.STALE_COMMIT}),
+        QUIET_STORE | {"kinds": ("cut",), "die": 0.1, "seconds": 3.0},
+    ),
+    "termless-layout": Mutant(
+        "all segments in a store count, whatever their term",
+        "store.segment:lay_out",
+        (("limit, term = floor, segment.term", "term = segment.term"),),
+        frozenset({Wrong.LOST, Wrong.UNEXPECTED}),
+        STOPPING_ARCHIVERS,
+    ),
 }
+
+
+class Text(Protocol):
+    """Something that can be altered."""
+
+    def get(self) -> str: ...
+
+    def set(self, source: str) -> None: ...
+
+
+class ScriptText:
+    def __init__(self, name: str) -> None:
+        self.script: scripts.Script = getattr(scripts, name)
+
+    def get(self) -> str:
+        return self.script.source.decode()
+
+    def set(self, source: str) -> None:
+        self.script.source = source.encode()
+        self.script.sha = hashlib.sha1(self.script.source, usedforsecurity=False).hexdigest()
+        first, _, rest = source.partition("\n")
+        self.script.plain_source = (rest if first.startswith("#!") else source).encode()
+
+
+class FunctionText:
+    """The function stays the same, with other code: so whoever has imported it has the mutant."""
+
+    def __init__(self, where: str) -> None:
+        module, _, path = where.partition(":")
+        found: Any = importlib.import_module(f"meteor_py.{module}")
+        for name in path.split("."):
+            found = getattr(found, name)
+        assert isinstance(found, FunctionType), where
+        self.function = found
+
+    def get(self) -> str:
+        planted: str | None = self.function.__dict__.get("planted")
+        return planted or textwrap.dedent(inspect.getsource(self.function))
+
+    def set(self, source: str) -> None:
+        names = dict(self.function.__globals__)
+        flags = __future__.annotations.compiler_flag
+        exec(compile(source, "<mutant>", "exec", flags), names)
+        self.function.__code__ = names[self.function.__name__].__code__
+        self.function.__dict__["planted"] = source
+
+
+def text_of(name: str) -> Text:
+    """What a mutant alters."""
+    where = MUTANTS[name].where
+    return FunctionText(where) if ":" in where else ScriptText(where)
 
 
 def plant(name: str) -> None:
     """Alter this process."""
-    mutant = MUTANTS[name]
-    script: scripts.Script = getattr(scripts, mutant.script)
-    source = script.source.decode()
-    for old, new in mutant.changes:
+    text = text_of(name)
+    source = text.get()
+    for old, new in MUTANTS[name].changes:
         if source.count(old) != 1:
-            raise AssertionError(f"{name}: {script} has {source.count(old)} times {old!r}.")
+            where = MUTANTS[name].where
+            raise AssertionError(f"{name}: {where} has {source.count(old)} times {old!r}.")
         source = source.replace(old, new)
-    script.source = source.encode()
-    script.sha = hashlib.sha1(script.source, usedforsecurity=False).hexdigest()
-    first, _, rest = source.partition("\n")
-    script.plain_source = (rest if first.startswith("#!") else source).encode()
+    text.set(source)

@@ -7,23 +7,27 @@ any other. Faults overlap, but only one at a time befalls one worker, one proxy,
 from __future__ import annotations
 
 import heapq
+import os
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol
 
 import redis
 
 from meteor_py import keys
 from tests.chaos.history import Writer
-from tests.chaos.orders import STREAM
+from tests.chaos.orders import STREAM, Signs
 from tests.chaos.slot import Slot
 from tests.proxy import Direction
 from tests.servers import Server, plain_client
 
 ANSWER_S = 2.0
+#: How long an archiver stops at a commit, in lives of its lease: until another has begun.
+STOPS = (0.8, 2.5)
 SIDES: tuple[Direction, ...] = ("requests", "replies", "both")
 
 
@@ -48,12 +52,19 @@ class Nemesis:
         lease_ttl_s: float,
         pauses: Sequence[float],
         every_s: tuple[float, float],
+        archivers: Sequence[Slot] = (),
+        store: Path | None = None,
+        signs: Signs | None = None,
     ) -> None:
         self.happened: Counter[str] = Counter()
         self._rng = rng
         self._server = server
         self._members = members
         self._publishers = publishers
+        self._archivers = archivers
+        self._everybody = [*members, *publishers, *archivers]
+        self._store = store
+        self._signs = signs
         self._writer = writer
         self._groups = groups
         self._lease_ttl_s = lease_ttl_s
@@ -89,7 +100,7 @@ class Nemesis:
     def heal(self) -> None:
         """Repair everything, at once."""
         self._repair(float("inf"))
-        for slot in [*self._members, *self._publishers]:
+        for slot in self._everybody:
             slot.proxy.heal()
             slot.resume()
         self._writer.add("healed", who="nemesis")
@@ -117,23 +128,23 @@ class Nemesis:
         return True
 
     def pause_member(self) -> bool:
-        return self._pause_member("pause_member", self._members)
+        return self._pause("pause_member", self._members)
 
     def pause_owner(self) -> bool:
         """A member that holds a lease, of whichever group."""
-        owners = self._owners()
-        return self._pause_member("pause_owner", [s for s in self._members if s.pid in owners])
+        return self._pause("pause_owner", self._owners(self._members, self._groups))
 
-    def _owners(self) -> set[int]:
-        """The processes that hold a lease: a member's name has its process id in the middle."""
+    def _owners(self, slots: Sequence[Slot], groups: Sequence[str]) -> list[Slot]:
+        """Those that hold a lease: a member's name has its process id in the middle."""
         if "server" in self._busy:
-            return set()
+            return []
         with plain_client(self._server.url, socket_timeout=ANSWER_S) as client:
-            leases: Any = client.mget([keys.lease(STREAM, group) for group in self._groups])
+            leases: Any = client.mget([keys.lease(STREAM, group) for group in groups])
         names = [lease.decode().partition(" ")[0] for lease in leases if lease is not None]
-        return {int(name.split(":")[1]) for name in names}
+        pids = {int(name.split(":")[1]) for name in names}
+        return [slot for slot in slots if slot.pid in pids]
 
-    def _pause_member(self, kind: str, slots: Sequence[Slot]) -> bool:
+    def _pause(self, kind: str, slots: Sequence[Slot]) -> bool:
         slot = self._idle_slot(slots)
         if slot is None:
             return False
@@ -149,6 +160,50 @@ class Nemesis:
         self._begin("pause_publisher", slot.name, self._rng.uniform(0.2, 2.0), slot.resume)
         slot.pause()
         return True
+
+    # Faults of archivers and the store
+
+    def kill_archiver(self) -> bool:
+        return self._kill(self._archivers, "kill_archiver")
+
+    def pause_archiver(self) -> bool:
+        return self._pause("pause_archiver", self._archivers)
+
+    def pause_archiving(self) -> bool:
+        """The one at work."""
+        return self._pause("pause_archiving", self._owners(self._archivers, [keys.ARCHIVERS]))
+
+    def stop_at_commit(self) -> bool:
+        """The one at work, when its next segment is in the store and nobody knows."""
+        slot = self._idle_slot(self._owners(self._archivers, [keys.ARCHIVERS]))
+        if slot is None or self._signs is None:
+            return False
+        seconds = self._rng.uniform(*STOPS) * self._lease_ttl_s
+        self._begin("stop_at_commit", slot.name, seconds, lambda: self._let_go_on(slot))
+        self._signs.make_stop(slot.name)
+        return True
+
+    def _let_go_on(self, slot: Slot) -> None:
+        assert self._signs is not None, "it was told by one"
+        self._signs.stop(slot.name)  # it may not have come to that
+        slot.resume()
+
+    def hide_store(self) -> bool:
+        """The disk is not mounted for a while."""
+        if self._store is None or "store" in self._busy:
+            return False
+        self._begin("hide_store", "store", self._rng.uniform(0.1, 1.5), self._show_store)
+        self._writer.add("hidden", who="nemesis")
+        os.rename(self._store, self._hidden(self._store))
+        return True
+
+    def _show_store(self) -> None:
+        assert self._store is not None, "it was hidden"
+        os.rename(self._hidden(self._store), self._store)
+        self._writer.add("shown", who="nemesis")
+
+    def _hidden(self, store: Path) -> Path:
+        return store.with_suffix(".hidden")
 
     # Faults of connections
 
@@ -192,11 +247,7 @@ class Nemesis:
         return self._on_proxy("refuse", self._rng.uniform(0.1, 2.0), begin)
 
     def _on_proxy(self, kind: str, seconds: float, begin: Callable[[Slot], None]) -> bool:
-        slots = [
-            slot
-            for slot in (*self._members, *self._publishers)
-            if f"proxy of {slot.name}" not in self._busy
-        ]
+        slots = [slot for slot in self._everybody if f"proxy of {slot.name}" not in self._busy]
         if not slots:
             return False
         slot = self._rng.choice(slots)
@@ -257,7 +308,7 @@ class Nemesis:
         return slot.name in self._busy
 
 
-#: All kinds of faults.
+#: The kinds of faults, and those that need a store.
 KINDS = (
     "kill_member",
     "pause_member",
@@ -275,4 +326,11 @@ KINDS = (
     "kill_server",
     "kill_clients",
     "flush_scripts",
+)
+STORE_KINDS = (
+    "kill_archiver",
+    "pause_archiver",
+    "pause_archiving",
+    "stop_at_commit",
+    "hide_store",
 )

@@ -24,6 +24,11 @@ TOTALS = (
     "gaps",
     "terms",
     "take_overs",
+    "archived",
+    "segments",
+    "compactions",
+    "archiver_terms",
+    "seen",
 )
 
 
@@ -41,6 +46,11 @@ def figures(result: Result) -> dict[str, Any]:
         "gaps": result.events["gap"],
         "terms": result.terms,
         "take_overs": result.take_overs,
+        "archived": result.archived,
+        "segments": result.events["appended"],
+        "compactions": result.events["compacted"],
+        "archiver_terms": result.archiver_terms,
+        "seen": result.records["seen"],
         "drain_s": round(result.drain_s, 2),
         "faults": dict(sorted(result.faults.items())),
         "violations": [str(violation) for violation in result.violations],

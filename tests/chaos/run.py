@@ -20,16 +20,25 @@ from tests.chaos import history
 from tests.chaos.checker import check
 from tests.chaos.history import Event, Writer
 from tests.chaos.mutants import MUTANTS
-from tests.chaos.nemesis import KINDS, Nemesis
+from tests.chaos.nemesis import KINDS, STORE_KINDS, Nemesis
 from tests.chaos.orders import STREAM, Orders, Signs
-from tests.chaos.slot import Slot
+from tests.chaos.slot import Role, Slot
 from tests.chaos.violation import Violation
-from tests.chaos.witness import Recorder, Sampler, read_log, wait_for
+from tests.chaos.witness import (
+    Recorder,
+    Sampler,
+    can_be_listed,
+    read_log,
+    take_stock,
+    wait_for,
+)
 from tests.proxy import Proxy
 from tests.servers import HOST, Server, binaries
 
 #: A ring that keeps all records of a run, and one that a paused group is soon overtaken by.
 LARGE, SMALL = 10_000_000, 200
+#: With a store: records that may wait for the archivers.
+UNARCHIVED = 1_000
 START_S = 30.0
 DRAIN_S = 30.0
 END_S = 25.0
@@ -51,14 +60,31 @@ class Plan:
     publishers: int = 2
     server: str = "valkey"
     small_ring: bool = False
+    #: A small ring with a store behind it.
+    store: bool = False
+    archivers: int = 3
+    readers: int = 2
     mutant: str = ""
-    kinds: tuple[str, ...] = KINDS
+    #: Of faults; all that there are if none is named.
+    kinds: tuple[str, ...] = ()
     every_s: tuple[float, float] = (0.3, 1.0)
     lease_ttl_s: float = 1.0
     #: Of members, in lives of a lease: too short to lose it, just long enough, long.
     pauses: tuple[float, ...] = (0.5, 1.1, 3.0)
     batch_pause_s: float = 0.06
     hang: float = 0.003
+    #: Of archivers, as in Orders.
+    die: float = 0.01
+    compact_pause_s: float = 1.0
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        return self.kinds or (KINDS + STORE_KINDS if self.store else KINDS)
+
+    @property
+    def capacity(self) -> int | None:
+        """Of the ring, if it does not hold everything."""
+        return SMALL if self.small_ring or self.store else None
 
     @property
     def group_names(self) -> list[str]:
@@ -75,8 +101,9 @@ class Plan:
             parts.append(f"--server {self.server}")
         if self.mutant:
             return " ".join([*parts, f"--mutant {self.mutant}"])  # which brings the rest
+        parts.append("--store" if self.store else "--no-store")
         parts += ["--small-ring"] if self.small_ring else []
-        if self.kinds != KINDS:
+        if self.kinds:
             parts.append(f"--faults {','.join(self.kinds)}")
         if self.every_s != Plan.every_s:
             parts.append("--every {:g},{:g}".format(*self.every_s))
@@ -98,6 +125,8 @@ class Result:
     faults: Counter[str] = field(default_factory=Counter)
     terms: int = 0
     take_overs: int = 0
+    archived: int = 0
+    archiver_terms: int = 0
     drain_s: float = 0.0
     violations: list[Violation] = field(default_factory=list)
 
@@ -108,6 +137,8 @@ class Result:
         terms = {(e.group, e.term) for e in events if e.kind == "deliver" and e.term >= 0}
         self.terms = len(terms)
         self.take_overs = len(terms) - len({group for group, _ in terms})
+        self.archived = max((e.last for e in events if e.kind == "archived"), default=0)
+        self.archiver_terms = len({e.term for e in events if e.kind == "append"})
 
 
 def run(
@@ -125,8 +156,8 @@ def run(
         progress("judging", 0.0)
         events = history.read(directory)
         result.count(events)
-        capacity = SMALL if plan.small_ring else None
-        result.violations = check(events, plan.group_names, capacity)
+        unarchived = UNARCHIVED if plan.store else None
+        result.violations = check(events, plan.group_names, plan.capacity, unarchived)
         if result.violations and keep is not None:
             kept = keep / f"seed-{plan.seed}"
             shutil.rmtree(kept, ignore_errors=True)
@@ -146,8 +177,8 @@ class Stage:
         self._stack = stack
         self._writer = Writer(directory / "run.jsonl")
         stack.callback(self._writer.close)
-        client = stack.enter_context(meteor.connect(server.url))
-        self._stream = client.stream(STREAM, capacity=LARGE)
+        self._store = directory / "store" if plan.store else None
+        self._stream = self._create(stack.enter_context(meteor.connect(server.url)))
         self._sampler = Sampler(server.url, plan.group_names, self._writer)
         stack.callback(self._sampler.stop)
         self._recorder = Recorder(self._stream, self._writer)
@@ -158,20 +189,33 @@ class Stage:
         # One that is alone in its process: it is hit without the members of other groups.
         self._members.append(self._slot("member", "solo", (self._rng.choice(plan.group_names),)))
         self._publishers = [self._slot("publisher", f"p{n}") for n in range(plan.publishers)]
+        some = plan.store
+        self._archivers = [self._slot("archiver", f"a{n}") for n in range(plan.archivers * some)]
+        self._readers = [self._slot("reader", f"r{n}") for n in range(plan.readers * some)]
         self._nemesis = Nemesis(
             self._rng,
             server,
-            self._members,
+            [*self._members, *self._readers],
             self._publishers,
             self._writer,
             groups=plan.group_names,
-            kinds=plan.kinds,
+            kinds=plan.faults,
             lease_ttl_s=plan.lease_ttl_s,
             pauses=plan.pauses,
             every_s=plan.every_s,
+            archivers=self._archivers,
+            store=self._store,
+            signs=self._signs,
         )
 
-    def _slot(self, role: str, name: str, groups: tuple[str, ...] = ()) -> Slot:
+    def _create(self, client: meteor.Client) -> meteor.Stream:
+        if self._store is None:
+            return client.stream(STREAM, capacity=LARGE)
+        return client.stream(
+            STREAM, capacity=SMALL, max_unarchived=UNARCHIVED, store=self._store, archive=False
+        )
+
+    def _slot(self, role: Role, name: str, groups: tuple[str, ...] = ()) -> Slot:
         proxy = self._stack.enter_context(Proxy(HOST, self._server.port))
         orders = Orders(
             name=name,
@@ -183,8 +227,11 @@ class Stage:
             batch_pause_s=self._plan.batch_pause_s,
             hang=self._plan.hang,
             mutant=self._plan.mutant,
+            store=str(self._store or ""),
+            die=self._plan.die,
+            compact_pause_s=self._plan.compact_pause_s,
         )
-        slot = Slot(role, orders, proxy, self._writer)  # type: ignore[arg-type]
+        slot = Slot(role, orders, proxy, self._writer)
         self._stack.callback(slot.kill)
         return slot
 
@@ -199,12 +246,17 @@ class Stage:
         result.faults = self._nemesis.happened
         progress("ending", 0.0)
         self._signs.make_end()
-        for slot in self._members:
+        for slot in [*self._members, *self._readers, *self._archivers]:
             slot.finish(END_S)
         self._sampler.stop()
         self._recorder.catch_up(self._stream.describe().next, END_S)
         self._recorder.stop()
-        read_log(self._stream, self._writer)
+        try:
+            read_log(self._stream, self._writer, whole=self._plan.store)
+            if self._plan.store:
+                take_stock(self._stream, self._writer)
+        except meteor.MeteorError as error:
+            self._writer.add("error", who="run", text=f"At the end: {error!r}")
 
     def _start(self, progress: Progress) -> None:
         """Have all groups at work before the first fault: none may begin in the middle."""
@@ -213,10 +265,11 @@ class Stage:
             slot.replace()
         everybody = self._plan.groups
         if not wait_for(self._sampler, lambda s: len(s.confirmed) == everybody, START_S):
-            raise RuntimeError("The groups did not begin.")
+            words = "\n".join(slot.last_words for slot in self._members)
+            raise RuntimeError(f"The groups did not begin. {words}")
         self._sampler.start()
         self._recorder.start()
-        for slot in self._publishers:
+        for slot in [*self._archivers, *self._publishers, *self._readers]:
             slot.replace()
         busy = wait_for(self._sampler, lambda s: all(s.confirmed.values()), START_S)
         if not busy:
@@ -233,25 +286,32 @@ class Stage:
         ):
             progress("harming", min(passed / seconds, 1.0))
             self._nemesis.step()
-            self._look_after([*self._members, *self._publishers])
+            self._look_after([*self._members, *self._publishers, *self._archivers, *self._readers])
             time.sleep(STEP_S)
 
     def _look_after(self, slots: Sequence[Slot]) -> None:
         """Replace the workers that have died of their own accord."""
         for slot in slots:
-            if not self._nemesis.is_busy(slot) and slot.look_after():
+            if self._nemesis.is_busy(slot):
+                continue
+            if slot.look_after():
                 slot.replace()
+            slot.resume()  # one that was told to stop may do so when its time is over
 
     def _drain(self) -> None:
-        """No more records; then every group must reach the end."""
+        """No more records; then every group, and the archivers, must reach the end."""
         self._signs.make_calm()
         for slot in self._publishers:
             slot.finish(END_S)
 
         def drained(sample: Event) -> bool:
-            self._look_after(self._members)
+            self._look_after([*self._members, *self._archivers, *self._readers])
             places = [sample.confirmed.get(group, 0) for group in self._plan.group_names]
+            if self._plan.store:
+                places.append(sample.archived)
             return min(places) >= sample.last
 
         wait_for(self._sampler, drained, DRAIN_S)
+        if self._plan.store:
+            wait_for(self._sampler, lambda _: can_be_listed(self._stream), DRAIN_S)
         self._sampler.sample()  # the last word, whatever it is

@@ -12,13 +12,13 @@ from tests.chaos.orders import Orders
 from tests.chaos.process import DIED, Process
 from tests.proxy import Proxy
 
+Role = Literal["publisher", "member", "archiver", "reader"]
+
 
 class Slot:
     """One worker at a time; the next gets another name and goes on through the same proxy."""
 
-    def __init__(
-        self, role: Literal["publisher", "member"], orders: Orders, proxy: Proxy, writer: Writer
-    ) -> None:
+    def __init__(self, role: Role, orders: Orders, proxy: Proxy, writer: Writer) -> None:
         self.name = orders.name
         self.proxy = proxy
         self._role = role
@@ -45,6 +45,10 @@ class Slot:
         )
         log = Path(orders.directory) / f"{name}.log"
         self._process = Process([self._role, orders.encode()], log)
+
+    @property
+    def last_words(self) -> str:
+        return "" if self._process is None else self._process.last_words()
 
     def look_after(self) -> bool:
         """Whether its worker has ended by itself and is to be replaced."""

@@ -31,7 +31,11 @@ class Wrong(enum.StrEnum):
     STALE_DELIVERY = "stale delivery"  # a batch asked for after a newer term had begun
     WRONG_GAP = "wrong gap"  # records called gone that are not, or may not be
     OVERTRIMMED = "overtrimmed"  # the ring holds less than its capacity
-    NOT_DRAINED = "not drained"  # after healing a group does not reach the end
+    UNARCHIVED = "unarchived"  # the ring has dropped what was not archived
+    OVERGROWN = "overgrown"  # more waits for the archivers than may
+    STALE_COMMIT = "stale commit"  # archived is not what the archiver of the newest term has told
+    DAMAGED = "damaged"  # the store is not whole
+    NOT_DRAINED = "not drained"  # after healing a group or the archivers do not reach the end
     UNEXPECTED = "unexpected error"  # an error that no fault explains
 
 

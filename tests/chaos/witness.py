@@ -1,4 +1,4 @@
-"""What a run sees for itself, past the proxies: samples of the server's books, and the log.
+"""What a run sees for itself, past the proxies: samples of the server's books, the log, the store.
 
 The samples are taken by one client, one after the other, and by plain commands: they are true
 whatever the library believes.
@@ -11,10 +11,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import pyarrow.parquet as pq
 import redis
 
 import meteor_py as meteor
 from meteor_py import keys
+from tests.chaos.archiving import UNAVAILABLE
 from tests.chaos.history import Event, Writer, now, value_of
 from tests.chaos.orders import STREAM
 from tests.servers import plain_client
@@ -22,13 +24,14 @@ from tests.servers import plain_client
 SAMPLE_S = 0.05
 ANSWER_S = 5.0
 
-# The bounds of the ring, and the place of each group: all of one moment.
+# The bounds of the ring, what is archived, and the place of each group: all of one moment.
 _SAMPLE = """
 local entry = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
-local found = {redis.call('HGET', KEYS[1], 'next'), entry and entry[1] or ''}
+local meta = redis.call('HMGET', KEYS[1], 'next', 'archived')
+local found = {meta[1], entry and entry[1] or '', meta[2] or '-1'}
 for k = 3, #KEYS do
   local group = redis.call('HMGET', KEYS[k], 'confirmed', 'start')
-  found[k] = group[1] or group[2] or ''
+  found[k + 1] = group[1] or group[2] or ''
 end
 return found
 """
@@ -59,7 +62,7 @@ class Sampler(threading.Thread):
                 found: Any = self._client.eval(_SAMPLE, len(self._keys), *self._keys)
             except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.BusyLoadingError):
                 return None
-            last, entry, *places = [item.decode() for item in found]
+            last, entry, archived, *places = [item.decode() for item in found]
             first = last
             if entry:
                 end, _, records = entry.partition("-")
@@ -70,7 +73,12 @@ class Sampler(threading.Thread):
                 if place
             }
             return self._writer.add(
-                "sample", began=began, first=int(first), last=int(last), confirmed=confirmed
+                "sample",
+                began=began,
+                first=int(first),
+                last=int(last),
+                archived=int(archived),
+                confirmed=confirmed,
             )
 
     def stop(self) -> None:
@@ -93,10 +101,16 @@ class Recorder(threading.Thread):
         self._stopped = threading.Event()
 
     def run(self) -> None:
+        self._writer.add("reading", who="recorder", first=0)
         while not self._stopped.is_set():
+            began = now()
             try:
                 batch = self._subscriber.poll(0.2)
             except meteor.ConnectionFailed:
+                continue
+            except UNAVAILABLE as error:
+                self._writer.add("unavailable", who="recorder", began=began, text=repr(error))
+                self._stopped.wait(SAMPLE_S)
                 continue
             except meteor.LogTruncated as error:
                 self._writer.add("truncated", who="recorder", first=error.first, last=error.last)
@@ -105,7 +119,7 @@ class Recorder(threading.Thread):
                 self._writer.add("error", who="recorder", text=repr(error))
                 return
             if batch:
-                note_records(self._writer, "seen", batch)
+                note_records(self._writer, "seen", "recorder", batch)
                 self._reached = batch.last_offset + 1
 
     def catch_up(self, end: int, timeout_s: float) -> None:
@@ -124,15 +138,41 @@ class Recorder(threading.Thread):
         self._writer.add("gap", who="recorder", first=first, last=last)
 
 
-def read_log(stream: meteor.Stream, writer: Writer) -> None:
-    """Write down all that is in the log."""
-    for batch in stream.read():
-        note_records(writer, "log", batch)
+def read_log(stream: meteor.Stream, writer: Writer, *, whole: bool) -> None:
+    """Write down all that is in the log; from 0 on, if it must be `whole`."""
+    if whole:
+        writer.add("reading", who="log", first=0)
+    for batch in stream.read(0 if whole else "earliest"):
+        note_records(writer, "log", "log", batch)
 
 
-def note_records(writer: Writer, kind: Any, batch: meteor.RecordBatch) -> None:
+def note_records(writer: Writer, kind: Any, who: str, batch: meteor.RecordBatch) -> None:
     values = [value_of(value) for value in batch.values()]
-    writer.add(kind, who="recorder", first=batch.first_offset, values=values)
+    writer.add(kind, who=who, first=batch.first_offset, values=values)
+
+
+def take_stock(stream: meteor.Stream, writer: Writer) -> None:
+    """Write down what the store holds: by its own account, and file by file without it."""
+    writer.add("archived", last=stream.store.bounds()[1])
+    for flaw in stream.store.verify():
+        if not flaw.harmless:
+            text = f"{flaw.kind}: {flaw.place} {flaw.problem}"
+            writer.add("flaw", first=flaw.first, last=flaw.last, text=text)
+    for path in stream.store.files():
+        with pq.ParquetFile(path) as file:
+            table = file.read(columns=["offset", "value"])
+        offsets = table.column("offset").to_pylist()
+        values = [value_of(value) for value in table.column("value").to_pylist()]
+        writer.add("stored", offsets=offsets, values=values, text=path.rpartition("/")[2])
+
+
+def can_be_listed(stream: meteor.Stream) -> bool:
+    """Whether no record is in two files that count, as is possible while files are merged."""
+    try:
+        stream.store.files()
+    except meteor.StoreUnavailable:
+        return False
+    return True
 
 
 def wait_for(sampler: Sampler, enough: Any, timeout_s: float) -> bool:

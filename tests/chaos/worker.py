@@ -1,4 +1,4 @@
-"""``python -m tests.chaos.worker publisher|member ORDERS``: one process of a chaos run."""
+"""``python -m tests.chaos.worker ROLE ORDERS``: one process of a chaos run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 
 import meteor_py as meteor
 from tests.chaos import mutants
+from tests.chaos.archiving import UNAVAILABLE, Archiving
 from tests.chaos.history import Writer
 from tests.chaos.member import Member
 from tests.chaos.orders import Orders, Signs
 from tests.chaos.publishing import Publishing
+from tests.chaos.reading import Reading
 
 #: Seconds for connecting and for each answer: shorter than the longest faults.
 TIMEOUT_S = 2.0
@@ -28,21 +30,26 @@ def main(role: str, orders: Orders) -> None:
     signs = Signs(directory)
     try:
         with meteor.connect(orders.url, timeout=TIMEOUT_S) as client:
-            work = publish if role == "publisher" else take_part
-            work(orders, client, writer, signs)
+            if role == "member":
+                take_part(orders, client, writer, signs)
+            else:
+                work(role, orders, client, writer, signs)
     except Exception:
         writer.add("error", who=orders.name, text=traceback.format_exc(limit=-4))
         raise
 
 
-def publish(orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
-    while not signs.calm():
+def work(role: str, orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
+    programs: dict[str, type[Publishing | Archiving | Reading]]
+    programs = {"publisher": Publishing, "archiver": Archiving, "reader": Reading}
+    idle = signs.calm if role == "publisher" else signs.end
+    while not idle():
         try:
-            publishing = Publishing(orders, client, writer, signs)
-        except meteor.ConnectionFailed:
+            program = programs[role](orders, client, writer, signs)
+        except (meteor.ConnectionFailed, *UNAVAILABLE):
             time.sleep(LOOK_S)
         else:
-            publishing.run()
+            program.run()
             return
 
 

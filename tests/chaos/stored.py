@@ -1,0 +1,170 @@
+"""The judge of the store, and of those who read it.
+
+Of the samples: nothing is dropped from the ring before it is archived, no more waits than may, and
+``archived`` goes forward, each step told by an archiver of the newest term once that is at work. Of
+the files: at any time they hold all that is archived, each record once; at the end each record is
+what the log has. Of readers without a group: each goes on where it was, without a hole or a repeat.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from tests.chaos.history import Event
+from tests.chaos.terms import end_of
+from tests.chaos.violation import Findings, Wrong
+
+#: Nanoseconds for which a failure may be kept, by one that reads ahead and is paused then.
+KEPT_NS = 10_000_000_000
+#: What is said of files that somebody merges just now.
+MERGING = "in another file too"
+
+
+def check_store(
+    history: Sequence[Event],
+    samples: Sequence[Event],
+    log: dict[int, str],
+    max_unarchived: int,
+    findings: Findings,
+) -> None:
+    """Judge the history of a stream that has a store."""
+    check_archived(samples, max_unarchived, findings)
+    check_commits(history, samples, findings)
+    check_listed(history, findings)
+    check_stored(history, log, findings)
+    for event in history:
+        if event.kind == "flaw":
+            text = f"{event.first} to {event.last} of the store: {event.text}"
+            findings.add(Wrong.DAMAGED, text, event)
+    if samples and any(event.kind == "healed" for event in history):
+        last = samples[-1]
+        if last.archived < last.last:
+            text = f"{last.archived} of {last.last} records are archived"
+            findings.add(Wrong.NOT_DRAINED, text, last)
+
+
+def check_archived(samples: Sequence[Event], max_unarchived: int, findings: Findings) -> None:
+    archived = 0
+    for sample in samples:
+        if sample.archived < archived:
+            text = f"archived fell from {archived} to {sample.archived}"
+            findings.add(Wrong.WENT_BACK, text, sample)
+        archived = sample.archived
+        if sample.first > archived:
+            text = f"the ring begins at {sample.first}, and only those below {archived} are stored"
+            findings.add(Wrong.UNARCHIVED, text, sample)
+        if archived > sample.last:
+            text = f"{archived} records are archived, of {sample.last}"
+            findings.add(Wrong.PHANTOM, text, sample)
+        if sample.last - archived > max_unarchived:
+            text = f"{sample.last - archived} records wait for an archiver, not {max_unarchived}"
+            findings.add(Wrong.OVERGROWN, text, sample)
+
+
+def check_commits(history: Sequence[Event], samples: Sequence[Event], findings: Findings) -> None:
+    """What is archived was appended before; and by the newest term, once that has appended.
+
+    A term that appends from an offset on has found that one archived, and the older ones fenced.
+    """
+    told = [event for event in history if event.kind in ("append", "appended")]
+    newest, who, place, reported = -1, "nobody", 0, -1
+    known = {0}  # what archived may be
+    for sample in samples:
+        before: set[int] = set()
+        while place < len(told) and told[place].t <= sample.t:
+            event = told[place]
+            place += 1
+            if event.t >= sample.began:
+                before |= known  # the sample may be older than this
+            if event.term > newest:
+                newest, who, known = event.term, event.who, {event.first}
+            if event.term == newest and event.kind == "appended":
+                known.add(event.last + 1)
+        if sample.archived not in known | before and sample.archived != reported:
+            reported = sample.archived  # told once
+            text = (
+                f"archived is {sample.archived}, and {who}, in the newest term {newest}, has "
+                f"appended {min(known)} to {max(known) - 1}"
+            )
+            findings.add(Wrong.STALE_COMMIT, text, sample)
+
+
+def check_listed(history: Sequence[Event], findings: Findings) -> None:
+    """The files that count hold all that is archived, each record once."""
+    for event in history:
+        if event.kind != "listed":
+            continue
+        reached = 0
+        for span in event.values:
+            first, last = map(int, span.split("-"))
+            if first != reached:
+                kind = Wrong.LOST if first > reached else Wrong.DUPLICATED
+                text = f"{event.who} was given files to {reached - 1}, then {first} to {last}"
+                findings.add(kind, text, event)
+            reached = last + 1
+        if reached < event.first:
+            text = f"{event.who} was given files to {reached - 1}; {event.first - 1} is archived"
+            findings.add(Wrong.LOST, text, event)
+        elif reached > event.last:
+            text = f"{event.who} was given files to {reached - 1}; {event.last} is not archived"
+            findings.add(Wrong.PHANTOM, text, event)
+
+
+def check_stored(history: Sequence[Event], log: dict[int, str], findings: Findings) -> None:
+    """At the end the files hold what the log has, as far as that is archived, each record once."""
+    end = max((event.last for event in history if event.kind == "archived"), default=-1)
+    if end < 0:
+        return  # it was not looked at, or could not be
+    places: dict[int, str] = {}
+    for event in history:
+        if event.kind != "stored":
+            continue
+        for offset, value in zip(event.offsets, event.values, strict=True):
+            if offset in places:
+                text = f"{offset} is in {places[offset]} and in {event.text}"
+                findings.add(Wrong.DUPLICATED, text, event)
+            elif offset >= end:
+                text = f"{offset} in {event.text} is not archived: that ends at {end}"
+                findings.add(Wrong.PHANTOM, text, event)
+            elif log.get(offset, value) != value:
+                text = f"{offset} in {event.text} is {value}, where the log has {log[offset]}"
+                findings.add(Wrong.TWO_PAYLOADS, text, event)
+            places[offset] = event.text
+    for offset in range(end):
+        if offset not in places:
+            findings.add(Wrong.LOST, f"{offset} is archived, and in no file")
+
+
+# Readers, with a store or without
+
+
+def check_readers(history: Sequence[Event], findings: Findings) -> None:
+    """A reader begins where it said, and goes on without a hole that was not named."""
+    positions: dict[str, int] = {}
+    for event in history:
+        if event.kind == "reading":
+            positions[event.who] = event.first
+        elif event.kind in ("seen", "log", "gap") and event.who in positions:
+            expected = positions[event.who]
+            if event.first != expected:
+                kind = Wrong.SKIPPED if event.first > expected else Wrong.DUPLICATED
+                text = f"{event.who} was given {event.first} in place of {expected}"
+                findings.add(kind, text, event)
+            positions[event.who] = max(expected, end_of(event))
+
+
+def check_unavailable(history: Sequence[Event], findings: Findings) -> None:
+    """A store cannot be read while it is away, nor listed where somebody merges files."""
+    hidden = [event.t for event in history if event.kind == "hidden"]
+    shown = [event.t for event in history if event.kind == "shown"]
+    merged = any(event.kind == "compacted" for event in history)
+    for event in history:
+        if event.kind != "unavailable":
+            continue
+        # The last time that it was taken away before that.
+        number = bisect_right(hidden, event.t) - 1
+        back = shown[number] if 0 <= number < len(shown) else event.t
+        away = number >= 0 and event.began - KEPT_NS <= back
+        if not away and not (merged and MERGING in event.text):
+            findings.add(Wrong.UNEXPECTED, f"{event.who}: {event.text}", event)
