@@ -36,7 +36,7 @@ from meteor_py.publisher import close_publishers
 from meteor_py.scripts import ALL, CREATE_STREAM, Script
 from meteor_py.store.archiver import close_archivers, start_archiver
 from meteor_py.store.base import RingbufferStore
-from meteor_py.store.opening import Store, check_identity, found, open_store
+from meteor_py.store.opening import Store, found, open_store, settle
 from meteor_py.stream import Stream
 from meteor_py.subscriber import close_subscribers
 
@@ -145,8 +145,9 @@ class Client(Closing):
         backend = None if store is None else open_store(store, name)
         if backend is None and resume:
             raise ValueError("resume=True goes on with what is in a store; give one with store=.")
+        founder = False
         if create:
-            meta = self._create(name, config, max_unarchived, backend, resume)
+            founder, meta = self._create(name, config, max_unarchived, backend, resume)
         else:
             meta = self._find(name)
         for setting, value in asked.items():
@@ -163,7 +164,7 @@ class Client(Closing):
                 f"Stream {name!r} exists without a store; open it without one, or create another.",
                 stream=name,
             )
-        check_identity(backend, name, meta.store)
+        settle(backend, name, meta, founder=founder, resume=resume)
         stream = Stream(self, name, meta, backend)
         if archive:
             start_archiver(stream, backend)
@@ -186,19 +187,19 @@ class Client(Closing):
         max_unarchived: int | None,
         store: RingbufferStore | None,
         resume: bool,
-    ) -> Meta:
-        """Create a stream unless it exists."""
+    ) -> tuple[bool, Meta]:
+        """Create a stream unless it exists; tell whether that was done."""
         extra: dict[str, str] = {}
         if store is not None or max_unarchived is not None:
             fields = self.call("HGETALL", keys.meta(name))
             if fields:
-                return Meta.parse(name, fields)
+                return False, Meta.parse(name, fields)
             if store is None:
                 raise ValueError(
                     "max_unarchived is for a stream with a store; give store= as well."
                 )
             most = max_unarchived or UNARCHIVED_CAPACITIES * config.capacity
-            config = replace(config, store=store.uri, max_unarchived=most)
+            config = replace(config, store=store.uri, max_unarchived=most).check_room()
             extra = found(self, store, name, resume)
         try:
             self.call("SADD", keys.STREAMS, name)
@@ -206,14 +207,15 @@ class Client(Closing):
             fields = self.call("HGETALL", keys.meta(name))
             if not fields:
                 raise
-            return Meta.parse(name, fields)  # a full server can be read, and emptied
+            return False, Meta.parse(name, fields)  # a full server can be read, and emptied
         fields = [item for pair in (config.to_fields() | extra).items() for item in pair]
         incarnation = extra.get("incarnation") or secrets.token_hex(8)
 
         def create(link: Link) -> Any:
             return link.run(CREATE_STREAM, [keys.meta(name)], [incarnation, link.history, *fields])
 
-        return Meta.parse(name, self.use(create)[1])
+        created, fields = self.use(create)
+        return bool(created), Meta.parse(name, fields)
 
     def _find(self, name: str) -> Meta:
         fields = self.call("HGETALL", keys.meta(name))

@@ -70,15 +70,22 @@ class StreamConfig:
         check_int("capacity", self.capacity, 1, OFFSET_MAX)
         if self.max_unarchived is not None:
             check_int("max_unarchived", self.max_unarchived, 1, OFFSET_MAX)
-            if self.max_unarchived < self.capacity:
-                raise ValueError(
-                    f"max_unarchived must be at least the capacity, {self.capacity}, not "
-                    f"{self.max_unarchived}: the ring holds that many anyway."
-                )
         check_choice("compression", self.compression, COMPRESSIONS)
         if not isinstance(self.checksum, bool):
             raise TypeError(f"checksum must be True or False, not {self.checksum!r}.")
         check_choice("codec", self.codec, ("bytes", "text", "json", "msgpack"))
+
+    def check_room(self) -> StreamConfig:
+        """Return it, if publishers will find room.
+
+        Not checked when it is read: two who change settings at a time may have come to this.
+        """
+        if self.max_unarchived is not None and self.max_unarchived < self.capacity:
+            raise ValueError(
+                f"max_unarchived must be at least the capacity, {self.capacity}, not "
+                f"{self.max_unarchived}: the ring holds that many anyway."
+            )
+        return self
 
     def to_fields(self) -> dict[str, str]:
         """As fields of the hash ``meta``."""

@@ -86,6 +86,13 @@ class Cursor:
             CorruptFrameError, UnsupportedFrameError, StreamCorrupt: As ``frame.decode``.
             ConnectionFailed: No answer.
         """
+        while True:
+            chunks = self._fetch(block_s, records, anywhere)
+            if chunks is not None:
+                return chunks
+
+    def _fetch(self, block_s: float, records: int, anywhere: bool) -> list[Chunk] | None:
+        """The same; None if the position was moved over a gap."""
         wanted = self.position.offset
         if self._expired <= wanted < self._cold_below:
             try:
@@ -117,7 +124,7 @@ class Cursor:
         """Where the ring begins, or what is archived ends: below it the store is read."""
         return min(self._archived, self._ring)
 
-    def _fetch_cold(self, anywhere: bool) -> list[Chunk]:
+    def _fetch_cold(self, anywhere: bool) -> list[Chunk] | None:
         """The same from the store; nothing if the stream has changed meanwhile: ask again."""
         assert self._cold is not None, "only with a store is anything archived"
         self._forget_ahead()  # another answer must not be taken for what the stream is like
@@ -127,7 +134,7 @@ class Cursor:
             if start < self._expired:  # and yet some of these may be in the ring
                 last = min(self._expired, self._cold_below) - 1
                 raise refusals.not_stored(self._stream, start, last)
-            batch = self._cold.read(start, self._cold_below)
+            batch = self._cold.read(start, self._cold_below, epoch)
         except MeteorError as error:
             failure = error
         self._look()
@@ -139,7 +146,7 @@ class Cursor:
             return [TableChunk(start, batch)]
         if anywhere and isinstance(failure, RecordsLost):
             self.position = self.position._replace(offset=failure.last + 1)
-            return self.fetch(records=1, anywhere=True)
+            return None
         raise failure
 
     def _look(self) -> None:

@@ -261,7 +261,7 @@ class Feed:
 
     def _reopen(self, gap: Gap) -> None:
         """Go on in what is left of the stream, or in the one that has its name now."""
-        stream = self.stream.client.stream(self.stream.name, create=False)
+        stream = self.stream.reopened()
         reader = Reader(stream, self._call_on_gap_skipped)
         keeper: Keeper | None = None
         try:

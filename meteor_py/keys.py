@@ -17,9 +17,10 @@ key                            type    what, who writes it, who deletes it
                                        ``appended``, the last append time in ms; ``epoch``,
                                        ``history`` and ``epochs`` (see history.py); settings:
                                        ``capacity``, ``compression``, ``checksum``, ``codec``.
-                                       Only with a store: its id ``store`` and address
-                                       ``store_uri``; ``archived``: all below is in it;
-                                       ``expired``: all below was deleted from it again;
+                                       Only with a store: its id ``store`` (``store_before``: until
+                                       the stream was resumed) and address ``store_uri``;
+                                       ``archived``: all below is in it; ``expired``: all below was
+                                       deleted from it again;
                                        ``max_unarchived``, a setting; ``flush``: up to where the
                                        archiver is asked not to wait. Written by ``create_stream``,
                                        ``configure``, ``publish``, ``new_epoch``,

@@ -24,6 +24,8 @@ class Meta:
     appended: int
     #: With a store: its id, what is archived in it, and what of that has expired; else None.
     store: str | None
+    #: The id that the store had before the stream was resumed.
+    store_before: str | None
     archived: int | None
     expired: int | None
 
@@ -51,6 +53,7 @@ class Meta:
                 next=int(fields["next"]),
                 appended=int(fields["appended"]),
                 store=fields.get("store"),
+                store_before=fields.get("store_before"),
                 archived=int(fields["archived"]) if "store" in fields else None,
                 expired=int(fields["expired"]) if "store" in fields else None,
             )

@@ -313,7 +313,8 @@ class Stream:
             "max_unarchived": max_unarchived,
         }
         asked = {setting: value for setting, value in given.items() if value is not None}
-        config = replace(self.config, **asked)  # type: ignore[arg-type]  # checked inside
+        present = self._look()[0].config  # others may have changed it
+        config = replace(present, **asked).check_room()  # type: ignore[arg-type]  # checked inside
         fields = config.to_fields()
         others = [item for s in asked if s != "capacity" for item in (s, fields[s])]
         new_capacity = fields["capacity"] if capacity is not None else ""
@@ -431,12 +432,30 @@ class Stream:
             self._store = store
         return self._store
 
+    def reopened(self) -> Stream:
+        """The stream that has this name now, with the store that was given if it is still that."""
+        stream = self.client.stream(self.name, create=False)
+        if stream._store_id == self._store_id:
+            stream._store = self._store
+        return stream
+
     def check_store(self) -> None:
         """Raise unless the store that was found is still there: a disk may not be mounted now."""
+        store = self._find_store()
         try:
-            check_identity(self._find_store(), self.name, self._store_id or "")
-        except StoreMismatch as error:
-            raise StoreUnavailable(str(error), stream=self.name) from error
+            check_identity(store, self.name, self._store_id or "")
+        except StoreMismatch:
+            fields = ("incarnation", "store")
+            incarnation, seen = self.client.call("HMGET", self._keys[1], *fields)
+            if seen is None or incarnation.decode() != self.incarnation:
+                raise refusals.gone(
+                    self.name, b"INCARNATION" if incarnation else b"NOSTREAM"
+                ) from None
+            self._store_id = seen.decode()  # another, if the stream was resumed meanwhile
+            try:
+                check_identity(store, self.name, self._store_id)
+            except StoreMismatch as error:
+                raise StoreUnavailable(str(error), stream=self.name) from error
 
     def _look(self) -> tuple[Meta, int, int]:
         """Meta, the number of frames, and the first offset in the ring, at one instant."""

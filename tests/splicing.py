@@ -13,7 +13,6 @@ import pyarrow as pa
 import meteor_py as meteor
 from meteor_py.store.cold import ColdReader
 from tests.reading import check_values, fill
-from tests.waiting import eventually
 
 NAME = "kept"
 
@@ -78,7 +77,7 @@ def read_straight(sub: meteor.Subscriber) -> list[int]:
     for _ in range(10):
         offsets += check_values(sub.poll(timeout=5))
         if (ahead := cold_of(sub)._ahead) is not None:
-            eventually(ahead.done)
+            ahead.join(30)
             return offsets
     raise AssertionError("Nothing was fetched in advance, so this test shows nothing.")
 

@@ -117,6 +117,9 @@ def test_no_more_is_archived_than_there_is(story: StoreStory) -> None:
 def test_no_more_waits_to_be_archived_than_may(story: StoreStory) -> None:
     story.finish(0, 2, 4)
     assert story.kinds(max_unarchived=3) == {Wrong.OVERGROWN}
+    for event in story.events:
+        event.waiting = 1  # a large frame, and nothing else
+    assert story.kinds(max_unarchived=3) == set()
 
 
 def test_archivers_that_do_not_reach_the_end_have_not_drained(story: StoreStory) -> None:

@@ -138,12 +138,14 @@ class Desk(Shelf):
         self.sheets: dict[str, pa.RecordBatch] = {}
         self.removals_left = math.inf
         self._numbers = count()
-        folder: Any = self  # the only method that is called is `remove`
+        folder: Any = self  # of which `names` and `remove` are called
         super().__init__(folder, "s", "life", "memory")
 
+    def names(self, path: str) -> list[str]:
+        return sorted(self.sheets, key=lambda name: name[::-1])  # as a disk: in no order at all
+
     def entries(self) -> list[Entry]:
-        names = sorted(self.sheets, key=lambda name: name[::-1])  # as a disk: in no order at all
-        return [Entry(name, 1, math.inf) for name in names]
+        return [Entry(name, 1, math.inf) for name in self.names("")]
 
     def write(self, term: int, records: pa.Table) -> Segment:
         offsets = records.column("offset").to_pylist()

@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,11 +201,13 @@ def test_a_file_that_is_replaced_by_a_compacted_one_meanwhile_is_not_missed(
 
 # Damage
 
+Damage = Callable[[Path, random.Random], None]
 
-def flip(path: Path, rng: random.Random, group: int = 0) -> None:
-    """Flip one bit of the last value of a row group."""
+
+def flip(path: Path, rng: random.Random, group: int = 0, name: str = "value") -> None:
+    """Flip one bit at the end of a column of a row group."""
     metadata = pq.read_metadata(path)
-    column = metadata.row_group(group).column(metadata.schema.names.index("value"))
+    column = metadata.row_group(group).column(metadata.schema.names.index(name))
     data = bytearray(path.read_bytes())
     data[column.data_page_offset + column.total_compressed_size - 1] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
@@ -224,7 +227,7 @@ def test_damage_is_named_and_can_be_passed_and_nothing_else_is_concerned(
     stream: meteor.Stream,
     segment: Path,
     rng: random.Random,
-    damage: Callable[[Path, random.Random], None],
+    damage: Damage,
     on_gap: OnGap,
 ) -> None:
     damage(segment, rng)
@@ -263,11 +266,12 @@ def test_damage_in_one_row_group_leaves_the_others_of_its_file_readable(
         assert drain(sub) == list(range(30, 80))
 
 
+@pytest.mark.parametrize("damage", [fill_with_noise, partial(flip, name="appended")])
 def test_a_time_in_a_damaged_segment_is_refused_in_words(
-    stream: meteor.Stream, segment: Path, rng: random.Random
+    stream: meteor.Stream, segment: Path, rng: random.Random, damage: Damage
 ) -> None:
     (record,) = (record for batch in stream.read(15, 16) for record in batch)
-    fill_with_noise(segment, rng)
+    damage(segment, rng)
     time = datetime.fromtimestamp(record.appended / 1000, UTC)
     assert told(meteor.SegmentCorrupt, lambda: stream.offset_at(time)) == (10, 19)
 
@@ -401,14 +405,44 @@ def test_a_store_that_stays_away_is_an_error_that_loses_nothing(
         assert drain(sub) == list(range(10, 55))
 
 
-def test_a_stream_deleted_with_its_history_is_missed_as_a_stream(
-    url: str, stream: meteor.Stream
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_store_that_comes_back_just_while_it_is_looked_for_is_not_taken_for_an_empty_one(
+    stream: meteor.Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    home, away = tmp_path / NAME, tmp_path / "away"
+    check = stream.check_store
+
+    def come_back_and_check() -> None:
+        monkeypatch.undo()
+        away.rename(home)
+        check()
+        if not stays:
+            home.rename(away)
+
+    monkeypatch.setattr(stream, "check_store", come_back_and_check)
+    with stream.subscriber(on_gap="skip", initial_offset="earliest") as sub:
+        home.rename(away)
+        if not stays:
+            with pytest.raises(meteor.StoreUnavailable):
+                sub.poll(timeout=0)
+            away.rename(home)
+        assert drain(sub) == list(range(50))
+        assert sub.skipped == 0
+
+
+@pytest.mark.parametrize("way", ["with its history", "while that is away"])
+def test_a_stream_that_is_deleted_is_missed_as_a_stream(
+    url: str, stream: meteor.Stream, tmp_path: Path, way: str
 ) -> None:
     with meteor.connect(url) as other:
         found = other.stream(NAME)
         with found.subscriber(initial_offset="earliest") as sub:
             assert drain_some(sub, 10) == list(range(10))
-            stream.delete(history=True)
+            if way == "with its history":
+                stream.delete(history=True)
+            else:
+                (tmp_path / NAME).rename(tmp_path / "away")
+                stream.delete()
             with pytest.raises(meteor.StreamNotFound):
                 sub.poll(timeout=0)
 

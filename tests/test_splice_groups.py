@@ -109,7 +109,7 @@ places = []  # from which records came
 
 def note(name, place):
     fetch = getattr(Cursor, name)
-    setattr(Cursor, name, lambda *args: places.append(place) or fetch(*args))
+    setattr(Cursor, name, lambda *args, **how: places.append(place) or fetch(*args, **how))
 
 note("_fetch_cold", "store")
 note("_without_holes", "ring")
@@ -287,6 +287,34 @@ def test_a_fail_over_under_a_reader_of_the_store_changes_nothing_below_it(laggin
         assert values == numbered("a", 0, 50) + numbered("b", 50, 130)
 
 
+def lose(stream: meteor.Stream, first: int) -> None:
+    """What a server looks like that has lost everything from there on, in a new epoch."""
+    plain = stream.client.redis
+    fields = {"epoch": 2, "epochs": f"1:0,2:{first}", "next": first, "archived": first}
+    plain.hset(keys.meta(stream.name), mapping=fields)  # type: ignore[arg-type]
+    plain.delete(keys.log(stream.name))
+
+
+def test_a_batch_that_was_fetched_in_advance_in_an_old_epoch_is_not_handed_out_after_a_seek(
+    url: str, tmp_path: Path
+) -> None:
+    with meteor.connect(url) as m:
+        stream = kept(m, tmp_path)
+        for first in range(0, 50, 10):
+            publish(stream, "a", first, first + 10)
+            archive(stream)
+        with stream.subscriber(initial_offset="earliest") as sub:
+            while cold_of(sub)._ahead is None:
+                sub.poll(timeout=0)
+            ahead = sub.position
+            assert ahead == 20
+            lose(stream, ahead)
+            publish(stream, "b", ahead, 60)
+            archive(stream)
+            sub.seek(ahead)
+            assert read_to(sub, 60) == numbered("b", ahead, 60)
+
+
 @pytest.mark.parametrize("when", [10, 20, 30])
 def test_a_batch_that_was_read_before_a_new_epoch_is_not_handed_out(
     url: str, tmp_path: Path, when: int
@@ -296,13 +324,7 @@ def test_a_batch_that_was_read_before_a_new_epoch_is_not_handed_out(
         stream = m.stream(NAME, capacity=10, store=store, archive=False)
         fill_segments(stream, *[10] * 5)
 
-        def fail_over(first: int) -> None:
-            if first == when:  # as a server does that has lost everything from there on
-                fields = {"epoch": 2, "epochs": f"1:0,2:{when}", "next": when, "archived": when}
-                m.redis.hset(keys.meta(NAME), mapping=fields)  # type: ignore[arg-type]
-                m.redis.delete(keys.log(NAME))
-
-        store.on_batch = fail_over
+        store.on_batch = lambda first: lose(stream, when) if first == when else None
         with stream.subscriber(initial_offset="earliest") as sub:
             offsets: list[int] = []
             while sub.position < when:

@@ -42,7 +42,10 @@ local after = first + n
 if after > 9007199254740991 then return {'EXHAUSTED'} end
 local floor = after - tonumber(m[6])
 if m[7] then
-  if after - tonumber(m[7]) > tonumber(m[8]) then return {'FULL', tonumber(m[7])} end
+  -- Not if nothing waits: there would be nothing to wait for.
+  if after - tonumber(m[7]) > tonumber(m[8]) and tonumber(m[7]) < first then
+    return {'FULL', tonumber(m[7])}
+  end
   floor = math.min(floor, tonumber(m[7]))
 end
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from meteor_py import keys, refusals
 from meteor_py.config import OFFSET_MAX, check_int, check_seconds
-from meteor_py.errors import StoreUnavailable
+from meteor_py.errors import RecordsLost, StoreUnavailable
 from meteor_py.scripts import EXPIRE, FLUSH, Script
 from meteor_py.store.base import Flaw, Progress, RingbufferStore
 from meteor_py.store.parquet import ParquetStore
-from meteor_py.store.segment import Segment
 
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
@@ -23,8 +22,8 @@ COMPACT_RECORDS = 1_000_000
 COMPACT_BYTES = 256 * 1024 * 1024
 
 _POLL_S = 0.02
-#: Looks at a list of files that does not reach the end, until that is taken for a loss.
-_LOOKS = 3
+#: Looks at the files until something that is wrong with them is believed.
+_LOOKS = 5
 
 
 class Archive:
@@ -63,18 +62,20 @@ class Archive:
         are. The columns are those of ``ARROW_SCHEMA``.
 
         Raises:
-            StoreUnavailable: The store is not there; or after a fail-over, until an archiver has
-                put things in order.
+            StoreUnavailable: The store is not there; or an archiver or a server has failed, and no
+                archiver has put things in order yet.
+            RecordsLost: A file is missing.
         """
         store, life = self._parquet("files"), self._stream.incarnation
         for _ in range(_LOOKS):
-            first, end = self.bounds()
-            found = store.files(life, first, end)
-            if first == end or (found and _end_of(found[-1]) == end):
-                return found
-            # The last ones may have been merged with such as were archived since, or are away.
-            self._stream.check_store()
-        return found
+            try:
+                return store.files(life, *self.bounds())
+            except (StoreUnavailable, RecordsLost) as error:
+                # A commit may be under way, or the last files were merged since.
+                self._stream.check_store()
+                failure = error
+            time.sleep(_POLL_S)
+        raise failure
 
     def flush(self, timeout: float = 30.0) -> int:
         """Have all that is in the stream now archived, and wait for it.
@@ -165,12 +166,13 @@ class Archive:
             check_int("max_bytes", max_bytes, 0, OFFSET_MAX)
             fitting = self._parquet("expire by size").fitting(stream.incarnation, end, max_bytes)
             wanted = max(wanted, fitting)
-        if not force:
-            wanted = min([wanted, *(group.confirmed for group in stream.groups())])
-        wanted = min(wanted, end)
+        groups = [] if force else stream.groups()
+        wanted = min([wanted, end, *(group.confirmed for group in groups)])
         if isinstance(self.backend, ParquetStore):
             wanted = self.backend.edge(stream.incarnation, wanted)
-        stays = int(self._run(EXPIRE, max(wanted, first))[1])
+        # Looked at once more by the script: one of them may have been moved back meanwhile.
+        group_keys = [keys.group(stream.name, group.name) for group in groups]
+        stays = int(self._run(EXPIRE, max(wanted, first), script_keys=group_keys)[1])
         # First the stream knows that they are gone, then they go.
         self.backend.delete(stream.incarnation, stays)
         return stays
@@ -180,20 +182,13 @@ class Archive:
             raise TypeError(f"{method}() is for files; {self.backend!r} has none.")
         return self.backend
 
-    def _run(self, script: Script, *args: int) -> list[bytes]:
+    def _run(self, script: Script, *args: int, script_keys: Sequence[str] = ()) -> list[bytes]:
         stream = self._stream
         answer: list[bytes] = stream.client.run(
-            script, [keys.meta(stream.name)], [stream.incarnation, *args]
+            script, [keys.meta(stream.name), *script_keys], [stream.incarnation, *args]
         )
         if answer[0] == b"NOSTORE":
             raise refusals.no_store(stream.name)
         if answer[0] != b"OK":
             raise refusals.gone(stream.name, answer[0])
         return answer
-
-
-def _end_of(path: str) -> int | None:
-    """The offset behind the last one in a file, by its name."""
-    name = re.search(r"[^/]+\.parquet", path)
-    segment = None if name is None else Segment.parse(name[0])
-    return None if segment is None else segment.last + 1

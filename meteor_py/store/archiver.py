@@ -45,8 +45,10 @@ _log = logging.getLogger(__name__)
 _HOLD_S = 0.5
 #: Seconds after which an append that does not end lets others have the lease.
 _HANG_S = 600.0
-#: Seconds between two tries after a failure, doubled each time up to the second figure.
-_BACKOFF_S = (0.1, 5.0)
+#: Seconds between two tries after a failure, doubled each time up to the second figure; after very
+#: many, up to the third: each try is a term, and an epoch has a million of them.
+_BACKOFF_S = (0.1, 5.0, 60.0)
+_MANY = 1_000
 #: What will not get better by itself.
 _FATAL = (StreamNotFound, AccessDenied)
 
@@ -57,7 +59,7 @@ class Archiver(Closing):
     def __init__(self, stream: Stream, store: RingbufferStore, config: ArchiverConfig) -> None:
         self.stream = stream
         self.config = config
-        #: What went wrong last; None again once something was archived.
+        #: What went wrong last; None again once nothing waits to be archived.
         self.error: Exception | None = None
         self._store = store
         self._stopped = threading.Event()
@@ -91,7 +93,9 @@ class Archiver(Closing):
                         raise
                     self._note(error)
                     self._leave()
-                    self._stopped.wait(pause_s(max(self._failures, 1), *_BACKOFF_S))
+                    first_s, longest_s, later_s = _BACKOFF_S
+                    longest_s = longest_s if self._failures < _MANY else later_s
+                    self._stopped.wait(pause_s(max(self._failures, 1), first_s, longest_s))
         finally:
             self._leave()
             _at_work.discard(self)
@@ -112,16 +116,21 @@ class Archiver(Closing):
         """
         if self._pid != os.getpid():
             return  # a forked child: thread and lease are the parent's
-        self._stopped.set()
-        keeper, duty, thread = self._keeper, self._duty, self._thread
-        if keeper is not None:
-            keeper.interrupt()
-        if duty is not None:
-            duty.interrupt()
+        self.stop()
+        thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
             if thread.is_alive():
                 raise TimeoutError(f"The archiver of stream {self.stream.name!r} does not end.")
+
+    def stop(self) -> None:
+        """Let it end soon, without waiting for that."""
+        self._stopped.set()
+        keeper, duty = self._keeper, self._duty
+        if keeper is not None:
+            keeper.interrupt()
+        if duty is not None:
+            duty.interrupt()
 
     @property
     def alive(self) -> bool:
@@ -211,7 +220,7 @@ class Archiver(Closing):
 #: All archivers of this process that are at work, and of these the ones nobody has asked for.
 _at_work: set[Archiver] = set()
 _running: dict[tuple[int, str], Archiver] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may close the client in the middle
 
 
 def start_archiver(stream: Stream, store: RingbufferStore) -> None:
@@ -235,13 +244,21 @@ def stop_archiver(client: Client, stream: str) -> None:
 
 
 def close_archivers(client: Client) -> None:
-    """End those of a client."""
-    for owner, stream in list(_running):
-        if owner == id(client):
-            stop_archiver(client, stream)
-    for archiver in list(_at_work):
-        if archiver.stream.client is client:
+    """End those of a client; raise the first failure."""
+    with _lock:
+        for key in [key for key in _running if key[0] == id(client)]:
+            del _running[key]
+    ours = [archiver for archiver in list(_at_work) if archiver.stream.client is client]
+    for archiver in ours:
+        archiver.stop()  # all at once: one that hangs does not keep the others
+    failures: list[TimeoutError] = []
+    for archiver in ours:
+        try:
             archiver.close()
+        except TimeoutError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def _enrol(archiver: Archiver) -> None:
@@ -263,7 +280,7 @@ def _close_all() -> None:
 
 def _forget_all() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _running.clear()
     _at_work.clear()
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import pyarrow as pa
 
 #: Terms of one epoch, in the numbers that a store knows terms by: epoch x TERMS + term.
-TERMS = 10_000_000
+TERMS = 1_000_000
 #: Called with what is done and what there is to do, in records.
 Progress = Callable[[int, int], object]
 
@@ -85,14 +85,21 @@ class RingbufferStore(Protocol):
             StoreUnavailable: It could not be looked at.
         """
 
-    def claim(self, identity: str) -> None:
-        """Give it an id, unless it has one. Called when a stream is created and it had none."""
+    def claim(self, identity: str, *, replacing: str | None = None) -> None:
+        """Give it an id, if it has none, or has the one to replace.
+
+        Called when a stream is created, and with ``replacing`` when one is resumed: the server
+        that had it before, should it come back, then finds the id of another.
+        """
 
     def lives(self) -> list[str]:
         """The lives that it holds records of, the one that was last appended to last."""
 
     def bounds(self, life: str) -> Bounds:
-        """How far a life goes, whether all of it counts or not. Called once per term."""
+        """How far a life goes, whether all of it counts or not. Called before each append."""
+
+    def epochs(self, life: str) -> dict[int, int]:
+        """The first offset of each epoch (``term // TERMS``) that counts. For ``resume=True``."""
 
     def append(self, life: str, term: int, records: pa.Table) -> None:
         """Keep records for good: when it returns, a crash of this machine does not lose them.

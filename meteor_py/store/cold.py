@@ -3,23 +3,58 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pyarrow as pa
 
 from meteor_py import refusals
-from meteor_py.errors import RecordsLost, StoreUnavailable
-from meteor_py.store.base import RingbufferStore
+from meteor_py.errors import RecordsLost
+from meteor_py.store.base import TERMS, RingbufferStore
 
 #: Batches in a row after which the next one is fetched in advance.
 _STRAIGHT = 2
 #: Seconds after which a store that does not answer is given up; filesystems have their own limits.
 _PATIENCE_S = 120.0
+#: Seconds that closing waits for what is being fetched.
+_CLOSE_S = 1.0
+
+
+class _Ahead:
+    """The next batch, on its way. By a daemon: a store that hangs keeps no program from ending."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch], stream: str) -> None:
+        self._batch: pa.RecordBatch | None = None
+        self._error: BaseException | None = None
+        name = f"meteor-cold-{stream}"
+        self._thread = threading.Thread(target=self._run, args=(batches,), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, batches: Iterator[pa.RecordBatch]) -> None:
+        try:
+            self._batch = next(batches, None)
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> pa.RecordBatch | None:
+        """Wait for it; raise what was raised.
+
+        Raises:
+            TimeoutError: It does not come.
+        """
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"it has not answered for {_PATIENCE_S:g} seconds")
+        if self._error is not None:
+            raise self._error
+        return self._batch
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
 
 
 class ColdReader:
-    """For one thread at a time; owns a thread of its own once it reads straight on."""
+    """For one thread at a time, except ``close``."""
 
     def __init__(
         self,
@@ -35,95 +70,68 @@ class ColdReader:
         self._batches: Iterator[pa.RecordBatch] | None = None
         self._at = self._stop = 0  # where the iterator stands, and where it ends
         self._straight = 0
-        self._thread: ThreadPoolExecutor | None = None
-        self._ahead: Future[pa.RecordBatch | None] | None = None
+        self._ahead: _Ahead | None = None
         self._pid = os.getpid()
 
-    def read(self, start: int, stop: int) -> pa.RecordBatch:
+    def read(self, start: int, stop: int, epoch: int) -> pa.RecordBatch:
         """Some records from ``start`` on, at least one, none from ``stop`` on.
+
+        Args:
+            epoch: The latest that the stream knows: if the store knows a later one, the server is
+                not the one that its history was continued on.
 
         Raises:
             RecordsLost, SegmentCorrupt, StoreUnavailable: As ``RingbufferStore.read``.
-            StoreMismatch: It is not the store of the stream.
+            StoreMismatch: It is not the store of the stream, or not of this server.
         """
         if start != self._at or self._pid != os.getpid():
             self.forget()
-        if self._batches is None or start >= self._stop:
-            self._drop()
-            self._batches = self._open_store().read(self._life, start, stop)
-            self._at, self._stop = start, stop
         try:
-            batch = self._next()
-        except RecordsLost:
-            batch = self._look_again(start, stop)
-        except BaseException:
+            try:
+                batch = self._next(start, stop, epoch)
+            except RecordsLost:
+                # Perhaps only because the disk is not mounted now: make sure, and look again.
+                self.forget()
+                self._check_store()
+                batch = self._next(start, stop, epoch)
+        except BaseException as error:
             self.forget()
+            if isinstance(error, RecordsLost):
+                self._check_store()
             raise
-        assert batch is not None, "a store gives what it is asked for, or raises"
         self._at += len(batch)
         self._straight += 1
-        if self._straight >= _STRAIGHT and self._at < self._stop:
-            self._fetch_ahead()
+        batches = self._batches
+        if self._straight >= _STRAIGHT and self._at < self._stop and batches is not None:
+            self._ahead = _Ahead(batches, self._stream)
         return batch
-
-    def _look_again(self, start: int, stop: int) -> pa.RecordBatch | None:
-        """Nothing is there: make sure that this is not because the disk is not mounted now."""
-        self.forget()
-        self._check_store()
-        self._batches = self._open_store().read(self._life, start, stop)
-        self._at, self._stop = start, stop
-        try:
-            return self._next()
-        except BaseException:
-            self.forget()
-            self._check_store()
-            raise
 
     def forget(self) -> None:
         """Read anew what comes next: it may have changed."""
-        self._drop()
+        self._ahead = self._batches = None
         self._straight = 0
+        self._pid = os.getpid()
 
     def close(self) -> None:
         """Also from another thread, which may be in the middle of ``read``."""
+        ahead = self._ahead if self._pid == os.getpid() else None
         self.forget()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.shutdown(wait=True, cancel_futures=True)
+        if ahead is not None:
+            ahead.join(_CLOSE_S)
 
-    def _next(self) -> pa.RecordBatch | None:
-        batches, ahead, self._ahead = self._batches, self._ahead, None
-        if batches is None:
-            raise self._unavailable("the reader was closed")
-        if ahead is None:
-            return next(batches, None)
+    def _next(self, start: int, stop: int, epoch: int) -> pa.RecordBatch:
+        ahead, self._ahead = self._ahead, None
+        if self._batches is None or start >= self._stop:
+            store = self._open_store()
+            if store.bounds(self._life).term // TERMS > epoch:
+                raise refusals.other_branch(self._stream)
+            self._batches, ahead = store.read(self._life, start, stop), None
+            self._at, self._stop = start, stop
+        batches = self._batches
         try:
-            return ahead.result(_PATIENCE_S)
-        except CancelledError:
-            raise self._unavailable("the reader was closed") from None
+            batch = next(batches, None) if ahead is None else ahead.result()
         except TimeoutError as error:
-            silence = f"it has not answered for {_PATIENCE_S:g} seconds"
-            raise self._unavailable(silence) from error
-
-    def _fetch_ahead(self) -> None:
-        batches, thread = self._batches, self._thread
-        if batches is None:
-            return  # closed by another thread
-        if thread is None:
-            thread = self._thread = ThreadPoolExecutor(1, f"meteor-cold-{self._stream}")
-        try:
-            self._ahead = thread.submit(next, batches, None)
-        except RuntimeError:
-            pass  # the same
-
-    def _drop(self) -> None:
-        ahead, self._ahead, self._batches = self._ahead, None, None
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
-            self._thread = None  # the parent's, and so is what it was doing
-        elif ahead is not None:
-            ahead.cancel()
-
-    def _unavailable(self, problem: str) -> StoreUnavailable:
-        shown = self._open_store().uri or "no address"
-        return refusals.store_unavailable(self._stream, shown, "read", OSError(problem))
+            shown = self._open_store().uri or "no address"
+            raise refusals.store_unavailable(self._stream, shown, "read", error) from error
+        assert batch is not None, "a store gives what it is asked for, or raises"
+        return batch

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from meteor_py.errors import (
 from meteor_py.history import Position, begin_epoch
 from meteor_py.lease import Term, now
 from meteor_py.link import parse_info
-from meteor_py.record import ARROW_SCHEMA, Chunk, ListChunk
+from meteor_py.record import ARROW_SCHEMA, Chunk, Headers, ListChunk
 from meteor_py.scripts import ADVANCE_ARCHIVED
 from meteor_py.store.base import TERMS
 from meteor_py.store.opening import check_identity
@@ -77,8 +78,8 @@ class ArchiverConfig:
         check_seconds("segment_age", self.segment_age, zero=True)
         check_seconds("lease_ttl", self.lease_ttl)
 
-    def records(self, stream: StreamConfig) -> int:
-        """Records to gather at most: a publisher with a whole frame must still find room."""
+    def room(self, stream: StreamConfig) -> int:
+        """Records that may wait: a publisher with a whole frame must still find room."""
         room = (stream.max_unarchived or OFFSET_MAX) - min(stream.capacity, FRAME_RECORDS_MAX)
         return max(min(self.segment_records, room // 2), 1)
 
@@ -135,7 +136,7 @@ class Duty:
         self._keeper.alive_at = now()
         self._look()
         block_s = min(_LOOK_S, self._link.block_max_s) if self.records else self._link.block_max_s
-        wanted = max(self._config.records(self._settings) - self.records, 1)
+        wanted = max(self._config.segment_records - self.records, 1)
         try:
             chunks = self._cursor.fetch(block_s, records=wanted)
         except (StreamCorrupt, CorruptFrameError, UnsupportedFrameError, RecordsLost):
@@ -169,6 +170,7 @@ class Duty:
     def _begin(self) -> None:
         stream = self._stream
         self._certain_at = now()
+        self._begin_epoch()
         fields = ("incarnation", "epoch", "next", "archived", "store")
         answer = self._link.call("HMGET", keys.meta(stream.name), *fields)
         if answer[0] is None or answer[0].decode() != stream.incarnation:
@@ -176,6 +178,7 @@ class Duty:
         if answer[3] is None:
             raise refusals.no_store(stream.name)
         epoch, end, self._archived = map(int, answer[1:4])
+        self._epoch = epoch
         self._identity = answer[4].decode()
         check_identity(self._store, stream.name, self._identity)
         self._number = epoch * TERMS + self._term.number
@@ -188,6 +191,12 @@ class Duty:
         position = Position(stream.incarnation, epoch, self._archived)
         self._cursor = Cursor(stream.client.open_link(), stream.name, position)
         self._cursor.start(position, end, keys.ARCHIVERS, self._term.nonce)
+
+    def _begin_epoch(self) -> None:
+        """If this is another server than the one that was last written to, say so first."""
+        found = self._link.call("HGET", keys.meta(self._stream.name), "history")
+        if found is not None and self._link.history not in ("", found.decode()):
+            begin_epoch(self._link, self._stream.name, self._stream.incarnation, found.decode())
 
     def _tidy(self) -> None:
         """Put the store in order. Not while its end is in doubt: what counts must not go."""
@@ -231,12 +240,14 @@ class Duty:
     def _is_enough(self) -> bool:
         assert self._cursor is not None, "closed"
         at = self._cursor.position.offset
+        caught_up = at >= self._cursor.next
         return (
-            self.records >= self._config.records(self._settings)
+            self.records >= self._config.segment_records
+            or (caught_up and self.records >= self._config.room(self._settings))
             or self._bytes >= self._config.segment_bytes
             or time.monotonic() - self._since >= self._config.segment_age
             or (self._flush > self._archived and at >= min(self._flush, self._cursor.next))
-            or (self._pressed and at >= self._cursor.next)
+            or (caught_up and self._pressed)
         )
 
     # -- committing ----------------------------------------------------------------------------
@@ -257,7 +268,6 @@ class Duty:
         self._pressed = False
 
     def _advance(self, to: int) -> None:
-        assert self._cursor is not None, "closed"
         stream, term = self._stream, self._term
         script_keys = [
             keys.log(stream.name),
@@ -266,8 +276,11 @@ class Duty:
         ]
         args: list[Any] = [stream.incarnation, self._link.history, term.nonce, term.number]
         sent_at = now()
+        # The epoch of the duty, not that of the cursor, which may have seen a later one: the number
+        # under which all was appended begins with it. And never sent twice: a late repeat could
+        # find a new epoch.
         answer = self._link.run(
-            ADVANCE_ARCHIVED, script_keys, [*args, self._cursor.position.epoch, self._archived, to]
+            ADVANCE_ARCHIVED, script_keys, [*args, self._epoch, self._archived, to]
         )
         if answer[0] == b"OK":
             self._archived, self._certain_at = to, sent_at
@@ -285,5 +298,11 @@ class Duty:
 def _size(chunk: Chunk) -> int:
     """The bytes of a chunk, about."""
     if isinstance(chunk, ListChunk):
-        return sum(map(len, chunk.values))
+        keys_size = sum(len(key) for key in chunk.keys or () if key)
+        headers = sum(len(name) + len(x) for row in chunk.headers or () for name, x in _items(row))
+        return sum(map(len, chunk.values)) + keys_size + headers
     return int(chunk.columns.nbytes)
+
+
+def _items(headers: Headers | None) -> Iterable[tuple[str, bytes]]:
+    return headers.items() if headers else ()

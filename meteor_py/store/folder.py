@@ -45,6 +45,9 @@ class Folder(Protocol):
     def entries(self, path: str) -> list[Entry]:
         """The files at a path; none if it does not exist."""
 
+    def names(self, path: str) -> list[str]:
+        """Their names alone, which may be had faster."""
+
     def folders(self) -> list[str]:
         """The names of the folders in it."""
 
@@ -54,8 +57,8 @@ class Folder(Protocol):
     def read(self, path: str) -> bytes | None:
         """A small file as a whole; None if there is none."""
 
-    def create(self, path: str, data: bytes) -> None:
-        """Write a small file, with the folder itself, unless it is there already."""
+    def create(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        """Write a small file, with the folder itself; one that is there stays, or is replaced."""
 
     def build(self, path: str) -> AbstractContextManager[Path]:
         """A file to write to; removed at the end of the block."""
@@ -93,6 +96,13 @@ class LocalFolder:
             pass
         return found
 
+    def names(self, path: str) -> list[str]:
+        try:
+            with os.scandir(self._inside(path)) as entries:
+                return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+
     def folders(self) -> list[str]:
         try:
             with os.scandir(self._inside("")) as entries:
@@ -110,21 +120,22 @@ class LocalFolder:
         except FileNotFoundError:
             return None
 
-    def create(self, path: str, data: bytes) -> None:
+    def create(self, path: str, data: bytes, *, replace: bool = False) -> None:
         folder = self._inside("")
-        if not folder.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            _sync_folder(folder.parent)
+        missing = [each for each in (folder, *folder.parents) if not each.is_dir()]
+        for each in reversed(missing):
+            each.mkdir(exist_ok=True)
+            _sync_folder(each.parent)
         built = folder / f"{UNFINISHED}{secrets.token_hex(8)}.tmp"
         try:
             with built.open("xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            try:
-                os.link(built, self._inside(path))  # unlike a rename, this overwrites nothing
-            except FileExistsError:
-                pass
+            if replace:
+                os.replace(built, self._inside(path))
+            else:
+                _link(built, self._inside(path))
         finally:
             built.unlink(missing_ok=True)
         _sync_folder(folder)
@@ -184,6 +195,9 @@ class RemoteFolder:
             if info.is_file
         ]
 
+    def names(self, path: str) -> list[str]:
+        return [entry.name for entry in self.entries(path)]
+
     def folders(self) -> list[str]:
         infos = self._infos("")
         return [info.base_name for info in infos if not info.is_file]
@@ -199,8 +213,8 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
 
-    def create(self, path: str, data: bytes) -> None:
-        if self.read(path) is None:
+    def create(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        if replace or self.read(path) is None:
             self._filesystem.create_dir(self._path, recursive=True)
             self._upload(data, f"{self._path}/{path}")
 
@@ -252,6 +266,17 @@ class RemoteFolder:
         except FileNotFoundError:
             return []  # it came or went meanwhile
         return infos
+
+
+def _link(built: Path, target: Path) -> None:
+    """Give a file its name, unless there is one of that name."""
+    try:
+        os.link(built, target)  # unlike a rename, this overwrites nothing
+    except FileExistsError:
+        pass
+    except OSError:  # a filesystem without links
+        if not target.exists():
+            os.rename(built, target)
 
 
 def _sync_folder(path: Path) -> None:

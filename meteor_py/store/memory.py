@@ -11,7 +11,7 @@ import pyarrow as pa
 from meteor_py import refusals
 from meteor_py.errors import RecordsLost
 from meteor_py.record import ARROW_SCHEMA
-from meteor_py.store.base import Bounds, Flaw, Progress
+from meteor_py.store.base import TERMS, Bounds, Flaw, Progress
 
 
 class _Life:
@@ -19,6 +19,7 @@ class _Life:
 
     def __init__(self) -> None:
         self.term = 0
+        self.epochs: dict[int, int] = {}
         self.firsts: list[int] = []
         self.batches: list[pa.RecordBatch] = []
 
@@ -31,6 +32,7 @@ class _Life:
         while self.firsts and self.firsts[-1] >= end:
             self.firsts.pop()
             self.batches.pop()
+        self.epochs = {epoch: first for epoch, first in self.epochs.items() if first < end}
         if self.firsts and self.end > end:
             self.batches[-1] = self.batches[-1].slice(0, end - self.firsts[-1])
 
@@ -56,9 +58,9 @@ class MemoryStore:
     def identity(self) -> str | None:
         return self._identity
 
-    def claim(self, identity: str) -> None:
+    def claim(self, identity: str, *, replacing: str | None = None) -> None:
         with self._lock:
-            if self._identity is None:
+            if self._identity in (None, replacing):
                 self._identity = identity
 
     def lives(self) -> list[str]:
@@ -75,6 +77,11 @@ class MemoryStore:
                 return Bounds(0, 0, 0 if found is None else found.term)
             return Bounds(found.firsts[0], found.end, found.term)
 
+    def epochs(self, life: str) -> dict[int, int]:
+        with self._lock:
+            found = self._lives.get(life)
+            return {} if found is None else dict(found.epochs)
+
     def append(self, life: str, term: int, records: pa.Table) -> None:
         first = records.column("offset")[0].as_py()
         with self._lock:
@@ -85,6 +92,7 @@ class MemoryStore:
                 return  # a repeat
             found.term = term
             found.cut(first)
+            found.epochs.setdefault(term // TERMS, first)
             for batch in records.to_batches():
                 if len(batch):
                     found.firsts.append(batch.column("offset")[0].as_py())

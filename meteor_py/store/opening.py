@@ -14,6 +14,7 @@ from meteor_py.store.parquet import ParquetStore
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
+    from meteor_py.meta import Meta
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ def found(client: Client, store: RingbufferStore, stream: str, resume: bool) -> 
     fields |= {"epoch": str(now), "epochs": f"{now}:0"}
     lives = store.lives()
     if lives and resume:
+        # Another id: the server that was believed lost may come back, and must not go on with it.
+        fields |= {"store": secrets.token_hex(8), "store_before": identity}
         fields |= _resumed(store, lives[-1], now)
     elif lives:
         end = store.bounds(lives[-1]).end
@@ -72,15 +75,34 @@ def _resumed(store: RingbufferStore, life: str, now: int) -> dict[str, str]:
         appended = 0
     # A new epoch: whoever has seen more than the store holds is told that it is gone.
     epoch = max(now, term // TERMS + 1)
+    epochs = [*sorted(store.epochs(life).items()), (epoch, end)]
     return {
         "incarnation": life,
         "next": str(end),
         "appended": str(max(now, appended)),
         "epoch": str(epoch),
-        "epochs": f"1:0,{epoch}:{end}",
+        "epochs": ",".join(f"{number}:{start}" for number, start in epochs),
         "archived": str(end),
         "expired": str(first),
     }
+
+
+def settle(store: RingbufferStore, stream: str, meta: Meta, *, founder: bool, resume: bool) -> None:
+    """Make sure that this is the store of the stream, which may have been created just now.
+
+    Raises:
+        StoreMismatch: It is not.
+        StoreUnavailable: It could not be looked at.
+    """
+    assert meta.store is not None, "it has a store"
+    seen = store.identity()
+    if seen == meta.store:
+        return
+    # Another founder may have claimed it at the same moment; or it is that of a stream which was
+    # resumed, by one who has not come further than that.
+    if founder or (resume and seen is not None and seen == meta.store_before):
+        store.claim(meta.store, replacing=seen)
+    check_identity(store, stream, meta.store)
 
 
 def check_identity(store: RingbufferStore, stream: str, identity: str) -> None:

@@ -20,7 +20,7 @@ from meteor_py import keys, refusals
 from meteor_py.address import mask
 from meteor_py.errors import StoreMismatch
 from meteor_py.store import upkeep
-from meteor_py.store.base import Bounds, Flaw, Progress
+from meteor_py.store.base import TERMS, Bounds, Flaw, Progress
 from meteor_py.store.folder import Folder, LocalFolder, RemoteFolder
 from meteor_py.store.segment import lay_out
 from meteor_py.store.shelf import Shelf, unavailable
@@ -126,10 +126,11 @@ class ParquetStore:
             )
         return identity
 
-    def claim(self, identity: str) -> None:
+    def claim(self, identity: str, *, replacing: str | None = None) -> None:
         mark = {"version": 1, "store": identity, "stream": self.stream}
+        replace = replacing is not None and self.identity() == replacing
         with unavailable(self.stream, self._shown, "written to"):
-            self._folder.create(MARK, json.dumps(mark).encode())
+            self._folder.create(MARK, json.dumps(mark).encode(), replace=replace)
 
     def lives(self) -> list[str]:
         with unavailable(self.stream, self._shown, "listed"):
@@ -146,6 +147,10 @@ class ParquetStore:
             return Bounds(0, 0, 0)
         return Bounds(spans[0].first, spans[-1].stop, max(segment.term for segment in segments))
 
+    def epochs(self, life: str) -> dict[int, int]:
+        spans = self._shelf(life).spans()
+        return {span.segment.term // TERMS: span.first for span in reversed(spans)}
+
     def append(self, life: str, term: int, records: pa.Table) -> None:
         self._shelf(life).write(term, records)
 
@@ -158,21 +163,28 @@ class ParquetStore:
     def files(self, life: str, start: int, stop: int) -> list[str]:
         """The files that hold the records from ``start`` to before ``stop``, and no others.
 
-        Paths for a local store, else URIs. A file that goes on behind ``stop`` is left out.
+        Paths for a local store, else URIs. The first may begin before ``start``.
 
         Raises:
-            StoreUnavailable: Some records are in two files: the archiver mends that soon.
+            StoreUnavailable: A file holds others, too: the archiver mends that soon.
+            RecordsLost: Some are in no file.
         """
         spans = [span for span in self._shelf(life).spans(stop) if span.stop > start]
-        for span in spans[:-1]:
+        at = start
+        for span in spans:
+            if span.first > at:
+                raise refusals.not_stored(self.stream, at, span.first - 1)
             if not span.exact:
-                twice = OSError(f"{span.segment.name} holds records that are in another file too")
-                raise refusals.store_unavailable(self.stream, self._shown, "listed", twice)
+                more = OSError(f"not all that {span.segment.name} holds counts, or not yet")
+                raise refusals.store_unavailable(self.stream, self._shown, "listed", more)
+            at = span.stop
+        if at < stop:
+            raise refusals.not_stored(self.stream, at, stop - 1)
         root, mark, query = (self._uri or self._shown).removeprefix("file://"), "", ""
         if isinstance(self._folder, RemoteFolder) and self._uri is not None:
             root, mark, query = root.partition("?")
         folder = f"{root.rstrip('/')}/{self.stream}/{life}"
-        return [f"{folder}/{span.segment.name}{mark}{query}" for span in spans if span.exact]
+        return [f"{folder}/{span.segment.name}{mark}{query}" for span in spans]
 
     def edge(self, life: str, offset: int) -> int:
         """The last end of a file at or before an offset; 0 if there is none."""

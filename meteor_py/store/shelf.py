@@ -45,7 +45,8 @@ class Shelf:
             return self.folder.entries(self.life)
 
     def segments(self) -> list[Segment]:
-        parsed = (Segment.parse(entry.name) for entry in self.entries())
+        with unavailable(self.stream, self.shown, "listed"):
+            parsed = map(Segment.parse, self.folder.names(self.life))
         return [segment for segment in parsed if segment is not None]
 
     def spans(self, end: int | None = None) -> list[Span]:

@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds for which nothing is removed: who has listed it may want to read it.
 GRACE_S = 600.0
+#: What is held in memory to be written as one segment.
+MEMORY_BYTES = 512 * 1024 * 1024
 
 
 def verify(shelf: Shelf, start: int, stop: int, progress: Progress | None) -> Iterator[Flaw]:
@@ -110,15 +112,33 @@ def _runs(
 def _try_merge(shelf: Shelf, run: list[Span]) -> int:
     """Write one segment for what counts of some neighbours; tell how many fewer that makes.
 
-    Damage is left as it is: ``verify`` names it, and what is whole can still be read.
+    More than one if they are larger in memory than the files let think. Damage is left as it is:
+    ``verify`` names it, and what is whole can still be read.
     """
+    batches: list[pa.RecordBatch] = []
+    written = 0
     try:
-        table = pa.Table.from_batches(shelf.read(run[0].first, run[-1].stop))
+        for batch in shelf.read(run[0].first, run[-1].stop):
+            batches.append(batch)
+            if sum(x.nbytes for x in batches) >= MEMORY_BYTES:
+                written += _write(shelf, run, batches)
+                batches = []
     except ReadError as error:
         _log.warning("Segments are left as they are: %s", error)
         return 0
-    shelf.write(max(span.segment.term for span in run), table)
-    return len(run) - 1
+    written += _write(shelf, run, batches)
+    return len(run) - written
+
+
+def _write(shelf: Shelf, run: list[Span], batches: list[pa.RecordBatch]) -> int:
+    if not batches:
+        return 0
+    table = pa.Table.from_batches(batches)
+    first, last = (table.column("offset")[index].as_py() for index in (0, -1))
+    # Of those alone that it takes the place of.
+    terms = [span.segment.term for span in run if span.first <= last and first < span.stop]
+    shelf.write(max(terms), table)
+    return 1
 
 
 def sweep(shelf: Shelf, term: int, end: int, still: Callable[[], bool]) -> None:
@@ -140,7 +160,9 @@ def sweep(shelf: Shelf, term: int, end: int, still: Callable[[], bool]) -> None:
         covering = [ages[span.segment.name] for span in spans if span.meets(segment)]
         if min(covering, default=GRACE_S + 1) > GRACE_S:
             doomed.append(segment.name)
-    _remove(shelf, [name for name in doomed if ages[name] > GRACE_S])
+    for name in doomed:
+        if ages[name] > GRACE_S and still():
+            _remove(shelf, name)
 
 
 def remove_below(shelf: Shelf, offset: int) -> None:
@@ -154,11 +176,11 @@ def remove_below(shelf: Shelf, offset: int) -> None:
     first = min((segment.first for segment in kept), default=offset)
     doomed = [x for x in segments if x not in kept and x.first < first]
     # By rising terms: the same must hold if this is cut short.
-    _remove(shelf, [x.name for x in sorted(doomed, key=lambda x: x.term)])
+    for segment in sorted(doomed, key=lambda x: x.term):
+        _remove(shelf, segment.name)
 
 
-def _remove(shelf: Shelf, names: list[str]) -> None:
-    for name in names:
-        _log.info("Removing %s of stream %r at %s.", name, shelf.stream, shelf.shown)
-        with unavailable(shelf.stream, shelf.shown, "written to"):
-            shelf.folder.remove(shelf.path(name))
+def _remove(shelf: Shelf, name: str) -> None:
+    _log.info("Removing %s of stream %r at %s.", name, shelf.stream, shelf.shown)
+    with unavailable(shelf.stream, shelf.shown, "written to"):
+        shelf.folder.remove(shelf.path(name))

@@ -80,6 +80,7 @@ class Event(msgspec.Struct, omit_defaults=True):
     offsets: list[int] = []
     confirmed: dict[str, int] = {}
     archived: int = -1
+    waiting: int = -1  # frames in the ring that are not archived, or not wholly; 2 for more
     text: str = ""
 
     def __str__(self) -> str:

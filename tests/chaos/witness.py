@@ -28,10 +28,11 @@ ANSWER_S = 5.0
 _SAMPLE = """
 local entry = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
 local meta = redis.call('HMGET', KEYS[1], 'next', 'archived')
-local found = {meta[1], entry and entry[1] or '', meta[2] or '-1'}
+local waiting = redis.call('XRANGE', KEYS[2], (meta[2] or '0') .. '-0', '+', 'COUNT', 2)
+local found = {meta[1], entry and entry[1] or '', meta[2] or '-1', tostring(#waiting)}
 for k = 3, #KEYS do
   local group = redis.call('HMGET', KEYS[k], 'confirmed', 'start')
-  found[k + 1] = group[1] or group[2] or ''
+  found[k + 2] = group[1] or group[2] or ''
 end
 return found
 """
@@ -62,7 +63,7 @@ class Sampler(threading.Thread):
                 found: Any = self._client.eval(_SAMPLE, len(self._keys), *self._keys)
             except (redis.ConnectionError, redis.TimeoutError, redis.exceptions.BusyLoadingError):
                 return None
-            last, entry, archived, *places = [item.decode() for item in found]
+            last, entry, archived, waiting, *places = [item.decode() for item in found]
             first = last
             if entry:
                 end, _, records = entry.partition("-")
@@ -78,6 +79,7 @@ class Sampler(threading.Thread):
                 first=int(first),
                 last=int(last),
                 archived=int(archived),
+                waiting=int(waiting),
                 confirmed=confirmed,
             )
 
