@@ -289,8 +289,13 @@ def test_a_fail_over_under_a_reader_of_the_store_changes_nothing_below_it(laggin
 
 def lose(stream: meteor.Stream, first: int) -> None:
     """What a server looks like that has lost everything from there on, in a new epoch."""
-    plain = stream.client.redis
-    fields = {"epoch": 2, "epochs": f"1:0,2:{first}", "next": first, "archived": first}
+    plain, old = stream.client.redis, stream.describe().epoch
+    fields = {
+        "epoch": old + 1,
+        "epochs": f"{old}:0,{old + 1}:{first}",
+        "next": first,
+        "archived": first,
+    }
     plain.hset(keys.meta(stream.name), mapping=fields)  # type: ignore[arg-type]
     plain.delete(keys.log(stream.name))
 

@@ -120,14 +120,13 @@ class ColdReader:
             ahead.join(_CLOSE_S)
 
     def _next(self, start: int, stop: int, epoch: int) -> pa.RecordBatch:
-        ahead, self._ahead = self._ahead, None
-        if self._batches is None or start >= self._stop:
+        batches, ahead, self._ahead = self._batches, self._ahead, None
+        if batches is None or start >= self._stop:
             store = self._open_store()
             if store.bounds(self._life).term // TERMS > epoch:
                 raise refusals.other_branch(self._stream)
-            self._batches, ahead = store.read(self._life, start, stop), None
-            self._at, self._stop = start, stop
-        batches = self._batches
+            batches, ahead = store.read(self._life, start, stop), None
+            self._batches, self._at, self._stop = batches, start, stop
         try:
             batch = next(batches, None) if ahead is None else ahead.result()
         except TimeoutError as error:
