@@ -36,7 +36,7 @@ from meteor_py.publisher import close_publishers
 from meteor_py.scripts import ALL, CREATE_STREAM, Script
 from meteor_py.store.archiver import close_archivers, start_archiver
 from meteor_py.store.base import RingbufferStore
-from meteor_py.store.opening import Store, found, open_store, settle
+from meteor_py.store.opening import Store, founding_fields, open_store, settle
 from meteor_py.stream import Stream
 from meteor_py.subscriber import close_subscribers
 
@@ -150,6 +150,12 @@ class Client(Closing):
             founder, meta = self._create(name, config, max_unarchived, backend, resume)
         else:
             meta = self._find(name)
+        if meta.store is None and (backend is not None or max_unarchived is not None):
+            raise StreamConfigMismatch(
+                f"Stream {name!r} exists without a store; open it without one, or create another "
+                "stream.",
+                stream=name,
+            )
         for setting, value in asked.items():
             if getattr(meta.config, setting) != value:
                 raise StreamConfigMismatch(
@@ -159,11 +165,6 @@ class Client(Closing):
                 )
         if backend is None:
             return Stream(self, name, meta)
-        if meta.store is None:
-            raise StreamConfigMismatch(
-                f"Stream {name!r} exists without a store; open it without one, or create another.",
-                stream=name,
-            )
         settle(backend, name, meta, founder=founder, resume=resume)
         stream = Stream(self, name, meta, backend)
         if archive:
@@ -200,7 +201,7 @@ class Client(Closing):
                 )
             most = max_unarchived or UNARCHIVED_CAPACITIES * config.capacity
             config = replace(config, store=store.uri, max_unarchived=most).check_room()
-            extra = found(self, store, name, resume)
+            extra = founding_fields(self, store, name, resume)
         try:
             self.call("SADD", keys.STREAMS, name)
         except OutOfMemory:
@@ -285,6 +286,13 @@ class Client(Closing):
         return f"<Client of {self.address}{' (closed)' if self._closed else ''}>"
 
     # -- for the other modules -----------------------------------------------------------------
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the server and its memory end with this client, or this process."""
+        return self.address.scheme == "fake" or (
+            self.address.scheme == "embedded" and not self.address.place
+        )
 
     def open_link(self) -> Link:
         """A connection of its own for a publisher or subscriber, who closes it."""

@@ -83,7 +83,7 @@ class StreamConfig:
         if self.max_unarchived is not None and self.max_unarchived < self.capacity:
             raise ValueError(
                 f"max_unarchived must be at least the capacity, {self.capacity}, not "
-                f"{self.max_unarchived}: the ring holds that many anyway."
+                f"{self.max_unarchived}: the ring holds that many anyway. Give max_unarchived= too."
             )
         return self
 

@@ -144,7 +144,8 @@ class Cursor:
         if failure is None:
             self.position = self.position._replace(offset=start + len(batch))
             return [TableChunk(start, batch)]
-        if anywhere and isinstance(failure, RecordsLost):
+        if anywhere and isinstance(failure, RecordsLost) and failure.last < self._expired:
+            # Expired: so what is meant by "the first there is" has moved. Else they are lost.
             self.position = self.position._replace(offset=failure.last + 1)
             return None
         raise failure

@@ -226,9 +226,17 @@ class Feed:
         except RecordsLost as gap:
             if self._config.on_gap == "raise":
                 raise
+            self._skip_gaps(gap, records)
+
+    def _skip_gaps(self, gap: RecordsLost, records: int) -> None:
+        """Go on behind a gap, and behind those that follow it."""
+        while True:
             _log.warning("Skipping a gap: %s", gap)
             self.skip_gap()
-            self._ask(0.0, records)
+            try:
+                return self._ask(0.0, records)
+            except RecordsLost as another:
+                gap = another
 
     def _ask(self, block_s: float, records: int) -> None:
         try:

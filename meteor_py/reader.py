@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from meteor_py.codec import Codec
-from meteor_py.errors import LogTruncated, RecordsLost
+from meteor_py.errors import LogTruncated, RecordsLost, SegmentCorrupt
 from meteor_py.history import Position
 from meteor_py.lease import Term
 from meteor_py.record import Chunk, RecordBatch
@@ -83,6 +83,9 @@ class Reader:
             chunks = self._cursor.fetch(block_s, records=records, anywhere=self._floating)
         except (RecordsLost, LogTruncated) as error:
             self.note_gap(error)
+            raise
+        except SegmentCorrupt as error:  # of which some may lie before the position
+            self.gap = Gap(self.position, error.last, truncated=False)
             raise
         if chunks:
             missed, self.position = self.position, chunks[0].first

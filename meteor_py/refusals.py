@@ -70,7 +70,8 @@ def truncated(stream: str, first: int, last: int) -> LogTruncated:
 def not_stored(stream: str, first: int, last: int) -> RecordsLost:
     return RecordsLost(
         f"Records {first} to {last} of stream {stream!r} are neither in the ring nor in its store: "
-        "they have expired, or a file was removed. skip_gap() goes on behind them.",
+        f"they have expired, or a file was removed. A subscriber goes on behind them with "
+        f"skip_gap(); else start at {last + 1}.",
         stream=stream,
         first=first,
         last=last,
@@ -79,8 +80,9 @@ def not_stored(stream: str, first: int, last: int) -> RecordsLost:
 
 def corrupt(stream: str, first: int, last: int, place: str, problem: str) -> SegmentCorrupt:
     return SegmentCorrupt(
-        f"Records {first} to {last} of stream {stream!r} are damaged in the store: {problem}. Put "
-        f"the file {place} back from a copy, or seek() to {last + 1}.",
+        f"Records {first} to {last} of stream {stream!r} are damaged in the store: "
+        f"{problem.rstrip('.')}. Put the file {place} back from a copy; or a subscriber goes on "
+        f"behind them with skip_gap(), and read() from {last + 1}.",
         stream=stream,
         first=first,
         last=last,
@@ -91,6 +93,17 @@ def store_unavailable(stream: str, store: str, done: str, error: BaseException) 
     return StoreUnavailable(
         f"The store of stream {stream!r} at {store} cannot be {done} now: "
         f"{mask(str(error)).rstrip('.')}.",
+        stream=stream,
+    )
+
+
+def not_archived(
+    stream: str, archived: int, end: int, timeout: float, error: Exception | None
+) -> StoreUnavailable:
+    why = "Does an archiver run, and can it write to the store?" if error is None else str(error)
+    return StoreUnavailable(
+        f"Only the records below {archived} of {end} of stream {stream!r} were archived within "
+        f"{timeout:g} seconds. {why}",
         stream=stream,
     )
 

@@ -344,7 +344,7 @@ class Stream:
     ) -> Archiver:
         """An archiver with settings of your own: ``run()`` it, or ``start()`` and ``close()`` it.
 
-        The one that this client runs by itself ends.
+        The one that this client runs by itself ends when it begins.
 
         Args:
             segment_records: Records of a segment at most; also half of ``max_unarchived``.
@@ -362,9 +362,7 @@ class Stream:
             segment_age=segment_age,
             lease_ttl=lease_ttl,
         )
-        store = self._find_store()
-        stop_archiver(self.client, self.name)
-        return Archiver(self, store, config)
+        return Archiver(self, self._find_store(), config)
 
     def delete(self, *, history: bool = False) -> None:
         """Delete the stream with all its records. Publishers and subscribers will be told.

@@ -13,7 +13,7 @@ from meteor_py.errors import SegmentCorrupt
 from meteor_py.record import ARROW_SCHEMA
 from meteor_py.store import upkeep
 from meteor_py.store.parquet import ParquetStore
-from tests.store_contract import LIFE, records
+from meteor_py.testing.store_contract import LIFE, records
 
 #: Where the segments begin, and the last one ends.
 EDGES = (0, 40, 80, 120)

@@ -289,7 +289,7 @@ def test_a_store_that_is_there_can_be_read(story: StoreStory) -> None:
 
 
 def test_files_can_be_listed_unless_somebody_merges_them(story: StoreStory) -> None:
-    story.unavailable(f"a file holds records that are {MERGING}")
+    story.unavailable(f"The store {MERGING} that a file holds counts")
     story.finish(0, 2, 4)
     assert story.kinds() == {Wrong.UNEXPECTED}
     story.add("compacted", who="a1")

@@ -52,11 +52,13 @@ def test_files_that_are_merged_with_later_ones_just_now_are_in_the_list(
     assert depot.stored() == list(range(180))
 
 
-def test_records_that_are_lost_at_the_end_are_left_out(depot: Depot) -> None:
-    for _ in range(2):
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_list_of_files_does_not_pass_over_a_lost_one(depot: Depot, number: int) -> None:
+    for _ in range(3):
         depot.fill(60)
         depot.archive()
-    *kept, last = depot.stream.store.files()
-    Path(last).unlink()
-    assert depot.stream.store.files() == kept
+    Path(depot.stream.store.files()[number]).unlink()
+    with pytest.raises(meteor.RecordsLost) as caught:
+        depot.stream.store.files()
+    assert (caught.value.first, caught.value.last) == (60 * number, 60 * number + 59)
     assert depot.harm()

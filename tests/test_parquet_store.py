@@ -22,8 +22,16 @@ from meteor_py.store import segmentfile
 from meteor_py.store.base import Bounds
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import Segment
+from meteor_py.testing.store_contract import (
+    LIFE,
+    NEWEST,
+    appended_at,
+    check,
+    check_lost,
+    read,
+    records,
+)
 from tests.parquet import END, GROUP, claimed, filled, flaws, names, paths, readable
-from tests.store_contract import LIFE, NEWEST, appended_at, check, check_lost, read, records
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from meteor_py.store import segmentfile, upkeep
 from meteor_py.store.base import Bounds
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import Segment
+from meteor_py.testing.store_contract import LIFE, NEWEST, appended_at, check, read, records
 from tests.parquet import (
     EDGES,
     END,
@@ -32,7 +33,6 @@ from tests.parquet import (
     paths,
     readable,
 )
-from tests.store_contract import LIFE, NEWEST, appended_at, check, read, records
 
 
 @pytest.fixture(autouse=True)

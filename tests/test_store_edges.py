@@ -17,10 +17,10 @@ from meteor_py.store import archiver as archiver_module
 from meteor_py.store import upkeep
 from meteor_py.store.base import TERMS
 from meteor_py.store.segment import Segment
+from meteor_py.testing.store_contract import LIFE, NEWEST
 from tests.conftest import ServerFactory
 from tests.parquet import END, filled, make_old, names, paths
 from tests.reading import fill
-from tests.store_contract import LIFE, NEWEST
 from tests.waiting import eventually
 
 NAME = "orders"

@@ -15,8 +15,8 @@ import pytest
 from meteor_py.errors import MeteorError, StoreMismatch, StoreUnavailable
 from meteor_py.store.base import Bounds
 from meteor_py.store.parquet import MARK, ParquetStore
+from meteor_py.testing.store_contract import LIFE, check, records
 from tests.parquet import claimed, everything_said
-from tests.store_contract import LIFE, check, records
 
 #: Every call that looks at the folder of a stream, or changes it.
 CALLS: dict[str, Callable[[ParquetStore], object]] = {

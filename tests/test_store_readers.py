@@ -17,8 +17,8 @@ import pytest
 
 from meteor_py.record import ARROW_SCHEMA
 from meteor_py.store import segmentfile
+from meteor_py.testing.store_contract import LIFE, NEWEST, appended_at, records
 from tests.parquet import claimed, make_old
-from tests.store_contract import LIFE, NEWEST, appended_at, records
 
 END = 200
 

@@ -16,10 +16,10 @@ from meteor_py.errors import SegmentCorrupt, StoreUnavailable
 from meteor_py.record import ARROW_SCHEMA
 from meteor_py.store.base import Bounds
 from meteor_py.store.parquet import ParquetStore
+from meteor_py.testing.store_contract import LIFE, NEWEST, check, read, records
 from tests.parquet import everything_said
 from tests.proxy import Proxy
 from tests.s3 import ACCESS_KEY, BUCKET, S3, SECRET
-from tests.store_contract import LIFE, NEWEST, check, read, records
 from tests.waiting import eventually
 
 #: Slow enough for a cut to fall into the middle of an upload: a megabyte takes five seconds.

@@ -10,8 +10,8 @@ import pytest
 
 from meteor_py.store.memory import MemoryStore
 from meteor_py.store.parquet import ParquetStore
+from meteor_py.testing.store_contract import OpenStore, StoreContract
 from tests.s3 import S3
-from tests.store_contract import OpenStore, StoreContract
 
 
 @pytest.fixture(scope="module")

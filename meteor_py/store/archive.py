@@ -66,7 +66,7 @@ class Archive:
                 archiver has put things in order yet.
             RecordsLost: A file is missing.
         """
-        store, life = self._parquet("files"), self._stream.incarnation
+        store, life = self._parquet("files()"), self._stream.incarnation
         for _ in range(_LOOKS):
             try:
                 return store.files(life, *self.bounds())
@@ -91,11 +91,8 @@ class Archive:
         end = int(self._run(FLUSH)[1])
         while (archived := self.bounds()[1]) < end:
             if time.monotonic() >= deadline:
-                raise StoreUnavailable(
-                    f"Only the records below {archived} of {end} of stream "
-                    f"{self._stream.name!r} were archived within {timeout:g} seconds. Does an "
-                    "archiver run, and can it write to the store?",
-                    stream=self._stream.name,
+                raise refusals.not_archived(
+                    self._stream.name, archived, end, timeout, self._error()
                 )
             time.sleep(_POLL_S)
         return archived
@@ -128,7 +125,7 @@ class Archive:
         Returns:
             How many files fewer there are to read.
         """
-        return self._parquet("compact").compact(
+        return self._parquet("compact()").compact(
             self._stream.incarnation,
             *self.bounds(),
             records=check_int("max_records", max_records, 1, OFFSET_MAX),
@@ -144,7 +141,9 @@ class Archive:
         offset: int | None = None,
         force: bool = False,
     ) -> int:
-        """Delete the oldest records, in whole files.
+        """Delete the oldest records from the store, in whole files.
+
+        Those that the ring still holds can be read from there as long as it does.
 
         Args:
             before: Those that were appended before this time.
@@ -164,7 +163,9 @@ class Archive:
             wanted = max(wanted, check_int("offset", offset, 0, OFFSET_MAX))
         if max_bytes is not None:
             check_int("max_bytes", max_bytes, 0, OFFSET_MAX)
-            fitting = self._parquet("expire by size").fitting(stream.incarnation, end, max_bytes)
+            fitting = self._parquet("expire(max_bytes=...)").fitting(
+                stream.incarnation, end, max_bytes
+            )
             wanted = max(wanted, fitting)
         groups = [] if force else stream.groups()
         wanted = min([wanted, end, *(group.confirmed for group in groups)])
@@ -177,9 +178,14 @@ class Archive:
         self.backend.delete(stream.incarnation, stays)
         return stays
 
+    def _error(self) -> Exception | None:
+        from meteor_py.store.archiver import error_of  # which knows streams, which know us
+
+        return error_of(self._stream)
+
     def _parquet(self, method: str) -> ParquetStore:
         if not isinstance(self.backend, ParquetStore):
-            raise TypeError(f"{method}() is for files; {self.backend!r} has none.")
+            raise TypeError(f"{method} is for stores of files; {self.backend!r} has none.")
         return self.backend
 
     def _run(self, script: Script, *args: int, script_keys: Sequence[str] = ()) -> list[bytes]:

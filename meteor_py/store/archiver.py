@@ -14,6 +14,7 @@ import atexit
 import logging
 import os
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from meteor_py import keys
@@ -49,20 +50,37 @@ _HANG_S = 600.0
 #: many, up to the third: each try is a term, and an epoch has a million of them.
 _BACKOFF_S = (0.1, 5.0, 60.0)
 _MANY = 1_000
-#: What will not get better by itself.
+#: What will not get better by itself. A store that is another may: it was the right one when the
+#: stream was opened, and its disk may be mounted again.
 _FATAL = (StreamNotFound, AccessDenied)
 
 
 class Archiver(Closing):
-    """Archives one stream. Get it with ``stream.archiver()``; ``run`` it, or ``start`` it."""
+    """Archives one stream. Get it with ``stream.archiver()``; ``run`` it, or ``start`` it, once.
 
-    def __init__(self, stream: Stream, store: RingbufferStore, config: ArchiverConfig) -> None:
+    >>> with stream.archiver(segment_age=10).start() as archiver:  # doctest: +SKIP
+    ...     ...
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        store: RingbufferStore,
+        config: ArchiverConfig,
+        *,
+        by_itself: bool = False,
+    ) -> None:
         self.stream = stream
         self.config = config
         #: What went wrong last; None again once nothing waits to be archived.
         self.error: Exception | None = None
         self._store = store
+        self._by_itself = by_itself  # nobody has asked for it
+        self._begun = False
         self._stopped = threading.Event()
+        self._ended = threading.Event()
+        self._runner: int | None = None  # the thread that it runs in
+        self._failure: Exception | None = None  # what has ended it, and nobody was told
         self._thread: threading.Thread | None = None
         self._keeper: Keeper | None = None
         self._duty: Duty | None = None
@@ -78,8 +96,25 @@ class Archiver(Closing):
         Raises:
             StreamNotFound, LogTruncated: The stream was deleted, or created anew.
             AccessDenied: The server does not let this user do it.
+            MeteorError: It was run or started before.
         """
+        self._begin()
+        self._work()
+
+    def _begin(self) -> None:
+        """Each is for one run: what is known of leases and terms belongs to it."""
+        if self._begun or self._stopped.is_set():
+            raise MeteorError(
+                f"This archiver of stream {self.stream.name!r} was started or closed before; get "
+                "another with stream.archiver()."
+            )
+        self._begun = True
+        if not self._by_itself:
+            stop_archiver(self.stream.client, self.stream.name)
         _enrol(self)
+
+    def _work(self) -> None:
+        self._runner = threading.get_ident()
         try:
             while not self._stopped.is_set():
                 try:
@@ -98,13 +133,17 @@ class Archiver(Closing):
                     self._stopped.wait(pause_s(max(self._failures, 1), first_s, longest_s))
         finally:
             self._leave()
-            _at_work.discard(self)
+            self._ended.set()
 
     def start(self) -> Archiver:
-        """The same in a thread, until ``close()``."""
+        """The same in a thread, until ``close()``.
+
+        Raises:
+            MeteorError: It was run or started before.
+        """
+        self._begin()
         name = f"meteor-archiver-{self.stream.name}"
         self._thread = threading.Thread(target=self._run_in_thread, name=name, daemon=True)
-        _enrol(self)  # already: the client may be closed before the thread runs
         self._thread.start()
         return self
 
@@ -113,15 +152,32 @@ class Archiver(Closing):
 
         Raises:
             TimeoutError: That takes longer than ``timeout`` seconds.
+            Exception: What has ended it before, in its thread.
         """
         if self._pid != os.getpid():
             return  # a forked child: thread and lease are the parent's
         self.stop()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout)
-            if thread.is_alive():
+        if self._begun and self._runner != threading.get_ident():
+            if not self._ended.wait(timeout):
                 raise TimeoutError(f"The archiver of stream {self.stream.name!r} does not end.")
+            if thread is not None:
+                thread.join(timeout)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def save(self, timeout: float = 10.0) -> None:
+        """If the server ends with its client: archive what there is, or say that it is lost."""
+        if not self.stream.client.is_private or self._stopped.is_set():
+            return
+        try:
+            self.stream.store.flush(timeout)
+        except (MeteorError, ValueError) as error:
+            _log.warning(
+                "What is not archived of stream %r is lost with its private server: %s",
+                *(self.stream.name, error),
+            )
 
     def stop(self) -> None:
         """Let it end soon, without waiting for that."""
@@ -138,15 +194,25 @@ class Archiver(Closing):
         running = self._thread is not None and self._thread.is_alive()
         return running and not self._stopped.is_set()
 
+    def is_of(self, stream: Stream, store: RingbufferStore) -> bool:
+        """Whether it does what one of this stream and this store would do."""
+        same_store = store is self._store or (store.uri or "") == self._store.uri
+        return same_store and stream.incarnation == self.stream.incarnation and self.alive
+
+    def __repr__(self) -> str:
+        state = "at work" if self._begun and not self._ended.is_set() else "not at work"
+        return f"<Archiver of {self.stream.name!r}, {state}>"
+
     # -- the work ------------------------------------------------------------------------------
 
     def _run_in_thread(self) -> None:
         try:
-            self.run()
+            self._work()
         except (StreamNotFound, LogTruncated) as error:
             _log.info("The archiver has nothing more to do: %s", error)
         except Exception as error:
             _log.error("The archiver of stream %r has ended: %s", self.stream.name, error)
+            self._failure = error
 
     def _serve_term(self) -> None:
         """Wait a little for the lease, and archive while it is ours."""
@@ -166,6 +232,8 @@ class Archiver(Closing):
             while not self._stopped.is_set() and keeper.hold(0.0) is term:
                 duty.go_on()
                 if not duty.records:  # all that there was is archived
+                    if self._failures:
+                        _log.info("Stream %r is archived again.", self.stream.name)
                     self.error, self._failures = None, 0
         finally:
             self._duty = None
@@ -217,8 +285,8 @@ class Archiver(Closing):
 
 # -- those that run by themselves --------------------------------------------------------------
 
-#: All archivers of this process that are at work, and of these the ones nobody has asked for.
-_at_work: set[Archiver] = set()
+#: All archivers of this process that were begun and not closed, and those that run by themselves.
+_begun: weakref.WeakSet[Archiver] = weakref.WeakSet()
 _running: dict[tuple[int, str], Archiver] = {}
 _lock = threading.RLock()  # a signal handler may close the client in the middle
 
@@ -228,9 +296,10 @@ def start_archiver(stream: Stream, store: RingbufferStore) -> None:
     key = (id(stream.client), stream.name)
     with _lock:
         found = _running.get(key)
-        if found is not None and found.stream.incarnation == stream.incarnation and found.alive:
+        if found is not None and found.is_of(stream, store):
             return
-        _running[key] = Archiver(stream, store, ArchiverConfig()).start()
+        archiver = Archiver(stream, store, ArchiverConfig(), by_itself=True)
+        _running[key] = archiver.start()
     if found is not None:
         found.close()
 
@@ -248,21 +317,30 @@ def close_archivers(client: Client) -> None:
     with _lock:
         for key in [key for key in _running if key[0] == id(client)]:
             del _running[key]
-    ours = [archiver for archiver in list(_at_work) if archiver.stream.client is client]
+    ours = [archiver for archiver in list(_begun) if archiver.stream.client is client]
+    for archiver in ours:
+        archiver.save()
     for archiver in ours:
         archiver.stop()  # all at once: one that hangs does not keep the others
-    failures: list[TimeoutError] = []
+    failures: list[Exception] = []
     for archiver in ours:
+        _begun.discard(archiver)
         try:
             archiver.close()
-        except TimeoutError as error:
+        except Exception as error:
             failures.append(error)
     if failures:
         raise failures[0]
 
 
+def error_of(stream: Stream) -> Exception | None:
+    """What keeps an archiver of this process from archiving the stream, if something does."""
+    errors = (x.error for x in list(_begun) if x.stream.incarnation == stream.incarnation)
+    return next((error for error in errors if error is not None), None)
+
+
 def _enrol(archiver: Archiver) -> None:
-    _at_work.add(archiver)
+    _begun.add(archiver)
     # Again each time, for the same reason as with publishers.
     atexit.unregister(_close_all)
     atexit.register(_close_all)
@@ -271,10 +349,11 @@ def _enrol(archiver: Archiver) -> None:
 def _close_all() -> None:
     """At the interpreter's end: let others have the leases at once."""
     close_publishers()  # first: they may wait for us to make room
-    for archiver in list(_at_work):
+    for archiver in list(_begun):
         try:
+            archiver.save(5.0)
             archiver.close(5.0)
-        except (MeteorError, TimeoutError) as error:
+        except Exception as error:
             _log.warning("%s", error)
 
 
@@ -282,7 +361,7 @@ def _forget_all() -> None:
     global _lock
     _lock = threading.RLock()
     _running.clear()
-    _at_work.clear()
+    _begun.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)

@@ -68,7 +68,7 @@ class RingbufferStore(Protocol):
     must leave nothing visible that ``read`` could return. ``RecordsLost`` and ``SegmentCorrupt``
     for records that are gone or damaged, with their offsets; others stay readable.
 
-    tests/store_contract.py is this text as tests; run it on your own store.
+    ``meteor_py.testing.store_contract`` is this text as tests; run it on your own store.
     """
 
     @property

@@ -11,7 +11,7 @@ import pyarrow as pa
 from meteor_py import refusals
 from meteor_py.errors import RecordsLost
 from meteor_py.record import ARROW_SCHEMA
-from meteor_py.store.base import TERMS, Bounds, Flaw, Progress
+from meteor_py.store.base import TERMS, Bounds, Flaw, Progress, RingbufferStore
 
 
 class _Life:
@@ -37,7 +37,7 @@ class _Life:
             self.batches[-1] = self.batches[-1].slice(0, end - self.firsts[-1])
 
 
-class MemoryStore:
+class MemoryStore(RingbufferStore):
     """Keeps the history of one stream until the process ends.
 
     >>> store = MemoryStore("orders")
@@ -54,6 +54,9 @@ class MemoryStore:
     @property
     def uri(self) -> str | None:
         return None
+
+    def __repr__(self) -> str:
+        return f"<MemoryStore of {self.stream!r}>"
 
     def identity(self) -> str | None:
         return self._identity

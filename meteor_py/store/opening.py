@@ -30,12 +30,17 @@ def open_store(store: Store, stream: str) -> RingbufferStore:
     """
     if isinstance(store, (str, os.PathLike)):
         return ParquetStore(store, stream)
-    if not isinstance(store, RingbufferStore):
+    if isinstance(store, type) or not isinstance(store, RingbufferStore):
         raise TypeError(f"store must be an address or a RingbufferStore, not {store!r}.")
+    made_for = getattr(store, "stream", stream)
+    if made_for != stream:
+        raise ValueError(f"{store!r} is for stream {made_for!r}, not {stream!r}; make another.")
     return store
 
 
-def found(client: Client, store: RingbufferStore, stream: str, resume: bool) -> dict[str, str]:
+def founding_fields(
+    client: Client, store: RingbufferStore, stream: str, resume: bool
+) -> dict[str, str]:
     """The fields of the meta of a new stream that concern its store; it is claimed for it.
 
     With ``resume`` they are those of its last life, which goes on where the store ends.

@@ -20,7 +20,7 @@ from meteor_py import keys, refusals
 from meteor_py.address import mask
 from meteor_py.errors import StoreMismatch
 from meteor_py.store import upkeep
-from meteor_py.store.base import TERMS, Bounds, Flaw, Progress
+from meteor_py.store.base import TERMS, Bounds, Flaw, Progress, RingbufferStore
 from meteor_py.store.folder import Folder, LocalFolder, RemoteFolder
 from meteor_py.store.segment import lay_out
 from meteor_py.store.shelf import Shelf, unavailable
@@ -35,7 +35,7 @@ _LIFE = re.compile(r"[0-9a-f]{1,64}")
 _SECRETS = ("client_secret", "sig")
 
 
-class ParquetStore:
+class ParquetStore(RingbufferStore):
     """The history of one stream in Parquet files.
 
     Args:
@@ -65,7 +65,8 @@ class ParquetStore:
         scheme, separator, place = uri.partition("://")
         if not uri or ".." in re.split(r"[/\\]", place if separator else uri):
             raise ValueError(
-                f"The address of a store is not empty and has no '..': {self._shown!r}."
+                f"The address of a store is not empty and has no '..', unlike {self._shown!r}; "
+                "write it in full."
             )
         if filesystem is not None:
             return RemoteFolder(filesystem, uri, self.stream)

@@ -101,8 +101,3 @@ def _cover(candidates: list[Span]) -> list[Span]:
             spans.append(best)
             at = best.stop
     return spans
-
-
-def total(spans: Iterable[Span]) -> int:
-    """How many records these are."""
-    return sum(span.stop - span.first for span in spans)

@@ -111,12 +111,6 @@ class SegmentFile:
             raise ValueError(f"its row group {group} has {len(times)} append times")
         return times
 
-    def about(self) -> dict[str, Any]:
-        """What was noted when it was written."""
-        found = (self._file.schema_arrow.metadata or {}).get(_METADATA, b"{}")
-        noted: dict[str, Any] = json.loads(found)
-        return noted
-
     def close(self) -> None:
         self._file.close(force=True)
 

@@ -119,6 +119,9 @@ class Shelf:
 
     def _locate(self, ms: int, start: int, stop: int) -> int:
         spans = _from(self.spans(stop), start)
+        if start < stop and (not spans or spans[0].first > start):
+            last = spans[0].first - 1 if spans else stop - 1
+            raise refusals.not_stored(self.stream, start, last)
         late = bisect_left(spans, True, key=lambda span: self._last_appended(span) >= ms)
         if late == len(spans):
             return stop
@@ -172,7 +175,8 @@ class Shelf:
         problem = examine(data, span.segment)
         if problem is None:
             return refusals.store_unavailable(self.stream, self.shown, "read", failure)
-        return refusals.corrupt(self.stream, span.first, span.stop - 1, name, problem)
+        place = f"{self.stream}/{self.path(name)}"
+        return refusals.corrupt(self.stream, span.first, span.stop - 1, place, problem)
 
 
 def _from(spans: list[Span], start: int) -> list[Span]:

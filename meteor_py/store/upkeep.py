@@ -70,8 +70,7 @@ def _missing(shelf: Shelf, first: int, last: int) -> Flaw:
 def mend(shelf: Shelf, end: int) -> None:
     """Give each part of a segment that counts a file of its own, where the rest does not."""
     for span in shelf.spans(end):
-        if not span.exact:
-            _try_merge(shelf, [span])
+        _try_merge(shelf, [span])
 
 
 def compact(
@@ -82,8 +81,7 @@ def compact(
     spans = [span for span in shelf.spans(stop) if span.stop > start]
     saved = done = 0
     for run in _runs(spans, sizes, records, size):
-        if len(run) > 1 or not run[0].exact:
-            saved += _try_merge(shelf, run)
+        saved += _try_merge(shelf, run)
         done += sum(span.stop - span.first for span in run)
         if progress is not None:
             progress(done, stop - start)
@@ -115,16 +113,22 @@ def _try_merge(shelf: Shelf, run: list[Span]) -> int:
     More than one if they are larger in memory than the files let think. Damage is left as it is:
     ``verify`` names it, and what is whole can still be read.
     """
+    if len(run) == 1 and run[0].exact:
+        return 0
     batches: list[pa.RecordBatch] = []
-    written = 0
+    size = written = 0
     try:
         for batch in shelf.read(run[0].first, run[-1].stop):
             batches.append(batch)
-            if sum(x.nbytes for x in batches) >= MEMORY_BYTES:
+            size += batch.nbytes
+            if size >= MEMORY_BYTES:
                 written += _write(shelf, run, batches)
-                batches = []
+                batches, size = [], 0
     except ReadError as error:
-        _log.warning("Segments are left as they are: %s", error)
+        if len(run) > 1:  # those before and behind the damage
+            half = len(run) // 2
+            return _try_merge(shelf, run[:half]) + _try_merge(shelf, run[half:])
+        _log.warning("A segment is left as it is: %s", error)
         return 0
     written += _write(shelf, run, batches)
     return len(run) - written

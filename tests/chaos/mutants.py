@@ -42,6 +42,13 @@ QUIET_STORE: dict[str, Any] = {
     "members": 1,
     "readers": 1,
 }
+#: More is published than the ring keeps while the archiver at work is paused.
+LATE_ARCHIVERS = QUIET_STORE | {
+    "kinds": ("pause_archiving",),
+    "pauses": (3.0,),
+    "batch_pause_s": 0.02,
+    "seconds": 3.0,
+}
 #: One stops when its segment is written; so does the next, before it has told; and the first goes
 #: on. What they have written overlaps.
 STOPPING_ARCHIVERS = QUIET_STORE | {
@@ -119,14 +126,14 @@ MUTANTS = {
         "PUBLISH",
         (("floor = math.min(floor, tonumber(m[7]))", "floor = floor"),),
         frozenset({Wrong.UNARCHIVED}),
-        QUIET_STORE | {"kinds": ("kill_archiver",), "batch_pause_s": 0.02, "seconds": 3.0},
+        LATE_ARCHIVERS,
     ),
     "careless-archiver": Mutant(
         "the ring is trimmed to its capacity when an archiver tells something, whatever that is",
         "ADVANCE_ARCHIVED",
         (("math.min(tonumber(m[4]) - tonumber(m[5]), to)", "tonumber(m[4]) - tonumber(m[5])"),),
         frozenset({Wrong.UNARCHIVED}),
-        QUIET_STORE | {"kinds": ("kill_archiver",), "batch_pause_s": 0.02, "seconds": 3.0},
+        LATE_ARCHIVERS,
     ),
     "early-commit": Mutant(
         "archivers tell the stream before they append",
@@ -139,7 +146,7 @@ MUTANTS = {
         "all segments in a store count, whatever their term",
         "store.segment:lay_out",
         (("limit, term = floor, segment.term", "term = segment.term"),),
-        frozenset({Wrong.LOST, Wrong.UNEXPECTED}),
+        frozenset({Wrong.UNEXPECTED, Wrong.WRONG_GAP}),
         STOPPING_ARCHIVERS,
     ),
 }

@@ -70,6 +70,9 @@ class Reading:
                 pass
             except UNAVAILABLE as error:
                 self._note_unavailable(error)
+            except meteor.RecordsLost as error:
+                self._writer.add("missing", who=self._who, first=error.first, last=error.last)
+                return None
             except Exception:
                 self._writer.add("error", who=self._who, text=traceback.format_exc(limit=-4))
                 return None

@@ -18,7 +18,7 @@ from tests.chaos.violation import Findings, Wrong
 #: Nanoseconds for which a failure may be kept, by one that reads ahead and is paused then.
 KEPT_NS = 10_000_000_000
 #: What is said of files that somebody merges just now.
-MERGING = "in another file too"
+MERGING = "cannot be listed now: not all"
 
 
 def check_store(

@@ -169,10 +169,10 @@ def take_stock(stream: meteor.Stream, writer: Writer) -> None:
 
 
 def can_be_listed(stream: meteor.Stream) -> bool:
-    """Whether no record is in two files that count, as is possible while files are merged."""
+    """Whether each file counts as a whole, which need not be so while some are merged."""
     try:
         stream.store.files()
-    except meteor.StoreUnavailable:
+    except meteor.MeteorError:
         return False
     return True
 

@@ -27,7 +27,7 @@ from meteor_py.store.base import Bounds, RingbufferStore
 OpenStore = Callable[[], RingbufferStore]
 
 #: A term that no append of the tests has reached.
-NEWEST = 10**19
+NEWEST = 2**62
 LIFE = "0a1b2c"
 OTHER = "f00d"
 #: Records of a batch in the tables that are appended; an archiver's have many batches, too.
