@@ -46,14 +46,15 @@ def test_nothing_is_lost_doubled_reordered_or_skipped_whatever_happens(
 def test_with_a_store_nothing_is_lost_doubled_or_overtaken_whatever_happens(
     rng: random.Random,
 ) -> None:
-    plan = Plan(rng.randrange(1_000_000), store=True, seconds=SECONDS, every_s=EVERY_S, groups=3)
+    seed = rng.randrange(1_000_000)
+    plan = Plan(seed, store=True, seconds=4.0, every_s=(0.1, 0.25), groups=3, lease_ttl_s=0.5)
     print(plan.command)
     result = run(plan)
     assert not result.violations, told(result)
     assert set(result.faults) == set(KINDS + STORE_KINDS), told(result)
     assert result.records["acked"] > 300, told(result)
     assert result.archived >= result.records["acked"], told(result)
-    assert result.archiver_terms >= 3, told(result)
+    assert result.archiver_terms >= 2, told(result)
 
 
 @pytest.mark.slow

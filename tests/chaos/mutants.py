@@ -119,7 +119,7 @@ MUTANTS = {
         "ADVANCE_ARCHIVED",
         (("if g[1] ~= ARGV[3] or g[2] ~= ARGV[4] then", "if false then"),),
         frozenset({Wrong.STALE_COMMIT, Wrong.LOST, Wrong.DAMAGED}),
-        STOPPING_ARCHIVERS,
+        STOPPING_ARCHIVERS | {"seconds": 3.0},
     ),
     "careless-publish": Mutant(
         "the ring is trimmed to its capacity, archived or not",

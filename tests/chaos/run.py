@@ -27,7 +27,7 @@ from tests.chaos.violation import Violation
 from tests.chaos.witness import (
     Recorder,
     Sampler,
-    can_be_listed,
+    is_in_order,
     read_log,
     take_stock,
     wait_for,
@@ -313,5 +313,5 @@ class Stage:
 
         wait_for(self._sampler, drained, DRAIN_S)
         if self._plan.store:
-            wait_for(self._sampler, lambda _: can_be_listed(self._stream), DRAIN_S)
+            wait_for(self._sampler, lambda _: is_in_order(self._stream), DRAIN_S)
         self._sampler.sample()  # the last word, whatever it is

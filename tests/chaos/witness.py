@@ -168,12 +168,14 @@ def take_stock(stream: meteor.Stream, writer: Writer) -> None:
         writer.add("stored", offsets=offsets, values=values, text=path.rpartition("/")[2])
 
 
-def can_be_listed(stream: meteor.Stream) -> bool:
+def is_in_order(stream: meteor.Stream) -> bool:
     """Whether each file counts as a whole, which need not be so while some are merged."""
     try:
         stream.store.files()
-    except meteor.MeteorError:
+    except meteor.StoreUnavailable:
         return False
+    except meteor.RecordsLost:
+        pass  # it will not get better
     return True
 
 
