@@ -31,7 +31,7 @@ import meteor_py as meteor
 from meteor_py import keys
 from meteor_py.store import shelf
 from meteor_py.store.duty import Duty
-from tests.members import ANSWER_S, STREAM, Crew, Process, Refused
+from tests.members import ANSWER_S, STREAM, Crew, Process, Refused, answer, serve
 from tests.reading import check_values, value
 from tests.waiting import eventually
 
@@ -331,20 +331,10 @@ def main() -> None:
     try:
         child = _Child(**orders)
     except Exception as error:
-        _write({"error": type(error).__name__, "text": str(error)})
+        answer({"error": type(error).__name__, "text": str(error)})
         return
-    _write({"value": None})
-    for line in sys.stdin:
-        command, *args = json.loads(line)
-        try:
-            _write({"value": getattr(child, command)(*args)})
-        except Exception as error:
-            _write({"error": type(error).__name__, "text": str(error)})
-
-
-def _write(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+    answer({"value": None})
+    serve(child)
 
 
 if __name__ == "__main__":

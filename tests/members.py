@@ -430,17 +430,22 @@ def _error_of(call: Any) -> str:
 
 def main() -> None:
     child = _Child(**json.loads(sys.argv[1]))
-    _write({"value": child.subscriber.member})
+    answer({"value": child.subscriber.member})
+    serve(child)
+
+
+def serve(child: object) -> None:
+    """Do what each line says, and answer, until there are no more."""
     for line in sys.stdin:
         command, *args = json.loads(line)
         try:
-            _write({"value": getattr(child, command)(*args)})
+            answer({"value": getattr(child, command)(*args)})
         except Exception as error:
-            _write({"error": type(error).__name__, "text": str(error)})
+            answer({"error": type(error).__name__, "text": str(error)})
 
 
-def _write(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
+def answer(words: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(words) + "\n")
     sys.stdout.flush()
 
 

@@ -355,7 +355,7 @@ def test_a_stream_that_is_opened_again_while_its_archiver_ends_gets_another(
     def leave_slowly(archiver: meteor.Archiver) -> None:
         if isinstance(archiver.error, meteor.StreamNotFound):
             leaving.set()
-            time.sleep(0.2)
+            time.sleep(0.2)  # holds the window open in which the stream is opened again
         leave(archiver)
 
     monkeypatch.setattr(meteor.Archiver, "_leave", leave_slowly)
