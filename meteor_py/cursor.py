@@ -311,11 +311,8 @@ class Cursor:
 
     def _check(self, seen: list[Any], position: Position) -> None:
         """Compare with what the server says of the stream; raise if it knows less than we."""
-        if seen[0] is None:
-            raise refusals.gone(self._stream, b"NOSTREAM")
-        incarnation, epoch, end = seen[0].decode(), int(seen[1]), int(seen[2])
-        if incarnation != position.incarnation:
-            raise refusals.gone(self._stream, b"INCARNATION", position.offset - 1)
+        refusals.check_life(self._stream, position.incarnation, seen[0], position.offset - 1)
+        epoch, end = int(seen[1]), int(seen[2])
         if epoch != position.epoch or end < position.offset:
             epochs = self._link.call("HGET", self._meta, "epochs")
             first = diverged_at(position, (epochs or b"0:0").decode(), end)

@@ -45,6 +45,18 @@ def gone(stream: str, code: bytes, last: int = -1) -> MeteorError:
     )
 
 
+def check_life(stream: str, incarnation: str, found: bytes | None, last: int = -1) -> None:
+    """Raise unless the incarnation that is in meta is the one that is meant.
+
+    Raises:
+        StreamNotFound, LogTruncated: As ``gone``.
+    """
+    if found is None:
+        raise gone(stream, b"NOSTREAM")
+    if found.decode() != incarnation:
+        raise gone(stream, b"INCARNATION", last)
+
+
 def lost(stream: str, first: int, last: int) -> LogTruncated:
     return LogTruncated(
         f"The server has lost the acknowledged records {first} to {last} of stream {stream!r}: it "

@@ -445,10 +445,7 @@ class Stream:
         except StoreMismatch:
             fields = ("incarnation", "store")
             incarnation, seen = self.client.call("HMGET", self._keys[1], *fields)
-            if seen is None or incarnation.decode() != self.incarnation:
-                raise refusals.gone(
-                    self.name, b"INCARNATION" if incarnation else b"NOSTREAM"
-                ) from None
+            refusals.check_life(self.name, self.incarnation, incarnation)
             self._store_id = seen.decode()  # another, if the stream was resumed meanwhile
             try:
                 check_identity(store, self.name, self._store_id)
@@ -467,10 +464,7 @@ class Stream:
 
     def _seen(self, answer: list[Any]) -> Position:
         """The end of the stream, if it is still this one."""
-        if answer[0] is None:
-            raise refusals.gone(self.name, b"NOSTREAM")
-        if answer[0].decode() != self.incarnation:
-            raise refusals.gone(self.name, b"INCARNATION")
+        refusals.check_life(self.name, self.incarnation, answer[0])
         return Position(self.incarnation, int(answer[1]), int(answer[2]))
 
     def _run(self, script: Script, args: list[Any], script_keys: list[str] | None = None) -> Any:

@@ -51,8 +51,7 @@ class Archive:
         answer = self._stream.client.call(
             "HMGET", keys.meta(self._stream.name), "incarnation", "expired", "archived"
         )
-        if answer[0] is None or answer[0].decode() != self._stream.incarnation:
-            raise refusals.gone(self._stream.name, b"INCARNATION" if answer[0] else b"NOSTREAM")
+        refusals.check_life(self._stream.name, self._stream.incarnation, answer[0])
         return int(answer[1]), int(answer[2])
 
     def files(self) -> list[str]:

@@ -173,8 +173,7 @@ class Duty:
         self._begin_epoch()
         fields = ("incarnation", "epoch", "next", "archived", "store")
         answer = self._link.call("HMGET", keys.meta(stream.name), *fields)
-        if answer[0] is None or answer[0].decode() != stream.incarnation:
-            raise refusals.gone(stream.name, b"INCARNATION" if answer[0] else b"NOSTREAM")
+        refusals.check_life(stream.name, stream.incarnation, answer[0])
         if answer[3] is None:
             raise refusals.no_store(stream.name)
         epoch, end, self._archived = map(int, answer[1:4])
@@ -216,14 +215,12 @@ class Duty:
         if at < self._looked_at + _LOOK_S:
             return
         self._looked_at = at
-        fields = ("capacity", "max_unarchived", "flush")
+        fields = ("incarnation", "capacity", "max_unarchived", "flush")
         answer = self._link.call("HMGET", keys.meta(self._stream.name), *fields)
-        if answer[0] is None or answer[1] is None:
-            raise refusals.gone(self._stream.name, b"NOSTREAM")
-        self._settings = replace(
-            self._settings, capacity=int(answer[0]), max_unarchived=int(answer[1])
-        )
-        self._flush = int(answer[2] or 0)
+        refusals.check_life(self._stream.name, self._stream.incarnation, answer[0])
+        capacity, most, flush = answer[1:]
+        self._settings = replace(self._settings, capacity=int(capacity), max_unarchived=int(most))
+        self._flush = int(flush or 0)
         if self.records and at >= self._memory_at + _MEMORY_S:
             self._memory_at = at
             self._pressed = self._is_pressed()

@@ -15,6 +15,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise, product
 
 import pyarrow as pa
@@ -347,7 +348,7 @@ class StoreContract:
         store.append(LIFE, 2, records(20, 40, branch=2))
         store.append(LIFE, 2, records(40, 50, branch=2))
         for still in (False, True):
-            store.tidy(LIFE, NEWEST, 36, lambda still=still: still)  # type: ignore[misc]
+            store.tidy(LIFE, NEWEST, 36, partial(bool, still))
             check(store, 0, 20, branch=1)
             check(store, 20, 36, branch=2)
         store.append(LIFE, 3, records(36, 60, branch=3))
