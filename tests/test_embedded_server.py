@@ -230,7 +230,7 @@ def test_opening_while_the_former_server_ends_never_fails(
     one.say("loop", kept, 12)  # each until it has met that many servers
     other.say("loop", kept, 12)
     assert one.answer() == other.answer() == "None"
-    assert not processes_of(kept)
+    wait_until_gone(kept)
 
 
 # -- Whoever dies

@@ -251,10 +251,12 @@ def test_a_store_that_hangs_keeps_no_reader_from_closing(
 def test_an_archiver_that_hangs_does_not_keep_the_others_from_ending(
     url: str, hanging: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really: Callable[..., None] = archiver_module.Archiver.close
-    monkeypatch.setattr(
-        archiver_module.Archiver, "close", lambda self, timeout=0.5: really(self, timeout)
-    )
+    close: Callable[..., None] = archiver_module.Archiver.close
+
+    def close_soon(archiver: meteor.Archiver) -> None:
+        close(archiver, 0.2 if archiver.stream.name == NAME else 30.0)
+
+    monkeypatch.setattr(archiver_module.Archiver, "close", close_soon)
     m = meteor.connect(url)
     stuck, free = stored(m, hanging), m.stream("free", store=tmp_path, archive=False)
     hanging.hangs.set()
