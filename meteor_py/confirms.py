@@ -7,13 +7,13 @@ one :class:`Confirmation`, and an :class:`~meteor_py.Ack` is an offset in it.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 
 from meteor_py.ack import Ack, Batch
 from meteor_py.errors import MeteorError
 from meteor_py.lease import now
+from meteor_py.state import State
 
 #: Confirms that come within this many seconds of the last one sent go together.
 MERGE_S = 0.05
@@ -61,7 +61,7 @@ _DONE.settled = True
 class Confirms:
     """Guarded by the keeper's lock, ``state``, which is notified of every change."""
 
-    def __init__(self, state: threading.Condition, confirmed: int) -> None:
+    def __init__(self, state: State, confirmed: int) -> None:
         #: The next offset to process, as far as the server has said.
         self.confirmed = confirmed
         #: The same, once all is sent.
@@ -151,7 +151,7 @@ class Confirms:
         for confirmation in failed:
             confirmation.settle(error)
 
-    def disown(self, state: threading.Condition, error: MeteorError) -> None:
+    def disown(self, state: State, error: MeteorError) -> None:
         """In a forked child: the answers go to the parent."""
         self._state = state
         waiting, self._waiting = self._waiting, []

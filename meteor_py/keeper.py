@@ -27,6 +27,7 @@ from meteor_py.confirms import Confirms
 from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, MeteorError
 from meteor_py.lease import BELIEF, Lease, Standing, Term, now
 from meteor_py.line import Line
+from meteor_py.state import State
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
@@ -46,7 +47,6 @@ _BACKOFF_S = (0.02, 0.5)
 _TURN_S = 0.05
 #: Seconds that closing waits for the thread.
 _JOIN_S = 10.0
-
 
 Job = Callable[["Link", Term], object]
 
@@ -71,7 +71,7 @@ class Keeper:
         self._client = client
         self._line = Line(self._open_link)
         self._watch = client.open_link()
-        self._state = threading.Condition(threading.RLock())
+        self._state = State()
         self._confirms = Confirms(self._state, confirmed)
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -282,7 +282,7 @@ class Keeper:
     def disown(self) -> None:
         """In a forked child: hand out nothing more, and let nobody wait."""
         self.valid_until = 0.0
-        self._state = threading.Condition(threading.RLock())  # its holder may not be here
+        self._state = State()  # its holder may not be here
         self._confirms.disown(self._state, self._foreign())
 
     def interrupt(self) -> None:

@@ -268,6 +268,40 @@ def test_ctrl_c_in_a_poll_leaves_nobody_reading(crew: Crew) -> None:
     assert not keeper.reading
 
 
+@pytest.mark.parametrize("work", ["confirm", "poll"])
+def test_ctrl_c_at_any_moment_leaves_nothing_locked(crew: Crew, work: str) -> None:
+    crew.fill(10_000)
+    sub = crew.subscriber(lease_ttl=30)
+    sub.poll(5, 5_000)  # so that the polls below have something without asking
+    state = keeper_of(sub)._state
+    interrupts = 0
+    while True:
+        left = interrupts
+
+        def profile(frame: FrameType, event: str, arg: object) -> None:
+            nonlocal left
+            if event in ("call", "c_return"):  # where Python looks for signals
+                left -= 1
+                if left < 0:
+                    raise KeyboardInterrupt
+
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            if work == "confirm":
+                sub.confirm(interrupts)  # another each time: one that is confirmed changes nothing
+            else:
+                sub.poll(0, 1)
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(before)
+        assert not state._is_owned(), f"interrupted at {interrupts}"  # type: ignore[attr-defined]
+        interrupts += 1
+    assert interrupts > 5
+
+
 # Forks
 
 

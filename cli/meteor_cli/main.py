@@ -2,53 +2,82 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import sys
 import warnings
-from typing import TextIO
+from types import FrameType
+from typing import Any, NoReturn, TextIO
 
 import click
 
-import meteor_py
+from meteor_cli.command import CONTEXT_SETTINGS, Group, common_options
+from meteor_cli.completion import completion
+from meteor_cli.groups import groups
+from meteor_cli.publish import publish
+from meteor_cli.seek import seek
+from meteor_cli.session import Session
+from meteor_cli.streams import streams
+from meteor_cli.tail import tail
+
+#: The shell's way to say that a signal ended it.
+INTERRUPTED = 128 + signal.SIGINT
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--url", envvar="METEOR_URL", metavar="URL", help="Server; default: $METEOR_URL.")
-@click.option("--debug", is_flag=True, help="Show tracebacks of errors.")
-@click.version_option(meteor_py.__version__, prog_name="meteor")
-@click.pass_context
-def meteor(context: click.Context, url: str | None, debug: bool) -> None:
-    """Real-time streaming on Redis or Valkey: Kafka without the brokers."""
-    context.obj = {"url": url, "debug": debug}
+class Root(Group):
+    """The command itself."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except BrokenPipeError:
+            # Whoever reads has seen enough: nothing is wrong. What is still in the buffer must
+            # not fail again at the end of the interpreter.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return context.exit(0)
 
 
-@meteor.command()
-@click.option("--records", default=1_000_000, show_default=True, type=click.IntRange(min=1_000))
-@click.pass_context
-def demo(context: click.Context, records: int) -> None:
-    """A tour of a few seconds, on a server of its own unless --url names one.
+@click.group(cls=Root, context_settings=CONTEXT_SETTINGS)
+@click.version_option(package_name="meteor-py", prog_name="meteor")
+def meteor() -> None:
+    """Real-time streaming on Redis or Valkey: Kafka without the brokers.
 
-    Example: meteor demo --records 100000
+    The options may stand behind the name of a command, too.
     """
-    from meteor_cli.demo import run_demo
 
-    run_demo(context.obj["url"], records)
+
+meteor.params[:0] = common_options(hidden=False)
+for member in (tail, publish, seek, streams, groups, completion):
+    meteor.add_command(member)
 
 
 def main() -> None:
     """Run the command; errors and warnings are one sentence on stderr."""
+    session = Session()
     warnings.showwarning = _show_warning
+    logging.basicConfig(format="meteor: %(message)s", level=logging.WARNING)
+    signal.signal(signal.SIGTERM, _end)
     try:
-        sys.exit(meteor.main(standalone_mode=False))
-    except click.exceptions.Abort:
-        sys.exit(130)
+        code = meteor.main(prog_name="meteor", obj=session, standalone_mode=False)
+    except click.Abort:
+        code = INTERRUPTED
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
-    except (meteor_py.MeteorError, ValueError, TimeoutError, ImportError) as error:
-        if "--debug" in sys.argv:
+        code = error.exit_code
+    except Exception as error:
+        if session.debug:
             raise
-        click.echo(f"meteor: {error}", err=True)
-        sys.exit(1)
+        from meteor_cli.hints import explain
+
+        click.echo(f"meteor: {explain(error)}", err=True)
+        code = 1
+    sys.exit(code)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """At SIGTERM: leave by way of every ``with``, so that leases are given up."""
+    raise SystemExit(128 + number)
 
 
 def _show_warning(

@@ -1,0 +1,95 @@
+"""Commands that take the common options wherever people put them, and show an example."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from meteor_cli.session import TIMEOUT_S, Session
+
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+def common_options(*, hidden: bool) -> list[click.Option]:
+    """Those of every command; after the name of a command they are taken, but not listed."""
+
+    def note(context: click.Context, option: click.Parameter, value: Any) -> None:
+        if (
+            context.get_parameter_source(option.name or "")
+            is not click.core.ParameterSource.DEFAULT
+        ):
+            setattr(context.find_object(Session), option.name or "", value)
+
+    def set_logging(context: click.Context, option: click.Parameter, value: int) -> None:
+        if value:
+            logging.getLogger("meteor_py").setLevel(logging.INFO if value == 1 else logging.DEBUG)
+
+    settings: dict[str, Any] = {"expose_value": False, "hidden": hidden}
+    return [
+        click.Option(
+            ["--url"],
+            metavar="URL",
+            help="The server: redis://host:port, rediss://, unix:///socket, embedded:///dir. "
+            "Default: $METEOR_URL, else a server of your own that is kept on disk.",
+            callback=note,
+            **settings,
+        ),
+        click.Option(
+            ["--timeout"],
+            type=click.FloatRange(min=0, min_open=True, max=3600),
+            default=TIMEOUT_S,
+            metavar="SECONDS",
+            help=f"How long to wait for the server: {TIMEOUT_S:g}.",
+            callback=note,
+            **settings,
+        ),
+        click.Option(["--debug"], is_flag=True, help="Show tracebacks.", callback=note, **settings),
+        click.Option(
+            ["-v", "--verbose"],
+            count=True,
+            help="Say more of what goes on; twice: even more.",
+            callback=set_logging,
+            **settings,
+        ),
+    ]
+
+
+class Command(click.Command):
+    """A command whose help ends with an example."""
+
+    def __init__(self, *args: Any, example: str, **settings: Any) -> None:
+        settings["context_settings"] = CONTEXT_SETTINGS | (settings.get("context_settings") or {})
+        super().__init__(*args, **settings)
+        self.params += common_options(hidden=True)
+        self.example = example
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Example" if "\n" not in self.example else "Examples"):
+            formatter.write("".join(f"  {line}\n" for line in self.example.splitlines()))
+
+
+class Group(click.Group):
+    """A family of commands, in the order in which they were added."""
+
+    command_class = Command
+    group_class = type
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+def command(
+    name: str | None = None, *, example: str, **settings: Any
+) -> Callable[[Callable[..., object]], Command]:
+    """In place of ``click.command``; the function gets the session first."""
+
+    def decorate(function: Callable[..., object]) -> Command:
+        made: Command = click.command(name, cls=Command, example=example, **settings)(
+            click.pass_obj(function)
+        )
+        return made
+
+    return decorate

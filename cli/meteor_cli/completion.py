@@ -1,0 +1,67 @@
+"""Completion in the shell: names of streams and groups, and the scripts that switch it on."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+from meteor_cli.command import command
+from meteor_cli.session import Session
+
+#: Seconds after which the shell gets its prompt back.
+_PATIENCE_S = 1.0
+
+
+def complete_stream(
+    context: click.Context, option: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Names of streams."""
+    return _complete(context, None, incomplete)
+
+
+def complete_group(
+    context: click.Context, option: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Names of the groups of the stream that was named before."""
+    stream = context.params.get("stream")
+    return _complete(context, stream, incomplete) if isinstance(stream, str) else []
+
+
+def _complete(context: click.Context, stream: str | None, incomplete: str) -> list[CompletionItem]:
+    try:
+        names = _names(context.find_object(Session) or Session(), stream)
+    except Exception:
+        return []  # a shell is no place for errors
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+def _names(session: Session, stream: str | None) -> list[str]:
+    import meteor_py
+    from meteor_py.server import default_directory
+
+    warnings.simplefilter("ignore")
+    if not session.url and not os.environ.get("METEOR_URL") and not default_directory().exists():
+        return []  # a server would have to be set up for it
+    with meteor_py.connect(session.url, timeout=_PATIENCE_S) as m:
+        if stream is None:
+            return m.streams()
+        return [group.name for group in m.stream(stream, create=False).groups()]
+
+
+@command(
+    example="""\
+eval "$(meteor completion bash)"            in ~/.bashrc
+eval "$(meteor completion zsh)"             in ~/.zshrc
+meteor completion fish | source             in ~/.config/fish/config.fish"""
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(session: Session, shell: str) -> None:
+    """Print what switches completion on in your shell: commands, options, streams and groups."""
+    from meteor_cli.main import meteor
+
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(meteor, {}, "meteor", "_METEOR_COMPLETE").source())

@@ -1,0 +1,130 @@
+"""``meteor groups``: list, describe and delete subscriber groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from meteor_cli.command import Group, command
+from meteor_cli.completion import complete_group, complete_stream
+from meteor_cli.output import ask, print_facts, print_table, say
+from meteor_cli.session import Session
+
+if TYPE_CHECKING:
+    from meteor_py import GroupDescription
+
+
+@click.group(cls=Group)
+def groups() -> None:
+    """List, describe and delete subscriber groups; `meteor seek` moves them."""
+
+
+@command("ls", example="meteor groups ls orders")
+@click.argument("stream", required=False, shell_complete=complete_stream)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on each line.")
+def list_groups(session: Session, stream: str | None, as_json: bool) -> None:
+    """List the groups of a stream, or of all."""
+    from meteor_py import LogTruncated, StreamNotFound
+
+    found: list[tuple[str, GroupDescription]] = []
+    with session.connect() as m:
+        for name in m.streams() if stream is None else [stream]:
+            try:
+                found += [(name, group) for group in m.stream(name, create=False).groups()]
+            except (StreamNotFound, LogTruncated):
+                if stream is not None:
+                    raise
+    if as_json:
+        for name, group in found:
+            click.echo(to_json(name, group))
+    elif found:
+        print_groups(found)
+    else:
+        say("there is no group yet; `meteor tail STREAM -g GROUP` begins one.")
+
+
+@command("info", example="meteor groups info orders billing")
+@click.argument("stream", shell_complete=complete_stream)
+@click.argument("group", shell_complete=complete_group)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def describe_group(session: Session, stream: str, group: str, as_json: bool) -> None:
+    """Show where a group stands, and who reads for it."""
+    found, first = _find(session, stream, group)
+    if as_json:
+        click.echo(to_json(stream, found))
+        return
+    facts: dict[str, object] = {
+        "stream": stream,
+        "group": group,
+        "confirmed": f"below {found.confirmed}",
+        "lag": found.lag,
+        "owner": found.owner or "nobody",
+        "term": str(found.term),
+        "kind": found.kind,
+    }
+    if found.confirmed < first:
+        facts["lost"] = f"records {found.confirmed} to {first - 1} are gone before it read them"
+    print_facts(facts)
+
+
+@command("rm", example="meteor groups rm orders billing")
+@click.argument("stream", shell_complete=complete_stream)
+@click.argument("group", shell_complete=complete_group)
+@click.option("--force", is_flag=True, help="Even if a member is at work; it will be told.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def remove_group(
+    session: Session, stream: str, group: str, force: bool, dry_run: bool, yes: bool
+) -> None:
+    """Delete a group, with what it has confirmed; the records stay."""
+    found, _ = _find(session, stream, group)
+    what = f"it had confirmed all below {found.confirmed}"
+    if found.owner is not None and not force:
+        from meteor_py import GroupActive
+
+        raise GroupActive("", stream=stream, group=group, owner=found.owner)
+    if dry_run:
+        say(f"group {group!r} of stream {stream!r} would be deleted: {what}.")
+        return
+    ask(f"Group {group!r} of stream {stream!r} will be deleted: {what}.", yes=yes)
+    with session.stream(stream) as opened:
+        opened.delete_group(group, force=force)
+    say(f"group {group!r} of stream {stream!r} deleted: {what}.")
+
+
+for member in (list_groups, describe_group, remove_group):
+    groups.add_command(member)
+
+
+def _find(session: Session, stream: str, group: str) -> tuple[GroupDescription, int]:
+    """A group, and the first offset that can be read."""
+    from meteor_py import GroupNotFound
+
+    with session.stream(stream) as opened:
+        described = opened.describe()
+    for found in described.groups:
+        if found.name == group:
+            return found, described.first
+    raise GroupNotFound(f"There is no group {group!r}.", stream=stream, group=group)
+
+
+def print_groups(found: list[tuple[str, GroupDescription]]) -> None:
+    """A table of groups, each with the name of its stream."""
+    print_table(
+        ["stream", "group", "confirmed#", "lag#", "owner", "term#"],
+        [
+            [stream, group.name, group.confirmed, group.lag, group.owner, str(group.term)]
+            for stream, group in found
+        ],
+    )
+
+
+def to_json(stream: str, group: GroupDescription) -> str:
+    """A group as one object: the fields of ``GroupDescription``, and the stream."""
+    import msgspec
+
+    from meteor_cli.harmless import harmless_json
+
+    fields = {"stream": stream} | msgspec.to_builtins(group)
+    return harmless_json(msgspec.json.encode(fields).decode())

@@ -1,0 +1,49 @@
+"""Errors of the library, said in the language of the command line."""
+
+from __future__ import annotations
+
+import meteor_py
+from meteor_cli.harmless import harmless
+
+
+def explain(error: Exception) -> str:
+    """One sentence, and a hint that names commands in place of methods."""
+    match error:
+        case meteor_py.StreamNotFound():
+            return (
+                f"There is no stream {error.stream!r}; `meteor streams ls` shows those there are, "
+                f"and `meteor streams create {error.stream}` makes it."
+            )
+        case meteor_py.GroupNotFound():
+            return (
+                f"Stream {error.stream!r} has no group {error.group!r}; `meteor groups ls "
+                f"{error.stream}` shows those it has."
+            )
+        case meteor_py.GroupActive():
+            return (
+                f"Group {error.group!r} of stream {error.stream!r} is active: "
+                f"{harmless(error.owner)} has its lease. Stop that member first, or take the group "
+                "from it with --force."
+            )
+        case meteor_py.StreamConfigMismatch():
+            return str(error).replace(
+                "stream.configure()", f"`meteor streams configure {error.stream}`"
+            )
+        case meteor_py.LogTruncated():
+            return (
+                f"The server has lost records {error.first} to {error.last} of stream "
+                f"{error.stream!r}, or the stream was created anew; what is there now may be other "
+                "records. Start again to read them."
+            )
+        case meteor_py.RecordsLost() | meteor_py.SegmentCorrupt():
+            lost = isinstance(error, meteor_py.RecordsLost)
+            return (
+                f"Records {error.first} to {error.last} of stream {error.stream!r} are "
+                f"{'gone' if lost else 'damaged in the store'}; start at {error.last + 1}, with "
+                f"`-o {error.last + 1}`."
+            )
+        case meteor_py.MeteorError() | ValueError() | ImportError() | TimeoutError() | OSError():
+            return str(error)
+    return (
+        f"Something unexpected went wrong: {type(error).__name__}: {error} (--debug shows where)."
+    )

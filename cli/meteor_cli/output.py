@@ -1,0 +1,160 @@
+"""What is printed: results to stdout, the rest to stderr."""
+
+from __future__ import annotations
+
+import select
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from meteor_cli.harmless import harmless
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+class Sink:
+    """Standard output for much data."""
+
+    def __init__(self) -> None:
+        self._file = sys.stdout.buffer
+        self._poll = select.poll()
+        self._poll.register(self._file.fileno(), 0)
+
+    def write(self, data: bytes) -> None:
+        """Write, and have it seen at once.
+
+        Raises:
+            BrokenPipeError: Nobody reads it.
+        """
+        self._file.write(data)
+        self._file.flush()
+
+    def check_reader(self) -> None:
+        """Raise ``BrokenPipeError`` if nobody will read what is written next."""
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in self._poll.poll(0)):
+            raise BrokenPipeError
+
+
+def say(text: str) -> None:
+    """Tell the user something that is no result."""
+    click.echo(f"meteor: {text}", err=True)
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout; numbers to the right. A heading says which by ending with ``#``."""
+    if not rows:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in headings:
+        right = heading.endswith("#")
+        table.add_column(
+            heading.removesuffix("#"), justify="right" if right else "left", no_wrap=True
+        )
+    for row in rows:
+        table.add_row(*(harmless(_cell(value)) for value in row))
+    # Into a pipe or a file, lines are as long as they have to be.
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console = Console(markup=False, highlight=False, width=10_000)
+    with console.capture() as capture:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def print_facts(facts: dict[str, object]) -> None:
+    """Names and values, one on each line."""
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        click.echo(f"{name:<{width}}  {harmless(_cell(value))}".rstrip())
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def show_bytes(count: int | None) -> str:
+    """A size that can be grasped.
+
+    >>> show_bytes(12_345_678)
+    '12.3 MB'
+    """
+    if count is None:
+        return "-"
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def show_age(ms: int, now_ms: int) -> str:
+    """How long ago a time was; "-" for 0, which means never.
+
+    >>> show_age(1_000, 91_000)
+    '1 min ago'
+    """
+    if not ms:
+        return "-"
+    seconds = max(now_ms - ms, 0) / 1000
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def ask(question: str, *, yes: bool) -> None:
+    """Have something destructive confirmed.
+
+    Raises:
+        click.UsageError: There is nobody to ask, and ``--yes`` was not given.
+        click.Abort: The answer is no.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError(f"{question} There is no terminal to ask at: say --yes to do it.")
+    click.confirm(f"{question} Go on?", abort=True, err=True)
+
+
+@contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, if that is a terminal; call the function with how much is done in all."""
+    if not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    with make_progress() as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def make_progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.completed:,.0f}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )

@@ -1,0 +1,73 @@
+"""``meteor seek``: let a group go on from somewhere else."""
+
+from __future__ import annotations
+
+import click
+
+from meteor_cli.command import command
+from meteor_cli.completion import complete_group, complete_stream
+from meteor_cli.output import print_facts
+from meteor_cli.position import Place, Span, SpanType
+from meteor_cli.session import Session
+
+
+@command(
+    example="""\
+meteor seek orders billing --to @-1h --dry-run
+meteor seek orders billing --to earliest"""
+)
+@click.argument("stream", shell_complete=complete_stream)
+@click.argument("group", shell_complete=complete_group)
+@click.option(
+    "--to",
+    "span",
+    required=True,
+    type=SpanType(ranges=False),
+    metavar="POSITION",
+    help="earliest, latest, N, +N (behind earliest), -N (before latest) or @TIME.",
+)
+@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
+@click.option("--force", is_flag=True, help="Take the group from a member that is at work.")
+@click.option("--create", is_flag=True, help="Begin the group if there is none of that name.")
+def seek(
+    session: Session,
+    stream: str,
+    group: str,
+    span: Span,
+    dry_run: bool,
+    force: bool,
+    create: bool,
+) -> None:
+    """Let a group go on from somewhere else: skip records, or have them read again.
+
+    It shows where the group stood, so that it can be put back.
+    """
+    with session.stream(stream) as opened:
+        from meteor_py import GroupActive, GroupNotFound
+
+        found = {described.name: described for described in opened.groups()}.get(group)
+        if found is None and not create:
+            raise GroupNotFound(f"There is no group {group!r}.", stream=stream, group=group)
+        to = span.start.resolve(opened)
+        end = opened.bounds()[1]
+        if to > end:
+            raise click.BadParameter(
+                f"Offset {to} is beyond the end of stream {stream!r}, which is {end}.",
+                param_hint="--to",
+            )
+        came_from = None if found is None else found.confirmed
+        if found is not None and found.owner is not None and not force:
+            raise GroupActive("", stream=stream, group=group, owner=found.owner)
+        if not dry_run:
+            opened.seek_group(
+                group, "earliest" if span.start == Place("earliest") else to, force=force
+            )
+    facts: dict[str, object] = {"stream": stream, "group": group, "from": came_from, "to": to}
+    if came_from is not None:
+        facts["records skipped"] = max(to - came_from, 0)
+        facts["records repeated"] = max(came_from - to, 0)
+    if found is not None and found.owner is not None:
+        facts["taken from"] = found.owner
+    if dry_run:
+        facts["done"] = "no: this was a dry run"
+    print_facts(facts)

@@ -1,0 +1,330 @@
+"""``meteor tail``: print the records of a stream, and go on as they come."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from meteor_cli.command import command
+from meteor_cli.completion import complete_group, complete_stream
+from meteor_cli.output import Sink, say
+from meteor_cli.position import Place, Span, SpanType
+from meteor_cli.rendering import Match, Render, as_json, as_raw, as_template, as_text, matching
+from meteor_cli.session import Session
+from meteor_cli.template import Template
+
+if TYPE_CHECKING:
+    import meteor_py
+    from meteor_py import Record, RecordBatch
+
+#: Records shown of those that are there already, if nothing else is asked for.
+LAST = 10
+_BATCH = 10_000
+#: Seconds to wait for records before looking whether anybody still reads what is written.
+_POLL_S = 1.0
+#: Records looked at first when the last few that match are searched for, from the end.
+_LOOK_BACK = 10_000
+
+
+@command(
+    example="""\
+meteor tail orders                                  the last 10 records, then new ones
+meteor tail orders -e --json | jq .value            all there are
+meteor tail orders -o @-1h..-30m --key customer-7   half an hour of one customer
+meteor tail orders -g billing --format '%o %v\\n'    for a group, confirming"""
+)
+@click.argument("stream", shell_complete=complete_stream)
+@click.option(
+    "-o",
+    "--offset",
+    "span",
+    type=SpanType(),
+    metavar="POSITION",
+    help="Where to start, or from where to where: earliest, latest, N, +N (behind earliest), -N "
+    "(before latest), @TIME, or two with .. between. Default: the last 10, with -e all.",
+)
+@click.option(
+    "-n",
+    "--number",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="With -o: end after N records. Without: begin with the last N.",
+)
+@click.option(
+    "-f/-e",
+    "--follow/--no-follow",
+    " /--exit-at-end",
+    default=True,
+    help="Go on as records come, which is the default; or end at the end of the stream.",
+)
+@click.option(
+    "-g",
+    "--group",
+    shell_complete=complete_group,
+    metavar="GROUP",
+    help="Read as a member of this group, and confirm what was printed.",
+)
+@click.option("-k", "--key", "keys", multiple=True, help="Only records with this key, or these.")
+@click.option(
+    "-H", "--header", "headers", multiple=True, metavar="NAME[=VALUE]",
+    help="Only records with this header; with all, if repeated.",
+)  # fmt: skip
+@click.option("--json", "style", flag_value="json", help="One JSON object on each line.")
+@click.option("--raw", "style", flag_value="raw", help="The values as they are.")
+@click.option(
+    "--format", "form", metavar="FORMAT", help="As this says: '%o %T %k %v\\n' (see docs)."
+)
+@click.option("-0", "--null", is_flag=True, help="With --raw: NUL behind each value, no newline.")
+@click.option("--force", is_flag=True, help="With --raw: even to a terminal.")
+def tail(
+    session: Session,
+    stream: str,
+    span: Span | None,
+    number: int | None,
+    follow: bool,
+    group: str | None,
+    keys: tuple[str, ...],
+    headers: tuple[str, ...],
+    style: str | None,
+    form: str | None,
+    null: bool,
+    force: bool,
+) -> None:
+    """Print the records of a stream, and go on as they come.
+
+    Whatever is in a record, a terminal is not harmed by it: control characters are escaped. Records
+    that are gone are named on stderr, and the exit code is then 1.
+    """
+    if style and form:
+        raise click.UsageError("--format is for text; leave out --json and --raw.")
+    if group and span and (span.is_range or span.start.kind not in ("earliest", "latest")):
+        raise click.UsageError(
+            "A group goes on where it is, and only a new one can be told to start at `earliest` or "
+            "`latest`; move it with `meteor seek`."
+        )
+    with session.stream(stream) as opened:
+        render = _renderer(opened, style, form, null=null, force=force)
+        tailer = Tailer(session, opened, render, matching(keys, headers))
+        if group:
+            tailer.read_for(group, span, number, follow=follow)
+        else:
+            tailer.read(span, number, follow=follow)
+    if tailer.lost:
+        raise click.exceptions.Exit(1)
+
+
+def _renderer(
+    stream: meteor_py.Stream, style: str | None, form: str | None, *, null: bool, force: bool
+) -> Render:
+    terminal = sys.stdout.isatty()
+    template = None
+    if form is not None:
+        try:
+            template = Template(form, stream.name)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--format") from None
+    if terminal and not force and (style == "raw" or (template and template.raw)):
+        raise click.UsageError(
+            "Raw values can do anything to a terminal; send them to a file or a pipe, or say "
+            "--force."
+        )
+    if template:
+        return as_template(template)
+    match style:
+        case "json":
+            return as_json(stream.name)
+        case "raw":
+            return as_raw(b"\0" if null else b"\n")
+    return as_text(stream.config.codec, colour=terminal)
+
+
+@dataclass
+class Bounds:
+    """Where to end: whichever comes first."""
+
+    #: The offset, exclusive.
+    stop: int | None = None
+    #: The time, if it had not come yet when it was looked at.
+    until: datetime | None = None
+    #: Records left to print.
+    number: int | None = None
+
+
+class Tailer:
+    """Reads a stream and writes what it reads."""
+
+    def __init__(
+        self, session: Session, stream: meteor_py.Stream, render: Render, match: Match | None
+    ) -> None:
+        self._session = session
+        self._stream = stream
+        self._render = render
+        self._match = match
+        self._sink = Sink()
+        self._waiting_since: float | None = None
+        self._told_owner = False
+        #: Records that were gone.
+        self.lost = 0
+
+    def read(self, span: Span | None, number: int | None, *, follow: bool) -> None:
+        """Read from anywhere, leaving no trace."""
+        end = self._stream.bounds()[1]
+        bounds = Bounds(stop=None if follow else end)
+        start: int | str
+        if span is None:
+            start = self._start(end, number, follow=follow)
+        else:
+            bounds.number = number
+            start = (
+                "earliest" if span.start == Place("earliest") else span.start.resolve(self._stream)
+            )
+            self._limit(bounds, span.stop)
+        with self._stream.subscriber(
+            codec="bytes", on_gap="skip", on_gap_skipped=self._note_gap
+        ) as sub:
+            sub.seek(start)
+            self._loop(sub, bounds)
+
+    def read_for(self, group: str, span: Span | None, number: int | None, *, follow: bool) -> None:
+        """Read as a member of a group; what was written is confirmed."""
+        bounds = Bounds(None if follow else self._stream.bounds()[1], number=number)
+        with self._stream.subscriber(
+            group=group,
+            initial_offset="auto" if span is None else span.start.kind,
+            codec="bytes",
+            on_gap="skip",
+            on_gap_skipped=self._note_gap,
+        ) as sub:
+            self._loop(sub, bounds)
+
+    def _start(self, end: int, number: int | None, *, follow: bool) -> int | str:
+        """Where to start if nobody said: with the last few, or with all if it ends there."""
+        if number is None and not follow:
+            return "earliest"
+        number = LAST if number is None else number
+        if self._match is None:
+            return Place("-", number).resolve(self._stream)
+        return self._last_matching(end, number)
+
+    def _last_matching(self, end: int, number: int) -> int | str:
+        """The offset from which on so many records match, found from the end backwards."""
+        assert self._match is not None
+        start, step, found = end, _LOOK_BACK, 0
+        while found < number:
+            first = self._stream.bounds()[0]
+            if start <= first:
+                return "earliest"
+            start, stop = max(start - step, first), start
+            offsets = [
+                record.offset
+                for batch in self._stream.read(start, stop)
+                for record in batch
+                if self._match(record)
+            ]
+            found += len(offsets)
+            if found >= number:
+                return offsets[found - number] if number else end
+            step = min(step * 2, 1_000_000)
+        return end
+
+    def _limit(self, bounds: Bounds, stop: Place | None) -> None:
+        if stop is None:
+            return
+        if stop.time is not None and stop.time > datetime.now(stop.time.tzinfo):
+            bounds.until = stop.time
+            return
+        offset = stop.resolve(self._stream)
+        bounds.stop = offset if bounds.stop is None else min(bounds.stop, offset)
+
+    def _loop(self, sub: meteor_py.Subscriber, bounds: Bounds) -> None:
+        while bounds.number != 0:
+            if bounds.stop is not None and sub.position >= bounds.stop:
+                return
+            batch = self._poll(sub, bounds)
+            if batch is None:
+                continue
+            if bounds.until is not None:
+                batch = self._until(batch, bounds)
+            if batch:
+                self._print(sub, batch, bounds)
+            else:
+                self._sink.check_reader()
+                if sub.config.group is not None and self._is_done_by_others(sub, bounds):
+                    return
+
+    def _poll(self, sub: meteor_py.Subscriber, bounds: Bounds) -> RecordBatch | None:
+        """Records, perhaps none; None if that failed and may succeed yet."""
+        from meteor_py import ConnectionFailed, LeaseLost
+
+        most = _BATCH
+        if bounds.stop is not None:
+            most = min(most, bounds.stop - sub.position)
+        if bounds.number is not None and self._match is None:
+            most = min(most, bounds.number)
+        try:
+            batch = sub.poll(_POLL_S, max(most, 1))
+        except LeaseLost:
+            say(
+                f"another member has taken over group {sub.config.group!r}; the records that were "
+                "printed last will be read again."
+            )
+            return None
+        except ConnectionFailed:
+            now = time.monotonic()
+            if self._waiting_since is None:
+                self._waiting_since = now
+            if now - self._waiting_since >= self._session.timeout:
+                raise
+            return None
+        self._waiting_since = None
+        return batch
+
+    def _until(self, batch: RecordBatch, bounds: Bounds) -> RecordBatch:
+        """What of the records was appended before the time at which to end."""
+        assert bounds.until is not None
+        until_ms = int(bounds.until.timestamp() * 1000)
+        if time.time() * 1000 >= until_ms or (batch and batch[-1].appended >= until_ms):
+            stop = self._stream.offset_at(bounds.until)
+            bounds.stop = stop if bounds.stop is None else min(bounds.stop, stop)
+            bounds.until = None
+            return batch[: max(bounds.stop - batch.first_offset, 0)]
+        return batch
+
+    def _print(self, sub: meteor_py.Subscriber, batch: RecordBatch, bounds: Bounds) -> None:
+        records: RecordBatch | list[Record] = batch
+        done = batch.last_offset
+        if self._match is not None:
+            records = [record for record in batch if self._match(record)]
+            if bounds.number is not None and len(records) >= bounds.number:
+                records = records[: bounds.number]
+                done = records[-1].offset
+        if records:
+            self._sink.write(self._render(records))
+        if bounds.number is not None:
+            bounds.number -= len(records)
+        if sub.config.group is not None:
+            sub.confirm(done)
+
+    def _is_done_by_others(self, sub: meteor_py.Subscriber, bounds: Bounds) -> bool:
+        """Tell once for whom we wait; whether others have read up to where we would end."""
+        if sub.is_assigned:
+            return False
+        found = {group.name: group for group in self._stream.groups()}.get(sub.config.group or "")
+        if found is None:
+            return False
+        if found.owner not in (None, sub.member) and not self._told_owner:
+            self._told_owner = True
+            say(f"{found.owner} reads for group {found.name!r}; waiting for it to end.")
+        return bounds.stop is not None and found.confirmed >= bounds.stop
+
+    def _note_gap(self, first: int, last: int) -> None:
+        self.lost += last - first + 1
+        say(
+            f"records {first} to {last} of stream {self._stream.name!r} are gone: the ring has "
+            "dropped them, and no store has them."
+        )

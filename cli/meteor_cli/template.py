@@ -1,0 +1,108 @@
+r"""The templates of ``tail --format``, in the manner of kcat and rpk.
+
+    %o offset   %k key   %v value   %h headers   %s stream   %T timestamp in ms   %A appended in ms
+    %d time (RFC 3339), %d{%H:%M:%S} as strftime writes it   %K %V bytes of key, value   %% percent
+    %v{hex} %v{base64} %v{raw}, and the same for %k   \n \t \r \\ \0 \xHH
+
+Keys, values and headers are made harmless for a terminal, except with ``raw``.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from meteor_cli.harmless import harmless
+
+if TYPE_CHECKING:
+    from meteor_py import Record
+
+Piece = Callable[["Record"], bytes]
+
+_TOKEN = re.compile(
+    r"%(?P<letter>.)(?:\{(?P<how>[^}]*)\})?|\\(?P<escape>x[0-9a-fA-F]{2}|.)|[^%\\]+", re.DOTALL
+)
+_ESCAPES = {"n": b"\n", "t": b"\t", "r": b"\r", "\\": b"\\", "0": b"\0"}
+_ENCODINGS: dict[str | None, Callable[[bytes], bytes]] = {
+    None: lambda data: harmless(data).encode(),
+    "hex": lambda data: data.hex().encode(),
+    "base64": b64encode,
+    "raw": bytes,
+}
+
+
+class Template:
+    """A template that was understood.
+
+    Raises:
+        ValueError: It holds something that has no meaning.
+    """
+
+    def __init__(self, text: str, stream: str) -> None:
+        self._stream = stream
+        #: Whether it writes bytes as they are.
+        self.raw = False
+        self._pieces: list[bytes | Piece] = []
+        end = 0
+        for token in _TOKEN.finditer(text):
+            self._pieces.append(self._piece(token))
+            end = token.end()
+        if end < len(text):
+            raise ValueError(f"The format ends with a single {text[end:]!r}; double it.")
+
+    def render(self, record: Record) -> bytes:
+        """The record, as the template says."""
+        return b"".join(
+            [piece if isinstance(piece, bytes) else piece(record) for piece in self._pieces]
+        )
+
+    def _piece(self, token: re.Match[str]) -> bytes | Piece:
+        letter, how, escape = token["letter"], token["how"], token["escape"]
+        if escape is not None:
+            if len(escape) == 3:
+                return bytes.fromhex(escape[1:])
+            if escape not in _ESCAPES:
+                raise ValueError(rf"The format has no escape \{escape}; write \\ for a backslash.")
+            return _ESCAPES[escape]
+        if letter is None:
+            return token[0].encode()
+        if letter == "%":
+            return b"%"
+        if letter == "d":
+            return lambda record: harmless(local_time(record.timestamp, how)).encode()
+        if letter in "kv" and how in _ENCODINGS:
+            self.raw |= how == "raw"
+            encode = _ENCODINGS[how]
+            if letter == "v":
+                return lambda record: encode(record.value)
+            return lambda record: encode(record.key or b"")
+        if how is None and letter in _PLAIN:
+            return _PLAIN[letter]
+        if how is None and letter == "s":
+            return self._stream.encode()
+        raise ValueError(f"The format has no {token[0]}; write %% for a percent sign.")
+
+
+def show_headers(record: Record) -> str:
+    """Names and values, on one line."""
+    pairs = (record.headers or {}).items()
+    return " ".join(f"{harmless(name)}={harmless(value)}" for name, value in pairs)
+
+
+def local_time(ms: int, form: str | None = None) -> str:
+    """A time in the zone of the user; RFC 3339 with ms without a form."""
+    time = datetime.fromtimestamp(ms / 1000, UTC).astimezone()
+    return time.isoformat(timespec="milliseconds") if form is None else time.strftime(form)
+
+
+_PLAIN: dict[str, Piece] = {
+    "o": lambda record: b"%d" % record.offset,
+    "T": lambda record: b"%d" % record.timestamp,
+    "A": lambda record: b"%d" % record.appended,
+    "K": lambda record: b"%d" % len(record.key or b""),
+    "V": lambda record: b"%d" % len(record.value),
+    "h": lambda record: show_headers(record).encode(),
+}
