@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from meteor_cli.command import Group, command
 from meteor_cli.completion import complete_group, complete_stream
-from meteor_cli.output import ask, print_facts, print_table, say
+from meteor_cli.output import ask, print_facts, print_json, print_table, say
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def list_groups(session: Session, stream: str | None, as_json: bool) -> None:
                     raise
     if as_json:
         for name, group in found:
-            click.echo(to_json(name, group))
+            print_json(to_fields(name, group))
     elif found:
         print_groups(found)
     else:
@@ -52,7 +52,7 @@ def describe_group(session: Session, stream: str, group: str, as_json: bool) -> 
     """Show where a group stands, and who reads for it."""
     found, first = _find(session, stream, group)
     if as_json:
-        click.echo(to_json(stream, found))
+        print_json(to_fields(stream, found))
         return
     facts: dict[str, object] = {
         "stream": stream,
@@ -120,11 +120,10 @@ def print_groups(found: list[tuple[str, GroupDescription]]) -> None:
     )
 
 
-def to_json(stream: str, group: GroupDescription) -> str:
-    """A group as one object: the fields of ``GroupDescription``, and the stream."""
+def to_fields(stream: str, group: GroupDescription) -> dict[str, Any]:
+    """The fields of ``GroupDescription``, and the stream: what ``--json`` shows."""
     import msgspec
 
-    from meteor_cli.harmless import harmless_json
-
-    fields = {"stream": stream} | msgspec.to_builtins(group)
-    return harmless_json(msgspec.json.encode(fields).decode())
+    fields: dict[str, Any] = {"stream": stream}
+    fields |= msgspec.to_builtins(group)
+    return fields

@@ -6,7 +6,7 @@
 Times are ms since 1970. A record without a key or headers has ``null`` there. Bytes (key, value,
 the values of headers) are a string if they are valid UTF-8, and else ``{"b64": "..."}``; so
 every record comes out as it went in. Characters that are not safe on a terminal are written as
-``\\u`` escapes, which mean the same. Fields may be added; none is taken away or changes its meaning.
+``\\u`` escapes, which mean the same. Fields may be added; none is removed or changes its meaning.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meteor_cli.harmless import harmless
+from meteor_cli.harmless import harmless, harmless_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -75,12 +75,28 @@ def print_facts(facts: dict[str, object]) -> None:
         click.echo(f"{name:<{width}}  {harmless(_cell(value))}".rstrip())
 
 
+def print_json(fields: object) -> None:
+    """One object on a line of its own, harmless for a terminal."""
+    import msgspec
+
+    click.echo(harmless_json(msgspec.json.encode(fields).decode()))
+
+
 def _cell(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def counted(number: int, noun: str) -> str:
+    """So many of something.
+
+    >>> counted(1, "record"), counted(2_000, "record")
+    ('1 record', '2,000 records')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def show_bytes(count: int | None) -> str:
@@ -129,9 +145,11 @@ def ask(question: str, *, yes: bool) -> None:
 
 
 @contextmanager
-def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+def progress(
+    what: str, total: int | None, *, quiet: bool = False
+) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, if that is a terminal; call the function with how much is done in all."""
-    if not sys.stderr.isatty():
+    if quiet or not sys.stderr.isatty():
         yield lambda done: None
         return
     with make_progress() as bar:

@@ -14,7 +14,7 @@ import click
 from meteor_cli.command import command
 from meteor_cli.completion import complete_stream
 from meteor_cli.lines import read_lines, read_whole
-from meteor_cli.output import progress, say
+from meteor_cli.output import counted, progress, say
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ meteor tail orders -e --json | meteor publish copy --jsonl"""
     help="Of a record, key and headers included: 1 MiB, up to 32 MiB.",
 )
 @click.option("--create/--no-create", default=True, help="Make the stream if there is none.")
+@click.option("--capacity", type=int, metavar="N", help="Of a stream that is made: 10,000 records.")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing if all goes well.")
 def publish(
     session: Session,
@@ -67,6 +68,7 @@ def publish(
     acks: int,
     max_bytes: int,
     create: bool,
+    capacity: int | None,
     quiet: bool,
 ) -> None:
     """Publish records: the values given, or else the standard input, line by line as it comes.
@@ -81,7 +83,7 @@ def publish(
     if key is not None and key_separator:
         raise click.UsageError("The key is either -k for all, or before -K in each line.")
     with session.connect(writing=True) as m, ExitStack() as stack:
-        opened = m.stream(stream, create=create)
+        opened = m.stream(stream, create=create, capacity=capacity)
         intake = Intake(opened.config.codec, key, key_separator, headers)
         if not values:
             _archive(opened, stack)
@@ -97,16 +99,18 @@ def publish(
             if not quiet:
                 click.echo("\n".join(str(offset) for span in tally.ranges for offset in span))
             return
-        if sys.stdin.isatty():
+        typed = sys.stdin.isatty()
+        if typed:
             say("type records, one on each line; Ctrl-D ends.")
         try:
-            with progress(f"publishing to {stream}", None) as advance:
+            with progress(f"publishing to {stream}", None, quiet=quiet or typed) as advance:
                 for rows in _read(source or "lines", intake, b"\0" if null else b"\n", max_bytes):
-                    tally.add(_publish(pub, rows), at_once=sys.stdin.isatty())
+                    tally.add(_publish(pub, rows), at_once=typed)
                     advance(tally.count)
             tally.finish()
         finally:
             tally.report(quiet=quiet)
+        tally.warn_of_ring(opened)
 
 
 def _publish(pub: meteor_py.Publisher, rows: Columns) -> ManyAck:
@@ -255,9 +259,19 @@ class Tally:
         if self.ranges and not early:
             where = f", offsets {self.ranges[0].start} to {self.ranges[-1].stop - 1}"
         say(
-            f"{self.count:,} records published to stream {self._stream!r}{where}, "
+            f"{counted(self.count, 'record')} published to stream {self._stream!r}{where}, "
             f"{self.count / took_s:,.0f}/s."
         )
+
+    def warn_of_ring(self, stream: meteor_py.Stream) -> None:
+        """Tell if there were more than the stream keeps: that is easily overlooked."""
+        capacity = stream.config.capacity
+        if self.count > capacity and stream.config.store is None:
+            say(
+                f"warning: the ring of stream {stream.name!r} keeps {capacity:,} records, so the "
+                f"first of these are gone already; `meteor streams configure {stream.name} "
+                "--capacity N` makes it larger, and a stream with a --store forgets nothing."
+            )
 
 
 def _header(text: str) -> tuple[str, bytes]:

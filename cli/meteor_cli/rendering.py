@@ -76,7 +76,7 @@ def matching(keys: Sequence[str], headers: Sequence[str]) -> Match | None:
     """Whether a record has one of the keys and all of the headers; None if all records do."""
     if not keys and not headers:
         return None
-    wanted_keys = {key.encode() for key in keys}
+    wanted_keys = {key.encode(errors="surrogateescape") for key in keys}
     wanted_headers = [_header(header) for header in headers]
 
     def match(record: Record) -> bool:
@@ -93,4 +93,4 @@ def matching(keys: Sequence[str], headers: Sequence[str]) -> Match | None:
 
 def _header(text: str) -> tuple[str, bytes | None]:
     name, equals, value = text.partition("=")
-    return name, value.encode() if equals else None
+    return name, value.encode(errors="surrogateescape") if equals else None

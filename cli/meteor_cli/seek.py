@@ -6,7 +6,7 @@ import click
 
 from meteor_cli.command import command
 from meteor_cli.completion import complete_group, complete_stream
-from meteor_cli.output import print_facts
+from meteor_cli.output import print_facts, print_json
 from meteor_cli.position import Place, Span, SpanType
 from meteor_cli.session import Session
 
@@ -29,6 +29,7 @@ meteor seek orders billing --to earliest"""
 @click.option("--dry-run", is_flag=True, help="Only show what would be done.")
 @click.option("--force", is_flag=True, help="Take the group from a member that is at work.")
 @click.option("--create", is_flag=True, help="Begin the group if there is none of that name.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def seek(
     session: Session,
     stream: str,
@@ -37,6 +38,7 @@ def seek(
     dry_run: bool,
     force: bool,
     create: bool,
+    as_json: bool,
 ) -> None:
     """Let a group go on from somewhere else: skip records, or have them read again.
 
@@ -56,18 +58,20 @@ def seek(
                 param_hint="--to",
             )
         came_from = None if found is None else found.confirmed
-        if found is not None and found.owner is not None and not force:
-            raise GroupActive("", stream=stream, group=group, owner=found.owner)
-        if not dry_run:
-            opened.seek_group(
-                group, "earliest" if span.start == Place("earliest") else to, force=force
-            )
+        owner = None if found is None else found.owner
+        refused = owner is not None and not force
+        if not dry_run and not refused:
+            target = "earliest" if span.start == Place("earliest") else to
+            opened.seek_group(group, target, force=force)
     facts: dict[str, object] = {"stream": stream, "group": group, "from": came_from, "to": to}
     if came_from is not None:
         facts["records skipped"] = max(to - came_from, 0)
         facts["records repeated"] = max(came_from - to, 0)
-    if found is not None and found.owner is not None:
-        facts["taken from"] = found.owner
-    if dry_run:
-        facts["done"] = "no: this was a dry run"
-    print_facts(facts)
+    facts["owner"] = owner
+    facts["done"] = not dry_run and not refused
+    if as_json:
+        print_json({name.replace(" ", "_"): value for name, value in facts.items()})
+    elif dry_run or not refused:
+        print_facts(facts)
+    if owner is not None and refused:
+        raise GroupActive("", stream=stream, group=group, owner=owner)

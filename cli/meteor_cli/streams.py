@@ -9,7 +9,7 @@ import click
 
 from meteor_cli.command import Group, command
 from meteor_cli.completion import complete_stream
-from meteor_cli.output import ask, print_facts, print_table, say, show_age, show_bytes
+from meteor_cli.output import ask, print_facts, print_json, print_table, say, show_age, show_bytes
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def list_streams(session: Session, as_json: bool) -> None:
                 continue  # deleted a moment ago
     if as_json:
         for description in found:
-            click.echo(to_json(description))
+            print_json(to_fields(description))
         return
     now_ms = int(time.time() * 1000)
     print_table(
@@ -78,7 +78,7 @@ def describe_stream(session: Session, stream: str, as_json: bool) -> None:
     with session.stream(stream) as opened:
         found = opened.describe()
     if as_json:
-        click.echo(to_json(found))
+        print_json(to_fields(found))
         return
     now_ms = int(time.time() * 1000)
     facts: dict[str, object] = {
@@ -195,12 +195,10 @@ for member in (list_streams, describe_stream, create_stream, configure_stream, r
     streams.add_command(member)
 
 
-def to_json(description: Description) -> str:
-    """A stream as one object: the fields of ``Description``, those of its settings in it."""
+def to_fields(description: Description) -> dict[str, Any]:
+    """The fields of ``Description``, those of its settings among them: what ``--json`` shows."""
     import msgspec
 
-    from meteor_cli.harmless import harmless_json
-
-    fields = msgspec.to_builtins(description)
+    fields: dict[str, Any] = msgspec.to_builtins(description)
     fields |= fields.pop("config")
-    return harmless_json(msgspec.json.encode(fields).decode())
+    return fields

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from bisect import bisect_left
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ _BATCH = 10_000
 _POLL_S = 1.0
 #: Records looked at first when the last few that match are searched for, from the end.
 _LOOK_BACK = 10_000
+_LOOK_BACK_MAX = 1_000_000
 
 
 @command(
@@ -213,24 +215,29 @@ class Tailer:
 
     def _last_matching(self, end: int, number: int) -> int | str:
         """The offset from which on so many records match, found from the end backwards."""
-        assert self._match is not None
         start, step, found = end, _LOOK_BACK, 0
         while found < number:
             first = self._stream.bounds()[0]
             if start <= first:
                 return "earliest"
             start, stop = max(start - step, first), start
-            offsets = [
-                record.offset
-                for batch in self._stream.read(start, stop)
-                for record in batch
-                if self._match(record)
-            ]
+            offsets = self._matching(start, stop)
+            if found + len(offsets) >= number:
+                return offsets[found - number]
             found += len(offsets)
-            if found >= number:
-                return offsets[found - number] if number else end
-            step = min(step * 2, 1_000_000)
+            step = min(step * 2, _LOOK_BACK_MAX)
         return end
+
+    def _matching(self, start: int, stop: int) -> list[int]:
+        """The offsets of the records in a range that match; those that are gone do not."""
+        assert self._match is not None
+        offsets: list[int] = []
+        with self._stream.subscriber(codec="bytes", on_gap="skip") as sub:
+            sub.seek(start)
+            while sub.position < stop:
+                batch = sub.poll(_POLL_S, _BATCH)
+                offsets += [record.offset for record in batch if self._match(record)]
+        return offsets[: bisect_left(offsets, stop)]
 
     def _limit(self, bounds: Bounds, stop: Place | None) -> None:
         if stop is None:
@@ -242,20 +249,20 @@ class Tailer:
         bounds.stop = offset if bounds.stop is None else min(bounds.stop, offset)
 
     def _loop(self, sub: meteor_py.Subscriber, bounds: Bounds) -> None:
-        while bounds.number != 0:
-            if bounds.stop is not None and sub.position >= bounds.stop:
-                return
+        while bounds.number != 0 and not (bounds.stop is not None and sub.position >= bounds.stop):
             batch = self._poll(sub, bounds)
             if batch is None:
                 continue
             if bounds.until is not None:
-                batch = self._until(batch, bounds)
+                self._look_at_clock(batch, bounds)
+            if bounds.stop is not None:  # behind a gap there may be more than was asked for
+                batch = batch[: max(bounds.stop - batch.first_offset, 0)]
             if batch:
                 self._print(sub, batch, bounds)
-            else:
-                self._sink.check_reader()
-                if sub.config.group is not None and self._is_done_by_others(sub, bounds):
-                    return
+                continue
+            self._sink.check_reader()
+            if sub.config.group is not None and self._is_done_by_others(sub, bounds):
+                return
 
     def _poll(self, sub: meteor_py.Subscriber, bounds: Bounds) -> RecordBatch | None:
         """Records, perhaps none; None if that failed and may succeed yet."""
@@ -278,22 +285,21 @@ class Tailer:
             now = time.monotonic()
             if self._waiting_since is None:
                 self._waiting_since = now
+                say("the server does not answer; waiting for it.")
             if now - self._waiting_since >= self._session.timeout:
                 raise
             return None
         self._waiting_since = None
         return batch
 
-    def _until(self, batch: RecordBatch, bounds: Bounds) -> RecordBatch:
-        """What of the records was appended before the time at which to end."""
+    def _look_at_clock(self, batch: RecordBatch, bounds: Bounds) -> None:
+        """Once the time at which to end has come, by our clock or the server's, find its offset."""
         assert bounds.until is not None
         until_ms = int(bounds.until.timestamp() * 1000)
         if time.time() * 1000 >= until_ms or (batch and batch[-1].appended >= until_ms):
             stop = self._stream.offset_at(bounds.until)
             bounds.stop = stop if bounds.stop is None else min(bounds.stop, stop)
             bounds.until = None
-            return batch[: max(bounds.stop - batch.first_offset, 0)]
-        return batch
 
     def _print(self, sub: meteor_py.Subscriber, batch: RecordBatch, bounds: Bounds) -> None:
         records: RecordBatch | list[Record] = batch

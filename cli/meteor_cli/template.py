@@ -13,6 +13,7 @@ import re
 from base64 import b64encode
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from meteor_cli.harmless import harmless
@@ -92,6 +93,7 @@ def show_headers(record: Record) -> str:
     return " ".join(f"{harmless(name)}={harmless(value)}" for name, value in pairs)
 
 
+@lru_cache(4096)  # records of a frame have the same time, and the zone takes its time to find
 def local_time(ms: int, form: str | None = None) -> str:
     """A time in the zone of the user; RFC 3339 with ms without a form."""
     time = datetime.fromtimestamp(ms / 1000, UTC).astimezone()
