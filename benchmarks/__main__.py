@@ -20,6 +20,7 @@ from rich.table import Table
 from benchmarks import (
     archive,
     both,
+    command,
     fanout,
     groups,
     imports,
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Callable[[Bench], list[Row]]] = {
     "ring": ring.run,
     "memory": memory.run,
     "import": imports.run,
+    "command": command.run,
 }
 HEADER = ("what", "ours", "peer", "ratio", "goal", "met")
 NOTES = (

@@ -65,11 +65,13 @@ from meteor_py.meta import Description
 from meteor_py.publisher import Publisher
 from meteor_py.receiver import Receiver
 from meteor_py.record import ARROW_SCHEMA, Record, RecordBatch
+from meteor_py.serverinfo import ServerDescription
 from meteor_py.store.archive import Archive
 from meteor_py.store.archiver import Archiver
 from meteor_py.store.base import Bounds, Flaw, RingbufferStore
 from meteor_py.store.memory import MemoryStore
 from meteor_py.store.parquet import ParquetStore
+from meteor_py.store.segment import SegmentDescription
 from meteor_py.stream import Stream
 from meteor_py.subscriber import Subscriber
 
@@ -120,6 +122,8 @@ __all__ = [
     "RecordsLost",
     "RingbufferStore",
     "SegmentCorrupt",
+    "SegmentDescription",
+    "ServerDescription",
     "ServerNotFound",
     "ServerRefused",
     "ServerStartFailed",

@@ -34,6 +34,7 @@ from meteor_py.link import Argument, Link, connection_options
 from meteor_py.meta import Meta
 from meteor_py.publisher import close_publishers
 from meteor_py.scripts import ALL, CREATE_STREAM, Script
+from meteor_py.serverinfo import ServerDescription, describe_server
 from meteor_py.store.archiver import close_archivers, start_archiver
 from meteor_py.store.base import RingbufferStore
 from meteor_py.store.opening import Store, founding_fields, open_store, settle
@@ -249,6 +250,13 @@ class Client(Closing):
                 self._redis = Redis.from_pool(pool)
             self.resolve()  # refuses if closed
             return self._redis
+
+    def describe(self) -> ServerDescription:
+        """Look at the server: what it is, its memory, its clients.
+
+        Whatever it will not tell this user is None.
+        """
+        return self.use(describe_server)
 
     def load_scripts(self) -> None:
         """Load all scripts, for users that may run but not load them (docs/acl.md)."""

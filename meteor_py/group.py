@@ -85,11 +85,19 @@ def list_groups(stream: Stream, end: int) -> list[GroupDescription]:
             if incarnation is None or incarnation.decode() != stream.incarnation:
                 continue  # deleted since, or left behind by an earlier stream
             position = int(confirmed or began)
-            owner = None if lease is None else lease.decode(errors="replace").partition(" ")[0]
-            found.append(
-                GroupDescription(name, position, max(end - position, 0), owner, int(term or 0))
-            )
+            lag = max(end - position, 0)
+            found.append(GroupDescription(name, position, lag, owner_of(lease), int(term or 0)))
     return found
+
+
+def find_archiver(stream: Stream) -> str | None:
+    """The member that archives the stream now; None if nobody does."""
+    return owner_of(stream.client.call("GET", keys.lease(stream.name, keys.ARCHIVERS)))
+
+
+def owner_of(lease: bytes | None) -> str | None:
+    """The member that a lease names."""
+    return None if lease is None else lease.decode(errors="replace").partition(" ")[0]
 
 
 def seek_group(stream: Stream, group: str, offset: int, *, floating: bool, force: bool) -> None:

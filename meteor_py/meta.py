@@ -20,6 +20,8 @@ class Meta:
     config: StreamConfig
     incarnation: str
     epoch: int
+    #: The next offset when the epoch began.
+    epoch_first: int
     next: int
     appended: int
     #: With a store: its id, what is archived in it, and what of that has expired; else None.
@@ -50,6 +52,7 @@ class Meta:
                 config=StreamConfig.from_fields(fields),
                 incarnation=fields["incarnation"],
                 epoch=int(fields["epoch"]),
+                epoch_first=int(fields.get("epochs", "0").rpartition(":")[2]),
                 next=int(fields["next"]),
                 appended=int(fields["appended"]),
                 store=fields.get("store"),
@@ -82,8 +85,13 @@ class Description:
     appended: int
     #: All records below are in the store; None without a store.
     archived: int | None
+    #: The member that archives it now; None if nobody does, or without a store.
+    archiver: str | None
     config: StreamConfig
     incarnation: str
+    #: Changes when the server fails over or is restarted.
     epoch: int
+    #: Where the epoch began: whoever knew records from there on has seen some that were lost.
+    epoch_first: int
     #: The subscriber groups, by name.
     groups: tuple[GroupDescription, ...]

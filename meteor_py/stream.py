@@ -22,7 +22,13 @@ from meteor_py.config import (
 from meteor_py.cursor import Cursor
 from meteor_py.errors import MeteorError, ServerRefused, StoreMismatch, StoreUnavailable
 from meteor_py.frame import entry_span, foreign_entry
-from meteor_py.group import GroupDescription, delete_group, list_groups, seek_group
+from meteor_py.group import (
+    GroupDescription,
+    delete_group,
+    find_archiver,
+    list_groups,
+    seek_group,
+)
 from meteor_py.history import Position
 from meteor_py.meta import Description, Meta
 from meteor_py.publisher import Publisher
@@ -281,9 +287,11 @@ class Stream:
             bytes=size,
             appended=meta.appended,
             archived=meta.archived,
+            archiver=None if meta.store is None else find_archiver(self),
             config=meta.config,
             incarnation=meta.incarnation,
             epoch=meta.epoch,
+            epoch_first=meta.epoch_first,
             groups=tuple(list_groups(self, meta.next)),
         )
 

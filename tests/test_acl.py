@@ -93,6 +93,15 @@ def test_a_subscriber_sees_the_groups_and_cannot_be_in_one(guarded: Server) -> N
     assert contents(guarded) == before
 
 
+def test_who_may_not_see_info_gets_a_description_of_the_server_without_facts(
+    guarded: Server,
+) -> None:
+    with connect(guarded, "subscriber") as m:
+        assert m.describe() == meteor.ServerDescription()
+    with connect(guarded, "member") as m:
+        assert (m.describe().role, bool(m.describe().memory)) == ("primary", True)
+
+
 # The member
 
 
@@ -244,6 +253,8 @@ def test_an_archiver_can_archive_flush_and_expire(guarded: Server, stored: Path)
         m.stream("orders", store=stored, create=False)
         fill(guarded, 100)
         assert m.stream("orders", create=False).store.flush() == 1000
+        with connect(guarded, "subscriber") as other:
+            assert other.stream("orders", create=False).describe().archiver is not None
     with connect(guarded, "subscriber") as m:
         stream = m.stream("orders", create=False)
         assert sum(map(len, stream.read())) == 100

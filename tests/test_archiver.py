@@ -73,6 +73,8 @@ def test_an_archiver_with_settings_takes_the_place_of_the_one_that_runs_by_itsel
         depot.fill(*[25] * 8)
         depot.wait_archived(200)
         assert depot.owner not in (None, before)
+        assert depot.stream.describe().archiver == depot.owner
+    assert depot.stream.describe().archiver is None
     assert not archiver.alive
     assert archiver_threads() == []
     assert depot.lease_left_ms == -2  # given up

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import plain_client
-
 METEOR = Path(sys.executable).parent / "meteor"
 EXAMPLE = Path(__file__).parent.parent / "examples" / "two_terminals.py"
 
@@ -18,18 +16,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [METEOR, *arguments], check=False, capture_output=True, text=True, timeout=60
     )
-
-
-def test_the_demo_shows_every_part_and_leaves_a_foreign_server_as_it_was(url: str) -> None:
-    with plain_client(url) as neighbour:
-        neighbour.ping()
-        connection = neighbour.client_id()
-        done = run("--url", url, "demo", "--records", "1000")
-        assert (done.returncode, done.stdout.count("✓")) == (0, 9)
-        assert neighbour.client_id() == connection, "nobody else's connection is cut"
-        assert neighbour.keys("meteor:{*") == []
-    assert done.stderr.startswith("meteor: warning: The server at ")
-    assert done.stderr.count("\n") == 1, "a sentence, without a line of source"
 
 
 @pytest.mark.parametrize(

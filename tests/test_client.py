@@ -185,6 +185,33 @@ def test_an_embedded_server_has_a_plain_client_too() -> None:
         assert plain.ping() is True
 
 
+# What a server tells of itself
+
+
+def test_a_server_is_described_by_product_memory_clients_and_role(
+    private_server: ServerFactory,
+) -> None:
+    for kind in ("valkey", "redis"):
+        server = private_server("--maxmemory", "64mb", kind=kind)
+        with meteor.connect(server.url) as m:
+            found = m.describe()
+            assert found.version == server.info("server")[f"{kind}_version"]
+            assert (found.product, found.role, found.memory_max) == (kind, "primary", 64 << 20)
+            assert 0 < (found.memory or 0) < 64 << 20
+            assert found.clients is not None
+            assert found.uptime is not None
+            with Replica(server) as replica, meteor.connect(replica.url) as other:
+                replica.wait_in_sync()
+                assert other.describe().role == "replica"
+
+
+def test_a_fake_server_and_one_without_a_limit_say_so(url: str) -> None:
+    with meteor.connect("fake://") as m:
+        assert m.describe() == meteor.ServerDescription("fake")
+    with meteor.connect(url) as m:
+        assert m.describe().memory_max is None
+
+
 # Dangerous servers
 
 

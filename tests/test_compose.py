@@ -118,7 +118,7 @@ def test_services_wait_until_redis_is_healthy() -> None:
 
 
 def test_the_demo_connects_to_the_service_called_redis() -> None:
-    url = urlsplit(SERVICES["demo"]["environment"]["METEOR_URL"])
+    url = urlsplit(SERVICES["demo"]["command"][-1].partition(" --url ")[2])
     assert url.scheme == "redis"
     assert url.hostname in SERVICES
     assert url.port == 6379

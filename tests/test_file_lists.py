@@ -1,4 +1,4 @@
-"""The list of the files of a store: whole, or an error."""
+"""The files of a store: ``files`` is the whole list or an error, ``segments`` what is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
+from meteor_py import keys
 from tests.archiving import Depot
+from tests.members import STREAM
 
 
 @pytest.fixture
@@ -62,3 +64,54 @@ def test_a_list_of_files_does_not_pass_over_a_lost_one(depot: Depot, number: int
         depot.stream.store.files()
     assert (caught.value.first, caught.value.last) == (60 * number, 60 * number + 59)
     assert depot.harm()
+
+
+# segments()
+
+
+def test_segments_describe_the_files_that_are_listed(depot: Depot) -> None:
+    for _ in range(3):
+        depot.fill(60)
+        depot.archive()
+    archive = depot.stream.store
+    found = archive.segments()
+    assert [segment.file for segment in found] == archive.files()
+    assert [(segment.first, segment.last, segment.records) for segment in found] == [
+        (first, first + 59, 60) for first in (0, 60, 120)
+    ]
+    assert [segment.size for segment in found] == [
+        Path(segment.file).stat().st_size for segment in found
+    ]
+    assert {segment.epoch for segment in found} == {depot.stream.describe().epoch}
+    assert [segment.term for segment in found] == sorted({segment.term for segment in found})
+    archive.compact()
+    (merged,) = archive.segments()
+    assert (merged.first, merged.last) == (0, 179)
+
+
+def test_segments_pass_over_a_lost_file_but_not_over_a_lost_disk(depot: Depot) -> None:
+    for _ in range(3):
+        depot.fill(60)
+        depot.archive()
+    archive = depot.stream.store
+    Path(archive.files()[1]).unlink()
+    assert [segment.first for segment in archive.segments()] == [0, 120]
+    depot.root.rename(depot.root.with_name("away"))
+    with pytest.raises(meteor.StoreUnavailable, match="nothing is there"):
+        archive.segments()
+
+
+def test_segments_show_of_a_file_only_what_counts(depot: Depot) -> None:
+    depot.fill(60)
+    depot.archive()
+    archive = depot.stream.store
+    depot.redis.hset(keys.meta(STREAM), "archived", 50)  # as a fail-over may leave it
+    (segment,) = archive.segments()
+    assert (segment.first, segment.last, segment.records) == (0, 49, 50)
+
+
+def test_a_store_without_files_has_no_segments(url: str) -> None:
+    with meteor.connect(url) as m:
+        stream = m.stream("s", store=meteor.MemoryStore("s"), archive=False)
+        with pytest.raises(TypeError, match=r"segments\(\) is for stores of files"):
+            stream.store.segments()

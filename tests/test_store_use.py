@@ -16,7 +16,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py import keys
 from meteor_py.testing.store_contract import LIFE, records
-from tests.reading import fill
+from tests.reading import everything, fill
 from tests.test_store_edges import NAME, archive, offsets, stored
 from tests.waiting import eventually
 
@@ -107,6 +107,28 @@ def test_merging_goes_around_damage(m: meteor.Client, tmp_path: Path) -> None:
     with pytest.raises(meteor.SegmentCorrupt):
         offsets(stream)
     assert offsets(stream, 90) == list(range(90, 150))
+
+
+# Expiry
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_a_dry_run_tells_what_expiry_would_leave_and_changes_nothing(
+    m: meteor.Client, tmp_path: Path, kind: str
+) -> None:
+    stream = stored(m, tmp_path if kind == "files" else meteor.MemoryStore(NAME))
+    for _ in range(3):
+        fill(stream, 30)
+        archive(stream)
+    stream.seek_group("slow", 30)
+    found = stream.store
+    for offset, force, first in ((60, False, 30), (60, True, 60), (200, True, 90)):
+        start = found.bounds()[0]
+        before = everything(m.redis)
+        assert found.expire(offset=offset, force=force, dry_run=True) == first
+        assert everything(m.redis) == before
+        assert offsets(stream, start) == list(range(start, 90))
+        assert found.expire(offset=offset, force=force) == first == found.bounds()[0]
 
 
 # A private server

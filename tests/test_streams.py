@@ -119,7 +119,8 @@ def test_a_description_has_bounds_sizes_and_settings(client: meteor.Client) -> N
     assert full.name == "s"
     assert full.config == stream.config
     assert full.incarnation == stream.incarnation
-    assert full.archived is None
+    assert (full.archived, full.archiver) == (None, None)
+    assert (full.epoch, full.epoch_first) == (1, 0)
     assert abs(full.appended / 1000 - datetime.now(UTC).timestamp()) < 60
     assert full.bytes is None or full.bytes > 100
 

@@ -26,8 +26,9 @@ def complete_group(
     context: click.Context, option: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Names of the groups of the stream that was named before."""
-    stream = context.params.get("stream")
-    return _complete(context, stream, incomplete) if isinstance(stream, str) else []
+    # Behind an option that has no value yet, as -g here, click has not looked at the rest.
+    stream = context.params.get("stream") or next(iter(context.args), None)
+    return [] if stream is None else _complete(context, stream, incomplete)
 
 
 def _complete(context: click.Context, stream: str | None, incomplete: str) -> list[CompletionItem]:
@@ -53,9 +54,9 @@ def _names(session: Session, stream: str | None) -> list[str]:
 
 @command(
     example="""\
-eval "$(meteor completion bash)"            in ~/.bashrc
-eval "$(meteor completion zsh)"             in ~/.zshrc
-meteor completion fish | source             in ~/.config/fish/config.fish"""
+eval "$(meteor completion bash)"  # in ~/.bashrc
+eval "$(meteor completion zsh)"   # in ~/.zshrc
+meteor completion fish | source   # in ~/.config/fish/config.fish"""
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(session: Session, shell: str) -> None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import meteor_py as meteor
-from meteor_py.server import open_embedded
 
 RECORDS = 3_000
 #: Records that the first worker has handled when it is killed.
 KILL_AFTER = 1_000
 LEASE_S = 1.0
-_STREAM, _GROUP = "orders", "billing"
+GROUP = "billing"
 _PER_SECOND = 2_000
 _STEP = 20
 #: Seconds after which the tour gives up on a worker.
@@ -49,11 +48,18 @@ class Outcome:
 class Worker:
     """A process that handles the group's records, and tells the offset of each."""
 
-    def __init__(self, url: str) -> None:
-        command = [sys.executable, "-m", "meteor_cli.failover", url]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    def __init__(self, url: str, stream: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "meteor_cli.failover", stream],
+            stdin=subprocess.PIPE,  # which is closed when we end, in whatever way
+            stdout=subprocess.PIPE,
+            text=True,
+            # Not on the command line, where everybody could read a password.
+            env=os.environ | {"METEOR_URL": url},
+            start_new_session=True,  # Ctrl-C is for us: we see to the rest
+        )
         self.offsets: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._listen, name="demo-worker")
+        self.thread = threading.Thread(target=self._listen, name="meteor-cli-worker")
         self.thread.start()
 
     def _listen(self) -> None:
@@ -63,7 +69,10 @@ class Worker:
                 self.offsets.put(int(line))
 
     def next(self) -> int:
-        return self.offsets.get(timeout=_PATIENCE_S)
+        try:
+            return self.offsets.get(timeout=_PATIENCE_S)
+        except queue.Empty:
+            raise TimeoutError(f"A worker did nothing for {_PATIENCE_S:g} seconds.") from None
 
     def rest(self) -> list[int]:
         found: list[int] = []
@@ -75,24 +84,26 @@ class Worker:
         self.process.kill()
         self.process.wait()
         self.thread.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
-def fail_over(advance: Callable[[int], None]) -> Outcome:
+def fail_over(stream: meteor.Stream, url: str, advance: Callable[[int], None]) -> Outcome:
     """Publish to a group of two workers, and kill the one that has the lease."""
     with ExitStack() as stack:
-        server = stack.enter_context(open_embedded())
-        m = stack.enter_context(_connect(server.url))
-        stream = m.stream(_STREAM)
-        workers = [Worker(server.url) for _ in range(2)]
-        for worker in workers:
-            stack.callback(worker.end)
+        workers: list[Worker] = []
+        for _ in range(2):
+            workers.append(Worker(url, stream.name))
+            stack.callback(workers[-1].end)
         with stream.publisher() as pub:
             pub.publish(b"order 0").result()
         owner, heir = _who_reads(workers)
-        publishing = threading.Thread(target=_publish, args=(stream, advance), name="demo-pub")
-        publishing.start()
-        stack.callback(publishing.join)
-        handled = [owner.next() for _ in range(KILL_AFTER)]
+        stack.enter_context(_Publishing(stream))
+        handled: list[int] = []
+        while len(handled) < KILL_AFTER:
+            handled.append(owner.next())
+            advance(len(handled))
         owner.process.kill()
         killed_at = time.perf_counter()
         taken_over = [heir.next()]
@@ -101,6 +112,7 @@ def fail_over(advance: Callable[[int], None]) -> Outcome:
         handled += owner.rest()
         while taken_over[-1] < RECORDS - 1:
             taken_over.append(heir.next())
+            advance(taken_over[-1] + 1)
         confirmed = _wait_until_confirmed(stream)
     return Outcome(handled, taken_over, pause_s, confirmed)
 
@@ -113,16 +125,31 @@ def _who_reads(workers: list[Worker]) -> tuple[Worker, Worker]:
             if not worker.offsets.empty():
                 return worker, workers[1 - number]
         time.sleep(0.002)
-    raise TimeoutError("No worker of the demo came up.")
+    raise TimeoutError(f"No worker came up in {_PATIENCE_S:g} seconds.")
 
 
-def _publish(stream: meteor.Stream, advance: Callable[[int], None]) -> None:
-    with stream.publisher() as pub:
-        for start in range(1, RECORDS, _STEP):
-            stop = min(start + _STEP, RECORDS)
-            pub.publish_many([b"order %d" % n for n in range(start, stop)])
-            advance(stop - start)
-            time.sleep(_STEP / _PER_SECOND)
+class _Publishing:
+    """A thread that publishes at a steady pace, for as long as somebody is there."""
+
+    def __init__(self, stream: meteor.Stream) -> None:
+        self._stream = stream
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._publish, name="meteor-cli-publishing")
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _publish(self) -> None:
+        with self._stream.publisher() as pub:
+            for start in range(1, RECORDS, _STEP):
+                stop = min(start + _STEP, RECORDS)
+                pub.publish_many([b"order %d" % n for n in range(start, stop)])
+                if self._ended.wait(_STEP / _PER_SECOND):
+                    return
 
 
 def _wait_until_confirmed(stream: meteor.Stream) -> int:
@@ -134,22 +161,22 @@ def _wait_until_confirmed(stream: meteor.Stream) -> int:
         time.sleep(0.01)
 
 
-def _connect(url: str) -> meteor.Client:
-    # The demo's own server keeps nothing on disk, on purpose.
-    warnings.simplefilter("ignore", meteor.DataSafetyWarning)
-    return meteor.connect(url)
-
-
-def work(url: str) -> None:
+def _work(stream: str) -> None:
     """What a worker does."""
+    threading.Thread(target=_end_with_parent, name="meteor-cli-parent", daemon=True).start()
     with (
-        _connect(url) as m,
-        m.stream(_STREAM).subscriber(group=_GROUP, lease_ttl=LEASE_S) as sub,
+        meteor.connect() as m,
+        m.stream(stream, create=False).subscriber(group=GROUP, lease_ttl=LEASE_S) as sub,
     ):
         for record in sub:
             print(record.offset, flush=True)  # handled
             sub.confirm(record)
 
 
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    work(sys.argv[1])
+    _work(sys.argv[1])

@@ -29,6 +29,26 @@ def explain(error: Exception) -> str:
             return str(error).replace(
                 "stream.configure()", f"`meteor streams configure {error.stream}`"
             )
+        case meteor_py.StoreMismatch():
+            return (
+                str(error)
+                .replace(
+                    "give one when you create it: client.stream(name, store=...)",
+                    "give one when you create it: `meteor streams create NAME --store DIR`",
+                )
+                .replace(
+                    "open the stream with client.stream(name, store=...)",
+                    "`meteor archive` takes the address with --store",
+                )
+            )
+        case meteor_py.StreamFull() | meteor_py.StoreUnavailable():
+            return (
+                str(error)
+                .replace(
+                    "Is an archiver running?", f"Start one: `meteor archive run {error.stream}`."
+                )
+                .replace("Does an archiver run,", "Does `meteor archive run` run somewhere,")
+            )
         case meteor_py.LogTruncated():
             return (
                 f"The server has lost records {error.first} to {error.last} of stream "

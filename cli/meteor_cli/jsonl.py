@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import binascii
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -84,24 +84,44 @@ def encode(stream: str, records: Iterable[Record]) -> bytes:
     return harmless_json(_encoder.encode_lines(lines).decode()).encode()
 
 
-def decode(lines: Sequence[bytes], number: int = 1) -> Columns:
-    """Records from lines; ``number`` is that of the first, for errors. Empty lines are skipped.
+def decode(
+    lines: Sequence[bytes], number: int = 1, accept: Callable[[bytes], object] | None = None
+) -> Columns:
+    """Records from lines. Empty lines are skipped.
+
+    Args:
+        lines: Without their ends.
+        number: That of the first, for errors.
+        accept: Called with each value; a ``ValueError`` refuses it.
 
     Raises:
-        ValueError: A line is not a record.
+        Unreadable: A line is not a record, or was refused.
     """
     rows = []
-    for at, line in enumerate(lines, number):
+    for index, line in enumerate(lines):
         if not line or line.isspace():
             continue
         try:
-            rows.append(_to_row(_decoder.decode(line)))
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise ValueError(
-                f"Line {at} is not a record as `meteor tail --json` writes it: {error}."
+            row = _to_row(_decoder.decode(line))
+            if accept is not None:
+                accept(row[0])
+        except ValueError as error:  # that of msgspec is one
+            raise Unreadable(
+                f"Line {number + index} is not a record as `meteor tail --json` writes it: "
+                f"{str(error).rstrip('.')}.",
+                index,
             ) from None
+        rows.append(row)
     values, keys, headers, timestamps = map(list, zip(*rows, strict=True)) if rows else ([],) * 4
     return Columns(values, _some(keys), _some(headers), _some(timestamps))
+
+
+class Unreadable(ValueError):
+    """One of several lines cannot be published; those before ``index`` can."""
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 def _to_row(given: Given) -> tuple[Any, ...]:

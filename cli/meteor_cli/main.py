@@ -7,20 +7,32 @@ import os
 import signal
 import sys
 import warnings
+from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 import click
 
 from meteor_cli.command import CONTEXT_SETTINGS, Group, common_options
-from meteor_cli.completion import completion
-from meteor_cli.groups import groups
-from meteor_cli.publish import publish
-from meteor_cli.seek import seek
+from meteor_cli.output import is_cut_off
 from meteor_cli.session import Session
-from meteor_cli.streams import streams
-from meteor_cli.tail import tail
 
+#: In the order of the help. Each is in the module of its name, which is imported when it is needed:
+#: a command starts in the time of its own imports.
+COMMANDS = (
+    "demo",
+    "server",
+    "tail",
+    "publish",
+    "seek",
+    "streams",
+    "groups",
+    "archive",
+    "top",
+    "watch",
+    "bench",
+    "completion",
+)
 #: The shell's way to say that a signal ended it.
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -28,10 +40,21 @@ INTERRUPTED = 128 + signal.SIGINT
 class Root(Group):
     """The command itself."""
 
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        found: click.Command = getattr(import_module(f"meteor_cli.{name}"), name)
+        return found
+
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
         except BrokenPipeError:
+            if not is_cut_off(sys.stdout.fileno()):
+                raise
             # Whoever reads has seen enough: nothing is wrong. What is still in the buffer must
             # not fail again at the end of the interpreter.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -48,8 +71,6 @@ def meteor() -> None:
 
 
 meteor.params[:0] = common_options(hidden=False)
-for member in (tail, publish, seek, streams, groups, completion):
-    meteor.add_command(member)
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ _UNITS = {
     "d": timedelta(days=1),
     "w": timedelta(weeks=1),
 }
-_STEP = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhdw])")
+_STEP = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|[smhdw])")
 _SPAN = re.compile(rf"(?:{_STEP.pattern})+")
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 #: The ways to write a time, for errors and help.
 FORMS = "ms (13 digits), seconds, 2026-11-16, 2026-11-16T14:30:00Z, now, or -1h30m"

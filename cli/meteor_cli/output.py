@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +21,8 @@ class Sink:
     """Standard output for much data."""
 
     def __init__(self) -> None:
-        self._file = sys.stdout.buffer
-        self._poll = select.poll()
-        self._poll.register(self._file.fileno(), 0)
+        sys.stdout.flush()
+        self._fd = sys.stdout.fileno()
 
     def write(self, data: bytes) -> None:
         """Write, and have it seen at once.
@@ -30,13 +30,21 @@ class Sink:
         Raises:
             BrokenPipeError: Nobody reads it.
         """
-        self._file.write(data)
-        self._file.flush()
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._fd, left) :]
 
     def check_reader(self) -> None:
         """Raise ``BrokenPipeError`` if nobody will read what is written next."""
-        if any(event & (select.POLLERR | select.POLLHUP) for _, event in self._poll.poll(0)):
+        if is_cut_off(self._fd):
             raise BrokenPipeError
+
+
+def is_cut_off(fd: int) -> bool:
+    """Whether the other end of a pipe or terminal is closed."""
+    poll = select.poll()
+    poll.register(fd, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def say(text: str) -> None:
@@ -44,8 +52,13 @@ def say(text: str) -> None:
     click.echo(f"meteor: {text}", err=True)
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on stdout; numbers to the right. A heading says which by ending with ``#``."""
+def print_table(
+    headings: Sequence[str], rows: Sequence[Sequence[object]], *, whole: bool = False
+) -> None:
+    """A table on stdout; numbers to the right. A heading says which by ending with ``#``.
+
+    ``whole``: nothing is cut to fit a terminal.
+    """
     if not rows:
         return
     from rich.console import Console
@@ -61,7 +74,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> No
         table.add_row(*(harmless(_cell(value)) for value in row))
     # Into a pipe or a file, lines are as long as they have to be.
     console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
+    if whole or not console.is_terminal:
         console = Console(markup=False, highlight=False, width=10_000)
     with console.capture() as capture:
         console.print(table)

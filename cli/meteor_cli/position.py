@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import meteor_py
 
 _WORDS = ("earliest", "latest")
-_OFFSET = re.compile(r"([+-]?)(\d{1,18})")
+_OFFSET = re.compile(r"([+-]?)([0-9]{1,18})")
 _FORMS = "earliest, latest, N, +N, -N or @TIME"
 
 

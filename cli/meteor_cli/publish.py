@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, TypedDict
 
 import click
 
@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from meteor_py import Compression, ManyAck
 
 _MAX_BYTES = 1024 * 1024
-Encode = Callable[[bytes], bytes]
+
+
+class PublisherSettings(TypedDict):
+    """What ``stream.publisher`` is told."""
+
+    compression: Compression | None
+    acks: int
+    max_record_bytes: int
+    codec: str
 
 
 @command(
@@ -42,9 +50,19 @@ meteor tail orders -e --json | meteor publish copy --jsonl"""
 @click.option(
     "-K", "--key-separator", metavar="TEXT", help="In a line, what is before it is the key."
 )
-@click.option("-H", "--header", "headers", multiple=True, metavar="NAME=VALUE", help="Of all.")
+@click.option(
+    "-H",
+    "--header",
+    "headers",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=lambda _context, _option, given: _parse_headers(given),
+    help="A header of all records.",
+)
 @click.option("--compression", type=click.Choice(["none", "lz4", "zstd"]), help="Of frames.")
-@click.option("--acks", type=click.IntRange(min=0), default=0, help="Replicas that must have it.")
+@click.option(
+    "--acks", type=click.IntRange(min=0), default=0, metavar="N", help="Replicas that must have it."
+)
 @click.option(
     "--max-bytes",
     type=click.IntRange(1, 32 * _MAX_BYTES),
@@ -63,7 +81,7 @@ def publish(
     null: bool,
     key: str | None,
     key_separator: str | None,
-    headers: tuple[str, ...],
+    headers: dict[str, bytes] | None,
     compression: Compression | None,
     acks: int,
     max_bytes: int,
@@ -82,200 +100,230 @@ def publish(
         raise click.UsageError("With --jsonl, keys and headers are in the input.")
     if key is not None and key_separator:
         raise click.UsageError("The key is either -k for all, or before -K in each line.")
-    with session.connect(writing=True) as m, ExitStack() as stack:
+    with session.connect(writing=True) as m:
         opened = m.stream(stream, create=create, capacity=capacity)
         intake = Intake(opened.config.codec, key, key_separator, headers)
-        if not values:
-            _archive(opened, stack)
-        pub = stack.enter_context(
-            opened.publisher(
-                compression=compression, acks=acks, max_record_bytes=max_bytes, codec="bytes"
-            )
+        settings = PublisherSettings(
+            compression=compression, acks=acks, max_record_bytes=max_bytes, codec="bytes"
         )
-        tally = Tally(stream)
         if values:
-            rows = intake.columns([value.encode(errors="surrogateescape") for value in values])
-            tally.settle(_publish(pub, rows))
+            offsets = _publish_values(opened, settings, intake, values)
             if not quiet:
-                click.echo("\n".join(str(offset) for span in tally.ranges for offset in span))
-            return
-        typed = sys.stdin.isatty()
-        if typed:
-            say("type records, one on each line; Ctrl-D ends.")
-        try:
-            with progress(f"publishing to {stream}", None, quiet=quiet or typed) as advance:
-                for rows in _read(source or "lines", intake, b"\0" if null else b"\n", max_bytes):
-                    tally.add(_publish(pub, rows), at_once=typed)
-                    advance(tally.count)
+                click.echo("\n".join(map(str, offsets)))
+        else:
+            parts = _read(source or "lines", intake, b"\0" if null else b"\n", max_bytes)
+            _publish_input(opened, settings, parts, quiet=quiet)
+
+
+def _publish_values(
+    stream: meteor_py.Stream, settings: PublisherSettings, intake: Intake, values: Sequence[str]
+) -> list[int]:
+    rows = intake.columns([value.encode(errors="surrogateescape") for value in values], 1)
+    with stream.publisher(**settings) as pub:
+        ack = _publish(pub, rows)
+        ack.result()
+    return [offset for span in ack.ranges for offset in span]
+
+
+def _publish_input(
+    stream: meteor_py.Stream,
+    settings: PublisherSettings,
+    parts: Iterator[Columns],
+    *,
+    quiet: bool,
+) -> None:
+    typed = sys.stdin.isatty()
+    if typed:
+        say("type records, one on each line; Ctrl-D ends.")
+    tally = Tally(stream)
+    try:
+        with (
+            _archiving(stream),
+            stream.publisher(**settings) as pub,
+            progress(f"publishing to {stream.name}", None, quiet=quiet or typed) as advance,
+        ):
+            for rows in parts:
+                tally.add(_publish(pub, rows), at_once=typed)
+                advance(tally.count)
             tally.finish()
-        finally:
-            tally.report(quiet=quiet)
-        tally.warn_of_ring(opened)
+    finally:  # the publisher is closed: what became of each record is known
+        tally.report(quiet=quiet)
+
+
+def _parse_headers(given: Sequence[str]) -> dict[str, bytes] | None:
+    pairs = [header.partition("=") for header in given]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise click.BadParameter(f"{name!r} is not NAME=VALUE.")
+    return {n: value.encode(errors="surrogateescape") for n, _, value in pairs} or None
 
 
 def _publish(pub: meteor_py.Publisher, rows: Columns) -> ManyAck:
     return pub.publish_many(rows.values, rows.keys, rows.headers, rows.timestamps)
 
 
-def _archive(stream: meteor_py.Stream, stack: ExitStack) -> None:
+@contextmanager
+def _archiving(stream: meteor_py.Stream) -> Iterator[None]:
     """Let a stream with a store have room for what comes, if the store is within reach."""
     from meteor_py import StoreMismatch, StoreUnavailable
 
-    if stream.config.store is None:
-        return
-    try:
-        archiver = stream.archiver()
-    except (StoreMismatch, StoreUnavailable):
-        return  # of another machine: so is its archiver
-    stack.enter_context(archiver.start())
+    archiver = None
+    if stream.config.store is not None:
+        try:
+            archiver = stream.archiver()
+        except (StoreMismatch, StoreUnavailable):
+            pass  # of another machine: so is its archiver
+    with nullcontext() if archiver is None else archiver.start():
+        yield
 
 
 def _read(source: str, intake: Intake, delimiter: bytes, limit: int) -> Iterator[Columns]:
     """Records from the standard input, many at a time."""
+    from meteor_cli.jsonl import Unreadable
+
     fd = sys.stdin.fileno()
     if source == "whole":
-        yield intake.columns([read_whole(fd, limit)])
+        yield intake.columns([read_whole(fd, limit)], 1)
         return
+    make = intake.columns if source == "lines" else intake.records
     number = 1
     # A line of JSON is longer than the record: escapes, base64, names.
-    room = limit if source == "lines" else 8 * limit
-    for lines in read_lines(fd, delimiter, room):
-        rows = intake.columns(lines, number) if source == "lines" else intake.records(lines, number)
+    for lines in read_lines(fd, delimiter, limit if source == "lines" else 8 * limit):
+        try:
+            rows = make(lines, number)
+        except Unreadable as error:  # so that it does not depend on how the input was cut
+            if error.index and (rows := make(lines[: error.index], number)).values:
+                yield rows
+            raise
         number += len(lines)
         if rows.values:
             yield rows
 
 
 class Intake:
-    """Makes records of what was read."""
+    """Makes records of what was read, such as readers of the stream will understand."""
 
     def __init__(
-        self, codec: str, key: str | None, separator: str | None, headers: Sequence[str]
+        self,
+        codec: str,
+        key: str | None = None,
+        separator: str | None = None,
+        headers: dict[str, bytes] | None = None,
     ) -> None:
         from meteor_cli import jsonl
+        from meteor_py.codec import find_codec
 
         self._jsonl = jsonl
         self._codec = codec
         self._key = None if key is None else key.encode(errors="surrogateescape")
         self._separator = separator.encode(errors="surrogateescape") if separator else None
-        self._headers = dict(_header(header) for header in headers) or None
+        self._headers = headers
+        self._reader = find_codec(codec)
+        self._json = find_codec("json")
 
-    def columns(self, values: list[bytes], number: int = 1) -> Columns:
-        """Values, or lines of which the first has this number."""
+    def columns(self, lines: list[bytes], number: int) -> Columns:
+        """From values, or lines of which the first has this number."""
         keys: list[bytes | None] | None = None
+        values = lines
         if self._separator is not None:
-            parts = [value.partition(self._separator) for value in values]
+            parts = [line.partition(self._separator) for line in lines]
             keys = [key if found else None for key, found, _ in parts]
             values = [value if found else key for key, found, value in parts]
         elif self._key is not None:
-            keys = [self._key] * len(values)
+            keys = [self._key] * len(lines)
         headers: list[dict[str, bytes] | None] | None = None
         if self._headers is not None:
-            headers = [self._headers] * len(values)
-        return self._jsonl.Columns(self._encoded(values, number), keys, headers, None)
+            headers = [self._headers] * len(lines)
+        if self._reader is not None:
+            values = self._encode(values, number)
+        return self._jsonl.Columns(values, keys, headers, None)
 
     def records(self, lines: list[bytes], number: int) -> Columns:
-        """Lines of JSON, of which the first has this number."""
-        rows = self._jsonl.decode(lines, number)
-        if self._codec == "msgpack":
-            self._check(rows.values, number)  # bytes as they were read, not JSON
-        else:
-            self._encoded(rows.values, number)
-        return rows
+        """From lines of JSON, of which the first has this number."""
+        return self._jsonl.decode(lines, number, self._check)
 
-    def _encoded(self, values: list[bytes], number: int) -> list[bytes]:
-        if self._codec == "bytes":
-            return values
-        if self._codec != "msgpack":
-            self._check(values, number)
-            return values
-        import msgspec
-
-        try:
-            return [msgspec.msgpack.encode(msgspec.json.decode(value)) for value in values]
-        except msgspec.MsgspecError:
-            self._check(values, number, "json")
-            raise
-
-    def _check(self, values: list[bytes], number: int, codec: str | None = None) -> None:
-        """Raise unless readers of the stream will understand all of them."""
-        from meteor_py.codec import find_codec
-
-        found = find_codec(codec or self._codec)
-        assert found is not None
-        for at, value in enumerate(values, number):
+    def _encode(self, values: list[bytes], number: int) -> list[bytes]:
+        encoded = []
+        for index, value in enumerate(values):
             try:
-                found.decode(value)
-            except Exception as error:
-                raise ValueError(
-                    f"Record {at} of the input is not {codec or self._codec}, which this stream "
-                    f"takes: {error}."
+                encoded.append(self._encode_one(value))
+            except ValueError as error:
+                raise self._jsonl.Unreadable(
+                    f"Record {number + index} of the input is refused: {error}", index
                 ) from None
+        return encoded
+
+    def _encode_one(self, value: bytes) -> bytes:
+        """As it is, if it can be read; for msgpack, which nobody can type, from JSON."""
+        if self._codec != "msgpack":
+            self._check(value)
+            return value
+        assert self._json is not None
+        assert self._reader is not None
+        try:
+            return self._reader.encode(self._json.decode(value))
+        except ValueError as error:
+            raise ValueError(f"For a stream of msgpack it has to be JSON ({error}).") from None
+
+    def _check(self, value: bytes) -> None:
+        try:
+            if self._reader is not None:
+                self._reader.decode(value)
+        except ValueError as error:
+            raise ValueError(f"The stream takes {self._codec} ({error}).") from None
 
 
 class Tally:
     """Counts what became of the records."""
 
-    def __init__(self, stream: str) -> None:
+    def __init__(self, stream: meteor_py.Stream) -> None:
         self._stream = stream
         self._waiting: deque[ManyAck] = deque()  # bounded by what the publisher has room for
         self._since = time.monotonic()
+        self._first: int | None = None
+        self._last = -1
         self.count = 0
-        #: The offsets, of which all but the first and the last few are forgotten.
-        self.ranges: list[range] = []
 
     def add(self, ack: ManyAck, *, at_once: bool) -> None:
-        """Note what was published, and what has become of what was before."""
+        """Note what was published, and what has become of what was before; raise what failed."""
         self._waiting.append(ack)
         while self._waiting and (at_once or self._waiting[0].done()):
-            self.settle(self._waiting.popleft())
+            self._settle()
 
     def finish(self) -> None:
         """Wait for the rest."""
         while self._waiting:
-            self.settle(self._waiting.popleft())
+            self._settle()
 
-    def settle(self, ack: ManyAck) -> None:
-        """Wait until it is known what became of some; raise what went wrong."""
+    def _settle(self) -> None:
+        ack = self._waiting.popleft()
         error = ack.exception()
-        for found in ack.ranges:
-            self.count += len(found)
-            if self.ranges and self.ranges[-1].stop == found.start:
-                found = range(self.ranges.pop().start, found.stop)
-            self.ranges = [*self.ranges[:1], *self.ranges[1:][-1:], found]
+        self._count(ack)
         if error is not None:
             raise error
 
+    def _count(self, ack: ManyAck) -> None:
+        for span in ack.ranges:
+            self.count += len(span)
+            self._first = span.start if self._first is None else self._first
+            self._last = span.stop - 1
+
     def report(self, *, quiet: bool) -> None:
         """Tell how many there were, also if it ended early."""
-        early = sys.exc_info()[0] is not None
         for ack in self._waiting:
-            if ack.done():
-                self.count += sum(map(len, ack.ranges))
-        if quiet and not early:
-            return
-        took_s = max(time.monotonic() - self._since, 1e-6)
-        where = ""
-        if self.ranges and not early:
-            where = f", offsets {self.ranges[0].start} to {self.ranges[-1].stop - 1}"
-        say(
-            f"{counted(self.count, 'record')} published to stream {self._stream!r}{where}, "
-            f"{self.count / took_s:,.0f}/s."
-        )
-
-    def warn_of_ring(self, stream: meteor_py.Stream) -> None:
-        """Tell if there were more than the stream keeps: that is easily overlooked."""
-        capacity = stream.config.capacity
-        if self.count > capacity and stream.config.store is None:
+            self._count(ack)
+        if not quiet or sys.exc_info()[0] is not None:
+            took_s = max(time.monotonic() - self._since, 1e-6)
+            where = "" if self._first is None else f", offsets {self._first} to {self._last}"
             say(
-                f"warning: the ring of stream {stream.name!r} keeps {capacity:,} records, so the "
-                f"first of these are gone already; `meteor streams configure {stream.name} "
-                "--capacity N` makes it larger, and a stream with a --store forgets nothing."
+                f"{counted(self.count, 'record')} published to stream {self._stream.name!r}{where}"
+                f", {self.count / took_s:,.0f}/s."
             )
-
-
-def _header(text: str) -> tuple[str, bytes]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise click.BadParameter(f"{text!r} is not NAME=VALUE.", param_hint="-H")
-    return name, value.encode(errors="surrogateescape")
+        capacity = self._stream.config.capacity
+        if self.count > capacity and self._stream.config.store is None:
+            say(
+                f"warning: the ring of stream {self._stream.name!r} keeps {capacity:,} records, so "
+                "the first of these are gone already; `meteor streams configure "
+                f"{self._stream.name} --capacity N` makes it larger, and a stream with a --store "
+                "forgets nothing."
+            )

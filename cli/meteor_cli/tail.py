@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from bisect import bisect_left
@@ -35,10 +36,10 @@ _LOOK_BACK_MAX = 1_000_000
 
 @command(
     example="""\
-meteor tail orders                                  the last 10 records, then new ones
-meteor tail orders -e --json | jq .value            all there are
-meteor tail orders -o @-1h..-30m --key customer-7   half an hour of one customer
-meteor tail orders -g billing --format '%o %v\\n'    for a group, confirming"""
+meteor tail orders                        # the last 10 records, then new ones
+meteor tail orders -e --json | jq .value  # all there are
+meteor tail orders -o @-1h..-30m -k me    # half an hour of one customer
+meteor tail orders -g billing --raw       # for a group, confirming"""
 )
 @click.argument("stream", shell_complete=complete_stream)
 @click.option(
@@ -79,7 +80,10 @@ meteor tail orders -g billing --format '%o %v\\n'    for a group, confirming"""
 @click.option("--json", "style", flag_value="json", help="One JSON object on each line.")
 @click.option("--raw", "style", flag_value="raw", help="The values as they are.")
 @click.option(
-    "--format", "form", metavar="FORMAT", help="As this says: '%o %T %k %v\\n' (see docs)."
+    "--format",
+    "form",
+    metavar="FORMAT",
+    help="As this says, such as '%o %T %k %v\\n'; docs/cli.md has all letters.",
 )
 @click.option("-0", "--null", is_flag=True, help="With --raw: NUL behind each value, no newline.")
 @click.option("--force", is_flag=True, help="With --raw: even to a terminal.")
@@ -142,7 +146,7 @@ def _renderer(
             return as_json(stream.name)
         case "raw":
             return as_raw(b"\0" if null else b"\n")
-    return as_text(stream.config.codec, colour=terminal)
+    return as_text(stream.config.codec, colour=terminal and not os.environ.get("NO_COLOR"))
 
 
 @dataclass

@@ -13,8 +13,10 @@ from meteor_py.errors import RecordsLost, StoreUnavailable
 from meteor_py.scripts import EXPIRE, FLUSH, Script
 from meteor_py.store.base import Flaw, Progress, RingbufferStore
 from meteor_py.store.parquet import ParquetStore
+from meteor_py.store.segment import SegmentDescription
 
 if TYPE_CHECKING:
+    from meteor_py.group import GroupDescription
     from meteor_py.stream import Stream
 
 #: What a compacted segment has at most.
@@ -75,6 +77,19 @@ class Archive:
                 failure = error
             time.sleep(_POLL_S)
         raise failure
+
+    def segments(self) -> list[SegmentDescription]:
+        """The files that count, in order of the offsets: what each is for, and how large it is.
+
+        Unlike ``files`` it passes over what is missing, so that a damaged store can be looked at;
+        the offsets tell.
+
+        Raises:
+            StoreUnavailable: The store is not there.
+        """
+        found = self._parquet("segments()").segments(self._stream.incarnation, *self.bounds())
+        self._stream.check_store()  # a disk that is not mounted would be an empty list
+        return found
 
     def flush(self, timeout: float = 30.0) -> int:
         """Have all that is in the stream now archived, and wait for it.
@@ -139,6 +154,7 @@ class Archive:
         max_bytes: int | None = None,
         offset: int | None = None,
         force: bool = False,
+        dry_run: bool = False,
     ) -> int:
         """Delete the oldest records from the store, in whole files.
 
@@ -149,10 +165,31 @@ class Archive:
             max_bytes: So many that the files which stay are not larger together.
             offset: Those below.
             force: Also those that a group has not confirmed yet.
+            dry_run: Delete nothing, only tell what would stay.
 
         Returns:
             The first offset that stays.
         """
+        stream = self._stream
+        groups = [] if force else stream.groups()
+        stays = self._expiring(before, max_bytes, offset, groups)
+        if dry_run:
+            return stays
+        # Looked at once more by the script: one of them may have been moved back meanwhile.
+        group_keys = [keys.group(stream.name, group.name) for group in groups]
+        stays = int(self._run(EXPIRE, stays, script_keys=group_keys)[1])
+        # First the stream knows that they are gone, then they go.
+        self.backend.delete(stream.incarnation, stays)
+        return stays
+
+    def _expiring(
+        self,
+        before: datetime | None,
+        max_bytes: int | None,
+        offset: int | None,
+        groups: list[GroupDescription],
+    ) -> int:
+        """The first offset that stays, as it looks now."""
         stream = self._stream
         first, end = self.bounds()
         wanted = first
@@ -166,16 +203,10 @@ class Archive:
                 stream.incarnation, end, max_bytes
             )
             wanted = max(wanted, fitting)
-        groups = [] if force else stream.groups()
         wanted = min([wanted, end, *(group.confirmed for group in groups)])
         if isinstance(self.backend, ParquetStore):
             wanted = self.backend.edge(stream.incarnation, wanted)
-        # Looked at once more by the script: one of them may have been moved back meanwhile.
-        group_keys = [keys.group(stream.name, group.name) for group in groups]
-        stays = int(self._run(EXPIRE, max(wanted, first), script_keys=group_keys)[1])
-        # First the stream knows that they are gone, then they go.
-        self.backend.delete(stream.incarnation, stays)
-        return stays
+        return max(wanted, first)
 
     def _error(self) -> Exception | None:
         from meteor_py.store.archiver import error_of  # which knows streams, which know us

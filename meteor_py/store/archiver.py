@@ -72,6 +72,8 @@ class Archiver(Closing):
     ) -> None:
         self.stream = stream
         self.config = config
+        #: Its name as the owner of the lease: ``stream.describe().archiver`` while it works.
+        self.member = member_name()
         #: What went wrong last; None again once nothing waits to be archived.
         self.error: Exception | None = None
         self._store = store
@@ -247,7 +249,7 @@ class Archiver(Closing):
             stream = self.stream
             confirmed = open_group(stream, keys.ARCHIVERS, InitialOffset.LATEST)
             life, ttl_s = stream.incarnation, self.config.lease_ttl
-            lease = Lease(stream.name, life, keys.ARCHIVERS, member_name(), ttl_s)
+            lease = Lease(stream.name, life, keys.ARCHIVERS, self.member, ttl_s)
             lease.above = self._above
             self._keeper = Keeper(stream.client, lease, confirmed, _HANG_S)
         return self._keeper

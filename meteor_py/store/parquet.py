@@ -22,7 +22,7 @@ from meteor_py.errors import StoreMismatch
 from meteor_py.store import upkeep
 from meteor_py.store.base import TERMS, Bounds, Flaw, Progress, RingbufferStore
 from meteor_py.store.folder import Folder, LocalFolder, RemoteFolder
-from meteor_py.store.segment import lay_out
+from meteor_py.store.segment import Segment, SegmentDescription, Span, lay_out
 from meteor_py.store.shelf import Shelf, unavailable
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class ParquetStore(RingbufferStore):
             StoreUnavailable: A file holds others, too: the archiver mends that soon.
             RecordsLost: Some are in no file.
         """
-        spans = [span for span in self._shelf(life).spans(stop) if span.stop > start]
+        spans = _behind(self._shelf(life).spans(stop), start)
         at = start
         for span in spans:
             if span.first > at:
@@ -181,11 +181,28 @@ class ParquetStore(RingbufferStore):
             at = span.stop
         if at < stop:
             raise refusals.not_stored(self.stream, at, stop - 1)
+        return [self._file(life, span.segment) for span in spans]
+
+    def segments(self, life: str, start: int, stop: int) -> list[SegmentDescription]:
+        """What counts from ``start`` to before ``stop``, in order; holes are passed over."""
+        sizes = self._shelf(life).sizes()
+        return [
+            SegmentDescription(
+                first=max(span.first, start),
+                last=span.stop - 1,
+                size=sizes[span.segment],
+                epoch=span.segment.term // TERMS,
+                term=span.segment.term % TERMS,
+                file=self._file(life, span.segment),
+            )
+            for span in _behind(lay_out(sizes, stop), start)
+        ]
+
+    def _file(self, life: str, segment: Segment) -> str:
         root, mark, query = (self._uri or self._shown).removeprefix("file://"), "", ""
         if isinstance(self._folder, RemoteFolder) and self._uri is not None:
             root, mark, query = root.partition("?")
-        folder = f"{root.rstrip('/')}/{self.stream}/{life}"
-        return [f"{folder}/{span.segment.name}{mark}{query}" for span in spans]
+        return f"{root.rstrip('/')}/{self.stream}/{life}/{segment.name}{mark}{query}"
 
     def edge(self, life: str, offset: int) -> int:
         """The last end of a file at or before an offset; 0 if there is none."""
@@ -194,14 +211,12 @@ class ParquetStore(RingbufferStore):
 
     def fitting(self, life: str, end: int, size: int) -> int:
         """The first offset of the last files before ``end`` that are no larger than ``size``."""
-        shelf = self._shelf(life)
-        sizes = {entry.name: entry.size for entry in shelf.entries()}
         first = end
-        for span in reversed(shelf.spans(end)):
-            size -= sizes.get(span.segment.name, 0)
+        for segment in reversed(self.segments(life, 0, end)):
+            size -= segment.size
             if size < 0:
                 break
-            first = span.first
+            first = segment.first
         return first
 
     # -- upkeep --------------------------------------------------------------------------------
@@ -248,6 +263,11 @@ class ParquetStore(RingbufferStore):
         if not _LIFE.fullmatch(life):
             raise ValueError(f"{life[:100]!r} is not a life of a stream.")
         return Shelf(self._folder, self.stream, life, self._shown)
+
+
+def _behind(spans: list[Span], start: int) -> list[Span]:
+    """Those of which something lies at ``start`` or behind."""
+    return [span for span in spans if span.stop > start]
 
 
 def _without_login(uri: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from meteor_py.config import OFFSET_MAX
@@ -56,6 +57,27 @@ class Span(NamedTuple):
     def meets(self, segment: Segment) -> bool:
         """Whether another segment has some of these records."""
         return self.first <= segment.last and segment.first < self.stop
+
+
+@dataclass(frozen=True)
+class SegmentDescription:
+    """A file in the store of a stream, as it was when it was looked at."""
+
+    #: The offsets that it counts for, both included. It may hold others: verify() would tell.
+    first: int
+    last: int
+    #: Bytes of the file.
+    size: int
+    #: The epoch of the stream, and the term in it, in which it was written.
+    epoch: int
+    term: int
+    #: A path, or a URI for an object store.
+    file: str
+
+    @property
+    def records(self) -> int:
+        """How many records it counts for."""
+        return self.last - self.first + 1
 
 
 def lay_out(segments: Iterable[Segment], end: int | None = None) -> list[Span]:

@@ -61,7 +61,7 @@ def _holds(data: bytes, records: pa.Table) -> bool:
     """Whether these are the bytes of a file with these records; by row groups, to reuse memory."""
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+    file = pq.ParquetFile(_reader(data), page_checksum_verification=True)
     at = 0
     for group in range(file.num_row_groups):
         part = file.read_row_group(group)
@@ -69,6 +69,19 @@ def _holds(data: bytes, records: pa.Table) -> bool:
             return False
         at += len(part)
     return at == len(records)
+
+
+def _reader(data: bytes) -> pa.BufferReader:
+    """The bytes in memory that is pyarrow's own.
+
+    Its threads may let go of what they have read a moment after the call has returned. If that were
+    an object of Python's, they would need the GIL for it, and in an interpreter that is just ending
+    this aborts the process (apache/arrow issue 34314).
+    """
+    buffer = pa.allocate_buffer(len(data))
+    with pa.FixedSizeBufferWriter(buffer) as writer:
+        writer.write(data)
+    return pa.BufferReader(buffer)
 
 
 def digest(data: bytes) -> str:
@@ -147,7 +160,7 @@ def examine(data: bytes, segment: Segment) -> str | None:
 def _read_all(data: bytes, segment: Segment) -> None:
     import pyarrow.compute as pc
 
-    file = SegmentFile(pa.BufferReader(data), segment)
+    file = SegmentFile(_reader(data), segment)
     before = 0
     for group in range(len(file.edges) - 1):
         batch = file.read(group)

@@ -44,6 +44,14 @@ class Shelf:
         with unavailable(self.stream, self.shown, "listed"):
             return self.folder.entries(self.life)
 
+    def sizes(self) -> dict[Segment, int]:
+        """All segments, and the bytes that each has."""
+        return {
+            segment: entry.size
+            for entry in self.entries()
+            if (segment := Segment.parse(entry.name)) is not None
+        }
+
     def segments(self) -> list[Segment]:
         with unavailable(self.stream, self.shown, "listed"):
             parsed = map(Segment.parse, self.folder.names(self.life))

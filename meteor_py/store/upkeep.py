@@ -77,8 +77,8 @@ def compact(
     shelf: Shelf, start: int, stop: int, records: int, size: int, progress: Progress | None
 ) -> int:
     """As ``ParquetStore.compact``."""
-    sizes = {Segment.parse(entry.name): entry.size for entry in shelf.entries()}
-    spans = [span for span in shelf.spans(stop) if span.stop > start]
+    sizes = shelf.sizes()
+    spans = [span for span in lay_out(sizes, stop) if span.stop > start]
     saved = done = 0
     for run in _runs(spans, sizes, records, size):
         saved += _try_merge(shelf, run)
@@ -89,13 +89,13 @@ def compact(
 
 
 def _runs(
-    spans: list[Span], sizes: dict[Segment | None, int], records: int, size: int
+    spans: list[Span], sizes: dict[Segment, int], records: int, size: int
 ) -> Iterator[list[Span]]:
     """Neighbours that together are not too large for one segment."""
     run: list[Span] = []
     rows = volume = 0
     for span in spans:
-        more_rows, more_volume = span.stop - span.first, sizes.get(span.segment, 0)
+        more_rows, more_volume = span.stop - span.first, sizes[span.segment]
         if run and (
             run[-1].stop != span.first or rows + more_rows > records or volume + more_volume > size
         ):

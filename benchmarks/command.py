@@ -1,0 +1,112 @@
+"""The ``meteor`` command beside ``redis-cli``: whole processes, from their start to their end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import meteor_py as meteor
+from benchmarks.common import CALL, RECORD_BYTES, Bench, Row, cut, faster, plain_client, within
+
+METEOR = Path(sys.executable).parent / "meteor"
+_STREAM, _PLAIN = "bench", "plain"
+
+
+def run(bench: Bench) -> list[Row]:
+    count = bench.pick(1_000_000, 100_000)
+    lines = [b"%0*d" % (RECORD_BYTES, number) for number in range(count)]
+    with tempfile.TemporaryDirectory(prefix="meteor-bench-") as folder:
+        ours, plain = Path(folder, "lines"), Path(folder, "commands")
+        ours.write_bytes(b"\n".join(lines) + b"\n")
+        plain.write_bytes(b"".join(map(_command, lines)))
+        rows = _publish(bench, count, ours, plain)
+        rows += _tail(bench, lines)
+    return [*rows, _help(bench)]
+
+
+def _publish(bench: Bench, count: int, lines: Path, commands: Path) -> list[Row]:
+    def clean(work: Callable[[], float]) -> Callable[[], float]:
+        def case() -> float:
+            bench.clear()
+            return count / work()
+
+        return case
+
+    publish = [str(METEOR), "publish", _STREAM, "--lines", "--capacity", str(count)]
+    cases = {"meteor publish --lines": clean(lambda: _took(publish, bench, lines))}
+    if cli := _redis_cli(bench):
+        cases["redis-cli --pipe"] = clean(lambda: _took([*cli, "--pipe"], bench, commands))
+    found = bench.best(cases, bench.pick(3, 1))
+    return [_row("meteor publish --lines, from a pipe", found, None)]
+
+
+def _tail(bench: Bench, lines: list[bytes]) -> list[Row]:
+    bench.clear()
+    with meteor.connect(bench.url) as m, m.stream(_STREAM, capacity=len(lines)).publisher() as pub:
+        for part in cut(lines, CALL):
+            pub.publish_many(list(part))
+    with plain_client(bench.url) as client:
+        for part in cut(lines, 500):
+            pipeline = client.pipeline(transaction=False)
+            for line in part:
+                pipeline.execute_command("XADD", _PLAIN, "*", "v", line)
+            pipeline.execute()
+    tail = [str(METEOR), "tail", _STREAM, "--no-follow", "--raw"]
+    cases = {"meteor tail --raw": lambda: len(lines) / _took(tail, bench)}
+    if cli := _redis_cli(bench):
+        xrange = [*cli, "--raw", "XRANGE", _PLAIN, "-", "+"]
+        cases["redis-cli --raw XRANGE"] = lambda: len(lines) / _took(xrange, bench)
+    found = bench.best(cases, bench.pick(3, 1))
+    return [_row("meteor tail --no-follow --raw", found, 5.0)]
+
+
+def _row(what: str, found: dict[str, float], goal: float | None) -> Row:
+    (_, ours), *others = found.items()
+    if not others:
+        return Row(what, "/s", ours)
+    name, peer = others[0]
+    return faster(what, ours, peer, name, goal)
+
+
+def _help(bench: Bench) -> Row:
+    seconds = []
+    for _ in range(bench.pick(7, 3)):
+        bench.step("meteor --help")
+        seconds.append(_took([str(METEOR), "--help"], bench))
+    return within("meteor --help", "s", min(seconds), 0.3)
+
+
+def _took(command: list[str], bench: Bench, given: Path | None = None) -> float:
+    """Seconds that a process takes which reads from one pipe and writes to another."""
+    environment = os.environ | {"METEOR_URL": bench.url}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled
+    start = time.perf_counter()
+    with subprocess.Popen(["cat", given or os.devnull], stdout=subprocess.PIPE) as source:
+        subprocess.run(
+            command,
+            stdin=source.stdout,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            check=True,
+        )
+    return time.perf_counter() - start
+
+
+def _redis_cli(bench: Bench) -> list[str] | None:
+    """redis-cli and the address of the server; None where it is not installed."""
+    found = shutil.which("redis-cli")
+    return None if found is None else [found, "-s", unquote(urlsplit(bench.url).path)]
+
+
+def _command(line: bytes) -> bytes:
+    """An XADD as it goes over the wire, which is what ``redis-cli --pipe`` takes."""
+    parts = [b"XADD", _PLAIN.encode(), b"*", b"v", line]
+    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(p), p) for p in parts)

@@ -1,0 +1,142 @@
+"""``meteor demo``: it shows what it promises, and nothing is left of it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meteor_cli.tour import PYTHON, SHELL
+from tests.commands import PATIENCE_S, environment, meteor
+from tests.servers import plain_client
+from tests.terminal import METEOR, Terminal
+from tests.waiting import eventually
+
+STEPS = 9
+MARK = "METEOR_TEST_MARK"
+
+
+class Traces:
+    """What a command and all that it starts leave behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        mark = secrets.token_hex(8)
+        self._mark = f"{MARK}={mark}"
+        #: For the command; what it starts inherits the mark, in whatever session it is.
+        self.environ = {MARK: mark, "TMPDIR": str(folder)}
+
+    @property
+    def processes(self) -> list[str]:
+        found: list[str] = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark.encode() in (process / "environ").read_bytes():
+                    found.append((process / "cmdline").read_text())
+            except OSError:
+                continue  # gone, or somebody else's
+        return found
+
+    def are_gone(self) -> bool:
+        return not self.processes and not os.listdir(self.folder)
+
+
+@pytest.fixture
+def traces() -> Iterator[Traces]:
+    if not Path("/proc/self/environ").exists():
+        pytest.skip("There is no /proc to find processes in.")
+    with tempfile.TemporaryDirectory(prefix="meteor-", dir="/tmp") as folder:
+        yield Traces(Path(folder))
+
+
+def test_the_demo_shows_every_part_in_eighty_columns_and_leaves_nothing(traces: Traces) -> None:
+    done = meteor(None, "demo", "--records", "20000", environ=traces.environ)
+    assert (done.code, done.err, done.text.count("✓")) == (0, "", STEPS), done
+    assert "Published 20,000 records of 100 bytes" in done.text
+    assert "of 3,000 records 0 lost" in done.text
+    assert [line for line in done.lines if len(line) > 80] == []
+    eventually(traces.are_gone, PATIENCE_S, "something is left")
+
+
+def test_a_foreign_server_is_left_as_it_was_and_nobody_elses_connection_is_cut(url: str) -> None:
+    with plain_client(url) as neighbour:
+        neighbour.set("mine", "1")
+        connection = neighbour.client_id()
+        before = neighbour.keys("*")
+        done = meteor(None, "demo", "--records", "1000", "--url", url)
+        assert (done.code, done.text.count("✓")) == (0, STEPS), done
+        assert neighbour.client_id() == connection
+        assert neighbour.keys("*") == before
+    assert done.err.startswith("meteor: warning: The server at ")
+    assert done.err.count("\n") == 1, "a sentence, without a line of source"
+
+
+def test_only_a_url_that_was_given_is_used_not_that_of_the_environment(url: str) -> None:
+    with plain_client(url) as neighbour:
+        before = neighbour.info("stats")["total_connections_received"]
+        done = meteor(url, "demo", "--records", "1000")
+        assert (done.code, done.err) == (0, "")
+        assert neighbour.info("stats")["total_connections_received"] == before
+
+
+def test_a_bar_is_shown_in_a_terminal_and_the_last_records_as_tail_prints_them() -> None:
+    with Terminal([METEOR, "demo", "--records", "1000"], rows=60) as terminal:
+        assert terminal.wait() == 0
+        assert b"\x1b[?25l" in terminal.output, "a bar hides the cursor"
+        assert terminal.output.rstrip().endswith(b"sub.confirm(record)")
+        shown = [line for line in terminal.lines if ": " in line and " table-" in line]
+        assert [line.split()[0] for line in shown] == ["1497", "1498", "1499"]
+        assert "$ meteor tail orders -n 3" in terminal.text
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["is up", "Read them all back", "Went to", "0 lost", "once, in order", "went on at"],
+)
+def test_after_ctrl_c_nothing_is_left(moment: str, traces: Traces) -> None:
+    command = (METEOR, "demo", "--records", "300000")
+    with Terminal(command, rows=60, environment=traces.environ) as terminal:
+        terminal.wait_for(moment)
+        terminal.press("\x03")
+        assert terminal.wait() == 130, terminal.text
+        assert "Traceback" not in terminal.text
+        assert "Try next" not in terminal.text
+    eventually(traces.are_gone, PATIENCE_S, "something is left")
+
+
+def test_when_the_demo_is_killed_its_processes_end(traces: Traces) -> None:
+    command = (METEOR, "demo", "--records", "1000")
+    with Terminal(command, rows=60, environment=traces.environ) as terminal:
+        terminal.wait_for("one is killed")
+        terminal.process.kill()
+        eventually(lambda: not traces.processes, PATIENCE_S, "processes are left")
+
+
+@pytest.mark.parametrize("line", SHELL)
+def test_what_it_says_to_try_next_in_a_shell_is_a_command(line: str) -> None:
+    command = line.rpartition(" | ")[2]
+    program, *arguments = shlex.split(command)
+    assert program == "meteor"
+    assert meteor(None, *arguments, "--help").code == 0
+
+
+def test_what_it_says_to_try_next_in_python_prints_the_record(url: str) -> None:
+    command = [sys.executable, "-u", "-W", "ignore", "-c", PYTHON]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(url)) as run:
+        assert run.stdout is not None
+        assert "b'hello'" in run.stdout.readline()
+        run.send_signal(signal.SIGTERM)
+
+
+def test_a_server_inside_one_process_is_refused() -> None:
+    done = meteor(None, "demo", "--url", "fake://")
+    assert (done.code, done.out) == (2, b"")
+    assert "one process only" in done.err
