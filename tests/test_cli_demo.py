@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from meteor_cli.interrupts import cleaning_up
 from meteor_cli.tour import PYTHON, SHELL
 from tests.commands import PATIENCE_S, environment, meteor
 from tests.servers import plain_client
@@ -110,6 +112,34 @@ def test_after_ctrl_c_nothing_is_left(moment: str, traces: Traces) -> None:
         assert "Traceback" not in terminal.text
         assert "Try next" not in terminal.text
     eventually(traces.are_gone, PATIENCE_S, "something is left")
+
+
+def test_ctrl_c_pressed_again_does_not_stop_the_cleaning_up(traces: Traces) -> None:
+    command = (METEOR, "demo", "--records", "1000")
+    with Terminal(command, rows=60, environment=traces.environ) as terminal:
+        terminal.wait_for("Went to")
+        terminal.press("\x03")
+        terminal.press("\x03")
+        assert terminal.wait() == 130, terminal.text
+        assert "Traceback" not in terminal.text
+    eventually(traces.are_gone, PATIENCE_S, "something is left")
+
+
+def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)  # an exception here would be ignored
+            finalized.append(True)
+
+    finalized: list[bool] = []
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt), cleaning_up():
+            Finalized()
+            assert finalized == [True]
+            threading.Event().wait(PATIENCE_S)  # it comes again
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_when_the_demo_is_killed_its_processes_end(traces: Traces) -> None:

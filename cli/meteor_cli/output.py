@@ -132,15 +132,15 @@ def show_age(ms: int, now_ms: int) -> str:
     """How long ago a time was; "-" for 0, which means never.
 
     >>> show_age(1_000, 91_000)
-    '1 min ago'
+    '2 min'
     """
     if not ms:
         return "-"
     seconds = max(now_ms - ms, 0) / 1000
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def ask(question: str, *, yes: bool) -> None:

@@ -49,7 +49,7 @@ def list_streams(session: Session, as_json: bool) -> None:
             "archived#",
             "groups#",
             "lag#",
-            "last",
+            "idle#",
         ],
         [
             [
@@ -86,7 +86,7 @@ def describe_stream(session: Session, stream: str, as_json: bool) -> None:
         "records": f"{found.next - found.first:,} (offsets {found.first} to before {found.next})",
         "in ring": f"{found.length:,} of {found.config.capacity:,}, in {found.frames:,} frames",
         "memory": show_bytes(found.bytes),
-        "last append": show_age(found.appended, now_ms),
+        "last append": f"{show_age(found.appended, now_ms)} ago" if found.appended else "never",
         "codec": found.config.codec,
         "compression": found.config.compression,
         "checksum": found.config.checksum,
