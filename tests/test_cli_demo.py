@@ -131,13 +131,17 @@ def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
             signal.raise_signal(signal.SIGINT)  # an exception here would be ignored
             finalized.append(True)
 
-    finalized: list[bool] = []
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(KeyboardInterrupt), cleaning_up():
+    def work() -> None:
+        with cleaning_up():
             Finalized()
             assert finalized == [True]
             threading.Event().wait(PATIENCE_S)  # it comes again
+
+    finalized: list[bool] = []
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -67,7 +67,8 @@ def test_a_stream_is_deleted_only_if_that_is_confirmed(url: str, stream: Stream)
     with Terminal([METEOR, "--url", url, "streams", "rm", "orders"]) as terminal:
         terminal.wait_for("Go on?")
         terminal.press("n\n")
-        assert terminal.wait() == 130
+        assert terminal.wait() == 1
+    assert "nothing was done" in terminal.text
     assert connect(url).streams() == ["orders"]
     with Terminal([METEOR, "--url", url, "streams", "rm", "orders"]) as terminal:
         terminal.wait_for("Go on?")

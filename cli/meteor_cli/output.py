@@ -148,13 +148,15 @@ def ask(question: str, *, yes: bool) -> None:
 
     Raises:
         click.UsageError: There is nobody to ask, and ``--yes`` was not given.
-        click.Abort: The answer is no.
+        click.exceptions.Exit: The answer is no.
     """
     if yes:
         return
     if not sys.stdin.isatty():
         raise click.UsageError(f"{question} There is no terminal to ask at: say --yes to do it.")
-    click.confirm(f"{question} Go on?", abort=True, err=True)
+    if not click.confirm(f"{question} Go on?", err=True):
+        say("nothing was done.")
+        raise click.exceptions.Exit(1)
 
 
 @contextmanager

@@ -29,9 +29,9 @@ _TAIL = """\
 | code | meaning |
 |---|---|
 | 0 | all is well; also if whoever reads the output has closed the pipe |
-| 1 | it could not be done, or records were lost on the way: one sentence on stderr says what |
+| 1 | it could not be done, or records were lost on the way: a sentence on stderr says what |
 | 2 | the command line is wrong |
-| 130 | Ctrl-C, or "no" to a question |
+| 130 | Ctrl-C |
 | 143 | SIGTERM |
 
 Results go to stdout, all else to stderr. `--debug` shows the traceback of an error.
