@@ -30,7 +30,7 @@ _MENU = ("espresso", "flat white", "green tea", "apple pie")
 
 #: What can be tried in a shell, and what it is good for.
 SHELL = {
-    "seq 100000 | meteor publish numbers": "make a stream",
+    "seq 10000 | meteor publish numbers": "make a stream",
     "meteor tail numbers": "see it, and new records as they come",
     "meteor publish numbers hello": "from another terminal: they meet",
     "meteor top": "all streams and groups, live",
@@ -242,7 +242,7 @@ class Tour:
         self._tell(
             f"Published {self._records:,} records through a ring of {kept:,}, and into "
             f"{len(files)} Parquet",
-            f"files of {size}, in {wrote_s:.1f} s; read all history: {self._rate(seen, took)}",
+            f"files, {size} in all, in {wrote_s:.1f} s; read all of it: {self._rate(seen, took)}",
         )
         self._how(f'>>> m.stream("trades", capacity={ring:_}, store="data/meteor")  # or s3://')
 
