@@ -23,7 +23,7 @@ _TLS_OPTIONS = (
 )  # fmt: skip
 #: Up to the last @: who does not escape the one in his password shall not find the rest in a log.
 _LOGIN = re.compile(r"(://[^:/@]*:).*(?=@)", re.DOTALL)
-_PASSWORD = re.compile(r"(?<=password=)[^&\s'\"]*", re.IGNORECASE)
+_PASSWORD = re.compile(r"((?:password|secret|secret_?key|token)=)[^&\s'\"]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,10 @@ def mask(text: str) -> str:
 
     >>> mask("redis://:secret@host:6379/0")
     'redis://:***@host:6379/0'
+    >>> mask("s3://bucket/prefix?secret_key=abc&region=eu")
+    's3://bucket/prefix?secret_key=***&region=eu'
     """
-    return _PASSWORD.sub("***", _LOGIN.sub(r"\1***", text))
+    return _PASSWORD.sub(r"\1***", _LOGIN.sub(r"\1***", text))
 
 
 def parse(url: str | None) -> Address:

@@ -174,7 +174,9 @@ class Client(Closing):
 
     def streams(self) -> list[str]:
         """The names of all streams, sorted."""
-        found = sorted(name.decode() for name in self.call("SMEMBERS", keys.STREAMS))
+        # A name that cannot be decoded is not of ours: as it is written here, it has no key.
+        members = self.call("SMEMBERS", keys.STREAMS)
+        found = sorted(name.decode(errors="backslashreplace") for name in members)
         names: list[str] = []
         for start in range(0, len(found), 1000):
             part = found[start : start + 1000]

@@ -70,9 +70,9 @@ def open_group(stream: Stream, group: str, start: InitialOffset) -> int:
 
 def list_groups(stream: Stream, end: int) -> list[GroupDescription]:
     """All groups of a stream that ends at ``end``, by name."""
-    names = sorted(
-        name.decode() for name in stream.client.call("SMEMBERS", keys.groups(stream.name))
-    )
+    # A name that cannot be decoded is not of ours: as it is written here, it has no key.
+    members = stream.client.call("SMEMBERS", keys.groups(stream.name))
+    names = sorted(name.decode(errors="backslashreplace") for name in members)
     found: list[GroupDescription] = []
     for start in range(0, len(names), _LIST):
         part = names[start : start + _LIST]
@@ -84,9 +84,12 @@ def list_groups(stream: Stream, end: int) -> list[GroupDescription]:
             incarnation, confirmed, began, term = group
             if incarnation is None or incarnation.decode() != stream.incarnation:
                 continue  # deleted since, or left behind by an earlier stream
-            position = int(confirmed or began)
+            try:
+                position, number = int(confirmed or began), int(term or 0)
+            except (TypeError, ValueError):
+                raise refusals.foreign_group(stream.name, name) from None
             lag = max(end - position, 0)
-            found.append(GroupDescription(name, position, lag, owner_of(lease), int(term or 0)))
+            found.append(GroupDescription(name, position, lag, owner_of(lease), number))
     return found
 
 

@@ -208,6 +208,14 @@ def foreign(stream: str) -> StreamCorrupt:
     )
 
 
+def foreign_group(stream: str, group: str) -> StreamCorrupt:
+    return StreamCorrupt(
+        f"Where group {group!r} of stream {stream!r} stands cannot be read: something else has "
+        "written its key. Delete the group, and let only members write it (docs/acl.md).",
+        stream=stream,
+    )
+
+
 def unknown(stream: str, reason: MeteorError | None) -> OutcomeUnknown:
     because = f" The reason: {reason}" if reason else ""
     return OutcomeUnknown(

@@ -17,7 +17,9 @@ from meteor_cli.command import Command
 from meteor_cli.main import COMMANDS
 from meteor_cli.main import meteor as root
 from meteor_cli.reference import reference
+from meteor_py import keys
 from tests.commands import METEOR, environment, meteor, succeed
+from tests.terminal import Terminal
 
 ROOT = Path(__file__).parents[1]
 
@@ -206,3 +208,95 @@ def test_no_command_talks_to_redis_itself() -> None:
     )
     for path in (ROOT / "cli").rglob("*.py"):
         assert not forbidden.search(path.read_text()), path.name
+
+
+def test_completion_offers_no_name_that_a_shell_would_take_for_more(url: str) -> None:
+    with meteor_py.connect(url) as m:
+        stream = m.stream("orders")
+        stream.seek_group("billing", 0)
+        for name in ("$(reboot)", "a\nplain,b", "\x1b[2J"):
+            m.redis.sadd(keys.groups("orders"), name)
+            m.redis.hset(keys.group("orders", name), "incarnation", stream.incarnation)
+            m.redis.hset(keys.group("orders", name), "confirmed", "0")
+    env = {
+        "_METEOR_COMPLETE": "bash_complete",
+        "COMP_WORDS": "meteor tail orders -g ",
+        "COMP_CWORD": "4",
+    }
+    assert meteor(url, environ=env).lines == ["plain,billing"]
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "tail --help"])
+def test_a_closed_pipe_is_no_error_for_help_either(arguments: str) -> None:
+    inside, outside = os.pipe()
+    os.close(inside)
+    try:
+        done = subprocess.run(
+            [METEOR, *arguments.split()], stdout=outside, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(outside)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code"),
+    [
+        ("tail orders -e", ">&-", 1),
+        ("streams ls", ">&-", 1),
+        ("--help", ">&-", 1),
+        ("streams ls", ">/dev/full", 1),
+        ("tail orders -e", ">/dev/full", 1),
+        ("tail orders -e", "<&- 2>&-", 0),
+        ("publish orders", "<&-", 1),
+        ("publish orders x", "<&- >&- 2>&-", 1),
+        ("streams rm orders", "<&-", 2),
+    ],
+)
+def test_standard_files_that_are_closed_or_full_are_an_error_in_one_sentence(
+    url: str, arguments: str, closed: str, code: int
+) -> None:
+    succeed(url, "publish", "orders", "x")
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" {arguments} {closed}', METEOR],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        env=environment(url, {"PYTHONWARNINGS": "ignore"}),
+    )
+    assert done.returncode == code
+    err = done.stderr.decode()
+    assert "Traceback" not in err
+    assert "Exception" not in err
+    assert "unexpected" not in err
+
+
+def test_a_signal_that_comes_in_a_finalizer_ends_the_command_all_the_same() -> None:
+    program = """
+import sys
+from meteor_cli import main
+class Trap:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+import select, signal
+def command(**settings):
+    Trap()
+    select.select([], [], [])
+main.meteor.main = command
+main.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (143, b"")
+
+
+def test_what_others_have_named_reaches_no_terminal_raw(url: str) -> None:
+    with meteor_py.connect(url) as m:
+        m.stream("orders").seek_group("billing", 0)
+        m.redis.set(keys.lease("orders", "billing"), "evil\x1b[2J\x07 1 1")
+    with Terminal([METEOR, "--url", url, "tail", "orders", "-g", "billing"]) as terminal:
+        terminal.wait_for("waiting for it to end")
+        assert "evil\\x1b[2J\\x07 reads for group" in terminal.text
+        assert b"\x1b[2J" not in terminal.output
+        assert b"\x07" not in terminal.output

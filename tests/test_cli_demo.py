@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from meteor_cli.demo.tour import PYTHON, SHELL
 from meteor_cli.interrupts import cleaning_up
-from meteor_cli.tour import PYTHON, SHELL
 from tests.commands import PATIENCE_S, environment, meteor
 from tests.servers import plain_client
 from tests.terminal import METEOR, Terminal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
@@ -112,6 +113,16 @@ def test_a_time_means_the_first_record_appended_then_or_later(stream: meteor.Str
 )
 def test_what_is_no_position_is_refused_with_the_forms_there_are(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a (position|time); write"):
+        parse_span(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("beginning", "earliest"), ("end", "latest"), ("-1h", "@-1h"), ("0:2", "0..2"),
+     ("2026-11-16", "@2026-11-16"), ("5..end", "latest")],
+)  # fmt: skip
+def test_what_others_call_it_is_understood_as_a_hint(text: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"Is {meant} meant?")):
         parse_span(text)
 
 

@@ -16,6 +16,8 @@ from meteor_cli.lines import BLOCK, read_lines
 from meteor_py import Record, Stream, connect
 from tests.commands import METEOR, PATIENCE_S, Running, environment, meteor, succeed
 from tests.conftest import ServerFactory
+from tests.proxy import Proxy
+from tests.servers import HOST, Server
 from tests.terminal import Terminal
 from tests.waiting import eventually
 
@@ -287,3 +289,42 @@ def test_what_json_shows_of_streams_and_groups_is_a_contract(url: str) -> None:
     assert {"name", "confirmed", "lag", "owner", "term", "kind"} <= group.keys()
     assert succeed(url, "groups", "info", "orders", "billing", "--json").objects == [group]
     assert msgspec.json.encode(group)
+
+
+def test_what_comes_before_a_record_that_is_refused_is_published_however_the_input_is_cut(
+    url: str,
+) -> None:
+    lines = b"one\ntwo\n" + b"x" * 100 + b"\nthree\n"
+    done = meteor(url, "publish", "orders", "--max-bytes", "50", given=lines)
+    assert (done.code, values(url)) == (1, [b"one", b"two"])
+    assert "2 records published" in done.err
+    assert "--max-bytes" in done.err
+    for bad in (
+        b'{"value":"x","timestamp":253402300800000}',
+        b'{"value":"x","timestamp":-1}',
+        b'{"value":"x","other":' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+    ):
+        given = b'\n{"value":"y"}\n' + bad + b'\n{"value":"z"}\n'
+        done = meteor(url, "publish", "orders", "--jsonl", given=given)
+        assert (done.code, values(url)[-1]) == (1, b"y")
+        assert "1 record published" in done.err
+        assert "Line 3 is not a record as " in done.err
+    assert len(values(url)) == 5
+
+
+def test_ctrl_c_while_answers_are_awaited_counts_what_they_say(server: Server, url: str) -> None:
+    stream = connect(url).stream("orders")
+    with Proxy(HOST, server.port) as proxy, Running(proxy.url, "publish", "orders") as running:
+        running.write(b"one\n")
+        eventually(lambda: stream.bounds()[1] == 1)
+        proxy.stall("replies")
+        running.write(b"two\nthree\n")
+        assert running.process.stdin is not None
+        running.process.stdin.close()
+        running.process.stdin = None
+        eventually(lambda: stream.bounds()[1] == 3)
+        running.process.send_signal(signal.SIGINT)
+        proxy.resume()
+        done = running.end()
+    assert "3 records published to stream 'orders', offsets 0 to 2" in done.err
+    assert done.code in (0, 130), "it may have been done just before"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meteor_py import Stream, connect
+from meteor_py import Stream, connect, keys
 from tests.commands import METEOR, meteor, succeed
 from tests.terminal import Terminal
 
@@ -187,7 +187,7 @@ def test_an_active_group_is_moved_only_by_force(url: str, stream: Stream) -> Non
     [
         (["seek", "orders", "nobody", "--to", "0"], 1, "has no group 'nobody'; `meteor groups ls"),
         (["seek", "nope", "billing", "--to", "0"], 1, "There is no stream 'nope'"),
-        (["seek", "orders", "billing", "--to", "11"], 2, "beyond the end of stream 'orders'"),
+        (["seek", "orders", "billing", "--to", "11"], 1, "beyond the end of stream 'orders'"),
         (["seek", "orders", "billing", "--to", "1..2"], 2, "is a range"),
         (["seek", "orders", "billing", "--to", "soon"], 2, "is not a position"),
         (["seek", "orders", "billing"], 2, "Missing option '--to'"),
@@ -209,3 +209,18 @@ def test_a_wrong_argument_is_a_sentence_and_the_right_code(
 def test_a_group_can_be_begun_by_seek(url: str, stream: Stream) -> None:
     succeed(url, "seek", "orders", "fresh", "--to", "3", "--create")
     assert {group.name: group.confirmed for group in stream.groups()} == {"billing": 6, "fresh": 3}
+
+
+def test_one_stream_that_cannot_be_read_does_not_hide_the_others(url: str, stream: Stream) -> None:
+    stream.seek_group("billing", 0)
+    stream.client.stream("trades").seek_group("alien", 0)
+    stream.client.redis.hdel(keys.group("trades", "alien"), "start", "confirmed")
+    stream.client.redis.sadd(keys.groups("orders"), b"\xff")
+    stream.client.redis.sadd(keys.STREAMS, b"\xff")
+    for command in ("streams", "groups"):
+        done = meteor(url, command, "ls", "--json")
+        assert done.code == 1
+        assert [found.get("name") for found in done.objects][:1] in (["orders"], ["billing"])
+        assert len(done.objects) == 1
+        assert done.err.startswith("meteor: stream 'trades' is left out: Where group 'alien' of ")
+        assert "Traceback" not in done.err

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from meteor_cli.position import Place, parse_span
+from meteor_cli.rendering import as_raw
+from meteor_cli.session import Session
+from meteor_cli.tail import Tailer
 from meteor_py import Client, Stream, connect
 from tests.commands import Running, meteor, succeed
 from tests.conftest import ServerFactory
@@ -329,3 +333,43 @@ def test_a_stream_that_is_deleted_ends_it_with_a_sentence(url: str, stream: Stre
 def publish(m: Client, value: bytes) -> None:
     with m.stream("orders").publisher() as pub:
         pub.publish(value).result()
+
+
+def test_a_group_that_is_moved_while_a_pipe_is_full_is_followed(url: str, stream: Stream) -> None:
+    with stream.publisher() as pub:
+        pub.publish_many([b"x" * 1000] * 2000)
+    with Running(url, "tail", "orders", "-g", "billing", "-o", "earliest", "--raw") as tailing:
+        assert tailing.line() == "0"
+        eventually(lambda: stream.groups()[0].owner is not None, 20, "nobody reads")
+        stream.seek_group("billing", 2010, force=True)
+        for _ in range(2019):
+            tailing.line()
+        assert "was lost" in tailing.line("stderr")
+        assert "another member has taken over group 'billing', or" in tailing.line("stderr")
+        for _ in range(10):
+            tailing.line()
+        eventually(lambda: stream.groups()[0].confirmed == 2020, 20, "it does not go on")
+        assert tailing.end(signal.SIGINT).code == 130
+
+
+@pytest.mark.parametrize("start", ["-100", "+0"])
+@pytest.mark.usefixtures("capfd")
+def test_what_the_ring_drops_before_the_first_look_was_not_asked_for(
+    url: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = connect(url).stream("small", capacity=10)
+    with stream.publisher() as pub:
+        pub.publish_many([b"old"] * 10).result()
+        resolve = Place.resolve
+
+        def look_and_drop(place: Place, opened: Stream) -> int:
+            found = resolve(place, opened)
+            pub.publish_many([b"new"] * 10).result()
+            return found
+
+        monkeypatch.setattr(Place, "resolve", look_and_drop)
+        tailer = Tailer(Session(), stream, as_raw(b"\n"), None)
+        tailer.read(parse_span(start), None, follow=False)
+        assert tailer.lost == 0
+        tailer.read(parse_span("3"), None, follow=False)
+        assert tailer.lost > 0, "these were asked for"

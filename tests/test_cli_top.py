@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import meteor_py as meteor
 from meteor_cli.board import Sort, View, draw, show_count
 from meteor_cli.snapshot import Look, Rates
+from meteor_cli.top import _ended_once
 from tests.archiving import LONG_S, Depot
 from tests.commands import meteor as run
 from tests.commands import succeed
@@ -389,3 +391,34 @@ def test_help_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+def test_signals_that_come_while_the_terminal_is_prepared_or_put_back_wait() -> None:
+    done: list[str] = []
+
+    def use_the_terminal() -> None:
+        with _ended_once() as hear:
+            try:
+                signal.raise_signal(signal.SIGINT)
+                done.append("prepared")
+                hear(True)
+                done.append("drawn")
+            finally:
+                signal.raise_signal(signal.SIGINT)
+                done.append("put back")
+
+    with pytest.raises(KeyboardInterrupt):
+        use_the_terminal()
+    assert done == ["prepared", "put back"]
+
+
+def test_a_storm_of_signals_leaves_the_screen_as_it_was(url: str, client: meteor.Client) -> None:
+    client.stream("orders")
+    with top(url) as terminal:
+        terminal.wait_for(lambda t: ENTER in t.output)  # perhaps it is only half begun
+        for columns in range(20, 40):
+            terminal.resize(columns, 10)
+            terminal.process.send_signal(signal.SIGINT)
+        terminal.wait()
+        assert terminal.output.count(LEAVE) == 1
+        assert b"Traceback" not in terminal.output

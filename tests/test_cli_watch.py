@@ -423,3 +423,19 @@ def test_without_a_server_it_is_an_error() -> None:
         done = command.end()
         assert (done.code, done.err.count("\n")) == (1, 1)
         assert "cannot be reached" in done.err
+
+
+def test_a_key_of_others_that_comes_when_no_stream_is_left_does_not_end_it(
+    url: str, client: meteor.Client
+) -> None:
+    client.stream("orders")
+    with Running(url, "watch", "--interval", "0.1", "--json") as watching:
+        assert watching.line("stderr") == "meteor: watching 1 stream."
+        client.stream("orders", create=False).delete()
+        assert '"deleted"' in watching.line()
+        client.redis.set(keys.meta("alien"), "of another program")
+        client.redis.sadd(keys.STREAMS, "alien", b"\xff")
+        assert '"unreadable"' in watching.line()
+        client.stream("orders")
+        assert '"created"' in watching.line()
+        assert watching.end(signal.SIGTERM).code == 143

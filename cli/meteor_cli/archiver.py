@@ -13,6 +13,7 @@ from meteor_cli.harmless import harmless
 from meteor_cli.output import progress, say
 from meteor_cli.session import Session
 from meteor_cli.size import SizeType
+from meteor_cli.survey import look_at_all
 
 if TYPE_CHECKING:
     from meteor_py import Archiver, Client, Description, Stream
@@ -99,22 +100,16 @@ def run(
 
 def _find_all(m: Client, store: str | None, settings: dict[str, Any]) -> list[Archiver]:
     """For each stream with a store that can be reached; the others are named."""
-    from meteor_cli.hints import explain
-    from meteor_py import LogTruncated, StoreMismatch, StoreUnavailable, StreamNotFound
 
-    found: list[Archiver] = []
-    failed = False
-    for name in m.streams():
-        try:
-            if m.stream(name, create=False).describe().archived is not None:
-                found.append(open_stored(m, name, store).archiver(**settings))
-        except (StreamNotFound, LogTruncated):
-            continue  # deleted a moment ago
-        except (StoreMismatch, StoreUnavailable) as error:
-            say(f"stream {name!r} is left out: {explain(error)}")
-            failed = True
+    def make(stream: Stream) -> Archiver | None:
+        if stream.describe().archived is None:
+            return None
+        return open_stored(m, stream.name, store).archiver(**settings)
+
+    made, is_all = look_at_all(m, make)
+    found = [archiver for archiver in made if archiver is not None]
     if not found:
-        if not failed:
+        if is_all:
             say("no stream has a store; `meteor streams create NAME --store DIR` makes one.")
         raise click.exceptions.Exit(1)
     return found

@@ -58,17 +58,28 @@ def common_options(*, hidden: bool) -> list[click.Option]:
 
 
 class Command(click.Command):
-    """A command whose help ends with an example."""
+    """A command whose help ends with an example.
 
-    def __init__(self, *args: Any, example: str, **settings: Any) -> None:
+    Args:
+        example: Lines for a shell.
+        more: Titles and texts of sections of the help that are shown as they are.
+    """
+
+    def __init__(
+        self, *args: Any, example: str, more: dict[str, str] | None = None, **settings: Any
+    ) -> None:
         settings["context_settings"] = CONTEXT_SETTINGS | (settings.get("context_settings") or {})
         super().__init__(*args, **settings)
         self.params += common_options(hidden=True)
         self.example = example
+        self._more = more or {}
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Example" if "\n" not in self.example else "Examples"):
-            formatter.write("".join(f"  {line}\n" for line in self.example.splitlines()))
+        title = "Example" if "\n" not in self.example else "Examples"
+        for name, text in (self._more | {title: self.example}).items():
+            with formatter.section(name):
+                formatter.write("".join(f"  {line}\n" for line in text.splitlines()))
+        formatter.write("\n--url, --timeout, --debug and -v are options, too: `meteor --help`.\n")
 
 
 class Group(click.Group):
@@ -77,17 +88,58 @@ class Group(click.Group):
     command_class = Command
     group_class = type
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        if not self.params:
+            self.params += common_options(hidden=True)
+
     def list_commands(self, context: click.Context) -> list[str]:
         return list(self.commands)
 
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        meant = _MEANT.get(args[0])
+        if meant in self.list_commands(context) and self.get_command(context, args[0]) is None:
+            path = f"{context.command_path} {meant}"
+            raise click.UsageError(f"No such command {args[0]!r}; `{path}` does that.", context)
+        return super().resolve_command(context, args)
+
+
+#: Names that others have given to the same things.
+_MEANT = {
+    "consume": "tail",
+    "read": "tail",
+    "sub": "tail",
+    "subscribe": "tail",
+    "pub": "publish",
+    "produce": "publish",
+    "stream": "streams",
+    "topic": "streams",
+    "topics": "streams",
+    "group": "groups",
+    "archiver": "archive",
+    "list": "ls",
+    "describe": "info",
+    "show": "info",
+    "delete": "rm",
+    "remove": "rm",
+    "set": "configure",
+    "alter": "configure",
+}
+
 
 def command(
-    name: str | None = None, *, example: str, **settings: Any
+    name: str | None = None,
+    *,
+    example: str,
+    more: dict[str, str] | None = None,
+    **settings: Any,
 ) -> Callable[[Callable[..., object]], Command]:
     """In place of ``click.command``; the function gets the session first."""
 
     def decorate(function: Callable[..., object]) -> Command:
-        made: Command = click.command(name, cls=Command, example=example, **settings)(
+        made: Command = click.command(name, cls=Command, example=example, more=more, **settings)(
             click.pass_obj(function)
         )
         return made

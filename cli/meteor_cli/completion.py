@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 
 import click
@@ -11,6 +12,8 @@ from click.shell_completion import CompletionItem, get_completion_class
 from meteor_cli.command import command
 from meteor_cli.session import Session
 
+#: What names are made of. On a server there may be others, and a shell would do what they say.
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
 #: Seconds after which the shell gets its prompt back.
 _PATIENCE_S = 1.0
 
@@ -36,7 +39,11 @@ def _complete(context: click.Context, stream: str | None, incomplete: str) -> li
         names = _names(context.find_object(Session) or Session(), stream)
     except Exception:
         return []  # a shell is no place for errors
-    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return [
+        CompletionItem(name)
+        for name in names
+        if name.startswith(incomplete) and _NAME.fullmatch(name)
+    ]
 
 
 def _names(session: Session, stream: str | None) -> list[str]:

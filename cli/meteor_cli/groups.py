@@ -10,9 +10,10 @@ from meteor_cli.command import Group, command
 from meteor_cli.completion import complete_group, complete_stream
 from meteor_cli.output import ask, print_facts, print_json, print_table, say
 from meteor_cli.session import Session
+from meteor_cli.survey import look_at_all
 
 if TYPE_CHECKING:
-    from meteor_py import GroupDescription
+    from meteor_py import GroupDescription, Stream
 
 
 @click.group(cls=Group)
@@ -25,23 +26,26 @@ def groups() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on each line.")
 def list_groups(session: Session, stream: str | None, as_json: bool) -> None:
     """List the groups of a stream, or of all."""
-    from meteor_py import LogTruncated, StreamNotFound
-
-    found: list[tuple[str, GroupDescription]] = []
+    is_all = True
     with session.connect() as m:
-        for name in m.streams() if stream is None else [stream]:
-            try:
-                found += [(name, group) for group in m.stream(name, create=False).groups()]
-            except (StreamNotFound, LogTruncated):
-                if stream is not None:
-                    raise
+        if stream is None:
+            parts, is_all = look_at_all(m, _groups_of)
+        else:
+            parts = [_groups_of(m.stream(stream, create=False))]
+    found = [group for part in parts for group in part]
     if as_json:
         for name, group in found:
             print_json(to_fields(name, group))
     elif found:
         print_groups(found)
-    else:
+    elif is_all:
         say("there is no group yet; `meteor tail STREAM -g GROUP` begins one.")
+    if not is_all:
+        raise click.exceptions.Exit(1)
+
+
+def _groups_of(stream: Stream) -> list[tuple[str, GroupDescription]]:
+    return [(stream.name, group) for group in stream.groups()]
 
 
 @command("info", example="meteor groups info orders billing")

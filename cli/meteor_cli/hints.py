@@ -49,6 +49,11 @@ def explain(error: Exception) -> str:
                 )
                 .replace("Does an archiver run,", "Does `meteor archive run` run somewhere,")
             )
+        case meteor_py.LogTruncated() if error.last < error.first:
+            return (
+                f"Stream {error.stream!r} was deleted and created anew, or the server has lost "
+                "records of it; what is there now may be other records. Start again."
+            )
         case meteor_py.LogTruncated():
             return (
                 f"The server has lost records {error.first} to {error.last} of stream "
@@ -62,6 +67,10 @@ def explain(error: Exception) -> str:
                 f"{'gone' if lost else 'damaged in the store'}; start at {error.last + 1}, with "
                 f"`-o {error.last + 1}`."
             )
+        case meteor_py.RecordTooLarge():
+            return str(error).replace("raise max_record_bytes", "allow for it with --max-bytes")
+        case OSError() if error.strerror and not error.filename:  # as of a full disk
+            return f"{error.strerror}."
         case meteor_py.MeteorError() | ValueError() | ImportError() | TimeoutError() | OSError():
             return str(error)
     return (

@@ -20,6 +20,7 @@ import msgspec
 
 from meteor_cli.harmless import harmless_json
 from meteor_py import Record
+from meteor_py.times import check_ms
 
 
 class Binary(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,6 +60,15 @@ class Columns(msgspec.Struct):
     keys: list[bytes | None] | None
     headers: list[dict[str, bytes] | None] | None
     timestamps: list[int | None] | None
+
+    def part(self, start: int, stop: int) -> Columns:
+        """Some of them, in a row."""
+        return Columns(
+            self.values[start:stop],
+            self.keys and self.keys[start:stop],
+            self.headers and self.headers[start:stop],
+            self.timestamps and self.timestamps[start:stop],
+        )
 
 
 _encoder = msgspec.json.Encoder()
@@ -105,7 +115,7 @@ def decode(
             row = _to_row(_decoder.decode(line))
             if accept is not None:
                 accept(row[0])
-        except ValueError as error:  # that of msgspec is one
+        except (ValueError, RecursionError) as error:  # that of msgspec is the first
             raise Unreadable(
                 f"Line {number + index} is not a record as `meteor tail --json` writes it: "
                 f"{str(error).rstrip('.')}.",
@@ -131,7 +141,7 @@ def _to_row(given: Given) -> tuple[Any, ...]:
         None
         if given.headers is None
         else {name: _to_bytes(value) for name, value in given.headers.items()},
-        given.timestamp,
+        None if given.timestamp is None else check_ms(given.timestamp),
     )
 
 

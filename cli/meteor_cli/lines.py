@@ -23,10 +23,14 @@ def read_lines(fd: int, delimiter: bytes, limit: int) -> Iterator[list[bytes]]:
     Raises:
         ValueError: A line is longer.
     """
-    rest = b""
+    rest = bytearray()  # of a line whose end has not come; a long one comes in many pieces
     while block := _read(fd):
-        lines = (rest + block).split(delimiter)
-        rest = lines.pop()
+        lines = block.split(delimiter)
+        if len(lines) > 1:
+            rest += lines[0]
+            lines[0] = bytes(rest)
+            rest.clear()
+        rest += lines.pop()
         if lines:
             yield lines
         if len(rest) > limit:
@@ -35,7 +39,7 @@ def read_lines(fd: int, delimiter: bytes, limit: int) -> Iterator[list[bytes]]:
                 "file as one, and --max-bytes allows for larger ones."
             )
     if rest:
-        yield [rest]
+        yield [bytes(rest)]
 
 
 def read_whole(fd: int, limit: int) -> bytes:

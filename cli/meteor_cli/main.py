@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -14,7 +16,8 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from meteor_cli.command import CONTEXT_SETTINGS, Group, common_options
-from meteor_cli.output import is_cut_off
+from meteor_cli.output import is_cut_off, say
+from meteor_cli.process import LogLine, open_standard_files, repeat_lost_signal
 from meteor_cli.session import Session
 
 #: In the order of the help. Each is in the module of its name, which is imported when it is needed:
@@ -49,16 +52,26 @@ class Root(Group):
         found: click.Command = getattr(import_module(f"meteor_cli.{name}"), name)
         return found
 
+    def make_context(self, *args: Any, **settings: Any) -> click.Context:
+        with _until_cut_off():  # --help and --version are printed here
+            return super().make_context(*args, **settings)
+
     def invoke(self, context: click.Context) -> Any:
-        try:
+        with _until_cut_off():
             return super().invoke(context)
-        except BrokenPipeError:
-            if not is_cut_off(sys.stdout.fileno()):
-                raise
-            # Whoever reads has seen enough: nothing is wrong. What is still in the buffer must
-            # not fail again at the end of the interpreter.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return context.exit(0)
+
+
+@contextmanager
+def _until_cut_off() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        if not is_cut_off(sys.stdout.fileno()):
+            raise
+        # Whoever reads has seen enough: nothing is wrong. What is still in the buffer must
+        # not fail again at the end of the interpreter.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(0) from None
 
 
 @click.group(cls=Root, context_settings=CONTEXT_SETTINGS)
@@ -75,9 +88,13 @@ meteor.params[:0] = common_options(hidden=False)
 
 def main() -> None:
     """Run the command; errors and warnings are one sentence on stderr."""
+    open_standard_files()
     session = Session()
     warnings.showwarning = _show_warning
-    logging.basicConfig(format="meteor: %(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogLine(session))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    sys.unraisablehook = repeat_lost_signal
     signal.signal(signal.SIGTERM, _end)
     try:
         code = meteor.main(prog_name="meteor", obj=session, standalone_mode=False)
@@ -91,7 +108,7 @@ def main() -> None:
             raise
         from meteor_cli.hints import explain
 
-        click.echo(f"meteor: {explain(error)}", err=True)
+        say(explain(error))
         code = 1
     sys.exit(code)
 
@@ -110,7 +127,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """In place of Python's own, which shows a line of the source."""
-    click.echo(f"meteor: warning: {message}", err=True)
+    say(f"warning: {message}")
 
 
 if __name__ == "__main__":

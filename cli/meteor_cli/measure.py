@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import meteor_py as meteor
@@ -25,20 +26,25 @@ _POLL_S = 0.1
 def publish_many(
     stream: meteor.Stream, parts: Iterable[Sequence[bytes]], advance: Advance
 ) -> float:
-    """Publish lists of values, until all are acknowledged."""
+    """Publish lists of values, until all are acknowledged; raise as soon as some are not."""
     done = 0
-
-    def count(ack: meteor.ManyAck) -> None:
-        nonlocal done
-        done += sum(map(len, ack.ranges))
-        advance(done)
-
+    waiting: deque[meteor.ManyAck] = deque()  # bounded by what the publisher has room for
     with stream.publisher() as pub:
         start = time.perf_counter()
         for part in parts:
-            pub.publish_many(part).add_done_callback(count)
-        pub.flush()
+            waiting.append(pub.publish_many(part))
+            while waiting and waiting[0].done():
+                done += _settle(waiting.popleft())
+                advance(done)
+        while waiting:
+            done += _settle(waiting.popleft())
+            advance(done)
         return time.perf_counter() - start
+
+
+def _settle(ack: meteor.ManyAck) -> int:
+    ack.result()
+    return sum(map(len, ack.ranges))
 
 
 def publish_each(
@@ -50,7 +56,9 @@ def publish_each(
         start = time.perf_counter()
         for part in parts:
             for value in part:
-                pub.publish(value)
+                ack = pub.publish(value)
+            if ack.done():
+                ack.result()  # a server that has gone ends it here, not after all the rest
             done += len(part)
             advance(done)
         pub.flush()

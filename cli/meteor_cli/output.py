@@ -48,8 +48,8 @@ def is_cut_off(fd: int) -> bool:
 
 
 def say(text: str) -> None:
-    """Tell the user something that is no result."""
-    click.echo(f"meteor: {text}", err=True)
+    """Tell the user something that is no result; others may have named what is in it."""
+    click.echo(f"meteor: {harmless(text)}", err=True)
 
 
 def print_table(

@@ -1,11 +1,15 @@
 """Positions as people write them: where to start, or from where to where.
 
-earliest | latest       the first record there is; behind the last
-N                       an offset
-+N | -N                 N behind earliest, N before latest
-@TIME                   the first record appended at that time or later
-A..B                    from A to before B; without A from earliest, without B to the end
-@T1..T2                 the same by time; T2 may be a span from T1 on, as in @2026-11-16..1h
+    earliest | latest   the first record there is; behind the last
+    N                   an offset
+    +N | -N             N behind earliest, N before latest
+    @TIME               the first record appended at that time or later
+    A..B                from A to before B; without A from earliest, without B on
+    @T1..T2             the same by time; T2 may be a span, as in @2026-11-16..1h
+
+A TIME is in ms (13 digits) or seconds since 1970, a date, RFC 3339 (``2026-11-16T14:30:00Z``),
+``now``, or so long ago: ``-1h30m`` (of ms, s, m, h, d, w). Without a zone it is local time. What
+counts is when the server appended a record.
 """
 
 from __future__ import annotations
@@ -23,6 +27,15 @@ if TYPE_CHECKING:
     import meteor_py
 
 _WORDS = ("earliest", "latest")
+_OTHER_WORDS = {
+    "beginning": "earliest",
+    "start": "earliest",
+    "oldest": "earliest",
+    "first": "earliest",
+    "end": "latest",
+    "newest": "latest",
+    "last": "latest",
+}
 _OFFSET = re.compile(r"([+-]?)([0-9]{1,18})")
 _FORMS = "earliest, latest, N, +N, -N or @TIME"
 
@@ -89,10 +102,25 @@ def _parse_place(text: str, now: datetime, since: datetime | None = None) -> Pla
         return Place("@", time=parse_time(text[1:], now, since))
     found = _OFFSET.fullmatch(text)
     if not found:
+        meant = f" Is {_guess(text)} meant?" if _guess(text) else ""
         raise ValueError(
-            f"{text!r} is not a position; write {_FORMS}, or two of them with .. between."
+            f"{text!r} is not a position; write {_FORMS}, or two of them with .. between.{meant}"
         )
     return Place(found[1], int(found[2]))  # type: ignore[arg-type]  # the pattern sees to it
+
+
+def _guess(text: str) -> str | None:
+    """What others call it, or what is nearly right."""
+    if text in _OTHER_WORDS:
+        return _OTHER_WORDS[text]
+    for candidate in (f"@{text}", text.replace(":", "..", 1)):
+        try:
+            if candidate != text and "::" not in text:
+                parse_span(candidate)
+                return candidate
+        except ValueError:
+            continue
+    return None
 
 
 class SpanType(click.ParamType[Span]):

@@ -143,7 +143,7 @@ def _publish_input(
             progress(f"publishing to {stream.name}", None, quiet=quiet or typed) as advance,
         ):
             for rows in parts:
-                tally.add(_publish(pub, rows), at_once=typed)
+                tally.add(_publish(pub, rows), len(rows.values), at_once=typed)
                 advance(tally.count)
             tally.finish()
     finally:  # the publisher is closed: what became of each record is known
@@ -197,7 +197,26 @@ def _read(source: str, intake: Intake, delimiter: bytes, limit: int) -> Iterator
             raise
         number += len(lines)
         if rows.values:
-            yield rows
+            yield from _cut(rows, limit)
+
+
+def _cut(rows: Columns, limit: int) -> Iterator[Columns]:
+    """Apart what comes before a record that is too large: it is published, however the input was
+    cut, and the publisher refuses the rest."""
+    sizes = list(map(len, rows.values))
+    if rows.keys is not None:
+        sizes = [size + len(key or b"") for size, key in zip(sizes, rows.keys, strict=True)]
+    if rows.headers is not None:
+        from meteor_py.intake import headers_size
+
+        extra = [headers_size(headers or {}) for headers in rows.headers]
+        sizes = [size + more for size, more in zip(sizes, extra, strict=True)]
+    if max(sizes) > limit:
+        index = next(index for index, size in enumerate(sizes) if size > limit)
+        if index:
+            yield rows.part(0, index)
+        rows = rows.part(index, len(sizes))
+    yield rows
 
 
 class Intake:
@@ -262,14 +281,14 @@ class Intake:
         assert self._reader is not None
         try:
             return self._reader.encode(self._json.decode(value))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"For a stream of msgpack it has to be JSON ({error}).") from None
 
     def _check(self, value: bytes) -> None:
         try:
             if self._reader is not None:
                 self._reader.decode(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"The stream takes {self._codec} ({error}).") from None
 
 
@@ -278,16 +297,17 @@ class Tally:
 
     def __init__(self, stream: meteor_py.Stream) -> None:
         self._stream = stream
-        self._waiting: deque[ManyAck] = deque()  # bounded by what the publisher has room for
+        #: Each with its number of records; bounded by what the publisher has room for.
+        self._waiting: deque[tuple[ManyAck, int]] = deque()
         self._since = time.monotonic()
         self._first: int | None = None
         self._last = -1
         self.count = 0
 
-    def add(self, ack: ManyAck, *, at_once: bool) -> None:
+    def add(self, ack: ManyAck, records: int, *, at_once: bool) -> None:
         """Note what was published, and what has become of what was before; raise what failed."""
-        self._waiting.append(ack)
-        while self._waiting and (at_once or self._waiting[0].done()):
+        self._waiting.append((ack, records))
+        while self._waiting and (at_once or self._waiting[0][0].done()):
             self._settle()
 
     def finish(self) -> None:
@@ -296,9 +316,9 @@ class Tally:
             self._settle()
 
     def _settle(self) -> None:
-        ack = self._waiting.popleft()
-        error = ack.exception()
-        self._count(ack)
+        # Ctrl-C may come while it waits: it is not taken out yet.
+        error = self._waiting[0][0].exception()
+        self._count(self._waiting.popleft()[0])
         if error is not None:
             raise error
 
@@ -308,10 +328,18 @@ class Tally:
             self._first = span.start if self._first is None else self._first
             self._last = span.stop - 1
 
+    def _count_unknown(self, ack: ManyAck, records: int) -> int:
+        """Count what nobody waited for any more; how many have an outcome that is not known."""
+        from meteor_py import OutcomeUnknown
+
+        before = self.count
+        self._count(ack)
+        is_known = ack.done() and not isinstance(ack.exception(), OutcomeUnknown)
+        return 0 if is_known else records - (self.count - before)
+
     def report(self, *, quiet: bool) -> None:
         """Tell how many there were, also if it ended early."""
-        for ack in self._waiting:
-            self._count(ack)
+        unknown = sum(self._count_unknown(ack, records) for ack, records in self._waiting)
         if not quiet or sys.exc_info()[0] is not None:
             took_s = max(time.monotonic() - self._since, 1e-6)
             where = "" if self._first is None else f", offsets {self._first} to {self._last}"
@@ -319,6 +347,8 @@ class Tally:
                 f"{counted(self.count, 'record')} published to stream {self._stream.name!r}{where}"
                 f", {self.count / took_s:,.0f}/s."
             )
+        if unknown:
+            say(f"of {counted(unknown, 'more record')} it is not known whether they arrived.")
         capacity = self._stream.config.capacity
         if self.count > capacity and self._stream.config.store is None:
             say(

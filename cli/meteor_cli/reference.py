@@ -12,7 +12,7 @@ from types import ModuleType
 
 import click
 
-from meteor_cli import jsonl, position, template
+from meteor_cli import contracts, jsonl, position, template
 from meteor_cli.command import Command
 from meteor_cli.main import meteor
 
@@ -50,8 +50,9 @@ Results go to stdout, all else to stderr. `--debug` shows the traceback of an er
 def reference() -> str:
     """The whole page."""
     parts = [_HEAD, *_describe(meteor, click.Context(meteor, info_name="meteor"))]
-    parts += ["## Positions and times\n\n" + _prose(position), _times()]
-    parts += ["## JSON\n\n" + _prose(jsonl), "## Formats\n\n" + _prose(template), _TAIL]
+    parts += ["## Positions and times\n\n" + _prose(position)]
+    parts += ["## JSON\n\n" + _prose(jsonl), _prose(contracts), *_contracts()]
+    parts += ["## Formats\n\n" + _prose(template), _TAIL]
     return "\n".join(parts)
 
 
@@ -83,6 +84,17 @@ def _describe(command: click.Command, context: click.Context) -> Iterator[str]:
             yield from _describe(below, click.Context(below, context, name))
 
 
+def _contracts() -> Iterator[str]:
+    """The fields of what ``--json`` prints, as tables."""
+    for titles, table in (
+        ("| command | fields |", contracts.FIELDS),
+        ("| in `groups` of | fields |", contracts.GROUP_FIELDS),
+        ("| event of `watch` | fields besides |", contracts.EVENTS),
+    ):
+        rows = [f"| `{name}` | {', '.join(fields)} |" for name, fields in table.items()]
+        yield "\n".join([titles, "|---|---|", *rows, ""])
+
+
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
@@ -96,15 +108,6 @@ def _prose(module: ModuleType) -> str:
             for paragraph in paragraphs
         )
         + "\n"
-    )
-
-
-def _times() -> str:
-    from meteor_cli.moment import FORMS
-
-    return (
-        f"A TIME is {FORMS} (ago; of ms, s, m, h, d, w). Without a zone it is local time. It is "
-        "the time at which the server appended a record that counts.\n"
     )
 
 

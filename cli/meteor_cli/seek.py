@@ -53,10 +53,7 @@ def seek(
         to = span.start.resolve(opened)
         end = opened.bounds()[1]
         if to > end:
-            raise click.BadParameter(
-                f"Offset {to} is beyond the end of stream {stream!r}, which is {end}.",
-                param_hint="--to",
-            )
+            raise ValueError(f"Offset {to} is beyond the end of stream {stream!r}, which is {end}.")
         came_from = None if found is None else found.confirmed
         owner = None if found is None else found.owner
         refused = owner is not None and not force

@@ -61,6 +61,7 @@ class Observer:
         self._client = client
         self._names = tuple(dict.fromkeys(names))
         self._opened: dict[str, Stream] = {}
+        self._has_looked = False
 
     def look(self) -> Look:
         """Look now. Streams that were deleted meanwhile are left out.
@@ -89,8 +90,11 @@ class Observer:
             else:
                 if seen is not None:
                     streams[name] = seen
-        if refusal is not None and not streams and not self._opened:
+        # Later it is something to tell of: the streams that could be looked at were deleted, or
+        # somebody has come to have a name among ours.
+        if refusal is not None and not streams and not self._has_looked:
             raise refusal
+        self._has_looked = True
         self._opened = {name: self._opened[name] for name in streams}
         return Look(dict(sorted(streams.items())), unreadable, max(len(names) - STREAMS_MAX, 0))
 

@@ -11,6 +11,7 @@ from meteor_cli.command import Group, command
 from meteor_cli.completion import complete_stream
 from meteor_cli.output import ask, print_facts, print_json, print_table, say, show_age, show_bytes
 from meteor_cli.session import Session
+from meteor_cli.survey import look_at_all
 
 if TYPE_CHECKING:
     from meteor_py import Description
@@ -25,19 +26,20 @@ def streams() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on each line.")
 def list_streams(session: Session, as_json: bool) -> None:
     """List the streams."""
-    from meteor_py import LogTruncated, StreamNotFound
-
-    found: list[Description] = []
     with session.connect() as m:
-        for name in m.streams():
-            try:
-                found.append(m.stream(name, create=False).describe())
-            except (StreamNotFound, LogTruncated):
-                continue  # deleted a moment ago
+        found, is_all = look_at_all(m, lambda stream: stream.describe())
     if as_json:
         for description in found:
             print_json(to_fields(description))
-        return
+    else:
+        _print_streams(found)
+        if not found and is_all:
+            say("there is no stream yet; `meteor publish NAME hello` makes one.")
+    if not is_all:
+        raise click.exceptions.Exit(1)
+
+
+def _print_streams(found: list[Description]) -> None:
     now_ms = int(time.time() * 1000)
     print_table(
         [
@@ -66,8 +68,6 @@ def list_streams(session: Session, as_json: bool) -> None:
             for found_one in found
         ],
     )
-    if not found:
-        say("there is no stream yet; `meteor publish NAME hello` makes one.")
 
 
 @command("info", example="meteor streams info orders")

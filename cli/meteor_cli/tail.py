@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 #: Records shown of those that are there already, if nothing else is asked for.
 LAST = 10
 _BATCH = 10_000
+#: Bytes to write at a time, roughly.
+_PORTION_BYTES = 1024 * 1024
 #: Seconds to wait for records before looking whether anybody still reads what is written.
 _POLL_S = 1.0
 #: Records looked at first when the last few that match are searched for, from the end.
@@ -172,6 +174,7 @@ class Tailer:
         self._render = render
         self._match = match
         self._sink = Sink()
+        self._portion = 1
         self._waiting_since: float | None = None
         self._told_owner = False
         #: Records that were gone.
@@ -186,9 +189,7 @@ class Tailer:
             start = self._start(end, number, follow=follow)
         else:
             bounds.number = number
-            start = (
-                "earliest" if span.start == Place("earliest") else span.start.resolve(self._stream)
-            )
+            start = self._resolve(span.start)
             self._limit(bounds, span.stop)
         with self._stream.subscriber(
             codec="bytes", on_gap="skip", on_gap_skipped=self._note_gap
@@ -214,8 +215,15 @@ class Tailer:
             return "earliest"
         number = LAST if number is None else number
         if self._match is None:
-            return Place("-", number).resolve(self._stream)
+            return self._resolve(Place("-", number))
         return self._last_matching(end, number)
+
+    def _resolve(self, place: Place) -> int | str:
+        """Where a position is now. One that leads to the first record there is goes with it: what
+        the ring drops before it is read was not asked for by anybody."""
+        offset = place.resolve(self._stream)
+        is_counted = place.kind not in ("", "@")
+        return "earliest" if is_counted and offset <= self._stream.bounds()[0] else offset
 
     def _last_matching(self, end: int, number: int) -> int | str:
         """The offset from which on so many records match, found from the end backwards."""
@@ -280,10 +288,7 @@ class Tailer:
         try:
             batch = sub.poll(_POLL_S, max(most, 1))
         except LeaseLost:
-            say(
-                f"another member has taken over group {sub.config.group!r}; the records that were "
-                "printed last will be read again."
-            )
+            _tell_lease_lost(sub)
             return None
         except ConnectionFailed:
             now = time.monotonic()
@@ -313,18 +318,44 @@ class Tailer:
             if bounds.number is not None and len(records) >= bounds.number:
                 records = records[: bounds.number]
                 done = records[-1].offset
-        if records:
-            self._sink.write(self._render(records))
+        self._write(records)
         if bounds.number is not None:
             bounds.number -= len(records)
         if sub.config.group is not None:
+            self._confirm(sub, done)
+
+    def _write(self, records: RecordBatch | list[Record]) -> None:
+        """In portions: as text, with escapes, records may be many times as large."""
+        start = 0
+        while start < len(records):
+            part = records[start : start + self._portion]
+            data = self._render(part)
+            self._sink.write(data)
+            start += len(part)
+            if len(data) > _PORTION_BYTES:
+                self._portion = max(self._portion // 2, 1)
+            else:
+                self._portion = min(self._portion * 2, _BATCH)
+
+    def _confirm(self, sub: meteor_py.Subscriber, done: int) -> None:
+        from meteor_py import LeaseLost
+
+        try:
             sub.confirm(done)
+        except LeaseLost:  # while it was written: whoever reads the pipe took his time
+            _tell_lease_lost(sub)
 
     def _is_done_by_others(self, sub: meteor_py.Subscriber, bounds: Bounds) -> bool:
         """Tell once for whom we wait; whether others have read up to where we would end."""
+        from meteor_py import ConnectionFailed
+
         if sub.is_assigned:
             return False
-        found = {group.name: group for group in self._stream.groups()}.get(sub.config.group or "")
+        try:
+            groups = {group.name: group for group in self._stream.groups()}
+        except ConnectionFailed:
+            return False  # the next poll meets the same, and has patience
+        found = groups.get(sub.config.group or "")
         if found is None:
             return False
         if found.owner not in (None, sub.member) and not self._told_owner:
@@ -338,3 +369,10 @@ class Tailer:
             f"records {first} to {last} of stream {self._stream.name!r} are gone: the ring has "
             "dropped them, and no store has them."
         )
+
+
+def _tell_lease_lost(sub: meteor_py.Subscriber) -> None:
+    say(
+        f"another member has taken over group {sub.config.group!r}, or it was moved; records that "
+        "were printed last may be read again."
+    )

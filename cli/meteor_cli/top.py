@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 import click
@@ -150,9 +151,10 @@ class Display:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        with _keyboard() as keyboard, live:
+        with _ended_once() as hear, _keyboard() as keyboard, live:
             self._live = live
             with _resizing(self._draw):
+                hear(True)
                 pause_s = min(_FIRST_S, interval_s)
                 self._draw()
                 while not _wait_for_q(keyboard, pause_s):
@@ -160,6 +162,7 @@ class Display:
                     self._draw()
                     is_silent = self._silent_since is not None
                     pause_s = min(_FIRST_S, interval_s) if is_silent else interval_s
+                hear(False)
 
     def _look(self, patience_s: float) -> None:
         from meteor_py import ConnectionFailed
@@ -237,6 +240,40 @@ def _keyboard() -> Iterator[int | None]:
         yield fd
     finally:
         termios.tcsetattr(fd, termios.TCSAFLUSH, before)  # what was typed is not for the shell
+
+
+@contextmanager
+def _ended_once() -> Iterator[Callable[[bool], None]]:
+    """Let a signal end what is done while the function was called with True last; and only one.
+
+    Else one that came while the terminal is prepared or put back, such as the second of an
+    impatient user, would leave it as it is then.
+    """
+    noted: list[int] = []
+    is_heard = False
+
+    def end() -> None:
+        handler = before[signal.Signals(noted[0])]
+        if callable(handler):
+            handler(noted[0], None)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        if is_heard and len(noted) == 1:
+            end()
+
+    def hear(wanted: bool) -> None:
+        nonlocal is_heard
+        is_heard = wanted
+        if wanted and noted:
+            end()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield hear
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

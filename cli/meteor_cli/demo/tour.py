@@ -15,7 +15,8 @@ from contextlib import ExitStack, contextmanager
 import click
 
 import meteor_py as meteor
-from meteor_cli import crash, failover, measure
+from meteor_cli import measure
+from meteor_cli.demo import crash, failover
 from meteor_cli.output import progress, show_bytes
 from meteor_cli.rendering import as_text
 from meteor_cli.server import product_name

@@ -50,7 +50,7 @@ class Worker:
 
     def __init__(self, url: str, stream: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "meteor_cli.failover", stream],
+            [sys.executable, "-W", "ignore", "-m", "meteor_cli.demo.failover", stream],
             stdin=subprocess.PIPE,  # which is closed when we end, in whatever way
             stdout=subprocess.PIPE,
             text=True,

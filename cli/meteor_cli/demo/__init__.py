@@ -26,7 +26,7 @@ def demo(session: Session, records: int) -> None:
 
     On a private server of its own, unless --url names one. Nothing is left behind.
     """
-    from meteor_cli.tour import Tour
+    from meteor_cli.demo.tour import Tour
 
     with cleaning_up():
         Tour(session, records).run()

@@ -35,7 +35,7 @@ def bench(session: Session, records: int, size: int, as_json: bool) -> None:
     On the server that --url or $METEOR_URL names, else on a private one. Its streams have names of
     their own, and are deleted in the end; at most 256 MB of records are kept at a time.
     """
-    from meteor_cli.benchmark import Benchmark
+    from meteor_cli.bench.benchmark import Benchmark
 
     with cleaning_up():
         Benchmark(session, records, size).run(as_json=as_json)

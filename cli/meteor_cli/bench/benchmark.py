@@ -142,8 +142,12 @@ class Benchmark:
         stream = m.stream(f"bench-{secrets.token_hex(8)}", capacity=capacity)
         try:
             yield stream
-        finally:
+        except meteor.ConnectionFailed:
+            raise  # the server has gone, and the stream with it
+        except BaseException:
             stream.delete()
+            raise
+        stream.delete()
 
 
 def _row(result: Result) -> list[object]:

@@ -1,0 +1,62 @@
+"""What ``--json`` prints, besides records: the names of all fields, which are a promise.
+
+Fields may be added; none is removed or changes its meaning. Times are ms since 1970, but RFC 3339
+in ``watch``; sizes are in bytes, rates per second. What is not known, or does not exist, is
+``null``; ``bench`` leaves it out.
+"""
+
+from __future__ import annotations
+
+_GROUP = ("name", "confirmed", "lag", "owner", "term", "kind")
+_STREAM = (
+    "name", "first", "next", "length", "frames", "bytes", "appended", "archived", "archiver",
+    "capacity", "compression", "checksum", "codec", "store", "max_unarchived", "incarnation",
+    "epoch", "epoch_first", "groups",
+)  # fmt: skip
+
+#: The fields of each object, by command.
+FIELDS = {
+    "streams ls": _STREAM,
+    "streams info": _STREAM,
+    "groups ls": ("stream", *_GROUP),
+    "groups info": ("stream", *_GROUP),
+    "seek": (
+        "stream", "group", "from", "to", "records_skipped", "records_repeated", "owner", "done",
+    ),
+    "archive ls": ("stream", "first", "last", "records", "size", "epoch", "term", "file"),
+    "archive verify": ("stream", "kind", "first", "last", "place", "problem", "harmless"),
+    "top --once": (*_STREAM, "rate", "unarchived", "archive_rate"),
+    "bench": (
+        "what", "server", "records", "size", "seconds", "records_per_s", "megabytes_per_s",
+        "p50_ms", "p99_ms",
+    ),
+    "watch": ("time", "stream", "group", "event"),
+}  # fmt: skip
+
+#: What an object of the field ``groups`` has.
+GROUP_FIELDS = {"streams ls": _GROUP, "streams info": _GROUP, "top --once": (*_GROUP, "rate")}
+
+#: The events of ``watch``, and the fields that each has besides.
+EVENTS = {
+    "created": ("next",),
+    "created_anew": ("next",),
+    "deleted": (),
+    "unreadable": ("reason",),
+    "readable": (),
+    "epoch_changed": ("epoch", "before"),
+    "records_lost": ("first", "last"),
+    "records_dropped": ("first", "last"),
+    "group_begun": ("confirmed", "lag"),
+    "group_moved_back": ("confirmed", "before"),
+    "group_deleted": ("confirmed",),
+    "lease_taken": ("owner", "term"),
+    "lease_taken_over": ("owner", "before", "term"),
+    "lease_ended": ("before", "term"),
+    "lag_high": ("lag", "limit"),
+    "lag_normal": ("lag", "limit"),
+    "archiver_taken": ("owner", "before"),
+    "archiver_ended": ("before",),
+    "archiver_missing": ("unarchived", "before"),
+    "server_gone": ("reason",),
+    "server_back": (),
+}
