@@ -93,6 +93,18 @@ def list_groups(stream: Stream, end: int) -> list[GroupDescription]:
     return found
 
 
+def find_group(stream: Stream, name: str, end: int) -> GroupDescription:
+    """The group of that name of a stream that ends at ``end``.
+
+    Raises:
+        GroupNotFound: There is none.
+    """
+    for found in list_groups(stream, end):
+        if found.name == name:
+            return found
+    raise refusals.no_group(stream.name, name)
+
+
 def find_archiver(stream: Stream) -> str | None:
     """The member that archives the stream now; None if nobody does."""
     return owner_of(stream.client.call("GET", keys.lease(stream.name, keys.ARCHIVERS)))

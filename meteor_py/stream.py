@@ -26,6 +26,7 @@ from meteor_py.group import (
     GroupDescription,
     delete_group,
     find_archiver,
+    find_group,
     list_groups,
     seek_group,
 )
@@ -232,6 +233,14 @@ class Stream:
             StreamNotFound, LogTruncated: As ``describe``.
         """
         return list_groups(self, self.bounds()[1])
+
+    def group(self, name: str) -> GroupDescription:
+        """One of them.
+
+        Raises:
+            GroupNotFound: There is none of that name.
+        """
+        return find_group(self, name, self.bounds()[1])
 
     def seek_group(self, group: str, to: int | str | datetime, *, force: bool = False) -> int:
         """Let a group go on from somewhere else; it begins if it does not exist.

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from meteor_cli.lines import BLOCK, read_lines
@@ -218,7 +217,7 @@ def test_messagepack_goes_from_stream_to_stream_as_it_is(url: str) -> None:
         (["-k", "k", "-K", ":"], 2, "either -k for all"),
         (["x", "-H", "novalue"], 2, "is not NAME=VALUE"),
         (["x", "--no-create"], 1, "There is no stream 'orders'"),
-        (["x", "--capacity", "0"], 1, "capacity"),
+        (["x", "--capacity", "0"], 2, "'--capacity': 0 is not in the range"),
         (["x", "--jsonl", "--max-bytes", "0"], 2, "is not in the range"),
     ],
 )
@@ -273,22 +272,6 @@ def test_lines_that_cross_blocks_are_whole(tmp_path: Path) -> None:
     with path.open("rb") as file:
         found = [line for part in read_lines(file.fileno(), b"\n", BLOCK) for line in part]
     assert found == lines
-
-
-def test_what_json_shows_of_streams_and_groups_is_a_contract(url: str) -> None:
-    succeed(url, "publish", "orders", "x")
-    succeed(url, "tail", "orders", "-g", "billing", "-e")
-    (stream,) = succeed(url, "streams", "ls", "--json").objects
-    assert {"name", "first", "next", "length", "frames", "bytes", "appended", "archived",
-            "capacity", "compression", "checksum", "codec", "store", "max_unarchived",
-            "incarnation", "epoch", "groups"} <= stream.keys()  # fmt: skip
-    assert (stream["name"], stream["first"], stream["next"]) == ("orders", 0, 1)
-    assert succeed(url, "streams", "info", "orders", "--json").objects == [stream]
-    (group,) = succeed(url, "groups", "ls", "--json").objects
-    assert group == {"stream": "orders", **stream["groups"][0]}
-    assert {"name", "confirmed", "lag", "owner", "term", "kind"} <= group.keys()
-    assert succeed(url, "groups", "info", "orders", "billing", "--json").objects == [group]
-    assert msgspec.json.encode(group)
 
 
 def test_what_comes_before_a_record_that_is_refused_is_published_however_the_input_is_cut(

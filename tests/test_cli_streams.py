@@ -51,9 +51,24 @@ def test_a_stream_is_created_once_and_again_without_harm(url: str, tmp_path: Pat
 
 
 def test_settings_can_be_changed(url: str, stream: Stream) -> None:
-    succeed(url, "streams", "configure", "orders", "--capacity", "3")
-    assert stream.describe().config.capacity == 3
+    done = succeed(
+        url, "streams", "configure", "orders", "--capacity", "30", "--compression", "lz4"
+    )
+    assert "capacity from 10000 to 30, compression from none to lz4" in done.err
+    assert stream.describe().config.capacity == 30
     assert meteor(url, "streams", "configure", "orders").code == 2
+
+
+def test_a_ring_is_made_smaller_than_what_it_holds_only_if_that_is_confirmed(
+    url: str, stream: Stream
+) -> None:
+    arguments = ["streams", "configure", "orders", "--capacity", "3"]
+    for more, code in ((["--dry-run"], 0), ([], 2), (["--yes"], 0)):
+        assert stream.describe().config.capacity == 10_000
+        done = meteor(url, *arguments, *more)
+        assert done.code == code
+        assert "the oldest 7 records will be dropped" in done.err
+    assert stream.describe().config.capacity == 3
 
 
 def test_a_stream_is_deleted_only_if_that_is_confirmed(url: str, stream: Stream) -> None:

@@ -12,8 +12,8 @@ import click
 from meteor_cli.archiver import open_stored, run, store_option
 from meteor_cli.command import Group, command
 from meteor_cli.completion import complete_stream
-from meteor_cli.harmless import harmless, harmless_json
-from meteor_cli.output import ask, print_table, progress, say, show_bytes
+from meteor_cli.harmless import harmless
+from meteor_cli.output import ask, counted, print_json, print_table, progress, say, show_bytes
 from meteor_cli.position import TimeType
 from meteor_cli.session import Session
 from meteor_cli.size import SizeType
@@ -38,7 +38,7 @@ def list_segments(session: Session, stream: str, as_json: bool, store: str | Non
         found, end = archive.segments(), archive.bounds()[1]
     if as_json:
         for segment in found:
-            click.echo(segment_to_json(stream, segment))
+            print_json(segment_fields(stream, segment))
         return
     _print_segments(found)
     if found:
@@ -64,10 +64,13 @@ def verify(session: Session, stream: str, as_json: bool, store: str | None) -> N
         with progress(f"verifying {stream}", end - first) as show:
             flaws = archive.verify(lambda done, total: show(done))
     for flaw in flaws:
-        click.echo(flaw_to_json(stream, flaw) if as_json else _show_flaw(flaw))
+        if as_json:
+            print_json(flaw_fields(stream, flaw))
+        else:
+            click.echo(_show_flaw(flaw))
     harm = sum(not flaw.harmless for flaw in flaws)
     if harm:
-        say(f"stream {stream!r} has {_count(harm, 'flaw')} that cannot be called harmless.")
+        say(f"stream {stream!r} has {counted(harm, 'flaw')} that cannot be called harmless.")
         raise click.exceptions.Exit(1)
     whole = f"stream {stream!r}: records {first:,} to {end - 1:,} are whole"
     say(f"{whole if end > first else _empty(stream, end)}.")
@@ -99,9 +102,9 @@ def compact(session: Session, stream: str, store: str | None, **limits: int | No
             saved = archive.compact(**given, progress=lambda done, total: show(done))
         left = len(archive.segments())
     if saved:
-        say(f"stream {stream!r}: {_count(saved, 'file')} fewer to read, {left:,} in all.")
+        say(f"stream {stream!r}: {counted(saved, 'file')} fewer to read, {left:,} in all.")
     else:
-        say(f"stream {stream!r}: nothing to merge; {_count(left, 'file')}.")
+        say(f"stream {stream!r}: nothing to merge; {counted(left, 'file')}.")
 
 
 @command(
@@ -220,11 +223,7 @@ def _name(file: str) -> str:
 def _sum(segments: Sequence[SegmentDescription]) -> str:
     size = show_bytes(sum(segment.size for segment in segments))
     records = sum(segment.records for segment in segments)
-    return f"{_count(records, 'record')} in {_count(len(segments), 'file')}, {size}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{counted(records, 'record')} in {counted(len(segments), 'file')}, {size}"
 
 
 def _show_flaw(flaw: Flaw) -> str:
@@ -233,17 +232,13 @@ def _show_flaw(flaw: Flaw) -> str:
     return harmless(text)
 
 
-def segment_to_json(stream: str, segment: SegmentDescription) -> str:
-    """A file as one object: the fields of ``SegmentDescription``, its records, and the stream."""
+def segment_fields(stream: str, segment: SegmentDescription) -> dict[str, Any]:
+    """The fields of ``SegmentDescription``, its records, and the stream: what ``--json`` shows."""
     import msgspec
 
-    fields = {"stream": stream, **msgspec.to_builtins(segment), "records": segment.records}
-    return harmless_json(msgspec.json.encode(fields).decode())
+    return {"stream": stream, **msgspec.to_builtins(segment), "records": segment.records}
 
 
-def flaw_to_json(stream: str, flaw: Flaw) -> str:
-    """A flaw as one object: the fields of ``Flaw``, whether it is harmless, and the stream."""
-    import msgspec
-
-    fields = {"stream": stream, **flaw._asdict(), "harmless": flaw.harmless}
-    return harmless_json(msgspec.json.encode(fields).decode())
+def flaw_fields(stream: str, flaw: Flaw) -> dict[str, Any]:
+    """The fields of ``Flaw``, whether it is harmless, and the stream: what ``--json`` shows."""
+    return {"stream": stream, **flaw._asdict(), "harmless": flaw.harmless}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,9 @@ def open_stored(m: Client, name: str, store: str | None) -> Stream:
 @command(
     "run",
     example="""\
-meteor archive run                              all streams that have a store
+meteor archive run                # all streams that have a store
 meteor archive run orders --segment-age 10
-meteor archive run --once orders                what is there now; for cron""",
+meteor archive run --once orders  # what is there now; for cron""",
 )
 @click.argument("streams", nargs=-1, metavar="[STREAM]...", shell_complete=complete_stream)
 @click.option("--once", is_flag=True, help="Archive what is there now, and end.")
@@ -81,6 +82,8 @@ def run(
     one archives, and the others wait to take over.
     """
     given = {name: value for name, value in settings.items() if value is not None}
+    if not session.verbose:  # what an archiver meets, and survives, is told by its log
+        logging.getLogger("meteor_py").setLevel(logging.WARNING)
     with session.connect() as m:
         if streams:  # all, or none is begun
             opened = [open_stored(m, name, store) for name in dict.fromkeys(streams)]

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from meteor_cli.harmless import harmless
-from meteor_cli.output import show_bytes
+from meteor_cli.output import counted, show_bytes
 from meteor_cli.snapshot import Look, Rates, Seen
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _cut(blocks: list[Block], rows_max: int | None, number: int | None) -> tuple
         streams -= 1
         groups -= max(len(parts) - (len(block.parts) - block.groups), 0)  # the store is no group
     counts = [(streams, "stream"), (groups, "group")]
-    more = [_many(count, f"more {what}") for count, what in counts if count]
+    more = [counted(count, f"more {what}") for count, what in counts if count]
     return rows, f"\u2026 and {', '.join(more)}" if more else ""
 
 
@@ -231,9 +231,9 @@ def _head(view: View, width: int | None) -> list[Text]:
     if server.memory is not None:
         parts.append(_memory(server.memory, server.memory_max))
     if server.clients is not None:
-        parts.append(Cell(_many(server.clients, "client")))
+        parts.append(Cell(counted(server.clients, "client")))
     groups = sum(len(seen.stream.groups) for seen in look.streams.values())
-    parts += [Cell(_many(len(look.streams), "stream")), Cell(_many(groups, "group"))]
+    parts += [Cell(counted(len(look.streams), "stream")), Cell(counted(groups, "group"))]
     if look.left_off:
         parts.append(Cell(f"{look.left_off:,} not looked at", "yellow"))
     if look.unreadable:
@@ -321,10 +321,6 @@ def show_count(count: int) -> str:
     digits = 0 if size >= 100 else 1 if size >= 10 else 2
     step = 10**digits
     return f"{int(size * step) / step:.{digits}f}{_UNITS[power - 1]}"  # down: 999,999 is not 1M
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _span(seconds: int) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from textwrap import dedent
+from types import ModuleType
 from typing import Any
 
 import click
@@ -25,6 +27,7 @@ def common_options(*, hidden: bool) -> list[click.Option]:
 
     def set_logging(context: click.Context, option: click.Parameter, value: int) -> None:
         if value:
+            note(context, option, value)
             logging.getLogger("meteor_py").setLevel(logging.INFO if value == 1 else logging.DEBUG)
 
     settings: dict[str, Any] = {"expose_value": False, "hidden": hidden}
@@ -127,6 +130,12 @@ _MEANT = {
     "set": "configure",
     "alter": "configure",
 }
+
+
+def section(module: ModuleType) -> str:
+    """The table in what a module says of itself: its indented paragraph."""
+    paragraphs = (module.__doc__ or "").split("\n\n")
+    return dedent(next(part for part in paragraphs if part.startswith("    ")))
 
 
 def command(

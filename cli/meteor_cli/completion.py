@@ -60,10 +60,11 @@ def _names(session: Session, stream: str | None) -> list[str]:
 
 
 @command(
+    short_help="Switch on completion in your shell.",
     example="""\
 eval "$(meteor completion bash)"  # in ~/.bashrc
 eval "$(meteor completion zsh)"   # in ~/.zshrc
-meteor completion fish | source   # in ~/.config/fish/config.fish"""
+meteor completion fish | source   # in ~/.config/fish/config.fish""",
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(session: Session, shell: str) -> None:

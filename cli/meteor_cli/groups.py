@@ -13,12 +13,15 @@ from meteor_cli.session import Session
 from meteor_cli.survey import look_at_all
 
 if TYPE_CHECKING:
-    from meteor_py import GroupDescription, Stream
+    from meteor_py import GroupActive, GroupDescription, Stream
 
 
 @click.group(cls=Group)
 def groups() -> None:
-    """List, describe and delete subscriber groups; `meteor seek` moves them."""
+    """List, describe and delete subscriber groups.
+
+    `meteor seek` moves them.
+    """
 
 
 @command("ls", example="meteor groups ls orders")
@@ -39,7 +42,7 @@ def list_groups(session: Session, stream: str | None, as_json: bool) -> None:
     elif found:
         print_groups(found)
     elif is_all:
-        say("there is no group yet; `meteor tail STREAM -g GROUP` begins one.")
+        say(f"there is no group yet; `meteor tail {stream or 'STREAM'} -g GROUP` begins one.")
     if not is_all:
         raise click.exceptions.Exit(1)
 
@@ -54,7 +57,8 @@ def _groups_of(stream: Stream) -> list[tuple[str, GroupDescription]]:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def describe_group(session: Session, stream: str, group: str, as_json: bool) -> None:
     """Show where a group stands, and who reads for it."""
-    found, first = _find(session, stream, group)
+    with session.stream(stream) as opened:
+        found, first = opened.group(group), opened.bounds()[0]
     if as_json:
         print_json(to_fields(stream, found))
         return
@@ -82,17 +86,15 @@ def remove_group(
     session: Session, stream: str, group: str, force: bool, dry_run: bool, yes: bool
 ) -> None:
     """Delete a group, with what it has confirmed; the records stay."""
-    found, _ = _find(session, stream, group)
-    what = f"it had confirmed all below {found.confirmed}"
-    if found.owner is not None and not force:
-        from meteor_py import GroupActive
-
-        raise GroupActive("", stream=stream, group=group, owner=found.owner)
-    if dry_run:
-        say(f"group {group!r} of stream {stream!r} would be deleted: {what}.")
-        return
-    ask(f"Group {group!r} of stream {stream!r} will be deleted: {what}.", yes=yes)
     with session.stream(stream) as opened:
+        found = opened.group(group)
+        what = f"it had confirmed all below {found.confirmed}"
+        if found.owner is not None and not force:
+            raise active(stream, group, found.owner)
+        if dry_run:
+            say(f"group {group!r} of stream {stream!r} would be deleted: {what}.")
+            return
+        ask(f"Group {group!r} of stream {stream!r} will be deleted: {what}.", yes=yes)
         opened.delete_group(group, force=force)
     say(f"group {group!r} of stream {stream!r} deleted: {what}.")
 
@@ -101,16 +103,11 @@ for member in (list_groups, describe_group, remove_group):
     groups.add_command(member)
 
 
-def _find(session: Session, stream: str, group: str) -> tuple[GroupDescription, int]:
-    """A group, and the first offset that can be read."""
-    from meteor_py import GroupNotFound
+def active(stream: str, group: str, owner: str) -> GroupActive:
+    """The error that the library raises when it is asked to change such a group."""
+    from meteor_py import GroupActive
 
-    with session.stream(stream) as opened:
-        described = opened.describe()
-    for found in described.groups:
-        if found.name == group:
-            return found, described.first
-    raise GroupNotFound(f"There is no group {group!r}.", stream=stream, group=group)
+    return GroupActive(f"{owner} has the lease.", stream=stream, group=group, owner=owner)
 
 
 def print_groups(found: list[tuple[str, GroupDescription]]) -> None:

@@ -117,8 +117,8 @@ def decode(
                 accept(row[0])
         except (ValueError, RecursionError) as error:  # that of msgspec is the first
             raise Unreadable(
-                f"Line {number + index} is not a record as `meteor tail --json` writes it: "
-                f"{str(error).rstrip('.')}.",
+                f"Line {number + index} is not a record as `meteor tail --json` writes it, with "
+                f'bytes as a string or {{"b64": "..."}}: {str(error).rstrip(".")}.',
                 index,
             ) from None
         rows.append(row)

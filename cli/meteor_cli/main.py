@@ -94,6 +94,8 @@ def main() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(LogLine(session))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    # What the library would log, commands tell in their own words; -v shows it all the same.
+    logging.getLogger("meteor_py").setLevel(logging.ERROR)
     sys.unraisablehook = repeat_lost_signal
     signal.signal(signal.SIGTERM, _end)
     try:

@@ -7,7 +7,7 @@ import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -143,17 +143,26 @@ def show_age(ms: int, now_ms: int) -> str:
     return f"{seconds:.0f} s"
 
 
+class Refused(click.ClickException):
+    """What was asked for is not done unless it is asked for with more words."""
+
+    exit_code = 2
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        say(self.message)
+
+
 def ask(question: str, *, yes: bool) -> None:
     """Have something destructive confirmed.
 
     Raises:
-        click.UsageError: There is nobody to ask, and ``--yes`` was not given.
+        Refused: There is nobody to ask, and ``--yes`` was not given.
         click.exceptions.Exit: The answer is no.
     """
     if yes:
         return
     if not sys.stdin.isatty():
-        raise click.UsageError(f"{question} There is no terminal to ask at: say --yes to do it.")
+        raise Refused(f"{question} There is no terminal to ask at: say --yes to do it.")
     if not click.confirm(f"{question} Go on?", err=True):
         say("nothing was done.")
         raise click.exceptions.Exit(1)

@@ -145,6 +145,21 @@ class SpanType(click.ParamType[Span]):
         return span
 
 
+class CountType(click.IntRange):
+    """A number of records; ``+N`` means something else in tail(1)."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> int:
+        if isinstance(value, str) and value.startswith("+"):
+            self.fail(f"{value!r} is no number of records; `-o {value}` starts there.", param)
+        count: int = super().convert(value, param, context)
+        return count
+
+
 class TimeType(click.ParamType[datetime]):
     """A time, as an option."""
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from meteor_py import Compression, ManyAck
 
 _MAX_BYTES = 1024 * 1024
+#: How many times as long as for an answer a record may take, with repeats: 30 s.
+_PATIENCE = 6
 
 
 class PublisherSettings(TypedDict):
@@ -32,13 +34,15 @@ class PublisherSettings(TypedDict):
     acks: int
     max_record_bytes: int
     codec: str
+    delivery_timeout: float
 
 
 @command(
+    short_help="Publish records, from arguments or a pipe.",
     example="""\
 meteor publish orders '{"n": 1}' -k customer-7
 tail -F app.log | meteor publish logs
-meteor tail orders -e --json | meteor publish copy --jsonl"""
+meteor tail orders -e --json | meteor publish copy --jsonl""",
 )
 @click.argument("stream", shell_complete=complete_stream)
 @click.argument("values", nargs=-1, metavar="[VALUE]...")
@@ -71,7 +75,12 @@ meteor tail orders -e --json | meteor publish copy --jsonl"""
     help="Of a record, key and headers included: 1 MiB, up to 32 MiB.",
 )
 @click.option("--create/--no-create", default=True, help="Make the stream if there is none.")
-@click.option("--capacity", type=int, metavar="N", help="Of a stream that is made: 10,000 records.")
+@click.option(
+    "--capacity",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Of a stream that is made: 10,000 records.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing if all goes well.")
 def publish(
     session: Session,
@@ -104,7 +113,11 @@ def publish(
         opened = m.stream(stream, create=create, capacity=capacity)
         intake = Intake(opened.config.codec, key, key_separator, headers)
         settings = PublisherSettings(
-            compression=compression, acks=acks, max_record_bytes=max_bytes, codec="bytes"
+            compression=compression,
+            acks=acks,
+            max_record_bytes=max_bytes,
+            codec="bytes",
+            delivery_timeout=_PATIENCE * session.timeout,
         )
         if values:
             offsets = _publish_values(opened, settings, intake, values)
@@ -135,7 +148,7 @@ def _publish_input(
     typed = sys.stdin.isatty()
     if typed:
         say("type records, one on each line; Ctrl-D ends.")
-    tally = Tally(stream)
+    tally = Tally(stream, settings["delivery_timeout"] / _PATIENCE)
     try:
         with (
             _archiving(stream),
@@ -295,8 +308,9 @@ class Intake:
 class Tally:
     """Counts what became of the records."""
 
-    def __init__(self, stream: meteor_py.Stream) -> None:
+    def __init__(self, stream: meteor_py.Stream, patience_s: float) -> None:
         self._stream = stream
+        self._patience_s = patience_s
         #: Each with its number of records; bounded by what the publisher has room for.
         self._waiting: deque[tuple[ManyAck, int]] = deque()
         self._since = time.monotonic()
@@ -317,7 +331,12 @@ class Tally:
 
     def _settle(self) -> None:
         # Ctrl-C may come while it waits: it is not taken out yet.
-        error = self._waiting[0][0].exception()
+        ack = self._waiting[0][0]
+        try:
+            error = ack.exception(self._patience_s)
+        except TimeoutError:
+            say("the server does not answer; waiting for it.")
+            error = ack.exception()
         self._count(self._waiting.popleft()[0])
         if error is not None:
             raise error

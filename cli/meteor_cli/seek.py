@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from meteor_cli.command import command
 from meteor_cli.completion import complete_group, complete_stream
+from meteor_cli.groups import active
 from meteor_cli.output import print_facts, print_json
 from meteor_cli.position import Place, Span, SpanType
 from meteor_cli.session import Session
 
+if TYPE_CHECKING:
+    from meteor_py import GroupDescription, Stream
+
 
 @command(
+    short_help="Let a group go on from somewhere else.",
     example="""\
 meteor seek orders billing --to @-1h --dry-run
-meteor seek orders billing --to earliest"""
+meteor seek orders billing --to earliest""",
 )
 @click.argument("stream", shell_complete=complete_stream)
 @click.argument("group", shell_complete=complete_group)
@@ -45,19 +52,14 @@ def seek(
     It shows where the group stood, so that it can be put back.
     """
     with session.stream(stream) as opened:
-        from meteor_py import GroupActive, GroupNotFound
-
-        found = {described.name: described for described in opened.groups()}.get(group)
-        if found is None and not create:
-            raise GroupNotFound(f"There is no group {group!r}.", stream=stream, group=group)
+        found = _find(opened, group, create=create)
         to = span.start.resolve(opened)
         end = opened.bounds()[1]
         if to > end:
             raise ValueError(f"Offset {to} is beyond the end of stream {stream!r}, which is {end}.")
         came_from = None if found is None else found.confirmed
         owner = None if found is None else found.owner
-        refused = owner is not None and not force
-        if not dry_run and not refused:
+        if not dry_run:
             target = "earliest" if span.start == Place("earliest") else to
             opened.seek_group(group, target, force=force)
     facts: dict[str, object] = {"stream": stream, "group": group, "from": came_from, "to": to}
@@ -65,10 +67,21 @@ def seek(
         facts["records skipped"] = max(to - came_from, 0)
         facts["records repeated"] = max(came_from - to, 0)
     facts["owner"] = owner
-    facts["done"] = not dry_run and not refused
+    facts["done"] = not dry_run
     if as_json:
         print_json({name.replace(" ", "_"): value for name, value in facts.items()})
-    elif dry_run or not refused:
+    else:
         print_facts(facts)
-    if owner is not None and refused:
-        raise GroupActive("", stream=stream, group=group, owner=owner)
+    if owner is not None and not force:
+        raise active(stream, group, owner)
+
+
+def _find(stream: Stream, group: str, *, create: bool) -> GroupDescription | None:
+    from meteor_py import GroupNotFound
+
+    try:
+        return stream.group(group)
+    except GroupNotFound:
+        if not create:
+            raise
+        return None

@@ -23,6 +23,8 @@ class Session:
         #: Seconds to wait for the server, for each answer.
         self.timeout = TIMEOUT_S
         self.debug = False
+        #: How much of what the library logs is shown: -v, -vv.
+        self.verbose = 0
 
     def connect(self, *, writing: bool = False, url: str | None = None) -> meteor_py.Client:
         """A client of the server.

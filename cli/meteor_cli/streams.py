@@ -9,7 +9,16 @@ import click
 
 from meteor_cli.command import Group, command
 from meteor_cli.completion import complete_stream
-from meteor_cli.output import ask, print_facts, print_json, print_table, say, show_age, show_bytes
+from meteor_cli.output import (
+    ask,
+    counted,
+    print_facts,
+    print_json,
+    print_table,
+    say,
+    show_age,
+    show_bytes,
+)
 from meteor_cli.session import Session
 from meteor_cli.survey import look_at_all
 
@@ -84,7 +93,8 @@ def describe_stream(session: Session, stream: str, as_json: bool) -> None:
     facts: dict[str, object] = {
         "stream": found.name,
         "records": f"{found.next - found.first:,} (offsets {found.first} to before {found.next})",
-        "in ring": f"{found.length:,} of {found.config.capacity:,}, in {found.frames:,} frames",
+        "in ring": f"{found.length:,} of {found.config.capacity:,}, "
+        f"in {counted(found.frames, 'frame')}",
         "memory": show_bytes(found.bytes),
         "last append": f"{show_age(found.appended, now_ms)} ago" if found.appended else "never",
         "codec": found.config.codec,
@@ -106,12 +116,17 @@ def describe_stream(session: Session, stream: str, as_json: bool) -> None:
 
 
 _SETTINGS = [
-    click.option("--capacity", type=int, metavar="N", help="Records that the ring keeps: 10,000."),
+    click.option(
+        "--capacity",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Records that the ring keeps: 10,000.",
+    ),
     click.option("--compression", type=click.Choice(["none", "lz4", "zstd"]), help="Of frames."),
     click.option("--checksum/--no-checksum", default=None, help="A crc32 with each frame."),
     click.option(
         "--max-unarchived",
-        type=int,
+        type=click.IntRange(min=1),
         metavar="N",
         help="Records that may wait for the archiver: 10 x capacity.",
     ),
@@ -158,13 +173,31 @@ def create_stream(session: Session, stream: str, **settings: Any) -> None:
 @command("configure", example="meteor streams configure orders --capacity 1000000")
 @click.argument("stream", shell_complete=complete_stream)
 @_settings
-def configure_stream(session: Session, stream: str, **settings: Any) -> None:
+@click.option("--dry-run", is_flag=True, help="Only show what would be changed, and what dropped.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask before records are dropped.")
+def configure_stream(
+    session: Session, stream: str, dry_run: bool, yes: bool, **settings: Any
+) -> None:
     """Change settings of a stream. A smaller ring drops its oldest records at once."""
-    if all(value is None for value in settings.values()):
+    given = {name: value for name, value in settings.items() if value is not None}
+    if not given:
         raise click.UsageError("Nothing to change; name a setting, such as --capacity.")
     with session.stream(stream, writing=True) as opened:
-        opened.configure(**settings)
-    say(f"stream {stream!r} changed.")
+        found = opened.describe()
+        what = ", ".join(
+            f"{name} from {getattr(found.config, name)} to {value}" for name, value in given.items()
+        )
+        dropped = found.length - given.get("capacity", found.length)
+        is_loss = dropped > 0 and found.archived is None
+        if is_loss:
+            what += f"; the oldest {counted(dropped, 'record')} will be dropped"
+        if dry_run:
+            say(f"stream {stream!r} would be changed: {what}.")
+            return
+        if is_loss:
+            ask(f"Stream {stream!r} will be changed: {what}.", yes=yes)
+        opened.configure(**given)
+    say(f"stream {stream!r} changed: {what}.")
 
 
 @command("rm", example="meteor streams rm orders --dry-run")
@@ -180,7 +213,8 @@ def remove_streams(
         opened = [m.stream(name, create=False) for name in streams]  # all, or none is touched
         for stream in opened:
             found = stream.describe()
-            what = f"{found.next - found.first:,} records, {len(found.groups)} groups"
+            what = f"{counted(found.next - found.first, 'record')}, "
+            what += counted(len(found.groups), "group")
             if found.archived is not None:
                 what += ", the files in its store too" if history else "; files in its store stay"
             if dry_run:

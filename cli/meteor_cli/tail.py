@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meteor_cli.command import command
+from meteor_cli import position, rendering, template
+from meteor_cli.command import command, section
 from meteor_cli.completion import complete_group, complete_stream
-from meteor_cli.output import Sink, say
-from meteor_cli.position import Place, Span, SpanType
-from meteor_cli.rendering import Match, Render, as_json, as_raw, as_template, as_text, matching
+from meteor_cli.output import Refused, Sink, say
+from meteor_cli.position import CountType, Place, Span, SpanType
+from meteor_cli.rendering import Match, Render, matching
 from meteor_cli.session import Session
 from meteor_cli.template import Template
 
@@ -41,7 +42,8 @@ _LOOK_BACK_MAX = 1_000_000
 meteor tail orders                        # the last 10 records, then new ones
 meteor tail orders -e --json | jq .value  # all there are
 meteor tail orders -o @-1h..-30m -k me    # half an hour of one customer
-meteor tail orders -g billing --raw       # for a group, confirming"""
+meteor tail orders -g billing --raw       # for a group, confirming""",
+    more={"Positions": section(position), "Formats": section(template)},
 )
 @click.argument("stream", shell_complete=complete_stream)
 @click.option(
@@ -56,9 +58,9 @@ meteor tail orders -g billing --raw       # for a group, confirming"""
 @click.option(
     "-n",
     "--number",
-    type=click.IntRange(min=0),
+    type=CountType(),
     metavar="N",
-    help="With -o: end after N records. Without: begin with the last N.",
+    help="With -o or -g: end after N records. Else: begin with the last N.",
 )
 @click.option(
     "-f/-e",
@@ -79,14 +81,9 @@ meteor tail orders -g billing --raw       # for a group, confirming"""
     "-H", "--header", "headers", multiple=True, metavar="NAME[=VALUE]",
     help="Only records with this header; with all, if repeated.",
 )  # fmt: skip
-@click.option("--json", "style", flag_value="json", help="One JSON object on each line.")
-@click.option("--raw", "style", flag_value="raw", help="The values as they are.")
-@click.option(
-    "--format",
-    "form",
-    metavar="FORMAT",
-    help="As this says, such as '%o %T %k %v\\n'; docs/cli.md has all letters.",
-)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on each line.")
+@click.option("--raw", is_flag=True, help="The values as they are.")
+@click.option("--format", "form", metavar="FORMAT", help="As this says, '%o %T %k %v\\n'.")
 @click.option("-0", "--null", is_flag=True, help="With --raw: NUL behind each value, no newline.")
 @click.option("--force", is_flag=True, help="With --raw: even to a terminal.")
 def tail(
@@ -98,7 +95,8 @@ def tail(
     group: str | None,
     keys: tuple[str, ...],
     headers: tuple[str, ...],
-    style: str | None,
+    as_json: bool,
+    raw: bool,
     form: str | None,
     null: bool,
     force: bool,
@@ -108,15 +106,17 @@ def tail(
     Whatever is in a record, a terminal is not harmed by it: control characters are escaped. Records
     that are gone are named on stderr, and the exit code is then 1.
     """
-    if style and form:
-        raise click.UsageError("--format is for text; leave out --json and --raw.")
+    if as_json + raw + (form is not None) > 1:
+        raise click.UsageError("Say only one of --json, --raw and --format.")
+    if null and not raw:
+        raise click.UsageError("-0 goes with --raw; in a --format, \\0 is a NUL.")
     if group and span and (span.is_range or span.start.kind not in ("earliest", "latest")):
         raise click.UsageError(
             "A group goes on where it is, and only a new one can be told to start at `earliest` or "
             "`latest`; move it with `meteor seek`."
         )
     with session.stream(stream) as opened:
-        render = _renderer(opened, style, form, null=null, force=force)
+        render = _renderer(opened, form, as_json=as_json, raw=raw, null=null, force=force)
         tailer = Tailer(session, opened, render, matching(keys, headers))
         if group:
             tailer.read_for(group, span, number, follow=follow)
@@ -127,28 +127,34 @@ def tail(
 
 
 def _renderer(
-    stream: meteor_py.Stream, style: str | None, form: str | None, *, null: bool, force: bool
+    stream: meteor_py.Stream,
+    form: str | None,
+    *,
+    as_json: bool,
+    raw: bool,
+    null: bool,
+    force: bool,
 ) -> Render:
     terminal = sys.stdout.isatty()
-    template = None
+    parsed = None
     if form is not None:
         try:
-            template = Template(form, stream.name)
+            parsed = Template(form, stream.name)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--format") from None
-    if terminal and not force and (style == "raw" or (template and template.raw)):
-        raise click.UsageError(
+    if terminal and not force and (raw or (parsed and parsed.raw)):
+        raise Refused(
             "Raw values can do anything to a terminal; send them to a file or a pipe, or say "
             "--force."
         )
-    if template:
-        return as_template(template)
-    match style:
-        case "json":
-            return as_json(stream.name)
-        case "raw":
-            return as_raw(b"\0" if null else b"\n")
-    return as_text(stream.config.codec, colour=terminal and not os.environ.get("NO_COLOR"))
+    if parsed:
+        return rendering.as_template(parsed)
+    if as_json:
+        return rendering.as_json(stream.name)
+    if raw:
+        return rendering.as_raw(b"\0" if null else b"\n")
+    colour = terminal and not os.environ.get("NO_COLOR")
+    return rendering.as_text(stream.config.codec, colour=colour)
 
 
 @dataclass

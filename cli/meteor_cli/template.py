@@ -1,8 +1,11 @@
 r"""The templates of ``tail --format``, in the manner of kcat and rpk.
 
-    %o offset   %k key   %v value   %h headers   %s stream   %T timestamp in ms   %A appended in ms
-    %d time (RFC 3339), %d{%H:%M:%S} as strftime writes it   %K %V bytes of key, value   %% percent
-    %v{hex} %v{base64} %v{raw}, and the same for %k   \n \t \r \\ \0 \xHH
+    %o %k %v %h %s   offset, key, value, headers, stream
+    %T %A            when it came about and when it was appended, in ms
+    %d %d{%H:%M:%S}  when it came about, as RFC 3339 or as strftime has it
+    %K %V            bytes of the key and of the value
+    %v{hex}          the value in hex, base64 or raw; the same for %k
+    %% \n \t \r \\ \0 \xHH
 
 Keys, values and headers are made harmless for a terminal, except with ``raw``.
 """

@@ -12,7 +12,7 @@ from meteor_cli.changes import Change, changes
 from meteor_cli.command import command
 from meteor_cli.completion import complete_stream
 from meteor_cli.harmless import harmless, harmless_json
-from meteor_cli.output import Sink, say
+from meteor_cli.output import Sink, counted, say
 from meteor_cli.session import Session
 from meteor_cli.snapshot import Look, Observer
 
@@ -75,7 +75,7 @@ class Watcher:
         self._before = self._observer.look()
         self._print(changes(None, self._before, self._lag_max))
         found = len(self._before.streams)
-        say(f"watching {found} {'stream' if found == 1 else 'streams'}.")
+        say(f"watching {counted(found, 'stream')}.")
         for name in named:
             if name not in self._before.streams and name not in self._before.unreadable:
                 say(f"there is no stream {name!r} yet; waiting for it.")

@@ -10,9 +10,10 @@ from meteor_cli.session import Session
 
 
 @command(
+    short_help="Take a tour; every figure is measured.",
     example="""\
 meteor demo
-meteor demo --records 100000 --url redis://localhost:6379"""
+meteor demo --records 100000 --url redis://localhost:6379""",
 )
 @click.option(
     "--records",

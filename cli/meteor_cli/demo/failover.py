@@ -179,4 +179,7 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    _work(sys.argv[1])
+    try:
+        _work(sys.argv[1])
+    except meteor.MeteorError:
+        sys.exit(1)  # the tour was ended, and its server with it; else it misses us, and says so
