@@ -8,7 +8,6 @@ import pty
 import select
 import struct
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +16,7 @@ from typing import Self
 
 import pyte
 
-METEOR = Path(sys.executable).parent / "meteor"
-#: Seconds after which something that was expected is missing; generous, for a loaded machine.
-PATIENCE_S = 30.0
+from tests.commands import PATIENCE_S
 
 
 class Terminal:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meteor_cli import measure
-from tests.commands import meteor, succeed
+from tests.commands import METEOR, meteor, succeed
 from tests.servers import plain_client
-from tests.terminal import METEOR, Terminal
+from tests.terminal import Terminal
 from tests.waiting import eventually
 
 WHAT = ["publish_many", "read_bytes", "read_arrow", "read_group", "publish", "latency"]

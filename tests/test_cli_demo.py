@@ -17,9 +17,9 @@ import pytest
 
 from meteor_cli.demo.tour import PYTHON, SHELL
 from meteor_cli.interrupts import cleaning_up
-from tests.commands import PATIENCE_S, environment, meteor
+from tests.commands import METEOR, PATIENCE_S, environment, meteor
 from tests.servers import plain_client
-from tests.terminal import METEOR, Terminal
+from tests.terminal import Terminal
 from tests.waiting import eventually
 
 STEPS = 9

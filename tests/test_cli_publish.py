@@ -248,6 +248,22 @@ def test_ctrl_c_tells_what_was_published_and_ends_with_130(url: str) -> None:
     assert "Traceback" not in done.err
 
 
+def test_a_server_that_goes_in_the_middle_is_waited_for_and_then_given_up(
+    private_server: ServerFactory,
+) -> None:
+    server = private_server()
+    with Running(server.url, "--timeout", "1", "publish", "orders") as running:
+        running.write(b"before\n")
+        eventually(partial(is_there, server.url, [b"before"]))
+        server.kill()
+        running.write(b"after\n")
+        done = running.end()
+    assert (done.code, done.out) == (1, b"")
+    assert "does not answer; waiting for it" in done.err
+    assert "1 record published to stream 'orders'" in done.err
+    assert "Traceback" not in done.err
+
+
 def test_a_server_that_is_gone_is_a_sentence(private_server: ServerFactory) -> None:
     server = private_server()
     succeed(server.url, "streams", "create", "orders")

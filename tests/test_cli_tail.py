@@ -12,11 +12,11 @@ from meteor_cli.rendering import as_raw
 from meteor_cli.session import Session
 from meteor_cli.tail import Tailer
 from meteor_py import Client, Stream, connect
-from tests.commands import Running, meteor, succeed
+from tests.commands import METEOR, Running, meteor, succeed
 from tests.conftest import ServerFactory
 from tests.proxy import Proxy
 from tests.servers import HOST, Server
-from tests.terminal import METEOR, Terminal
+from tests.terminal import Terminal
 from tests.waiting import eventually
 
 VALUES = [b"%d" % n for n in range(20)]
@@ -258,6 +258,9 @@ def test_ctrl_c_in_a_terminal_ends_following_with_130(url: str, stream: Stream) 
             pub.publish(b"news").result()
         terminal.wait_for("news")
         terminal.resize(40, 10)
+        with stream.publisher() as pub:
+            pub.publish(b"in a smaller window").result()
+        terminal.wait_for("in a smaller window")
         terminal.press("\x03")
         assert terminal.wait() == 130
     assert "Traceback" not in terminal.text

@@ -23,33 +23,12 @@ from tests.archiving import LONG_S, Depot
 from tests.bench import NAME, Pair
 from tests.commands import Running
 from tests.conftest import ServerFactory
+from tests.looks import group, look, seen
 from tests.members import Crew
 from tests.reading import fill
 from tests.waiting import eventually
 
 HOSTILE = "evil\x1b[2J\u202egnp.exe\n"
-
-
-# Made-up looks
-
-
-def group(
-    name: str = "g", confirmed: int = 0, owner: str | None = None, term: int = 1, lag: int = 0
-) -> meteor.GroupDescription:
-    return meteor.GroupDescription(name, confirmed, lag, owner, term)
-
-
-def seen(name: str = "s", at: float = 0.0, **fields: Any) -> Seen:
-    defaults: dict[str, Any] = {
-        "first": 0, "next": 10, "length": 10, "frames": 1, "bytes": 100, "appended": 0,
-        "archived": None, "archiver": None, "config": meteor.StreamConfig(), "incarnation": "i",
-        "epoch": 1, "epoch_first": 0, "groups": (),
-    }  # fmt: skip
-    return Seen(meteor.Description(name=name, **(defaults | fields)), at)
-
-
-def look(*streams: Seen, **fields: Any) -> Look:
-    return Look({each.stream.name: each for each in streams}, **fields)
 
 
 def told(before: Look | None, after: Look, lag_max: int | None = None) -> list[tuple[str, str]]:

@@ -1,0 +1,27 @@
+"""Made-up looks at streams, for what `top` draws and `watch` tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import meteor_py as meteor
+from meteor_cli.snapshot import Look, Seen
+
+
+def group(
+    name: str = "g", confirmed: int = 0, owner: str | None = None, term: int = 1, lag: int = 0
+) -> meteor.GroupDescription:
+    return meteor.GroupDescription(name, confirmed, lag, owner, term)
+
+
+def seen(name: str = "s", at: float = 0.0, **fields: Any) -> Seen:
+    defaults: dict[str, Any] = {
+        "first": 0, "next": 10, "length": 10, "frames": 1, "bytes": 100, "appended": 0,
+        "archived": None, "archiver": None, "config": meteor.StreamConfig(), "incarnation": "i",
+        "epoch": 1, "epoch_first": 0, "groups": (),
+    }  # fmt: skip
+    return Seen(meteor.Description(name=name, **(defaults | fields)), at)
+
+
+def look(*streams: Seen, **fields: Any) -> Look:
+    return Look({each.stream.name: each for each in streams}, **fields)
