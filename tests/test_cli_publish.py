@@ -252,6 +252,7 @@ def test_a_server_that_goes_in_the_middle_is_waited_for_and_then_given_up(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
+    succeed(server.url, "streams", "create", "orders")
     with Running(server.url, "--timeout", "1", "publish", "orders") as running:
         running.write(b"before\n")
         eventually(partial(is_there, server.url, [b"before"]))

@@ -257,10 +257,10 @@ def test_ctrl_c_in_a_terminal_ends_following_with_130(url: str, stream: Stream) 
         with stream.publisher() as pub:
             pub.publish(b"news").result()
         terminal.wait_for("news")
-        terminal.resize(40, 10)
+        terminal.resize(100, 40)
         with stream.publisher() as pub:
-            pub.publish(b"in a smaller window").result()
-        terminal.wait_for("in a smaller window")
+            pub.publish(b"in a larger window").result()
+        terminal.wait_for("in a larger window")
         terminal.press("\x03")
         assert terminal.wait() == 130
     assert "Traceback" not in terminal.text
