@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -17,6 +18,8 @@ from benchmarks.common import CALL, RECORD_BYTES, Bench, Row, cut, faster, plain
 
 METEOR = Path(sys.executable).parent / "meteor"
 _STREAM, _PLAIN = "bench", "plain"
+#: What publishing lines has to reach, whatever the peer does.
+_LINES_PER_S = 300_000
 
 
 def run(bench: Bench) -> list[Row]:
@@ -44,7 +47,8 @@ def _publish(bench: Bench, count: int, lines: Path, commands: Path) -> list[Row]
     if cli := _redis_cli(bench):
         cases["redis-cli --pipe"] = clean(lambda: _took([*cli, "--pipe"], bench, commands))
     found = bench.best(cases, bench.pick(3, 1))
-    return [_row("meteor publish --lines, from a pipe", found, None)]
+    row = _row("meteor publish --lines, from a pipe", found, None)
+    return [replace(row, goal=f">= {_LINES_PER_S // 1000} k/s", met=row.ours >= _LINES_PER_S)]
 
 
 def _tail(bench: Bench, lines: list[bytes]) -> list[Row]:
