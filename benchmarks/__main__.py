@@ -66,7 +66,7 @@ NOTES = (
     '- Archived: a process publishes, another archives into Parquet on the local disk; "to the',
     '  last" counts until everything is there. History: 10 M records in files of up to 1 M, read',
     "  after the ring has dropped them, with checksums compared (pyarrow here does not).",
-    "- meteor publish and tail: whole processes from start to end, of 1 M lines of 100 bytes, through",
+    "- meteor publish and tail: whole processes from start to end, 1 M lines of 100 bytes, through",
     "  pipes; of that, starting Python with redis-py and pyarrow takes 0.2 s.",
     "- Server CPU, all: what the server used while records came one by one, less what it uses",
     "  when idle; inside the command: usec_per_call of INFO commandstats.",
