@@ -30,6 +30,7 @@ from benchmarks import (
     read,
     ring,
     single,
+    spark,
 )
 from benchmarks.common import Bench, Row, plain_client
 from meteor_py.server import open_embedded
@@ -47,6 +48,7 @@ FAMILIES: dict[str, Callable[[Bench], list[Row]]] = {
     "memory": memory.run,
     "import": imports.run,
     "command": command.run,
+    "spark": spark.run,
 }
 HEADER = ("what", "ours", "peer", "ratio", "goal", "met")
 NOTES = (
@@ -68,6 +70,10 @@ NOTES = (
     "  after the ring has dropped them, with checksums compared (pyarrow here does not).",
     "- meteor publish and tail: whole processes from start to end, 1 M lines of 100 bytes, through",
     "  pipes; of that, starting Python with redis-py and pyarrow takes 0.2 s.",
+    "- Spark: local, 2 M rows of all columns into the sink noop, from the ring; the Python source",
+    "  beside it yields as many of the same batches out of its memory, and Parquet is as Spark has",
+    "  written those rows. Micro-batches: one row each, no pause between them; the Python source",
+    "  beside it makes that row up. Medians of several runs, in turn.",
     "- Server CPU, all: what the server used while records came one by one, less what it uses",
     "  when idle; inside the command: usec_per_call of INFO commandstats.",
 )
@@ -138,6 +144,9 @@ def describe(url: str) -> dict[str, str]:
 def measure(options: argparse.Namespace, url: str) -> list[Row]:
     console = Console(stderr=True)
     names = options.only or list(FAMILIES)
+    if not options.only and not spark.possible():
+        names.remove("spark")
+        console.print("Without Java, Spark is left out; make spark gets it.")
     rows: list[Row] = []
     # Drawn only between measurements: a thread that draws would disturb them.
     with Progress(

@@ -47,6 +47,18 @@ key                            type    what, who writes it, who deletes it
 ``meteor:{s}:events``          stream  The last thousand or so changes of groups, ``event`` being
                                        assigned, released, sought or deleted. Wakes who waits for a
                                        lease. Written and trimmed by the scripts that make them.
+``meteor:{s}:stage:<id>``      hash    Frames that wait for a commit (see transaction.py): for frame
+                                       i the fields ``in`` records, ``if`` format, ``ip`` payload
+                                       and ``ic`` crc. Written by a worker; emptied by ``move``,
+                                       deleted by ``discard``; else expires after six hours, or a
+                                       week if it is part of a plan.
+``meteor:{s}:plan:<writer>``   list    The stages of the version that is being moved into the log,
+                                       as ``id:frames``. Written by ``plan``, deleted by ``move``;
+                                       else expires as its stages do.
+``meteor:{s}:fences``          hash    For each writer its last version, how many frames of that are
+                                       in the log, and how many it has. Written by ``plan`` and
+                                       ``move``; kept, so that nothing is written twice, but for
+                                       writers that will not come again.
 ``meteor:streams``             set     The names of all streams, in a slot of its own: written
                                        before ``create_stream`` and after ``delete_stream``, so a
                                        name without ``meta`` may be left over; listing drops it.
@@ -105,6 +117,18 @@ def groups(stream: str) -> str:
 
 def events(stream: str) -> str:
     return f"meteor:{{{stream}}}:events"
+
+
+def stage(stream: str, name: str) -> str:
+    return f"meteor:{{{stream}}}:stage:{name}"
+
+
+def plan(stream: str, writer: str) -> str:
+    return f"meteor:{{{stream}}}:plan:{writer}"
+
+
+def fences(stream: str) -> str:
+    return f"meteor:{{{stream}}}:fences"
 
 
 def everything(stream: str) -> str:

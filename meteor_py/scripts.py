@@ -31,17 +31,21 @@ class Script:
 
 ACQUIRE = Script("acquire")
 ADVANCE_ARCHIVED = Script("advance_archived")
+BORDERS = Script("borders")
 CONFIGURE = Script("configure")
 CONFIRM = Script("confirm")
 CREATE_STREAM = Script("create_stream")
 DELETE_GROUP = Script("delete_group")
 DELETE_STREAM = Script("delete_stream")
 DESCRIBE = Script("describe")
+DISCARD = Script("discard")
 EXPIRE = Script("expire")
 FLUSH = Script("flush")
 LOCATE = Script("locate")
+MOVE = Script("move")
 NEW_EPOCH = Script("new_epoch")
 OPEN_GROUP = Script("open_group")
+PLAN = Script("plan")
 PUBLISH = Script("publish")
 RELEASE = Script("release")
 SEEK_GROUP = Script("seek_group")
@@ -51,17 +55,21 @@ TOUCH = Script("touch")
 ALL = (
     ACQUIRE,
     ADVANCE_ARCHIVED,
+    BORDERS,
     CONFIGURE,
     CONFIRM,
     CREATE_STREAM,
     DELETE_GROUP,
     DELETE_STREAM,
     DESCRIBE,
+    DISCARD,
     EXPIRE,
     FLUSH,
     LOCATE,
+    MOVE,
     NEW_EPOCH,
     OPEN_GROUP,
+    PLAN,
     PUBLISH,
     RELEASE,
     SEEK_GROUP,

@@ -177,7 +177,7 @@ class Stream:
             check_int("start", start, 0, OFFSET_MAX)
         if stop is not None:
             check_int("stop", stop, 0, OFFSET_MAX)
-        _, _, end = self._seen(self.client.call("HMGET", self._keys[1], *_SEEN))
+        end = self.end().offset
         return self._read(start, end if stop is None else min(stop, end))
 
     def _read(self, start: int | str | datetime, end: int) -> Iterator[RecordBatch]:
@@ -190,6 +190,10 @@ class Stream:
                     batch = batch[: max(end - batch.first_offset, 0)]
                 if batch:
                     yield batch
+
+    def end(self) -> Position:
+        """Where the next record will be; as ``Subscriber.checkpoint``, to be kept outside."""
+        return self._seen(self.client.call("HMGET", self._keys[1], *_SEEN))
 
     def offset_at(self, time: datetime) -> int:
         """Return the first offset that was appended at ``time`` or later; the end if none was.
@@ -243,15 +247,12 @@ class Stream:
         return find_group(self, name, self.bounds()[1])
 
     def seek_group(self, group: str, to: int | str | datetime, *, force: bool = False) -> int:
-        """Let a group go on from somewhere else; it begins if it does not exist.
+        """Let a group go on from somewhere else, and return the offset; it begins if it is new.
 
         Args:
             group: Its name.
             to: An offset, "earliest", "latest", or an aware datetime, as in ``Subscriber.seek``.
             force: Take an active group from its owner, whose confirms are then refused.
-
-        Returns:
-            The offset.
 
         Raises:
             GroupActive: A member has the lease, and ``force`` is False.
@@ -419,7 +420,7 @@ class Stream:
     # -- for the other modules -----------------------------------------------------------------
 
     def cursor(self) -> Cursor:
-        """A place to read from, at the end of the stream as it is now."""
+        """A place to read from, at the end of the stream."""
         link = self.client.open_link()
         try:
             position = self._seen(link.call("HMGET", self._keys[1], *_SEEN))

@@ -234,14 +234,15 @@ class Subscriber(Closing):
         done = self.position if keeper is None else keeper.confirmed
         return max(self._feed.reader.end - done, 0)
 
-    def seek(self, to: int | str | datetime) -> None:
+    def seek(self, to: int | str | datetime | Position) -> None:
         """Go on from somewhere else.
 
         Args:
-            to: An offset, "earliest", "latest", or an aware datetime: the first record that was
-                appended at that time or later.
+            to: An offset, "earliest", "latest", an aware datetime: the first record that was
+                appended at that time or later; or a ``checkpoint`` that was kept.
 
         Raises:
+            LogTruncated: The server has lost records before that checkpoint.
             ValueError: A negative offset, one beyond the end, or a datetime without a timezone.
             GroupError: In a group the confirmed offset decides.
         """
@@ -253,6 +254,9 @@ class Subscriber(Closing):
                 stream=self.stream.name,
                 group=self.config.group,
             )
+        if isinstance(to, Position):
+            self._feed.reader.resume(to)
+            return
         offset, floating = self.stream.resolve(to)
         self._feed.reader.seek(offset, floating=floating)
 

@@ -14,14 +14,18 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import pytest
 from hypothesis import settings
 
 from tests.bench import Pair
+from tests.java import require_java
 from tests.members import Crew
 from tests.servers import Server, binaries, plain_client
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 SEED = "METEOR_SEED"
 THREAD_GRACE_S = 2.0
@@ -117,6 +121,16 @@ def pair(private_server: ServerFactory) -> Iterator[Pair]:
     """A server with a replica that can lag and be promoted."""
     with ExitStack() as stack:
         yield Pair(stack, private_server())
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    """The Spark of a worker: it takes seconds to start, so there is one for all tests."""
+    from tests.spark import session  # most tests do without PySpark
+
+    require_java()
+    with session() as spark:
+        yield spark
 
 
 # Seeds

@@ -11,6 +11,8 @@ import pytest
 from redis.exceptions import NoPermissionError
 
 import meteor_py as meteor
+from meteor_py.frame import Columns
+from meteor_py.transaction import Stage, commit, discard, forget, is_done
 from tests.conftest import ServerFactory
 from tests.grouping import GroupBench
 from tests.reading import everything
@@ -226,7 +228,44 @@ def test_a_member_with_dead_letters_needs_what_the_page_says(guarded: Server) ->
         assert plain.xlen("meteor:{dead}:log") == 1
 
 
-# The others
+# The writer
+
+
+def test_a_writer_can_stage_commit_finish_and_discard(guarded: Server) -> None:
+    with connect(guarded, "writer") as m:
+        stream = m.stream("orders", create=False)
+        staged = []
+        for name in ("a", "b", "c"):
+            staging = Stage(stream, name)
+            staging.write(Columns([b"x"] * 10))
+            staged.append(staging.finish())
+        discard(stream, "w", ["c"])
+        with guarded.client() as plain:
+            plain.hset("meteor:{orders}:meta", "history", "of the former server")
+        assert commit(stream, "w", 1, staged[:2])
+        assert is_done(stream, "w", 1)
+        assert not commit(stream, "w", 1, staged[:2])
+        forget(stream, "w")
+    with connect(guarded, "subscriber") as m:
+        assert sum(map(len, m.stream("orders", create=False).read())) == 20
+
+
+def test_a_writer_can_neither_read_nor_use_another_stream(guarded: Server) -> None:
+    fill(guarded, 10)
+    before = contents(guarded)
+    with connect(guarded, "writer") as m:
+        stream = m.stream("orders", create=False)
+        forbidden: list[Callable[[], object]] = [
+            stream.delete,
+            lambda: list(stream.read()),
+            lambda: stream.seek_group("g", 0),
+            lambda: m.stream("other", create=False),
+            lambda: m.stream("new"),
+        ]
+        for call in forbidden:
+            with pytest.raises(meteor.AccessDenied):
+                call()
+    assert contents(guarded) == before
 
 
 # The archiver

@@ -11,13 +11,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
+from meteor_cli.demo import spark
 from meteor_cli.demo.tour import PYTHON, SHELL
 from meteor_cli.interrupts import cleaning_up
 from tests.commands import METEOR, PATIENCE_S, environment, meteor
+from tests.java import require_java
 from tests.servers import plain_client
 from tests.terminal import Terminal
 from tests.waiting import eventually
@@ -60,7 +63,7 @@ def traces() -> Iterator[Traces]:
 
 
 def test_the_demo_shows_every_part_in_eighty_columns_and_leaves_nothing(traces: Traces) -> None:
-    done = meteor(None, "demo", "--records", "20000", environ=traces.environ)
+    done = meteor(None, "demo", "--no-spark", "--records", "20000", environ=traces.environ)
     assert (done.code, done.err, done.text.count("✓")) == (0, "", STEPS), done
     assert "Published 20,000 records of 100 bytes" in done.text
     assert "of 3,000 records 0 lost" in done.text
@@ -73,7 +76,7 @@ def test_a_foreign_server_is_left_as_it_was_and_nobody_elses_connection_is_cut(u
         neighbour.set("mine", "1")
         connection = neighbour.client_id()
         before = neighbour.keys("*")
-        done = meteor(None, "demo", "--records", "1000", "--url", url)
+        done = meteor(None, "demo", "--no-spark", "--records", "1000", "--url", url)
         assert (done.code, done.text.count("✓")) == (0, STEPS), done
         assert neighbour.client_id() == connection
         assert neighbour.keys("*") == before
@@ -84,13 +87,13 @@ def test_a_foreign_server_is_left_as_it_was_and_nobody_elses_connection_is_cut(u
 def test_only_a_url_that_was_given_is_used_not_that_of_the_environment(url: str) -> None:
     with plain_client(url) as neighbour:
         before = neighbour.info("stats")["total_connections_received"]
-        done = meteor(url, "demo", "--records", "1000")
+        done = meteor(url, "demo", "--no-spark", "--records", "1000")
         assert (done.code, done.err) == (0, "")
         assert neighbour.info("stats")["total_connections_received"] == before
 
 
 def test_a_bar_is_shown_in_a_terminal_and_the_last_records_as_tail_prints_them() -> None:
-    with Terminal([METEOR, "demo", "--records", "1000"], rows=60) as terminal:
+    with Terminal([METEOR, "demo", "--no-spark", "--records", "1000"], rows=60) as terminal:
         assert terminal.wait() == 0
         assert b"\x1b[?25l" in terminal.output, "a bar hides the cursor"
         assert terminal.output.rstrip().endswith(b"sub.confirm(record)")
@@ -104,7 +107,13 @@ def test_a_bar_is_shown_in_a_terminal_and_the_last_records_as_tail_prints_them()
     ["is up", "Read them all back", "Went to", "0 lost", "once, in order"],
 )
 def test_after_ctrl_c_nothing_is_left(moment: str, traces: Traces) -> None:
-    command = (METEOR, "demo", "--records", "1000000")  # so that there is still much to do
+    command = (
+        METEOR,
+        "demo",
+        "--no-spark",
+        "--records",
+        "1000000",
+    )  # so that there is still much to do
     with Terminal(command, rows=60, environment=traces.environ) as terminal:
         terminal.wait_for(moment)
         terminal.press("\x03")
@@ -115,7 +124,7 @@ def test_after_ctrl_c_nothing_is_left(moment: str, traces: Traces) -> None:
 
 
 def test_ctrl_c_pressed_again_does_not_stop_the_cleaning_up(traces: Traces) -> None:
-    command = (METEOR, "demo", "--records", "1000")
+    command = (METEOR, "demo", "--no-spark", "--records", "1000")
     with Terminal(command, rows=60, environment=traces.environ) as terminal:
         terminal.wait_for("Went to")
         terminal.press("\x03")
@@ -147,11 +156,71 @@ def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
 
 
 def test_when_the_demo_is_killed_its_processes_end(traces: Traces) -> None:
-    command = (METEOR, "demo", "--records", "1000")
+    command = (METEOR, "demo", "--no-spark", "--records", "1000")
     with Terminal(command, rows=60, environment=traces.environ) as terminal:
         terminal.wait_for("one is killed")
         terminal.process.kill()
         eventually(lambda: not traces.processes, PATIENCE_S, "processes are left")
+
+
+@pytest.mark.slow
+def test_spark_reads_the_stream_and_none_of_its_noise_is_seen(url: str, traces: Traces) -> None:
+    require_java()
+    arguments = ("demo", "--records", "20000", "--url", url)
+    done = meteor(None, *arguments, environ=traces.environ)
+    assert (done.code, done.text.count("✓")) == (0, STEPS + 1), done
+    assert done.err.count("\n") == 1, "the warning of that server"
+    assert "20,500" in done.text
+    assert 'spark.read.format("meteor").option("stream", "orders-' in done.text
+    assert [line for line in done.lines if len(line) > 80] == []
+    eventually(traces.are_gone, PATIENCE_S, "something is left")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["\x03", None])
+def test_when_it_ends_while_spark_is_at_work_spark_ends_too(
+    ending: str | None, traces: Traces
+) -> None:
+    require_java()
+    command = (METEOR, "demo", "--records", "1000")
+    with Terminal(command, rows=60, environment=traces.environ) as terminal:
+        terminal.wait_for("Spark starts")
+        eventually(lambda: "java" in "".join(traces.processes), PATIENCE_S, "no Java was started")
+        if ending:
+            terminal.press(ending)
+            assert terminal.wait() == 130, terminal.text
+            assert "Traceback" not in terminal.text
+            eventually(traces.are_gone, PATIENCE_S, "something is left")
+        else:
+            terminal.process.kill()
+            eventually(lambda: not traces.processes, PATIENCE_S, "processes are left")
+
+
+@pytest.mark.parametrize(
+    ("java", "needed"), [(None, "Java 17 or newer"), ("1.8.0_402", "Java 17 or newer")]
+)
+def test_without_a_recent_java_a_line_says_what_is_needed(
+    java: str | None, needed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if java:
+        (tmp_path / "bin").mkdir()
+        program = tmp_path / "bin" / "java"
+        program.write_text(f"#!/bin/sh\necho 'openjdk version \"{java}\"' >&2\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    done = meteor(None, "demo", "--records", "1000")
+    assert (done.code, done.err, done.text.count("✓")) == (0, "", STEPS), done
+    assert f"(Spark reads streams, too: {needed}.)" in done.text
+
+
+def test_without_pyspark_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_found(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(spark, "version", not_found)
+    assert spark.missing() == "pip install 'meteor-py[spark]'"
+    monkeypatch.setattr(spark, "version", lambda name: "4.1.3")
+    assert spark.missing() == "pip install 'meteor-py[spark]'"
 
 
 @pytest.mark.parametrize("line", SHELL)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "two_terminals.py"
+from tests.java import SPARK_ENVIRONMENT, require_java
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLE = EXAMPLES / "two_terminals.py"
+WORD_COUNT = EXAMPLES / "spark_word_count.py"
+WINDOW = re.compile(r"(\d\d:\d\d:\d\d) to (\d\d:\d\d:\d\d): \w+ \d+(, \w+ \d+){2}")
 
 
 def test_what_is_typed_in_one_terminal_is_read_in_the_other(
@@ -26,3 +33,54 @@ def test_what_is_typed_in_one_terminal_is_read_in_the_other(
         assert reader.stdout.readline().endswith(" 0: hello\n")
         reader.send_signal(2)  # Ctrl-C
         assert reader.wait(10) == 130
+
+
+@pytest.mark.timeout(330)  # a loaded machine takes its time to start Spark
+@pytest.mark.slow
+def test_words_are_counted_per_window_and_nothing_is_left(tmp_path: Path) -> None:
+    require_java()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(WORD_COUNT)],
+        cwd=tmp_path,
+        env=os.environ | SPARK_ENVIRONMENT | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    title, *windows = done.stdout.splitlines()
+    assert title.startswith("Spark starts")
+    found = [WINDOW.fullmatch(line) for line in windows]
+    assert found, done.stdout
+    assert all(found), done.stdout
+    spans = [match.groups()[:2] for match in found if match]
+    assert spans == sorted(set(spans)), "each window once, in order"
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_java_one_sentence_says_so(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(WORD_COUNT)],
+        env=os.environ | {"JAVA_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("Spark needs Java 17 or newer")
+
+
+def test_without_pyspark_one_sentence_says_so(tmp_path: Path) -> None:
+    (tmp_path / "pyspark.py").write_text("raise ImportError('not here')")
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.touch()
+    done = subprocess.run(
+        [sys.executable, str(WORD_COUNT)],
+        env=os.environ | {"JAVA_HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("PySpark is missing or too old: pip install 'meteor-py[spark]'")

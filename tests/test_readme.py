@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.java import SPARK_ENVIRONMENT, require_java
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = {"README": README} | {
-    page: (ROOT / "docs" / f"{page}.md").read_text() for page in ("groups", "history")
+    page: (ROOT / "docs" / f"{page}.md").read_text() for page in ("groups", "history", "spark")
 }
 BLOCKS = {
     f"{page}-{number}": block
@@ -24,19 +26,22 @@ BLOCKS = {
 }
 
 
+@pytest.mark.timeout(330)  # a loaded machine takes its time to start Spark
 @pytest.mark.parametrize("block", BLOCKS)
 def test_code_block_runs(block: str, tmp_path: Path) -> None:
     language, code = BLOCKS[block]
     assert language in ("python", "sh"), "a block that no test can run"
+    if "pyspark" in code:
+        require_java()
     command = [sys.executable, "-W", "error", "-c", code]
     if language == "sh":
         command = ["bash", "-euc", code]
     # The commands are those beside the interpreter that runs the tests.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "HOME": str(tmp_path)}
+    environment = {**os.environ, **SPARK_ENVIRONMENT, "PATH": path, "HOME": str(tmp_path)}
     environment.pop("METEOR_URL", None)
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip(), "it shows something"

@@ -15,6 +15,8 @@ from redis.crc import key_slot
 
 import meteor_py as meteor
 from meteor_py import keys, scripts
+from meteor_py.frame import Columns
+from meteor_py.transaction import Stage, commit
 from tests.conftest import ServerFactory
 from tests.reading import drain, everything, fill, value
 from tests.servers import Server
@@ -47,6 +49,13 @@ def use_everything(client: meteor.Client, between: Any) -> None:
     between()
     stream.offset_at(datetime.now(UTC))
     between()
+    for version in range(2):
+        staging = Stage(stream, f"{version}")
+        staging.write(Columns([b"x"]))
+        staged = staging.finish()
+        between()
+        assert commit(stream, "w", version, [staged])
+        between()
     stream.configure(capacity=5)
     between()
     stream.delete()
@@ -102,12 +111,14 @@ def test_all_scripts_have_a_head_and_are_listed_for_the_loader() -> None:
         assert script.source.endswith(script.plain_source)
         assert not script.plain_source.startswith(b"#!")
     without = {s.name for s in scripts.ALL if s.plain_source == s.source}
-    assert without == {"publish", "create_stream"}  # which a full server must be able to refuse
+    # Which a full server must be able to refuse.
+    assert without == {"publish", "move", "create_stream"}
 
 
 def test_all_keys_of_a_stream_lie_in_one_slot_of_a_cluster() -> None:
     for name in ("s", "a.b", "x" * 128):
         own = [keys.log(name), keys.meta(name), keys.producer(name, "p")]
+        own += [keys.stage(name, "{a}"), keys.plan(name, "{b}"), keys.fences(name)]
         assert len({key_slot(key.encode()) for key in own}) == 1
         assert all(key.startswith(keys.everything(name)[:-1]) for key in own)
 

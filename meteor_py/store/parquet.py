@@ -204,6 +204,10 @@ class ParquetStore(RingbufferStore):
             root, mark, query = root.partition("?")
         return f"{root.rstrip('/')}/{self.stream}/{life}/{segment.name}{mark}{query}"
 
+    def border(self, life: str, offset: int, end: int) -> int:
+        """The end of the row group that holds an offset below ``end``, else the offset."""
+        return self._shelf(life).border(offset, end)
+
     def edge(self, life: str, offset: int) -> int:
         """The last end of a file at or before an offset; 0 if there is none."""
         stops = (span.stop for span in self._shelf(life).spans())

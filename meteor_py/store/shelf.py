@@ -113,6 +113,22 @@ class Shelf:
                 yield batch
                 start += len(batch)
 
+    def border(self, offset: int, end: int) -> int:
+        """The end of the row group that holds an offset; the offset itself if none does.
+
+        Raises:
+            SegmentCorrupt, StoreUnavailable: The file cannot be read.
+        """
+        for span in self.spans(end):
+            if span.first <= offset < span.stop:
+                try:
+                    with self._opened(span) as file:
+                        edge = file.edges[file.group_of(offset) + 1]
+                except _Vanished:
+                    break  # merged with others a moment ago
+                return min(int(edge), span.stop)
+        return offset
+
     def locate(self, ms: int, start: int, stop: int) -> int:
         """As ``RingbufferStore.locate``: the span, its row group, the record."""
         vanished: Segment | None = None

@@ -22,7 +22,8 @@ meteor demo --records 100000 --url redis://localhost:6379""",
     metavar="N",
     help="How many to publish: 1,000,000.",
 )
-def demo(session: Session, records: int) -> None:
+@click.option("--no-spark", is_flag=True, help="Leave Spark out, which is slow to start.")
+def demo(session: Session, records: int, no_spark: bool) -> None:
     """Take a tour: publish, tail, kill and recover, archive; every figure is measured.
 
     On a private server of its own, unless --url names one. Nothing is left behind.
@@ -30,4 +31,4 @@ def demo(session: Session, records: int) -> None:
     from meteor_cli.demo.tour import Tour
 
     with cleaning_up():
-        Tour(session, records).run()
+        Tour(session, records, spark=not no_spark).run()

@@ -16,7 +16,7 @@ import click
 
 import meteor_py as meteor
 from meteor_cli import measure
-from meteor_cli.demo import crash, failover
+from meteor_cli.demo import crash, failover, spark
 from meteor_cli.output import progress, show_bytes
 from meteor_cli.rendering import as_text
 from meteor_cli.server import product_name
@@ -53,11 +53,12 @@ with stream.subscriber(group="billing") as sub:
 class Tour:
     """One run of it."""
 
-    def __init__(self, session: Session, records: int) -> None:
+    def __init__(self, session: Session, records: int, *, spark: bool = True) -> None:
         if session.url and session.url.startswith("fake:"):
             raise click.UsageError("fake:// lives in one process only; the tour needs several.")
         self._session = session
         self._records = records
+        self._with_spark = spark
         self._colour = sys.stdout.isatty()
         #: None: a private one, and we have to know its address to tell other processes.
         self._url = None if session.url == "embedded://" else session.url
@@ -73,6 +74,8 @@ class Tour:
                 self._read(stream)
                 self._follow(stream)
                 self._seek(stream)
+                if self._with_spark:
+                    self._spark(stream, url)
             with self._stream(m, "work") as stream:
                 self._fail_over(stream, url)
             self._crash()
@@ -167,6 +170,27 @@ class Tour:
             f"{self._figure(f'{took_ms:.2f} ms')} each"
         )
         self._how(f">>> sub.seek({offset}); sub.poll()")
+
+    def _spark(self, stream: meteor.Stream, url: str) -> None:
+        needed = spark.missing()
+        if needed:
+            self._how(f"(Spark reads streams, too: {needed}.)")
+            return
+        rows = stream.bounds()[1]
+        with progress("Spark starts, and reads it", rows) as advance:
+            try:
+                outcome = spark.read(url, stream.name)
+            except RuntimeError as error:
+                raise click.ClickException(f"Spark failed: {error}") from None
+            advance(rows)
+        whole = (outcome.rows, outcome.first, outcome.last) == (rows, 0, rows - 1)
+        self._check(whole, "Spark sees every record")
+        self._tell(
+            f"Started Spark, which had a first row after {outcome.start_s:.1f} s, and read all "
+            f"{rows:,}",
+            f"rows in {outcome.read_s:.1f} s: {self._rate(rows, outcome.read_s)}",
+        )
+        self._how(f'>>> spark.read.format("meteor").option("stream", "{stream.name}").load()')
 
     def _fail_over(self, stream: meteor.Stream, url: str) -> None:
         with progress("a group of two processes, one is killed", failover.RECORDS) as advance:

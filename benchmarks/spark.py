@@ -1,0 +1,275 @@
+"""Spark: rows through the data source, and what a micro-batch costs that has nothing to do.
+
+Spark runs in a process of its own, so that its JVM ends with the measurement. There, each case is
+measured in turn with its peers; ratios are those of one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from benchmarks.common import CALL, Bench, Row, cheaper, connected, cut, faster, values_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_STREAM = "spark"
+#: Records that are made; they are published again and again.
+_VALUES = 500_000
+#: Rows of the batches that the peer has in memory: those of the source.
+_BATCH = 65_536
+#: Rows of a partition, for both.
+_PARTITION = 500_000
+_STUCK_S = 600.0
+
+
+def possible() -> bool:
+    """Whether there is a Java to run it."""
+    home = os.environ.get("JAVA_HOME")
+    return Path(home, "bin", "java").exists() if home else shutil.which("java") is not None
+
+
+def run(bench: Bench) -> list[Row]:
+    count = bench.pick(2_000_000, 500_000)
+    bench.clear()
+    bench.step("publishing")
+    with connected(bench.url) as client:
+        stream = client.stream(_STREAM, capacity=count)
+        calls = cut(values_of(min(_VALUES, count)), CALL)
+        with stream.publisher() as pub:
+            for number in range(count // CALL):
+                pub.publish_many(calls[number % len(calls)])
+        bench.step("Spark at work")
+        found = measured(bench, count)
+    rows, micro = found["rows"], found["micro"]
+    small = "a micro-batch of 1 row, no more to do"
+    return [
+        faster(
+            "Spark: read into nowhere", rows["ours"], rows["memory"], "a Python source, memory", 0.7
+        ),
+        faster("Spark: read into nowhere", rows["ours"], rows["parquet"], "its Parquet, the same"),
+        cheaper(f"Spark: {small}", "ms", micro["ours"], micro["nothing"], "a Python source", 1.15),
+        cheaper(f"Spark: {small}", "ms", micro["ours"], micro["rate"], "its rate source"),
+    ]
+
+
+def measured(bench: Bench, count: int) -> dict[str, dict[str, float]]:
+    """What the process has found."""
+    with tempfile.TemporaryDirectory(prefix="meteor-bench-") as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.spark", bench.url, str(count), str(bench.quick)],
+            cwd=Path(__file__).parents[1],
+            env=os.environ | {"PYSPARK_PYTHON": sys.executable, "TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=_STUCK_S,
+        )
+    if done.returncode:
+        raise RuntimeError(f"The benchmark of Spark failed:\n{done.stderr}")
+    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# -- in the process with Spark -----------------------------------------------------------------
+
+
+def main(url: str, count: int, quick: bool) -> None:
+    spark = started()
+    with tempfile.TemporaryDirectory() as folder:
+        found = {
+            "rows": rows(spark, url, count, folder, 3 if quick else 7),
+            "micro": micro_batches(spark, url, folder, 15 if quick else 60),
+        }
+    spark.stop()
+    print(json.dumps(found))
+
+
+def started() -> SparkSession:
+    from pyspark.sql import SparkSession
+
+    cores = min(os.cpu_count() or 1, 4)
+    return (
+        SparkSession.builder.master(f"local[{cores}]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.driver.memory", "1g")
+        .config("spark.log.level", "ERROR")
+        .getOrCreate()
+    )
+
+
+def rows(spark: SparkSession, url: str, count: int, folder: str, repeats: int) -> dict[str, float]:
+    """Rows per second; every column is read, and nothing is done with it."""
+    from pyspark_meteor.source import MeteorDataSource
+
+    spark.dataSource.register(memory_source())
+    parquet = f"{folder}/rows.parquet"
+    ours = spark.read.format("meteor").option("url", url).option("stream", _STREAM)
+    options = {"rows": str(count), "partition": str(_PARTITION), "batch": str(_BATCH)}
+    schema = MeteorDataSource({"stream": _STREAM}).schema()
+    cases: dict[str, Callable[[], DataFrame]] = {
+        "ours": ours.load,
+        "memory": spark.read.format("memory_rows").schema(schema).options(**options).load,
+        "parquet": lambda: spark.read.parquet(parquet),
+    }
+    ours.load().write.parquet(parquet)
+    took: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(repeats + 1):
+        for name, load in cases.items():
+            frame = load()
+            start = time.perf_counter()
+            frame.write.format("noop").mode("overwrite").save()
+            if turn:  # the first one warms up
+                took[name].append(time.perf_counter() - start)
+        if not turn:
+            assert cases["ours"]().count() == cases["memory"]().count() == count
+    return {name: count / statistics.median(times) for name, times in took.items()}
+
+
+def memory_source() -> Any:
+    """As little as a Python source can do: it yields batches that it has made beforehand."""
+    from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+
+    class Reader(DataSourceReader):
+        def __init__(self, schema: Any, options: dict[str, str]) -> None:
+            self.schema, self.options = schema, options
+
+        def partitions(self) -> Sequence[InputPartition]:
+            total, size = int(self.options["rows"]), int(self.options["partition"])
+            return [InputPartition(min(size, total - at)) for at in range(0, total, size)]
+
+        def read(self, partition: InputPartition) -> Iterator[Any]:
+            from benchmarks.spark import made
+
+            batch = made(self.schema, int(self.options["batch"]))
+            left = partition.value
+            while left:
+                part = batch[:left]
+                left -= part.num_rows
+                yield part
+
+    class Source(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "memory_rows"
+
+        def reader(self, schema: Any) -> DataSourceReader:
+            return Reader(schema, dict(self.options.items()))
+
+    return Source
+
+
+_made: dict[int, pa.RecordBatch] = {}
+
+
+def made(schema: Any, size: int) -> pa.RecordBatch:
+    """A batch, once in each process: making it is not what is measured."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    if size not in _made:
+        times = pa.array([1_794_836_508_123_000] * size, pa.timestamp("us", "UTC"))
+        columns = {
+            "stream": pa.array([_STREAM] * size),
+            "offset": pa.array(range(size), pa.int64()),
+            "timestamp": times,
+            "appended": times,
+            "key": pa.nulls(size, pa.binary()),
+            "value": pa.array(values_of(size), pa.binary()),
+        }
+        wanted = to_arrow_schema(schema, timezone="UTC")
+        arrays = [columns[name] for name in wanted.names]
+        _made[size] = pa.RecordBatch.from_arrays(arrays, schema=wanted)
+    return _made[size]
+
+
+# -- what a micro-batch costs ------------------------------------------------------------------
+
+
+def micro_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> dict[str, float]:
+    """Milliseconds of a micro-batch with a row or so; the middle one of many, in turn."""
+    spark.dataSource.register(nothing_source())
+    stream = spark.readStream
+    cases: dict[str, Callable[[], DataFrame]] = {
+        "ours": stream.format("meteor").option("url", url).option("stream", _STREAM)
+        .option("startingOffsets", "earliest").option("maxOffsetsPerTrigger", "1").load,
+        "nothing": stream.format("nothing").load,
+        "rate": spark.readStream.format("rate-micro-batch").option("rowsPerBatch", "1").load,
+    }  # fmt: skip
+    took: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(4):
+        for name, load in cases.items():
+            times = batch_times(load(), f"{folder}/{name}-{turn}", wanted // 3)
+            if turn:
+                took[name] += times
+    return {name: statistics.median(times) for name, times in took.items()}
+
+
+def batch_times(frame: DataFrame, checkpoint: str, wanted: int) -> list[float]:
+    """Run a query until it has done so many batches; how long each took, but the first ones."""
+    query = (
+        frame.writeStream.format("noop")
+        .option("checkpointLocation", checkpoint)
+        .trigger(processingTime="0 seconds")
+        .start()
+    )
+    try:
+        while (query.lastProgress or {"batchId": -1})["batchId"] < wanted + 3:
+            if not query.isActive:
+                raise RuntimeError(f"The query failed: {query.exception()}")
+            time.sleep(0.05)
+        progress = query.recentProgress
+    finally:
+        query.stop()
+    return [p["durationMs"]["triggerExecution"] for p in progress if p["batchId"] >= 3]
+
+
+def nothing_source() -> Any:
+    """A Python streaming source with one row for each batch, out of nowhere."""
+    from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+
+    class Reader(DataSourceStreamReader):
+        def initialOffset(self) -> dict[str, Any]:
+            return {"at": 0}
+
+        def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
+            return {"at": start["at"] + 1}
+
+        def partitions(
+            self, start: dict[str, Any], end: dict[str, Any]
+        ) -> Sequence[InputPartition]:
+            return [InputPartition(start["at"])]
+
+        def read(self, partition: InputPartition) -> Iterator[Any]:
+            import pyarrow as pa
+
+            yield pa.RecordBatch.from_pydict({"at": pa.array([partition.value], pa.int64())})
+
+    class Source(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "nothing"
+
+        def schema(self) -> str:
+            return "at bigint"
+
+        def streamReader(self, schema: Any) -> DataSourceStreamReader:
+            return Reader()
+
+    return Source
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True")

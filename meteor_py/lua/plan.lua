@@ -1,0 +1,43 @@
+#!lua flags=allow-oom
+-- Begin to move staged frames into the log, once per (writer, version); or tell how far that is.
+--
+-- KEYS  1 meta  2 fences  3 plan  4... the stages, in order
+-- ARGV  1 incarnation  2 writer  3 version  4 lifetime of a plan and its stages, ms
+--       5... name and number of frames of each stage
+-- Returns {'OK', frames moved, frames in all}: move the rest, by what the plan says, which may be
+--   that of an earlier try; {'DONE'}: this version, or a later one, is in the log;
+--   {'UNFINISHED', version, frames moved, frames in all}: an earlier one has to be finished first;
+--   {'LOST', stage}; {'NOSTREAM'}; {'INCARNATION'}
+-- Atomic because of two tries of one version, only one plan may be carried out.
+
+local incarnation = redis.call('HGET', KEYS[1], 'incarnation')
+if incarnation ~= ARGV[1] then return {incarnation and 'INCARNATION' or 'NOSTREAM'} end
+
+local version = tonumber(ARGV[3])
+local known, done, total = string.match(
+  redis.call('HGET', KEYS[2], ARGV[2]) or '', '^(%d+):(%d+):(%d+)$')
+if known then
+  known, done, total = tonumber(known), tonumber(done), tonumber(total)
+  if known > version then return {'DONE'} end
+  if known == version then
+    if done == total then return {'DONE'} end
+    return {'OK', done, total}
+  end
+  if done < total then return {'UNFINISHED', known, done, total} end
+end
+
+local count = 0
+for i = 4, #KEYS do
+  local frames = tonumber(ARGV[2 * i - 2])
+  -- Four fields for each frame.
+  if redis.call('HLEN', KEYS[i]) ~= 4 * frames then return {'LOST', ARGV[2 * i - 3]} end
+  count = count + frames
+end
+redis.call('DEL', KEYS[3])
+for i = 4, #KEYS do
+  redis.call('PEXPIRE', KEYS[i], ARGV[4])
+  redis.call('RPUSH', KEYS[3], ARGV[2 * i - 3] .. ':' .. ARGV[2 * i - 2])
+end
+redis.call('PEXPIRE', KEYS[3], ARGV[4])
+redis.call('HSET', KEYS[2], ARGV[2], string.format('%.0f:0:%.0f', version, count))
+return {'OK', 0, count}

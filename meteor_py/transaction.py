@@ -1,0 +1,241 @@
+"""Writing many frames to a stream exactly once, by several processes, each of which may die.
+
+Workers put their frames into *stages*, keys beside the stream that nobody reads; any number of them
+may do the same work. Then one, the committer, says which stages make up a *version* of a *writer*
+(a batch of a query): the first plan that is made for it counts, and its frames are moved into the
+log in order, some megabytes at a time, each being counted as it is moved. A committer that is
+asked for a version again finishes the plan there is, or learns that it is done.
+
+    worker      Stage(stream, "q.17.0").write(frames)  ->  its name and number of frames
+    committer   commit(stream, "q", 17, [those])
+
+What is not committed expires. A version never goes back: one below the last is taken for done.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meteor_py import keys, refusals
+from meteor_py.backoff import pause_s
+from meteor_py.errors import PublishError, ServerRefused
+from meteor_py.frame import Columns, encode
+from meteor_py.history import begin_epoch
+from meteor_py.scripts import DISCARD, MOVE, PLAN
+
+if TYPE_CHECKING:
+    from meteor_py.link import Link
+    from meteor_py.stream import Stream
+
+#: Seconds that a stage lives before it is part of a plan, and from then on.
+STAGE_S = 6 * 3600
+PLANNED_S = 7 * 86_400
+#: Bytes that one call moves at least, if there are so many: others wait as long.
+MOVE_BYTES = 4 * 1024 * 1024
+#: Bytes that are sent to a stage at a time.
+_SEND_BYTES = 1024 * 1024
+#: Seconds that a commit waits for the archiver of a full stream.
+_FULL_S = 30.0
+_BACKOFF_S = (0.02, 0.5)
+
+
+class Staged(NamedTuple):
+    """A stage that was written."""
+
+    name: str
+    frames: int
+    records: int
+
+
+class Stage:
+    """Frames that wait for a commit. ``name`` must be nobody else's; for one thread."""
+
+    def __init__(self, stream: Stream, name: str) -> None:
+        self._stream = stream
+        self._name = name
+        self._key = keys.stage(stream.name, name)
+        self._frames = 0
+        self._records = 0
+        self._fields: list[Any] = []
+        self._bytes = 0
+
+    def write(self, columns: Columns) -> None:
+        """Add a frame."""
+        config = self._stream.config
+        kind, payload = encode(columns, config.compression)
+        frame = self._frames
+        crc = zlib.crc32(payload) if config.checksum else ""
+        data = bytes(payload)  # of which the stage needs a copy anyway
+        self._fields += [f"{frame}n", len(columns), f"{frame}f", kind]
+        self._fields += [f"{frame}p", data, f"{frame}c", crc]
+        self._frames += 1
+        self._records += len(columns)
+        self._bytes += len(data)
+        if self._bytes >= _SEND_BYTES:
+            self._send()
+
+    def finish(self) -> Staged:
+        """Have it all on the server."""
+        self._send()
+        return Staged(self._name, self._frames, self._records)
+
+    def _send(self) -> None:
+        if self._fields:
+            # A hash, and not a list: sending it again changes nothing. Together, or a worker that
+            # dies in between leaves frames that never expire.
+            hset = ("HSET", self._key, *self._fields)
+            pexpire = ("PEXPIRE", self._key, STAGE_S * 1000)
+            self._stream.client.pipeline([("MULTI",), hset, pexpire, ("EXEC",)])
+        self._fields, self._bytes = [], 0
+
+
+def commit(stream: Stream, writer: str, version: int, stages: Sequence[Staged]) -> bool:
+    """Put the frames of stages into the log, in order, if that was not done for this version.
+
+    Returns:
+        Whether anything was left to do.
+
+    Raises:
+        PublishError: Staged frames are gone.
+        StreamFull: The stream waits for its archiver.
+        LogTruncated: The stream was created anew since it was opened.
+        StreamNotFound: It was deleted.
+    """
+    mine = [stage for stage in stages if stage.frames]
+    moved = False
+    while True:
+        answer = _plan(stream, writer, version, mine)
+        match answer[0]:
+            case b"DONE":
+                break
+            case b"UNFINISHED":  # by a committer that died, and was not asked again
+                _carry_out(stream, writer, *map(int, answer[1:]))
+            case b"OK":
+                moved = True
+                _carry_out(stream, writer, version, *map(int, answer[1:]))
+            case b"LOST":
+                raise _lost(stream, answer[1].decode(), "Write them again.")
+            case _:
+                raise refusals.gone(stream.name, answer[0])
+    discard(stream, writer, [stage.name for stage in mine])  # of another try; ours are empty
+    return moved
+
+
+def is_done(stream: Stream, writer: str, version: int) -> bool:
+    """Whether a version is in the log; False also if nobody knows yet."""
+    found = stream.client.call("HGET", keys.fences(stream.name), writer)
+    if found is None:
+        return False
+    known, done, total = map(int, found.split(b":"))
+    return known > version or (known == version and done == total)
+
+
+def discard(stream: Stream, writer: str, names: Iterable[str]) -> None:
+    """Delete stages that nobody will commit; those in a plan stay, as that must be finished."""
+    gone = list(names)
+    if gone:
+        script_keys = [keys.stage(stream.name, name) for name in gone]
+        stream.client.run(DISCARD, [keys.plan(stream.name, writer), *script_keys], gone)
+
+
+def forget(stream: Stream, writer: str) -> None:
+    """Forget a writer that is done and will not come again."""
+    stream.client.call("HDEL", keys.fences(stream.name), writer)
+
+
+def _plan(stream: Stream, writer: str, version: int, stages: Sequence[Staged]) -> list[Any]:
+    name = stream.name
+    script_keys = [keys.meta(name), keys.fences(name), keys.plan(name, writer)]
+    script_keys += [keys.stage(name, stage.name) for stage in stages]
+    args: list[Any] = [stream.incarnation, writer, version, PLANNED_S * 1000]
+    for stage in stages:
+        args += [stage.name, stage.frames]
+    answer: list[Any] = stream.client.run(PLAN, script_keys, args)
+    return answer
+
+
+def _carry_out(stream: Stream, writer: str, version: int, done: int, total: int) -> None:
+    """Move what is left of a plan, as far as the server knows it; others may be at it, too."""
+    plan = stream.client.call("LRANGE", keys.plan(stream.name, writer), 0, -1)
+    spans = _spans(plan)
+    full_until: float | None = None
+    tries = 0
+    while done < total:
+        found = next(((name, at, size) for name, at, size in spans if at <= done < at + size), None)
+        if found is None:
+            if is_done(stream, writer, version):
+                return  # by another, who has deleted the plan
+            stream.end()  # raises if it was deleted, too
+            raise _lost(stream, writer, _stuck(writer, version, done, total))
+        name, at, size = found
+        answer = _move(stream, writer, version, done, name, (done - at, size))
+        match answer[0]:
+            case b"OK" | b"AT":
+                done, full_until, tries = int(answer[1]), None, 0
+            case b"FULL":
+                full_until = full_until or time.monotonic() + _FULL_S
+                if time.monotonic() >= full_until:
+                    raise refusals.full(stream.name, int(answer[1]))
+                tries += 1
+                time.sleep(pause_s(tries, *_BACKOFF_S))
+            case b"FENCED":
+                return  # done by another; or a fail-over has lost the plan: the next one tells
+            case b"LOST":
+                raise _lost(stream, name, _stuck(writer, version, done, total))
+            case b"EXHAUSTED":
+                raise ServerRefused(f"Stream {stream.name!r} has used up its offsets.")
+            case _:
+                raise refusals.gone(stream.name, answer[0])
+
+
+def _move(
+    stream: Stream, writer: str, version: int, done: int, name: str, frames: tuple[int, int]
+) -> list[Any]:
+    names = stream.name
+    script_keys = [keys.log(names), keys.meta(names), keys.fences(names)]
+    script_keys += [keys.plan(names, writer), keys.stage(names, name)]
+
+    def move(link: Link) -> list[Any]:
+        for _ in range(_HISTORIES):
+            args = [stream.incarnation, link.history, writer, version, done, *frames, MOVE_BYTES]
+            answer: list[Any] = link.run(MOVE, script_keys, args)
+            if answer[0] != b"HISTORY":
+                return answer
+            begin_epoch(link, names, stream.incarnation, answer[1].decode())
+        return answer
+
+    return stream.client.use(move)
+
+
+#: Times that the history of a server may change while one call is tried.
+_HISTORIES = 5
+
+
+def _spans(plan: list[bytes]) -> list[tuple[str, int, int]]:
+    """The stages of a plan: name, frames before it, and frames in it."""
+    spans: list[tuple[str, int, int]] = []
+    at = 0
+    for entry in plan:
+        name, _, size = entry.decode().rpartition(":")
+        spans.append((name, at, int(size)))
+        at += int(size)
+    return spans
+
+
+def _lost(stream: Stream, what: str, remedy: str) -> PublishError:
+    return PublishError(
+        f"Frames that were staged for stream {stream.name!r} are gone ({what}): they have expired, "
+        f"or the server has lost them. {remedy}",
+        stream=stream.name,
+    )
+
+
+def _stuck(writer: str, version: int, done: int, total: int) -> str:
+    return (
+        f"Of version {version}, {done} of {total} frames are in the log, and the others cannot be "
+        f"told from new ones: look what is there, then delete the field {writer} of the key fences "
+        "of the stream to write all of it again."
+    )

@@ -1,0 +1,150 @@
+"""What a driver asks the server: which streams there are, where they begin and end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from meteor_py import Client, LogTruncated, Position, Stream, StreamNotFound
+from meteor_py.borders import borders
+from meteor_py.times import EPOCH
+from pyspark_meteor.offsets import Offsets
+from pyspark_meteor.options import RECORDS_PER_PARTITION
+from pyspark_meteor.ranges import Range, cut
+
+if TYPE_CHECKING:
+    from pyspark_meteor.options import Place, SourceOptions
+
+
+class Planner:
+    """For one thread: the driver's."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+        self._streams: dict[str, Stream] = {}
+        self._checked: dict[str, tuple[Position, str, int]] = {}
+
+    def names(self) -> list[str]:
+        """The streams to read: those named, or all that match now."""
+        if self._options.pattern is None:
+            return list(self._options.streams)
+        pattern = re.compile(self._options.pattern)
+        return [name for name in self._client.streams() if pattern.fullmatch(name)]
+
+    def open(self, name: str) -> Stream:
+        """A stream.
+
+        Raises:
+            StreamNotFound: There is none of that name.
+        """
+        if name not in self._streams:
+            self._streams[name] = self._client.stream(name, create=False)
+        return self._streams[name]
+
+    def ends(self) -> Offsets:
+        """Where each stream ends now; one that does not exist yet is left out."""
+        found: Offsets = {}
+        for name in self.names():
+            try:
+                found[name] = self._end(name)
+            except StreamNotFound:
+                self._streams.pop(name, None)
+        return found
+
+    def first(self, name: str) -> int:
+        """The first record that there is of a stream; 0 if there is no such stream."""
+        try:
+            return self.open(name).bounds()[0]
+        except (StreamNotFound, LogTruncated):
+            return 0
+
+    def _end(self, name: str) -> Position:
+        try:
+            return self.open(name).end()
+        except (StreamNotFound, LogTruncated):  # created anew since it was opened
+            self._streams.pop(name, None)
+            return self.open(name).end()
+
+    def resolve(self, name: str, place: Place) -> Position:
+        """What a place means now.
+
+        Raises:
+            ValueError: An offset beyond the end.
+        """
+        stream = self.open(name)
+        end = stream.end()
+        first = stream.bounds()[0]
+        match place.kind:
+            case "latest":
+                offset = end.offset
+            case "earliest":
+                offset = first
+            case "before":
+                offset = max(end.offset - place.number, first)
+            case "time":
+                offset = stream.offset_at(EPOCH + timedelta(milliseconds=place.number))
+            case _:
+                offset = place.number
+        if offset > end.offset:
+            raise ValueError(
+                f"Offset {offset} is beyond the end of stream {name!r}, which is {end.offset}."
+            )
+        return end._replace(offset=offset)
+
+    def check(self, name: str, known: Position, end: Position) -> None:
+        """Raise if the server has lost records that a query knows of.
+
+        Raises:
+            LogTruncated: It has, or the stream was created anew.
+        """
+        same = (known.incarnation, known.epoch) == (end.incarnation, end.epoch)
+        if same and known.offset <= end.offset:
+            return
+        found = (known, end.incarnation, end.epoch)
+        if self._checked.get(name) != found or known.offset > end.offset:
+            with self.open(name).subscriber() as sub:
+                sub.seek(known)
+            self._checked[name] = found  # until the next batch, this is asked every few ms
+
+    def divide(self, ranges: list[Range]) -> list[Range]:
+        """Cut ranges into what tasks read; where that is possible, between frames or row groups.
+
+        It is not if the frames are too large for as many parts as are wanted, or as small ones.
+        """
+        options = self._options
+        parts = cut(ranges, options.min_partitions, options.max_records_per_partition)
+        aligned = [part for whole in ranges for part in self._aligned(whole, parts)]
+        most = options.max_records_per_partition
+        is_strict = most != RECORDS_PER_PARTITION
+        if len(aligned) < min(options.min_partitions, len(parts)):
+            return parts
+        return parts if is_strict and any(len(part) > most for part in aligned) else aligned
+
+    def _aligned(self, whole: Range, parts: list[Range]) -> list[Range]:
+        own = [part for part in parts if part.stream == whole.stream]
+        found = borders(self.open(whole.stream), [part.first for part in own[1:]])
+        inner = sorted({end for end in found if whole.first < end < whole.end.offset})
+        return [
+            replace(whole, first=first, end=whole.end._replace(offset=stop))
+            for first, stop in pairwise([whole.first, *inner, whole.end.offset])
+        ]
+
+    def record_bytes(self, streams: Iterable[str]) -> int:
+        """What a record takes, on the average of those in the rings now."""
+        size = count = 0
+        for name in streams:
+            try:
+                found = self.open(name).describe()
+            except (StreamNotFound, LogTruncated):
+                continue
+            size += found.bytes or 0
+            count += found.length
+        return max(size // max(count, 1), 1)
+
+    @property
+    def _client(self) -> Client:
+        return self._options.server.connect()

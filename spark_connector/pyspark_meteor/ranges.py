@@ -1,0 +1,86 @@
+"""Ranges of offsets: how a micro-batch is bounded, and cut into what tasks read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pyspark.sql.datasource import InputPartition
+
+from meteor_py import Position
+from pyspark_meteor.offsets import Offsets
+
+
+@dataclass(frozen=True)
+class Range(InputPartition):
+    """Some records of one stream: what a task reads. Holds nothing secret.
+
+    ``end`` has the incarnation and epoch in which the range was planned: should the server have
+    lost some of it since, that is noticed.
+    """
+
+    stream: str
+    first: int
+    end: Position
+    #: Whether it begins with the first record there is: what is gone before that was not asked for.
+    anywhere: bool = False
+
+    def __len__(self) -> int:
+        return self.end.offset - self.first
+
+    # A dataclass would compare and print as the base class does: by a value that there is not.
+    def __repr__(self) -> str:
+        return f"Range({self.stream!r}, {self.first}, {self.end.offset})"
+
+
+def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
+    """What lies between two offsets of a query; nothing of a stream where nothing is new.
+
+    A stream that was not there before, or was created anew, is read from its beginning.
+    """
+    ranges: list[Range] = []
+    for name, stop in sorted(end.items()):
+        known = start.get(name)
+        is_new = known is None or known.incarnation != stop.incarnation
+        first = 0 if known is None or is_new else known.offset
+        if first < stop.offset:
+            ranges.append(Range(name, first, stop, is_new))
+    return ranges
+
+
+def cut(ranges: list[Range], least: int, records_max: int) -> list[Range]:
+    """Cut ranges into at least ``least`` parts, none of which is larger than ``records_max``.
+
+    Larger ranges get more of the parts; small ones stay whole.
+
+    >>> from meteor_py import Position
+    >>> [len(part) for part in cut([Range("s", 0, Position("i", 1, 10))], 3, 100)]
+    [4, 3, 3]
+    """
+    total = sum(map(len, ranges))
+    if not total:
+        return []
+    parts: list[Range] = []
+    for whole in ranges:
+        pieces = max(-(-len(whole) // records_max), -(-len(whole) * least // total))
+        pieces = min(pieces, len(whole))
+        size, larger = divmod(len(whole), pieces)
+        at = whole.first
+        for number in range(pieces):
+            stop = at + size + (number < larger)
+            parts.append(replace(whole, first=at, end=whole.end._replace(offset=stop)))
+            at = stop
+    return parts
+
+
+def bounded(ranges: list[Range], end: Offsets, records_max: int) -> Offsets:
+    """``end``, or as far as so many records reach: each stream gets its share, and one at least."""
+    total = sum(map(len, ranges))
+    if total <= records_max:
+        return end
+    limited = dict(end)
+    left = records_max
+    for found in sorted(ranges, key=len):  # small ones first: they must not starve
+        share = min(len(found), max(records_max * len(found) // total, 1), left)
+        left -= share
+        limited[found.stream] = found.end._replace(offset=found.first + share)
+    return limited

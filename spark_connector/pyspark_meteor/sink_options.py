@@ -1,0 +1,102 @@
+"""The options of the sink, checked whole before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pyspark.sql.types import (
+    BinaryType,
+    DataType,
+    MapType,
+    StringType,
+    StructType,
+    TimestampType,
+)
+
+from pyspark_meteor.options import Given
+from pyspark_meteor.server import ServerOptions
+
+_OWN = ("url", "passwordEnv", "passwordFile", "stream", "path")
+#: Spark puts its own among ours.
+_OF_SPARK = ("checkpointLocation", "queryName")
+_COLUMNS: dict[str, tuple[DataType, ...]] = {
+    "value": (BinaryType(), StringType()),
+    "key": (BinaryType(), StringType()),
+    "headers": (MapType(StringType(), BinaryType()),),
+    "timestamp": (TimestampType(),),
+    "stream": (StringType(),),
+}
+
+
+@dataclass(frozen=True)
+class SinkOptions:
+    """Where to write, and how surely."""
+
+    server: ServerOptions
+    #: None: the column ``stream`` says.
+    stream: str | None
+    exactly_once: bool
+    #: What makes a batch write the same as an earlier one; None: nothing does.
+    txn_id: str | None
+    txn_version: int
+
+
+def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool) -> SinkOptions:
+    """Understand the options and the columns of what is written.
+
+    Raises:
+        ValueError: One is unknown, wrong, or contradicts another.
+    """
+    if any(name.lower() == "asyncprogresstrackingenabled" for name in given):
+        raise ValueError(
+            "Exactly-once needs to know what a batch was; asyncProgressTrackingEnabled gives that "
+            "up. Leave it out, or use another sink."
+        )
+    more = ("delivery", *_OF_SPARK) if streaming else ("txnId", "txnVersion")
+    other = ("txnId", "txnVersion") if streaming else ("delivery",)
+    options = Given(given, (*_OWN, *more), other=other)
+    stream, path = options.text("stream"), options.text("path")
+    if stream and path:
+        raise ValueError("The stream is named by the option stream and by save(); once will do.")
+    check_columns(schema, named=bool(stream or path))
+    delivery = options.choice("delivery", ("exactlyOnce", "atLeastOnce"))
+    if options.text("txnVersion") and not options.text("txnId"):
+        raise ValueError("txnVersion counts what one txnId writes; give that, too.")
+    return SinkOptions(
+        server=ServerOptions.parse(options),
+        stream=stream or path,
+        exactly_once=delivery == "exactlyOnce",
+        txn_id=options.text("txnId") if not streaming else None,
+        txn_version=(options.number("txnVersion") or 1) if not streaming else 1,
+    )
+
+
+def check_columns(schema: StructType, *, named: bool) -> None:
+    """Raise unless the columns are those of records.
+
+    Raises:
+        ValueError: One is missing, unknown, or of another type.
+    """
+    for column in schema.fields:
+        kinds = _COLUMNS.get(column.name, ())
+        if not any(_is_kind(column.dataType, kind) for kind in kinds):
+            known = ", ".join(
+                f"{name} {' or '.join(kind.simpleString() for kind in kinds)}"
+                for name, kinds in _COLUMNS.items()
+            )
+            raise ValueError(
+                f"The column {column.name} {column.dataType.simpleString()} cannot be written to a "
+                f"stream; it takes {known}."
+            )
+    names = schema.fieldNames()
+    if "value" not in names:
+        raise ValueError("A record needs a value: select or cast something as the column value.")
+    if not named and "stream" not in names:
+        raise ValueError("Name the stream to write to by the option stream, or a column stream.")
+
+
+def _is_kind(found: DataType, kind: DataType) -> bool:
+    if isinstance(kind, MapType) and isinstance(found, MapType):  # whether it may hold null or not
+        return (found.keyType, found.valueType) == (kind.keyType, kind.valueType)
+    return found == kind

@@ -1,0 +1,102 @@
+"""What a task of the sink does: make frames of Arrow batches, and stage or publish them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from meteor_py.config import FRAME_RECORDS_MAX
+from meteor_py.errors import StreamNotFound
+from meteor_py.intake import Intake
+from meteor_py.transaction import Stage, Staged
+
+if TYPE_CHECKING:
+    from meteor_py import Publisher, Stream
+    from pyspark_meteor.sink_options import SinkOptions
+
+#: Bytes of a record at most; Spark users have no other place to say so.
+_RECORD_BYTES = 32 * 1024 * 1024
+
+
+def open_stream(options: SinkOptions, name: str) -> Stream:
+    """Open a stream, or create it: who may only write to those there are needs no more rights."""
+    m = options.server.connect()
+    try:
+        return m.stream(name, create=False)
+    except StreamNotFound:
+        return m.stream(name)
+
+
+def stage_all(
+    options: SinkOptions, batches: Iterator[pa.RecordBatch], name: str
+) -> dict[str, Staged]:
+    """Stage the rows of a task, for each stream under this name."""
+    stages: dict[str, tuple[Stage, Intake]] = {}
+    for stream_name, rows in _by_stream(options, batches):
+        if stream_name not in stages:
+            stream = open_stream(options, stream_name)
+            records = min(FRAME_RECORDS_MAX, stream.config.capacity)
+            intake = Intake(stream_name, records, _RECORD_BYTES)
+            stages[stream_name] = Stage(stream, name), intake
+        stage, intake = stages[stream_name]
+        for columns, _ in intake.frames(**_arguments(rows)):
+            stage.write(columns)
+    return {stream_name: stage.finish() for stream_name, (stage, _) in stages.items()}
+
+
+def publish_all(options: SinkOptions, batches: Iterator[pa.RecordBatch]) -> int:
+    """Publish the rows of a task as they come: at least once, if it is tried again."""
+    publishers: dict[str, Publisher] = {}
+    count = 0
+    try:
+        for stream_name, rows in _by_stream(options, batches):
+            if stream_name not in publishers:
+                stream = open_stream(options, stream_name)
+                publishers[stream_name] = stream.publisher(
+                    codec="bytes", max_record_bytes=_RECORD_BYTES
+                )
+            publishers[stream_name].publish_many(**_arguments(rows))
+            count += rows.num_rows
+    finally:
+        for publisher in publishers.values():
+            publisher.close()
+    return count
+
+
+def _by_stream(
+    options: SinkOptions, batches: Iterator[pa.RecordBatch]
+) -> Iterator[tuple[str, pa.Table]]:
+    """The rows for each stream, in the order in which they came."""
+    from pyarrow import compute
+
+    for batch in batches:
+        rows = pa.Table.from_batches([batch])
+        if not rows.num_rows:
+            continue
+        if options.stream is not None:
+            yield options.stream, rows
+            continue
+        column = rows.column("stream")
+        for name in compute.unique(column):
+            if not name.is_valid:
+                raise ValueError("A row has no stream: the column stream is null.")
+            yield name.as_py(), rows.filter(compute.equal(column, name))
+
+
+def _arguments(rows: pa.Table) -> dict[str, Any]:
+    """The columns, as ``publish_many`` takes them."""
+    values = rows.column("value")
+    if values.null_count:
+        raise ValueError("A value is null, and a record needs one; filter such rows, or coalesce.")
+    names = rows.column_names
+    headers = None
+    if "headers" in names:
+        headers = [None if pairs is None else dict(pairs) for pairs in rows["headers"].to_pylist()]
+    return {
+        "values": values,
+        "keys": rows.column("key") if "key" in names else None,
+        "headers": headers,
+        "timestamps": rows.column("timestamp") if "timestamp" in names else None,
+    }

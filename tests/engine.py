@@ -1,0 +1,103 @@
+"""Spark's engine as a streaming source sees it, without Spark.
+
+It does what the notes and the bytecode say that Spark's does: it asks for the initial offset again
+and again, plans twice, reads with a reader that was pickled before the run, confirms late, and
+compares offsets as JSON. A test may let it crash between any two of these.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from typing import Self
+
+import pyarrow as pa
+from pyspark import cloudpickle
+from pyspark.sql.datasource import CaseInsensitiveDict, InputPartition
+from pyspark.sql.pandas.types import to_arrow_schema
+
+from pyspark_meteor.source import MeteorDataSource
+from pyspark_meteor.stream_reader import StreamReader
+
+#: As Spark pickles what it sends to other processes.
+dumps: Callable[[object], bytes] = cloudpickle.dumps
+
+
+class Checkpoint:
+    """What Spark keeps: the batches that were planned, and how many of them are done."""
+
+    def __init__(self) -> None:
+        self.planned: list[str] = []
+        self.done = 0
+
+
+class Engine:
+    """One run of a query, in this process; `stop` ends it, and dropping it is a crash."""
+
+    def __init__(self, checkpoint: Checkpoint, **given: str) -> None:
+        self.kept = checkpoint
+        given = {"startingOffsets": "earliest"} | given
+        if "streamsPattern" not in given:
+            given = {"stream": "orders"} | given
+        source = pickle.loads(dumps(MeteorDataSource(CaseInsensitiveDict(given))))
+        schema = source.schema()
+        self.reader: StreamReader = source.streamReader(schema)
+        self.pickled = dumps(self.reader)
+        self.limit = self.reader.getDefaultReadLimit()
+        self.arrow_schema = to_arrow_schema(schema, timezone="UTC")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.stop()
+
+    def initial(self) -> str:
+        answers = {json.dumps(self.reader.initialOffset()) for _ in range(3)}
+        (same,) = answers
+        return same
+
+    def plan(self) -> bool:
+        """Plan the next batch, and note it; or find that there is nothing for one."""
+        done = self.kept.done
+        start = self.kept.planned[done - 1] if done else self.initial()
+        found = json.dumps(self.reader.latestOffset(json.loads(start), self.limit))
+        self.reader.reportLatestOffset()
+        if found == start:
+            return False
+        assert json.dumps(json.loads(found), sort_keys=True) == found
+        self.kept.planned.append(found)
+        if done:
+            self.reader.commit(json.loads(self.kept.planned[done - 1]))
+        return True
+
+    def read(self) -> list[tuple[str, int]]:
+        """Read the batch that is planned, twice: a task may be repeated."""
+        done = self.kept.done
+        start = self.kept.planned[done - 1] if done else self.initial()
+        end = self.kept.planned[done]
+        again = [self.reader.partitions(json.loads(start), json.loads(end)) for _ in range(2)]
+        assert again[0] == again[1]
+        self.parts = [dumps(part) for part in again[0]]
+        reads = [[row for part in self.parts for row in self.task(part)] for _ in range(2)]
+        assert reads[0] == reads[1]
+        return reads[0]
+
+    def task(self, pickled: bytes) -> list[tuple[str, int]]:
+        part: InputPartition = pickle.loads(pickled)
+        batches: list[pa.RecordBatch] = list(pickle.loads(self.pickled).read(part))
+        rows: list[tuple[str, int]] = []
+        for batch in batches:
+            assert batch.schema.equals(self.arrow_schema), "Spark refuses anything else"
+            assert batch.num_rows
+            rows += zip(batch["stream"].to_pylist(), batch["offset"].to_pylist(), strict=True)
+        return rows
+
+    def batch(self) -> list[int]:
+        """One micro-batch, from the plan that a run before left if there is one: its offsets."""
+        if self.kept.done == len(self.kept.planned) and not self.plan():
+            return []
+        rows = self.read()
+        self.kept.done += 1
+        return [offset for _, offset in rows]

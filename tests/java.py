@@ -1,0 +1,23 @@
+"""Java, without which there is no Spark."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+#: For a Spark in a test: it starts sooner, and asks nobody for the machine's name.
+SPARK_ENVIRONMENT = {
+    "SPARK_LOCAL_IP": "127.0.0.1",
+    "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+}
+
+
+def require_java() -> None:
+    """Skip without a Java, but never where the whole suite is meant to run."""
+    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        missing = "Java is not installed (Debian: apt-get install openjdk-17-jre-headless)."
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(missing)

@@ -1,0 +1,422 @@
+"""The data source without Spark: its options, how it cuts ranges, and what an engine sees of it.
+
+The engine is that of ``tests.engine``, in this process; a real server answers it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pyspark.sql.datasource import CaseInsensitiveDict
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+
+import meteor_py as meteor
+from meteor_py import Position
+from pyspark_meteor import membership, server
+from pyspark_meteor.options import Limits, Place, SourceOptions, parse_columns, parse_source
+from pyspark_meteor.ranges import Range, bounded, cut, ranges_between
+from pyspark_meteor.source import MeteorDataSource
+from tests.conftest import ServerFactory
+from tests.engine import Checkpoint, Engine, dumps
+from tests.reading import fill
+
+SECRET = "geheim-4711"
+LIFE = "5f1d"
+
+
+def parse(given: dict[str, str] | None = None, *, streaming: bool = True) -> SourceOptions:
+    return parse_source({"stream": "orders"} | (given or {}), streaming=streaming)
+
+
+# Options
+
+
+def test_the_names_of_options_may_be_in_any_case() -> None:
+    options = parse({"MAXOFFSETSPERTRIGGER": "7", "failondataloss": "FALSE", "minpartitions": "3"})
+    assert options.limits == Limits(max_records=7)
+    assert not options.fail_on_data_loss
+    assert options.min_partitions == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ({}, Place("latest")),
+        ({"startingOffsets": "earliest"}, Place("earliest")),
+        ({"startingOffsets": "group", "group": "g"}, Place("group")),
+        ({"startingOffsets": "-10"}, Place("before", 10)),
+        ({"startingOffsets": '{"orders": 17}'}, Place("offset", 17)),
+        ({"startingOffsets": '{"orders": -2}'}, Place("earliest")),  # as Kafka writes it
+        ({"startingOffsets": '{"orders": -1}'}, Place("latest")),
+        ({"startingOffsets": '{"orders": "-5"}'}, Place("before", 5)),
+        ({"startingTimestamp": "1794836508123"}, Place("time", 1794836508123)),
+        ({"startingTimestamp": "1970-01-01T01:00:00+01:00"}, Place("time", 0)),
+    ],
+)
+def test_a_place_to_start_can_be_written_in_many_ways(given: dict[str, str], place: Place) -> None:
+    assert parse(given).starting["orders"] == place
+
+
+def test_a_batch_starts_at_the_earliest_record_and_a_stream_at_the_latest() -> None:
+    assert parse(streaming=False).starting["orders"] == Place("earliest")
+    assert parse(streaming=False).ending["orders"] == Place("latest")
+    assert parse().starting["orders"] == Place("latest")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("500ms", 0.5), ("30s", 30), ("15m", 900), ("2 h", 7200), ("250", 0.25)]
+)
+def test_a_delay_is_a_span_of_time(text: str, seconds: float) -> None:
+    options = parse({"minOffsetsPerTrigger": "5", "maxTriggerDelay": text})
+    assert options.limits == Limits(min_records=5, max_delay_s=seconds)
+
+
+@pytest.mark.parametrize(
+    ("streaming", "given", "words"),
+    [
+        (True, {"startingOffset": "earliest"}, ["'startingOffset'", "startingOffsets"]),
+        (True, {"endingOffsets": "latest"}, ["endingOffsets", "no meaning here"]),
+        (False, {"group": "g"}, ["group", "no meaning here"]),
+        (False, {"maxOffsetsPerTrigger": "5"}, ["maxOffsetsPerTrigger", "no meaning here"]),
+        (True, {"streams": "a,b"}, ["stream and streams"]),
+        (True, {"stream": ""}, ["none of them", "streamsPattern"]),
+        (True, {"stream": "", "streamsPattern": "("}, ["streamsPattern"]),
+        (True, {"startingOffsets": "soon"}, ["startingOffsets", "'soon'"]),
+        (True, {"startingOffsets": "17"}, ["startingOffsets", "'17'"]),
+        (True, {"startingOffsets": "{"}, ["startingOffsets", "JSON"]),
+        (True, {"startingOffsets": '{"orders": true}'}, ["startingOffsets", "True"]),
+        (True, {"startingOffsets": '{"order": 1}'}, ["startingOffsets", "'order'", "not read"]),
+        (True, {"startingOffsets": "group"}, ["startingOffsets=group", "name it with group"]),
+        (False, {"startingOffsets": "group"}, ["startingOffsets=group", "readStream"]),
+        (False, {"endingOffsets": "group"}, ["endingOffsets", "'group'"]),
+        (
+            True,
+            {"startingOffsets": "latest", "startingTimestamp": "0"},
+            ["startingOffsets and startingTimestamp"],
+        ),
+        (
+            False,
+            {"startingOffsets": '{"orders": 9}', "endingOffsets": '{"orders": 8}'},
+            ["startingOffsets", "'orders'", "endingOffsets"],
+        ),
+        (
+            False,
+            {"startingTimestamp": "2", "endingTimestamp": "1"},
+            ["startingTimestamp", "endingTimestamp"],
+        ),
+        (True, {"startingTimestamp": "2026-11-16T14:30:00"}, ["startingTimestamp", "zone"]),
+        (
+            True,
+            {"maxOffsetsPerTrigger": "5", "minOffsetsPerTrigger": "6"},
+            ["minOffsetsPerTrigger is above maxOffsetsPerTrigger"],
+        ),
+        (True, {"maxOffsetsPerTrigger": "0"}, ["maxOffsetsPerTrigger", "'0'"]),
+        (True, {"maxTriggerDelay": "soon"}, ["maxTriggerDelay", "'soon'"]),
+        (True, {"failOnDataLoss": "yes"}, ["failOnDataLoss", "'yes'"]),
+        (True, {"valueFormat": "json"}, ["valueFormat", "binary, string", "'json'"]),
+        (True, {"url": "fake://"}, ["fake://", "one process"]),
+        (True, {"passwordEnv": "X"}, ["password", "url"]),
+        (
+            True,
+            {"url": "redis://h", "passwordEnv": "X", "passwordFile": "/x"},
+            ["passwordEnv", "passwordFile", "not both"],
+        ),
+    ],
+)
+def test_options_that_are_wrong_are_refused_by_name(
+    streaming: bool, given: dict[str, str], words: list[str]
+) -> None:
+    with pytest.raises(ValueError, match=words[0]) as caught:
+        parse(given, streaming=streaming)
+    assert not [word for word in words if word not in str(caught.value)]
+
+
+@pytest.mark.parametrize(
+    "url", [f"redis://:{SECRET}@h", f"redis://u:{SECRET}@h/0", f"redis://h?password={SECRET}"]
+)
+def test_a_password_in_the_url_is_refused_without_showing_it(url: str) -> None:
+    with pytest.raises(ValueError, match="passwordEnv") as caught:
+        parse({"url": url})
+    assert SECRET not in str(caught.value)
+
+
+def test_an_unknown_option_is_refused_when_the_schema_is_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"'streem'.*streamsPattern"):
+        MeteorDataSource(CaseInsensitiveDict({"streem": "orders"})).schema()
+    assert not parse_columns({"endingOffsets": "latest", "group": "g"}).headers
+
+
+# Ranges
+
+
+def at(offset: int, life: str = LIFE) -> Position:
+    return Position(life, 1, offset)
+
+
+def test_ranges_are_cut_evenly_and_none_is_larger_than_allowed() -> None:
+    whole = [Range("a", 5, at(105)), Range("b", 0, at(3))]
+    for least, most in [(1, 10**9), (2, 50), (7, 30), (500, 10), (3, 1)]:
+        parts = cut(whole, least, most)
+        assert max(map(len, parts)) <= most
+        assert len(parts) >= min(least, 103)
+        for name, first, stop in (("a", 5, 105), ("b", 0, 3)):
+            mine = [part for part in parts if part.stream == name]
+            edges = [mine[0].first, *(part.end.offset for part in mine)]
+            assert edges == [first, *(part.first for part in mine[1:]), stop]
+            assert max(map(len, mine)) - min(map(len, mine)) <= 1
+    assert cut([], 3, 10) == []
+
+
+def test_a_limit_gives_each_stream_a_share_and_never_more_than_all() -> None:
+    start = {"large": at(0), "small": at(7)}
+    end = {"large": at(1_000_000), "small": at(10)}
+    ranges = ranges_between(start, end)
+    limited = bounded(ranges, end, 100)
+    assert limited["small"].offset == 8
+    assert sum(map(len, ranges_between(start, limited))) <= 100
+    assert bounded(ranges, end, 1_000_003) == end
+    assert sum(map(len, ranges_between(start, bounded(ranges, end, 1)))) == 1
+
+
+def test_a_stream_that_was_created_anew_is_read_from_its_beginning() -> None:
+    (found,) = ranges_between({"orders": at(50)}, {"orders": at(3, "other")})
+    assert (found.first, found.end.offset) == (0, 3)
+    assert ranges_between({"orders": at(50)}, {"orders": at(50)}) == []
+    assert ranges_between({"orders": at(50)}, {"orders": at(20)}) == []
+
+
+# The engine
+
+
+@pytest.fixture(autouse=True)
+def own_process() -> Iterator[None]:
+    """The source lives in processes of its own, and leaves these to their end."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    for client in server._clients.values():
+        client.close()
+    server._clients.clear()
+
+
+@pytest.fixture
+def stream(url: str) -> Iterator[meteor.Stream]:
+    with meteor.connect(url) as m:
+        yield m.stream("orders", capacity=1000)
+
+
+def test_batches_are_limited_and_end_when_nothing_is_left(url: str, stream: meteor.Stream) -> None:
+    fill(stream, 10, 10, 5)
+    with Engine(Checkpoint(), url=url, maxOffsetsPerTrigger="10", minPartitions="3") as engine:
+        assert engine.limit == ReadMaxRows(10)
+        assert [engine.batch() for _ in range(4)] == [
+            [*range(10)], [*range(10, 20)], [*range(20, 25)], [],
+        ]  # fmt: skip
+        assert len(engine.parts) == 3
+    assert Engine(Checkpoint(), url=url).limit == ReadAllAvailable()
+
+
+def test_a_crash_before_the_first_batch_is_done_changes_nothing(
+    url: str, stream: meteor.Stream
+) -> None:
+    fill(stream, 10)
+    given = {"url": url, "group": "g", "startingOffsets": "-4"}
+    crashed, kept = Engine(Checkpoint(), **given), Checkpoint()
+    before = crashed.initial()
+    crashed.reader.stop()  # so that the lease need not be waited for
+    fill(stream, 10)  # -4 would mean another place now
+    with Engine(kept, **given) as engine:
+        assert engine.initial() == before
+        assert engine.plan()
+        engine.read()
+    fill(stream, 10)
+    with Engine(kept, **given) as engine:  # planned, and not done: the same rows once more
+        assert engine.batch() == [*range(6, 20)]
+        assert engine.batch() == [*range(20, 30)]
+
+
+def test_what_is_done_is_confirmed_to_the_group_and_the_lease_given_up(
+    url: str, stream: meteor.Stream
+) -> None:
+    fill(stream, 30)
+    kept = Checkpoint()
+    with Engine(kept, url=url, group="g", maxOffsetsPerTrigger="20") as engine:
+        engine.batch()
+        found = stream.group("g")
+        assert (found.confirmed, found.owner) == (0, f"spark:g:{os.getpid()}")
+        engine.batch()
+        member = engine.reader._members["orders"]
+        assert engine.batch() == []  # its start says that the last one is done
+        assert member._keeper is not None
+        assert member._keeper.wanted == 30
+    found = stream.group("g")
+    assert (found.confirmed, found.lag, found.owner) == (30, 0, None)
+
+
+def test_the_signal_that_ends_a_query_gives_up_the_lease_and_does_not_cut_that_short(
+    url: str, stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(stream, 3)
+    with Engine(Checkpoint(), url=url, group="g") as engine:
+        engine.batch()
+        with pytest.raises(SystemExit):
+            engine.reader._end(signal.SIGTERM, None)
+        assert stream.group("g").owner is None
+    engine = Engine(Checkpoint(), url=url, group="g")
+    engine.batch()
+    close = membership.Membership.close
+
+    def interrupted(self: membership.Membership) -> None:
+        engine.reader._end(signal.SIGTERM, None)
+        close(self)
+
+    monkeypatch.setattr(membership.Membership, "close", interrupted)
+    assert stream.group("g").owner
+    engine.reader.stop()
+    assert stream.group("g").owner is None
+
+
+def test_a_lease_that_somebody_has_is_waited_for_and_then_told_by_name(
+    url: str, stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "LEASE_S", 0.2)
+    fill(stream, 3)
+    with stream.subscriber(group="g") as sub, Engine(Checkpoint(), url=url, group="g") as engine:
+        sub.poll()
+        owner = stream.group("g").owner
+        assert owner
+        with pytest.raises(meteor.GroupActive, match=owner) as caught:
+            engine.batch()
+        assert caught.value.owner == owner
+    with Engine(Checkpoint(), url=url, group="g") as engine:
+        assert engine.batch() == [0, 1, 2]
+
+
+def test_the_minimum_is_waited_for_unless_the_run_takes_what_is_there(
+    url: str, stream: meteor.Stream
+) -> None:
+    fill(stream, 5)
+    given = {"url": url, "minOffsetsPerTrigger": "10"}
+    with Engine(Checkpoint(), **given, maxTriggerDelay="1h") as engine:
+        assert engine.batch() == []
+        fill(stream, 5)
+        assert engine.batch() == [*range(10)]
+        fill(stream, 5)
+        assert engine.batch() == []
+    with Engine(Checkpoint(), **given, maxTriggerDelay="0ms") as engine:
+        assert len(engine.batch()) == 15
+    with Engine(Checkpoint(), **given | {"startingOffsets": "-5"}) as engine:
+        engine.reader.prepareForTriggerAvailableNow()
+        engine.initial()
+        fill(stream, 100)
+        assert engine.batch() == [*range(10, 15)]
+        assert engine.batch() == []
+
+
+def test_a_limit_of_bytes_is_kept_on_the_average(url: str, stream: meteor.Stream) -> None:
+    with stream.publisher() as pub:
+        for _ in range(5):
+            pub.publish_many([os.urandom(1000)] * 20).result()
+    given = {"url": url, "maxBytesPerTrigger": str(20_000)}
+    with Engine(Checkpoint(), **given) as engine:
+        sizes = [len(engine.batch()) for _ in range(3)]
+    mean = (stream.describe().bytes or 0) // 100
+    assert sizes[:2] == [20_000 // mean] * 2, (sizes, mean)
+
+
+def test_a_stream_found_late_is_read_from_what_its_ring_still_has(
+    url: str, stream: meteor.Stream
+) -> None:
+    given = {"url": url, "streamsPattern": "orders.*", "maxOffsetsPerTrigger": "10"}
+    with Engine(Checkpoint(), **given) as engine:
+        assert engine.batch() == []
+        small = stream.client.stream("orders.late", capacity=20)
+        for _ in range(10):
+            fill(small, 10)
+        first, end = small.bounds()
+        assert first > 10, "the first batches would be of records that are gone"
+        seen: list[int] = []
+        while rows := engine.batch():
+            seen += rows
+        assert seen == [*range(first, end)]
+
+
+@pytest.mark.parametrize("group", ["", "g"])
+def test_a_stream_created_anew_fails_the_query_or_is_read_from_its_beginning(
+    url: str, stream: meteor.Stream, group: str
+) -> None:
+    fill(stream, 10)
+    kept = Checkpoint()
+    with Engine(kept, url=url, group=group) as engine:
+        assert len(engine.batch()) == 10
+        stream.delete()
+        again = stream.client.stream("orders", capacity=1000)
+        fill(again, 3)
+        with pytest.raises(meteor.LogTruncated, match=r"orders.*created anew"):
+            engine.batch()
+    with Engine(kept, url=url, group=group, failOnDataLoss="false") as engine:
+        assert engine.batch() == [0, 1, 2]
+        fill(again, 2)
+        assert engine.plan()
+        again.delete()
+        assert engine.read() == [], "planned, and gone: the batch has to end some day"
+        kept.done += 1
+        engine.batch()
+        assert engine.batch() == []  # and is not asked for again and again
+
+
+def test_a_hole_fails_the_query_or_is_skipped_and_logged(
+    url: str, stream: meteor.Stream, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Checkpoint()
+    with Engine(kept, url=url) as engine:
+        fill(stream, 10)
+        assert len(engine.batch()) == 10
+        for _ in range(20):
+            fill(stream, 100)
+        first, end = stream.bounds()
+        assert engine.plan()
+        with pytest.raises(meteor.RecordsLost) as caught:
+            engine.read()
+        assert (caught.value.first, caught.value.last) == (10, first - 1)
+    with Engine(kept, url=url, failOnDataLoss="false") as engine:
+        assert engine.batch() == [*range(first, end)]
+    assert f"{first - 10} records are lost, 10 to {first - 1} of stream 'orders'" in caplog.text
+
+
+def test_no_secret_is_in_what_is_pickled_or_shown(
+    private_server: ServerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = private_server()
+    with meteor.connect(running.url) as m:
+        fill(m.stream("orders", capacity=100), 3)
+    running.client().config_set("requirepass", SECRET)
+    monkeypatch.setenv("SPARK_METEOR_PASSWORD", SECRET)
+    file = tmp_path / "password"
+    file.write_text(SECRET + "\n")
+    for where in ({"passwordEnv": "SPARK_METEOR_PASSWORD"}, {"passwordFile": str(file)}):
+        with Engine(Checkpoint(), url=running.url, group="g", **where) as engine:
+            assert engine.initial()
+            engine.plan()
+            assert len(engine.read()) == 3
+            shown = [engine.pickled, *engine.parts, dumps(engine.reader._options)]
+            assert not [text for text in shown if SECRET.encode() in text]
+            words = [repr(engine.reader), repr(engine.reader._options), str(engine.kept.planned)]
+            assert not [text for text in words if SECRET in text]
+
+
+def test_a_password_that_is_not_there_is_told_by_its_place(tmp_path: Path) -> None:
+    for where, word in (("passwordEnv", "SPARK_NOT_SET"), ("passwordFile", str(tmp_path / "no"))):
+        with pytest.raises(ValueError, match=word):
+            Engine(Checkpoint(), url="redis://127.0.0.1:1", **{where: word}).initial()
+
+
+def test_a_partition_is_shown_by_what_it_reads() -> None:
+    part = Range("orders", 3, at(9))
+    assert repr(part) == "Range('orders', 3, 9)"
+    assert replace(part, first=4) != part
