@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meteor_py import keys, refusals
 from meteor_py.backoff import pause_s
-from meteor_py.errors import PublishError, ServerRefused
+from meteor_py.errors import MeteorError, PublishError, ServerRefused
 from meteor_py.frame import Columns, encode
 from meteor_py.history import begin_epoch
 from meteor_py.scripts import DISCARD, MOVE, PLAN
@@ -81,6 +81,13 @@ class Stage:
         """Have it all on the server."""
         self._send()
         return Staged(self._name, self._frames, self._records)
+
+    def abandon(self) -> None:
+        """Delete what was sent, as nobody will commit it; else it expires."""
+        try:
+            self._stream.client.call("UNLINK", self._key)
+        except MeteorError:
+            pass  # there is a failure under way that says more
 
     def _send(self) -> None:
         if self._fields:

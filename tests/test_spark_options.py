@@ -183,9 +183,10 @@ def test_a_limit_gives_each_stream_a_share_and_never_more_than_all() -> None:
     assert sum(map(len, ranges_between(start, bounded(ranges, end, 1)))) == 1
 
 
-def test_a_stream_that_was_created_anew_is_read_from_its_beginning() -> None:
-    (found,) = ranges_between({"orders": at(50)}, {"orders": at(3, "other")})
-    assert (found.first, found.end.offset) == (0, 3)
+def test_between_two_offsets_lies_what_is_new_of_streams_that_were_known() -> None:
+    (found,) = ranges_between({"orders": at(3)}, {"orders": at(50), "late": at(7)})
+    assert (found.stream, found.first, found.end.offset) == ("orders", 3, 50)
+    assert ranges_between({"orders": at(50)}, {"orders": at(3, "other")}) == []
     assert ranges_between({"orders": at(50)}, {"orders": at(50)}) == []
     assert ranges_between({"orders": at(50)}, {"orders": at(20)}) == []
 
@@ -340,10 +341,44 @@ def test_a_stream_found_late_is_read_from_what_its_ring_still_has(
             fill(small, 10)
         first, end = small.bounds()
         assert first > 10, "the first batches would be of records that are gone"
+        assert engine.batch() == [], "where it begins is kept first"
         seen: list[int] = []
         while rows := engine.batch():
             seen += rows
         assert seen == [*range(first, end)]
+
+
+def test_what_a_ring_drops_of_a_stream_found_late_is_a_loss_once_it_has_begun(
+    url: str, stream: meteor.Stream
+) -> None:
+    with Engine(Checkpoint(), url=url, streamsPattern="orders.*") as engine:
+        engine.batch()
+        small = stream.client.stream("orders.late", capacity=20)
+        fill(small, 10)
+        assert engine.batch() == []
+        assert engine.plan()
+        for _ in range(10):
+            fill(small, 10)
+        with pytest.raises(meteor.RecordsLost):
+            engine.read()
+
+
+def test_a_stream_found_late_is_read_whole_after_a_crash_before_its_first_commit(
+    url: str, stream: meteor.Stream
+) -> None:
+    kept = Checkpoint()
+    given = {"url": url, "stream": "late", "startingOffsets": "latest", "group": "g"}
+    with Engine(kept, **given) as engine:
+        engine.batch()
+        late = stream.client.stream("late")
+        fill(late, 5)
+        engine.plan()
+    fill(late, 3)
+    with Engine(kept, **given) as engine:
+        rows: list[int] = []
+        for _ in range(4):
+            rows += engine.batch()
+    assert rows == [*range(8)]
 
 
 @pytest.mark.parametrize("group", ["", "g"])
@@ -360,6 +395,7 @@ def test_a_stream_created_anew_fails_the_query_or_is_read_from_its_beginning(
         with pytest.raises(meteor.LogTruncated, match=r"orders.*created anew"):
             engine.batch()
     with Engine(kept, url=url, group=group, failOnDataLoss="false") as engine:
+        assert engine.batch() == [], "where it begins is kept first"
         assert engine.batch() == [0, 1, 2]
         fill(again, 2)
         assert engine.plan()

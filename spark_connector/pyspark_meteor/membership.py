@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from meteor_py import GroupActive, GroupNotFound, LeaseLost, Position, Stream
 from meteor_py.keeper import Keeper
-from meteor_py.lease import Lease, Term
+from meteor_py.lease import Lease, Term, now
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,6 +74,7 @@ class Membership:
         """
         keeper = self._keeper
         assert keeper is not None, "held before"
+        keeper.alive_at = now()  # else the lease would lapse, after a week
         keeper.raise_refusal()
         if position.offset > keeper.confirmed:
             if keeper.term is not self._term:

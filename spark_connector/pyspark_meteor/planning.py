@@ -126,7 +126,10 @@ class Planner:
 
     def _aligned(self, whole: Range, parts: list[Range]) -> list[Range]:
         own = [part for part in parts if part.stream == whole.stream]
-        found = borders(self.open(whole.stream), [part.first for part in own[1:]])
+        try:
+            found = borders(self.open(whole.stream), [part.first for part in own[1:]])
+        except (StreamNotFound, LogTruncated):
+            return own  # whoever reads it will be told, or go on without
         inner = sorted({end for end in found if whole.first < end < whole.end.offset})
         return [
             replace(whole, first=first, end=whole.end._replace(offset=stop))

@@ -21,8 +21,6 @@ class Range(InputPartition):
     stream: str
     first: int
     end: Position
-    #: Whether it begins with the first record there is: what is gone before that was not asked for.
-    anywhere: bool = False
 
     def __len__(self) -> int:
         return self.end.offset - self.first
@@ -33,18 +31,18 @@ class Range(InputPartition):
 
 
 def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
-    """What lies between two offsets of a query; nothing of a stream where nothing is new.
+    """What lies between two offsets of a query.
 
-    A stream that was not there before, or was created anew, is read from its beginning.
+    Nothing of a stream that was not there before, or was created anew: the first offset that a
+    query has of it is where it begins, and what follows is in the next batch.
     """
-    ranges: list[Range] = []
-    for name, stop in sorted(end.items()):
-        known = start.get(name)
-        is_new = known is None or known.incarnation != stop.incarnation
-        first = 0 if known is None or is_new else known.offset
-        if first < stop.offset:
-            ranges.append(Range(name, first, stop, is_new))
-    return ranges
+    return [
+        Range(name, known.offset, stop)
+        for name, stop in sorted(end.items())
+        if (known := start.get(name)) is not None
+        and known.incarnation == stop.incarnation
+        and known.offset < stop.offset
+    ]
 
 
 def cut(ranges: list[Range], least: int, records_max: int) -> list[Range]:

@@ -90,10 +90,6 @@ def _find_end(sub: Subscriber, options: SourceOptions, wanted: Range) -> int:
 
 def _judge(loss: RecordsLost | SegmentCorrupt, options: SourceOptions, wanted: Range) -> None:
     """Raise, unless the query is to go on without these records."""
-    from meteor_py import SegmentCorrupt
-
-    if wanted.anywhere and not isinstance(loss, SegmentCorrupt):
-        return
     if options.fail_on_data_loss:
         raise loss
     last = min(loss.last, wanted.end.offset - 1)

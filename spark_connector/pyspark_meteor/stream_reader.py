@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
@@ -75,14 +74,18 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         planner, options = self._begin()
         known = from_spark(start)
         self._ends = planner.ends()
-        self._check(planner, known, options)
-        self._confirm(known)
-        end = dict(self._ends)  # one that was deleted is forgotten: it may come anew
+        back = self._check(planner, known, options)
+        self._confirm({name: place for name, place in known.items() if name not in back})
+        # One that was deleted is forgotten, as it may come anew; one that is new begins, with
+        # nothing to read yet: so where it begins is in the checkpoint before anything is read.
+        begun = self._begun(planner, known, options)
+        end = self._ends | begun
         if self._target is not None:
             end = _capped(end, self._target, known)
+            begun = {name: place for name, place in begun.items() if name in self._target}
         if not isinstance(limit, ReadAllAvailable):
             end = self._limited(planner, known, end, options)
-        return to_spark(_unmoved(known, end))
+        return to_spark(_unmoved(known, end | begun | back))
 
     def getDefaultReadLimit(self) -> ReadLimit:
         """What the options say; more than one of them cannot be told to the engine."""
@@ -165,8 +168,27 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
         return Membership(planner.open(name), options.group).start(resolve)
 
-    def _check(self, planner: Planner, known: Offsets, options: SourceOptions) -> None:
-        """Notice what the server has lost, before anything is built on it."""
+    def _begun(self, planner: Planner, known: Offsets, options: SourceOptions) -> Offsets:
+        """Where streams begin that the query does not know yet, or that were created anew."""
+        begun: Offsets = {}
+        for name, end in self._ends.items():
+            if name in known and known[name].incarnation == end.incarnation:
+                continue
+            first = min(planner.first(name), end.offset)
+            if options.group is not None:
+                member = Membership(planner.open(name), options.group)
+                first = member.start(lambda first=first: first)  # type: ignore[misc]
+            begun[name] = end._replace(offset=first)
+        return begun
+
+    def _check(self, planner: Planner, known: Offsets, options: SourceOptions) -> Offsets:
+        """Notice what the server has lost, before anything is built on it.
+
+        Returns:
+            Where to go back to, if the query is to go on all the same: to what is there in place
+            of what was lost.
+        """
+        back: Offsets = {}
         for name, place in known.items():
             end = self._ends.get(name)
             try:
@@ -183,6 +205,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 if options.fail_on_data_loss:
                     raise
                 _log.warning("%s The query goes on: failOnDataLoss is false.", loss)
+                if end is not None and end.incarnation == place.incarnation:
+                    back[name] = end._replace(offset=min(loss.first, end.offset))
+                    self._leave(name)  # the group has confirmed what is lost
+        return back
 
     def _confirm(self, done: Offsets) -> None:
         group = self._options.group
@@ -214,13 +240,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     ) -> Offsets:
         """Not more than a batch may have; nothing while there is too little for one."""
         limits = options.limits
-        # What a ring dropped before a query saw the stream is no part of its batches.
-        ranges = [
-            replace(new, first=min(planner.first(new.stream), new.end.offset))
-            if new.anywhere
-            else new
-            for new in ranges_between(start, end)
-        ]
+        ranges = ranges_between(start, end)
         available = sum(map(len, ranges))
         if self._target is None and available < limits.min_records:
             now = time.monotonic()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from meteor_py.config import FRAME_RECORDS_MAX
-from meteor_py.errors import StreamNotFound
+from meteor_py.errors import MeteorError, StreamNotFound
 from meteor_py.intake import Intake
 from meteor_py.transaction import Stage, Staged
 
 if TYPE_CHECKING:
     from meteor_py import Publisher, Stream
     from pyspark_meteor.sink_options import SinkOptions
+
+_log = logging.getLogger(__name__)
 
 #: Bytes of a record at most; Spark users have no other place to say so.
 _RECORD_BYTES = 32 * 1024 * 1024
@@ -34,16 +37,22 @@ def stage_all(
 ) -> dict[str, Staged]:
     """Stage the rows of a task, for each stream under this name."""
     stages: dict[str, tuple[Stage, Intake]] = {}
-    for stream_name, rows in _by_stream(options, batches):
-        if stream_name not in stages:
-            stream = open_stream(options, stream_name)
-            records = min(FRAME_RECORDS_MAX, stream.config.capacity)
-            intake = Intake(stream_name, records, _RECORD_BYTES)
-            stages[stream_name] = Stage(stream, name), intake
-        stage, intake = stages[stream_name]
-        for columns, _ in intake.frames(**_arguments(rows)):
-            stage.write(columns)
-    return {stream_name: stage.finish() for stream_name, (stage, _) in stages.items()}
+    try:
+        for stream_name, rows in _by_stream(options, batches):
+            if stream_name not in stages:
+                stream = open_stream(options, stream_name)
+                records = min(FRAME_RECORDS_MAX, stream.config.capacity)
+                intake = Intake(stream_name, records, _RECORD_BYTES)
+                stages[stream_name] = Stage(stream, name), intake
+            stage, intake = stages[stream_name]
+            for columns, _ in intake.frames(**_arguments(rows)):
+                stage.write(columns)
+        return {stream_name: stage.finish() for stream_name, (stage, _) in stages.items()}
+    except BaseException:
+        # Nobody will hear of them; they would take memory of the server until they expire.
+        for stage, _ in stages.values():
+            stage.abandon()
+        raise
 
 
 def publish_all(options: SinkOptions, batches: Iterator[pa.RecordBatch]) -> int:
@@ -59,9 +68,14 @@ def publish_all(options: SinkOptions, batches: Iterator[pa.RecordBatch]) -> int:
                 )
             publishers[stream_name].publish_many(**_arguments(rows))
             count += rows.num_rows
+        for publisher in publishers.values():
+            publisher.flush()
     finally:
         for publisher in publishers.values():
-            publisher.close()
+            try:
+                publisher.close()
+            except MeteorError as error:
+                _log.warning("When a task of a query ended: %s", error)
     return count
 
 
