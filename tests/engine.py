@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Self
 
 import pyarrow as pa
@@ -17,11 +19,25 @@ from pyspark import cloudpickle
 from pyspark.sql.datasource import CaseInsensitiveDict, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 
+from pyspark_meteor import server
 from pyspark_meteor.source import MeteorDataSource
 from pyspark_meteor.stream_reader import StreamReader
 
 #: As Spark pickles what it sends to other processes.
 dumps: Callable[[object], bytes] = cloudpickle.dumps
+
+
+@contextmanager
+def own_process() -> Iterator[None]:
+    """The source lives in processes of its own, and leaves these to their end."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        for client in server._clients.values():
+            client.close()
+        server._clients.clear()
 
 
 class Checkpoint:

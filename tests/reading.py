@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import redis
@@ -28,6 +29,13 @@ def fill(stream: meteor.Stream, *sizes: int) -> int:
             assert first == end, "somebody else publishes"
             end += size
     return end
+
+
+def later_than_all(stream: meteor.Stream) -> int:
+    """A time in ms after all records that there are; 0 as long as the server's clock has none."""
+    now = int(datetime.now(UTC).timestamp() * 1000)
+    is_later = stream.offset_at(datetime.fromtimestamp(now / 1000, UTC)) == stream.bounds()[1]
+    return now if is_later else 0
 
 
 def check_values(batch: meteor.RecordBatch) -> list[int]:

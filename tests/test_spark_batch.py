@@ -11,7 +11,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 import meteor_py as meteor
-from tests.reading import fill, value
+from tests.reading import fill, later_than_all, value
 from tests.splicing import archive
 from tests.waiting import eventually
 
@@ -92,7 +92,7 @@ def test_a_range_of_offsets_or_of_time_is_read_from_store_and_ring(
     stream = client.stream("orders", capacity=50, store=tmp_path, archive=False)
     fill(stream, 50, 50)
     archive(stream)
-    middle = eventually(lambda: _later_than_all(stream), 10, "the clock stands still")
+    middle = eventually(lambda: later_than_all(stream), 10, "the clock stands still")
     fill(stream, 50, 50)
     archive(stream)
     eventually(lambda: stream.describe().length < 200, 10, "the ring was not trimmed")
@@ -111,13 +111,6 @@ def test_a_range_of_offsets_or_of_time_is_read_from_store_and_ring(
         *range(100, 110)
     ]
     assert table.offsets(startingOffsets="latest") == []
-
-
-def _later_than_all(stream: meteor.Stream) -> int:
-    """A time in ms after all records that there are; 0 as long as the server's clock has none."""
-    now = int(datetime.now(UTC).timestamp() * 1000)
-    is_later = stream.offset_at(datetime.fromtimestamp(now / 1000, UTC)) == stream.bounds()[1]
-    return now if is_later else 0
 
 
 def test_several_streams_are_one_table_and_a_schema_chooses_among_the_columns(

@@ -6,6 +6,7 @@ The engine is that of ``tests.engine``, in this process; a real server answers i
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,12 +18,12 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 import meteor_py as meteor
 from meteor_py import Position
-from pyspark_meteor import membership, server
+from pyspark_meteor import membership, planning
 from pyspark_meteor.options import Limits, Place, SourceOptions, parse_columns, parse_source
 from pyspark_meteor.ranges import Range, bounded, cut, ranges_between
 from pyspark_meteor.source import MeteorDataSource
 from tests.conftest import ServerFactory
-from tests.engine import Checkpoint, Engine, dumps
+from tests.engine import Checkpoint, Engine, dumps, own_process
 from tests.reading import fill
 
 SECRET = "geheim-4711"
@@ -195,14 +196,9 @@ def test_between_two_offsets_lies_what_is_new_of_streams_that_were_known() -> No
 
 
 @pytest.fixture(autouse=True)
-def own_process() -> Iterator[None]:
-    """The source lives in processes of its own, and leaves these to their end."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
-    for client in server._clients.values():
-        client.close()
-    server._clients.clear()
+def cleaned_up() -> Iterator[None]:
+    with own_process():
+        yield
 
 
 @pytest.fixture
@@ -328,6 +324,22 @@ def test_a_limit_of_bytes_is_kept_on_the_average(url: str, stream: meteor.Stream
         sizes = [len(engine.batch()) for _ in range(3)]
     mean = (stream.describe().bytes or 0) // 100
     assert sizes[:2] == [20_000 // mean] * 2, (sizes, mean)
+    with Engine(Checkpoint(), **given, maxOffsetsPerTrigger="5") as engine:
+        assert engine.batch() == [*range(5)], "the lower of two limits"
+
+
+def test_frames_stay_whole_unless_a_task_may_not_have_so_many_records(
+    url: str, stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is said counts, also if it is what would hold anyway."""
+    monkeypatch.setattr(planning, "RECORDS_PER_PARTITION", 10)
+    fill(stream, 15, 15)
+    with Engine(Checkpoint(), url=url) as engine:
+        assert len(engine.batch()) == 30
+        assert [len(pickle.loads(part)) for part in engine.parts] == [15, 15]
+    with Engine(Checkpoint(), url=url, maxRecordsPerPartition="10") as engine:
+        assert len(engine.batch()) == 30
+        assert [len(pickle.loads(part)) for part in engine.parts] == [10, 10, 10]
 
 
 def test_a_stream_found_late_is_read_from_what_its_ring_still_has(

@@ -13,14 +13,18 @@ from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import col
 from pyspark.sql.streaming.query import StreamingQuery
-from pyspark.sql.types import BinaryType, StructField, StructType
+from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 import meteor_py as meteor
 from meteor_py import keys
 from pyspark_meteor import writers
-from pyspark_meteor.sink_options import parse_sink
+from pyspark_meteor.sink_options import SinkOptions, parse_sink
+from pyspark_meteor.writing import publish_all, stage_all
 from tests.spark import END_S, batches, failure, stream_of
 from tests.staging import contents, lasting, numbers
+from tests.waiting import eventually
+
+MIB = 1024 * 1024
 
 
 @pytest.fixture
@@ -304,6 +308,81 @@ class Task:
 
     def get(self) -> Task:
         return self
+
+
+@pytest.fixture
+def options(url: str, m: meteor.Client, monkeypatch: pytest.MonkeyPatch) -> SinkOptions:
+    """Those of a task that is in this process; the column says where to."""
+    schema = StructType([StructField("value", BinaryType()), StructField("stream", StringType())])
+    options = parse_sink({"url": url}, schema, streaming=True)
+    monkeypatch.setattr(type(options.server), "connect", lambda _: m)
+    return options
+
+
+def some(stream: str, size: int = 1) -> pa.RecordBatch:
+    """Two rows of so many bytes."""
+    return pa.RecordBatch.from_pydict({"value": [b"x" * size] * 2, "stream": [stream] * 2})
+
+
+def test_a_task_that_fails_leaves_nothing_of_what_it_has_staged(
+    options: SinkOptions, m: meteor.Client
+) -> None:
+    def rows() -> Iterator[pa.RecordBatch]:
+        for stream in ("a", "b"):
+            yield some(stream, MIB)
+            assert len(m.redis.keys(f"*{{{stream}}}*stage*")) == 1, "it is sent by now"
+        raise RuntimeError("no luck")
+
+    with pytest.raises(RuntimeError, match="no luck"):
+        stage_all(options, rows(), "q.0.0.x")
+    assert m.redis.keys("*stage*") == []
+
+
+def test_a_task_that_fails_says_why_though_it_cannot_clean_up(
+    options: SinkOptions, m: meteor.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise meteor.ConnectionFailed("gone")
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield some("a")
+        monkeypatch.setattr(m, "call", refuse)
+        raise RuntimeError("no luck")
+
+    with pytest.raises(RuntimeError, match="no luck"):
+        stage_all(options, rows(), "q.0.0.x")
+
+
+def test_a_task_that_cannot_publish_to_one_stream_fails_when_the_others_have_their_rows(
+    options: SinkOptions, m: meteor.Client
+) -> None:
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield some("a")
+        eventually(lambda: m.stream("a").end().offset == 2, 10, "it is not published at once")
+        m.stream("a").delete()
+        yield some("a")
+        yield some("b")
+
+    with pytest.raises(meteor.MeteorError, match="'a'"):
+        publish_all(options, rows())
+    assert contents(m.stream("b", create=False)) == "x x"
+
+
+def test_a_task_that_fails_while_it_publishes_says_why_and_not_what_came_of_it(
+    options: SinkOptions, m: meteor.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield some("b")
+        yield some("a")
+        eventually(lambda: m.stream("a").end().offset == 2, 10, "it is not published at once")
+        m.stream("a").delete()
+        yield some("a")
+        raise RuntimeError("no luck")
+
+    with pytest.raises(RuntimeError, match="no luck"):
+        publish_all(options, rows())
+    assert "When a task of a query ended" in caplog.text
+    assert contents(m.stream("b", create=False)) == "x x"
 
 
 def test_of_the_attempts_of_a_task_only_the_one_that_the_engine_counts_is_written(

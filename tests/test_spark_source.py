@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from pyspark.sql import SparkSession
 import meteor_py as meteor
 from tests.bench import NAME, Pair
 from tests.conftest import ServerFactory
-from tests.reading import fill
+from tests.reading import fill, later_than_all
 from tests.spark import (
     PASSWORD,
     PASSWORD_ENV,
@@ -122,6 +123,61 @@ def test_a_group_keeps_the_start_of_a_query_that_fails_and_its_lease_from_a_seco
         assert "GroupActive" in told
 
 
+def test_a_batch_has_as_many_records_as_its_limit_of_bytes_has_room_for(
+    spark: SparkSession, url: str, client: meteor.Client, tmp_path: Path
+) -> None:
+    stream = client.stream("orders", capacity=1000)
+    with stream.publisher() as pub:
+        for _ in range(5):
+            pub.publish_many([os.urandom(1000)] * 20).result()
+    most = 40_000 // ((stream.describe().bytes or 0) // 100)
+    assert 20 < most < 40
+    frame = stream_of(spark, url, stream="orders", maxBytesPerTrigger=40_000).select("offset")
+    query = run(frame, tmp_path)
+    assert batches(query) == [most, most, 100 - 2 * most]
+    assert offsets(spark, tmp_path) == [*range(100)]
+
+
+def test_a_batch_waits_for_its_minimum_but_not_longer_than_its_delay(
+    spark: SparkSession, url: str, client: meteor.Client, tmp_path: Path
+) -> None:
+    stream = client.stream("orders", capacity=1000)
+    fill(stream, 5)
+    given: dict[str, str | int] = {"stream": "orders", "minOffsetsPerTrigger": 10}
+    patient = stream_of(spark, url, **given, maxTriggerDelay="1h", group="patient")
+    hasty = stream_of(spark, url, **given, maxTriggerDelay="1s", group="hasty")
+    queries = [
+        start(frame.select("offset"), tmp_path / name, follow=True)
+        for name, frame in (("patient", patient), ("hasty", hasty))
+    ]
+    # Both have looked: so who does not wait has begun a batch of five.
+    eventually(lambda: len(owners(stream)) == 2, 60, "the queries do not begin")
+    eventually(lambda: batches(queries[1]) == [5], 60, "the delay does not end")
+    fill(stream, 5)
+    eventually(lambda: batches(queries[0]) == [10], 60, "the minimum is there, and not read")
+    eventually(lambda: sum(batches(queries[1])) == 10, 60, "the rest is not read")
+    for query in queries:
+        query.stop()
+    for name in ("patient", "hasty"):
+        assert offsets(spark, tmp_path / name) == [*range(10)]
+
+
+def test_a_query_starts_at_a_time_and_goes_on_from_its_checkpoint(
+    spark: SparkSession, url: str, client: meteor.Client, tmp_path: Path
+) -> None:
+    stream = client.stream("orders", capacity=1000)
+    fill(stream, 10)
+    middle = eventually(lambda: later_than_all(stream), 10, "the clock stands still")
+    fill(stream, 5, 5)
+    frame = stream_of(spark, url, stream="orders", startingTimestamp=middle).select("offset")
+    run(frame, tmp_path)
+    assert offsets(spark, tmp_path) == [*range(10, 20)]
+    fill(stream, 5)
+    frame = stream_of(spark, url, stream="orders", startingTimestamp="1970-01-01T00:00:00Z")
+    assert batches(run(frame.select("offset"), tmp_path)) == [5]
+    assert offsets(spark, tmp_path) == [*range(10, 25)]
+
+
 def test_what_the_ring_drops_during_a_query_comes_from_the_store(
     spark: SparkSession, url: str, client: meteor.Client, tmp_path: Path
 ) -> None:
@@ -198,13 +254,14 @@ def test_streams_of_a_pattern_are_read_together_also_one_that_is_created_later(
     query.stop()
 
 
-def test_a_server_promoted_behind_the_checkpoint_fails_the_query_with_what_is_lost(
+def test_a_server_promoted_behind_the_checkpoint_fails_the_query_unless_that_is_wanted(
     spark: SparkSession, pair: Pair, tmp_path: Path
 ) -> None:
     url = pair.bench.proxy.url
-    frame = stream_of(spark, url, stream=NAME).select("offset")
+    frame = stream_of(spark, url, stream=NAME, group="g").select("offset")
     fill(pair.bench.stream, 20)
     run(frame, tmp_path)
+    eventually(lambda: not owners(pair.bench.stream), 10, "the lease was not given up")
     pair.lag()
     fill(pair.bench.stream, 10)
     run(frame, tmp_path)
@@ -214,6 +271,12 @@ def test_a_server_promoted_behind_the_checkpoint_fails_the_query_with_what_is_lo
     assert "LogTruncated" in told
     assert "20 to 29" in told
     assert offsets(spark, tmp_path) == [*range(30)]
+
+    lenient = stream_of(spark, url, stream=NAME, group="g", failOnDataLoss="false")
+    run(lenient.select("offset"), tmp_path)
+    assert offsets(spark, tmp_path) == sorted([*range(30), *range(20, 50)])
+    eventually(lambda: not owners(pair.bench.stream), 10, "the lease was not given up")
+    assert pair.bench.stream.group("g").confirmed == 50
 
 
 def test_a_password_is_found_by_its_place_and_shown_nowhere(

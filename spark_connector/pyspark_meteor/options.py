@@ -88,11 +88,8 @@ class SourceOptions(ColumnOptions):
     fail_on_data_loss: bool
     limits: Limits
     min_partitions: int
-    max_records_per_partition: int
-
-
-#: Records of a partition at most, if nothing is said: a second of work or so.
-RECORDS_PER_PARTITION = 500_000
+    #: None: nothing is said, and frames may stay whole.
+    max_records_per_partition: int | None
 
 
 def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
@@ -136,7 +133,7 @@ def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
         fail_on_data_loss=options.flag("failOnDataLoss", True),
         limits=limits,
         min_partitions=options.number("minPartitions") or 1,
-        max_records_per_partition=options.number("maxRecordsPerPartition") or RECORDS_PER_PARTITION,
+        max_records_per_partition=options.number("maxRecordsPerPartition"),
     )
 
 

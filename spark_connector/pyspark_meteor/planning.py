@@ -13,11 +13,13 @@ from meteor_py import Client, LogTruncated, Position, Stream, StreamNotFound
 from meteor_py.borders import borders
 from meteor_py.times import EPOCH
 from pyspark_meteor.offsets import Offsets
-from pyspark_meteor.options import RECORDS_PER_PARTITION
 from pyspark_meteor.ranges import Range, cut
 
 if TYPE_CHECKING:
     from pyspark_meteor.options import Place, SourceOptions
+
+#: Records of a partition, roughly, if nothing is said: a second of work or so.
+RECORDS_PER_PARTITION = 500_000
 
 
 class Planner:
@@ -116,13 +118,12 @@ class Planner:
         It is not if the frames are too large for as many parts as are wanted, or as small ones.
         """
         options = self._options
-        parts = cut(ranges, options.min_partitions, options.max_records_per_partition)
-        aligned = [part for whole in ranges for part in self._aligned(whole, parts)]
         most = options.max_records_per_partition
-        is_strict = most != RECORDS_PER_PARTITION
-        if len(aligned) < min(options.min_partitions, len(parts)):
-            return parts
-        return parts if is_strict and any(len(part) > most for part in aligned) else aligned
+        parts = cut(ranges, options.min_partitions, most or RECORDS_PER_PARTITION)
+        aligned = [part for whole in ranges for part in self._aligned(whole, parts)]
+        is_few = len(aligned) < min(options.min_partitions, len(parts))
+        is_large = most is not None and any(len(part) > most for part in aligned)
+        return parts if is_few or is_large else aligned
 
     def _aligned(self, whole: Range, parts: list[Range]) -> list[Range]:
         own = [part for part in parts if part.stream == whole.stream]

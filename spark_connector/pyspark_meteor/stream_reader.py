@@ -55,7 +55,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._ends: Offsets = {}
         self._target: Offsets | None = None
         self._members: dict[str, Membership] = {}
+        self._lost: Offsets = {}
         self._waiting_since: float | None = None
+        self._looked = False
         self._stopping = False
 
     # -- for the engine, on the driver ---------------------------------------------------------
@@ -64,16 +66,17 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Where a query without a checkpoint begins; the same as long as the group is there."""
         planner, options = self._begin()
         if self._initial is None:
-            self._initial = {}
-            for name, end in planner.ends().items():
-                self._initial[name] = end._replace(offset=self._start(planner, name, options))
+            self._initial = {
+                name: end._replace(offset=self._start(planner, name, options))
+                for name, end in self._look(planner).items()
+            }
         return to_spark(self._initial)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         """How far the next batch goes; ``start`` itself if there is nothing for one."""
         planner, options = self._begin()
         known = from_spark(start)
-        self._ends = planner.ends()
+        self._ends = self._look(planner)
         back = self._check(planner, known, options)
         self._confirm({name: place for name, place in known.items() if name not in back})
         # One that was deleted is forgotten, as it may come anew; one that is new begins, with
@@ -98,7 +101,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:
         """Note where the streams end: what comes later is not for this run."""
-        self._target = self._begin()[0].ends()
+        self._target = self._look(self._begin()[0])
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """What the tasks of a batch read."""
@@ -107,7 +110,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def commit(self, end: dict[str, Any]) -> None:
         """A batch is done for good: tell the group."""
         self._begin()
-        self._confirm(from_spark(end))
+        done = from_spark(end).items()
+        # What the server has lost since it was read, it would refuse to hear of.
+        self._confirm({name: place for name, place in done if self._lost.get(name) != place})
 
     def stop(self) -> None:
         """Let others have the groups at once; the engine calls it only if it is asked to end."""
@@ -148,6 +153,20 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if not self._stopping:
             self.stop()
             sys.exit(0)
+
+    def _look(self, planner: Planner) -> Offsets:
+        """Where the streams end; say it, once, if one is not there: its name may be mistyped."""
+        ends = planner.ends()
+        if not self._looked:
+            for name in self._options.streams:
+                if name not in ends:
+                    _log.warning(
+                        "There is no stream %r; the query reads it as soon as there is one. If the "
+                        "name is mistyped, stop it: `meteor streams ls` shows what there is.",
+                        name,
+                    )
+            self._looked = True
+        return ends
 
     def _start(self, planner: Planner, name: str, options: SourceOptions) -> int:
         place = options.starting[name]
@@ -207,6 +226,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 _log.warning("%s The query goes on: failOnDataLoss is false.", loss)
                 if end is not None and end.incarnation == place.incarnation:
                     back[name] = end._replace(offset=min(loss.first, end.offset))
+                    self._lost[name] = place
                     self._leave(name)  # the group has confirmed what is lost
         return back
 

@@ -1,0 +1,42 @@
+"""Spark runs a task twice at once, on two machines: each row is in the target exactly once.
+
+    pytest tests/chaos/spark_speculation.py
+
+It takes six processes of Java, and half a minute to one: so it is a part of ``make chaos``, and not
+of ``make test``, whose tests are in files called ``test_...``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import meteor_py as meteor
+from tests.java import java, require_java
+from tests.spark_cluster import ROW_BYTES, SOURCE, TARGET, TASK_ROWS, TASKS, Cluster, Driver
+from tests.staging import contents
+
+pytestmark = [java, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_tasks_that_run_twice_at_once_write_each_row_once(url: str, tmp_path: Path) -> None:
+    require_java()
+    rows = 3 * TASKS * TASK_ROWS
+    with meteor.connect(url) as m:
+        target = m.stream(TARGET, capacity=100_000)
+        with m.stream(SOURCE, capacity=100_000).publisher() as pub:
+            for first in range(0, rows * 2 // 3, 500):
+                pub.publish_many([b"%0*d" % (ROW_BYTES, n) for n in range(first, first + 500)])
+        with Cluster(tmp_path) as cluster, Driver(cluster, url, tmp_path) as driver:
+            driver.wait()
+            # Both attempts of the first task of each job have come as far as their last rows.
+            assert driver.marks == {f"{job}.0.{attempt}" for job in range(3) for attempt in (0, 1)}
+            attempts = driver.attempts
+        slow = [attempt for attempt in attempts if attempt.partition == 0]
+        assert [attempt.speculative for attempt in slow] == [False, True] * 3
+        for one, other in zip(slow[::2], slow[1::2], strict=True):
+            assert one.host != other.host
+        assert list(map(int, contents(target).split())) == list(range(rows))
+        # Of attempts that were not counted, and killed before they could clean up.
+        assert all(m.redis.pttl(key) > 0 for key in m.redis.scan_iter("*stage*"))
