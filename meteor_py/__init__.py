@@ -27,7 +27,9 @@ from meteor_py.errors import (
     ConnectionFailed,
     CorruptFrameError,
     DecodeError,
+    Fenced,
     GroupActive,
+    GroupConfigMismatch,
     GroupError,
     GroupNotFound,
     InvalidInitialOffset,
@@ -66,6 +68,10 @@ from meteor_py.publisher import Publisher
 from meteor_py.receiver import Receiver
 from meteor_py.record import ARROW_SCHEMA, Record, RecordBatch
 from meteor_py.serverinfo import ServerDescription
+from meteor_py.shared.config import ConsumerConfig, SharedConfig
+from meteor_py.shared.group import Consumer, GroupState, SharedDescription, SharedGroup
+from meteor_py.shared.record import SharedRecord
+from meteor_py.shared.subscriber import SharedSubscriber
 from meteor_py.store.archive import Archive
 from meteor_py.store.archiver import Archiver
 from meteor_py.store.base import Bounds, Flaw, RingbufferStore
@@ -86,15 +92,20 @@ __all__ = [
     "Codec",
     "Compression",
     "ConnectionFailed",
+    "Consumer",
+    "ConsumerConfig",
     "CorruptFrameError",
     "DataSafetyWarning",
     "DecodeError",
     "Description",
+    "Fenced",
     "Flaw",
     "GroupActive",
+    "GroupConfigMismatch",
     "GroupDescription",
     "GroupError",
     "GroupNotFound",
+    "GroupState",
     "InitialOffset",
     "InvalidInitialOffset",
     "LeaseLost",
@@ -127,6 +138,11 @@ __all__ = [
     "ServerNotFound",
     "ServerRefused",
     "ServerStartFailed",
+    "SharedConfig",
+    "SharedDescription",
+    "SharedGroup",
+    "SharedRecord",
+    "SharedSubscriber",
     "StoreMismatch",
     "StoreUnavailable",
     "Stream",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import msgspec
@@ -27,14 +27,28 @@ class Batch:
     """Records on their way, until they are settled: in the log, or failed."""
 
     __slots__ = (
-        "_callbacks", "_event", "columns", "count", "deadline", "encoded", "error", "first",
-        "gathered_at", "in_doubt", "nbytes", "observed", "sequence", "settled",
+        "_callbacks",
+        "_event",
+        "columns",
+        "count",
+        "deadline",
+        "encoded",
+        "error",
+        "first",
+        "gathered_at",
+        "in_doubt",
+        "index",
+        "nbytes",
+        "observed",
+        "sequence",
+        "settled",
     )  # fmt: skip
 
     def __init__(self, gathered_at: float, deadline: float) -> None:
         self.columns: Columns | None = Columns([])
         #: Name of the format and payload, once it is on its way.
         self.encoded: tuple[str, Any] | None = None
+        self.index: Sequence[bytes] = ()  # its entry there, if the stream has one
         self.count = 0
         self.nbytes = 0
         #: By the monotonic clock: when its first record came, and when it fails at the latest.
@@ -56,6 +70,7 @@ class Batch:
         self.error = error
         self.columns = None
         self.encoded = None
+        self.index = ()
         self.settled = True
         with _lock:
             event, callbacks = self._event, self._callbacks

@@ -35,6 +35,7 @@ from meteor_py.meta import Meta
 from meteor_py.publisher import close_publishers
 from meteor_py.scripts import ALL, CREATE_STREAM, Script
 from meteor_py.serverinfo import ServerDescription, describe_server
+from meteor_py.shared.subscriber import close_shared_subscribers
 from meteor_py.store.archiver import close_archivers, start_archiver
 from meteor_py.store.base import RingbufferStore
 from meteor_py.store.opening import Store, founding_fields, open_store, settle
@@ -99,6 +100,7 @@ class Client(Closing):
         compression: Compression | None = None,
         checksum: bool | None = None,
         codec: str | None = None,
+        group_by: str | None = None,
         store: Store | None = None,
         max_unarchived: int | None = None,
         archive: bool = True,
@@ -115,6 +117,8 @@ class Client(Closing):
             compression: "none" (default), "lz4" or "zstd", for frames of several records.
             checksum: Whether each frame carries a crc32.
             codec: "bytes" (default), "text", "json" or "msgpack".
+            group_by: "key" or "header:NAME": what makes groups of the records, for
+                ``stream.shared_subscriber()``.
             store: Where records are kept when the ring drops them: a directory, ``file:///path``,
                 ``s3://bucket/prefix``..., or a ``RingbufferStore``. The stream then never drops
                 what is not in the store.
@@ -138,6 +142,7 @@ class Client(Closing):
             "compression": compression,
             "checksum": checksum,
             "codec": codec,
+            "group_by": group_by,
         }
         asked = {setting: value for setting, value in given.items() if value is not None}
         config = replace(StreamConfig(), **asked)  # type: ignore[arg-type]  # checked inside
@@ -276,7 +281,10 @@ class Client(Closing):
         """
         try:
             try:
-                close_subscribers(self)
+                try:
+                    close_shared_subscribers(self)
+                finally:
+                    close_subscribers(self)
             finally:
                 try:
                     close_publishers(self)  # which may wait for the archiver to make room

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meteor_py import keys
+from meteor_py.grouping import Grouping
 from meteor_py.history import Position
 
 #: Records that a ring keeps if nobody says otherwise (as in Meteor).
@@ -61,6 +62,9 @@ class StreamConfig:
     checksum: bool = False
     #: How values become bytes: "bytes", "text", "json" or "msgpack". Cannot be changed later.
     codec: str = "bytes"
+    #: What makes groups for shared subscribers of its records: "key" or "header:NAME"; None: the
+    #: stream has no groups, and no shared subscribers. Cannot be changed later.
+    group_by: str | None = None
     #: The address of the store, without secrets; None: no store, or one that has no address.
     store: str | None = None
     #: With a store: records that may wait for the archiver before publishers have to.
@@ -74,6 +78,8 @@ class StreamConfig:
         if not isinstance(self.checksum, bool):
             raise TypeError(f"checksum must be True or False, not {self.checksum!r}.")
         check_choice("codec", self.codec, ("bytes", "text", "json", "msgpack"))
+        if self.group_by is not None:
+            Grouping(self.group_by)  # raises
 
     def check_room(self) -> StreamConfig:
         """Return it, if publishers will find room.
@@ -87,6 +93,11 @@ class StreamConfig:
             )
         return self
 
+    @property
+    def grouping(self) -> Grouping | None:
+        """The rule that ``group_by`` names."""
+        return None if self.group_by is None else Grouping(self.group_by)
+
     def to_fields(self) -> dict[str, str]:
         """As fields of the hash ``meta``."""
         fields = {
@@ -95,6 +106,8 @@ class StreamConfig:
             "checksum": "1" if self.checksum else "0",
             "codec": self.codec,
         }
+        if self.group_by is not None:
+            fields["group_by"] = self.group_by
         if self.store is not None:
             fields["store_uri"] = self.store
         if self.max_unarchived is not None:
@@ -109,6 +122,7 @@ class StreamConfig:
             compression=fields["compression"],  # type: ignore[arg-type]  # checked right here
             checksum=fields["checksum"] == "1",
             codec=fields["codec"],
+            group_by=fields.get("group_by"),
             store=fields.get("store_uri"),
             max_unarchived=int(fields["max_unarchived"]) if "store" in fields else None,
         )

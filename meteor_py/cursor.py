@@ -37,7 +37,7 @@ _ID_MAX = 2**64 - 1
 _STRAIGHT = 3
 
 
-class Fenced(Exception):
+class Overtaken(Exception):
     """Somebody else reads for the group now, or it was moved or deleted."""
 
 
@@ -79,7 +79,7 @@ class Cursor:
             anywhere: Take the first that is there, if the one at the position is gone.
 
         Raises:
-            Fenced: The group has another nonce: what was read is not for us.
+            Overtaken: The group has another nonce: what was read is not for us.
             RecordsLost: The record at the position is not in the ring any more.
             LogTruncated: The server lost what lies below the position.
             StreamNotFound: The stream was deleted.
@@ -157,7 +157,7 @@ class Cursor:
             commands.append(("HGET", self._guard[0], "nonce"))
         seen, *nonce = self._pipeline(commands)
         if self._guard is not None and nonce != [self._guard[1]]:
-            raise Fenced
+            raise Overtaken
         self._check(seen, self.position)
 
     def move(self, offset: int) -> None:
@@ -231,7 +231,7 @@ class Cursor:
             answers = self._pipeline(self._request(frames, block_s), block_s)
         answer, seen, *nonce = answers
         if self._guard is not None and nonce != [self._guard[1]]:
-            raise Fenced
+            raise Overtaken
         self._check(seen, self.position)
         if not answer:
             return []

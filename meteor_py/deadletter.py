@@ -82,7 +82,7 @@ def bury(
         ServerRefused: For a reason that trying again will not cure.
     """
     producer = keys.producer(target.name, _producer_id(source, group or member, record.offset))
-    names = [keys.log(target.name), keys.meta(target.name), producer]
+    names = [keys.log(target.name), keys.meta(target.name), producer, *target.index_keys]
     letter = Columns(
         values=[to_bytes(record.value)],
         keys=None if record.key is None else [record.key],
@@ -90,11 +90,13 @@ def bury(
         timestamps=[record.timestamp],
     )
     frame = encode(letter, target.config.compression)
+    grouping = target.config.grouping
+    index = [] if grouping is None else grouping.index(letter)
     deadline = time.monotonic() + timeout_s
     failures = 0
     while True:
         try:
-            answer = target.client.use(lambda link: _send(link, target, names, frame))
+            answer = target.client.use(lambda link: _send(link, target, names, frame, index))
             return _check(target, answer)
         except MeteorError as error:
             left_s = deadline - time.monotonic()
@@ -104,7 +106,9 @@ def bury(
         time.sleep(min(pause_s(failures, *_BACKOFF_S), left_s))
 
 
-def _send(link: Link, target: Stream, names: list[str], frame: tuple[str, Any]) -> list[Any]:
+def _send(
+    link: Link, target: Stream, names: list[str], frame: tuple[str, Any], index: list[bytes]
+) -> list[Any]:
     """Send the letter and return the answer; its numbers are always the same: safe to repeat."""
     form, payload = frame
     epoch, sequence, count = 0, 0, 1
@@ -112,7 +116,7 @@ def _send(link: Link, target: Stream, names: list[str], frame: tuple[str, Any]) 
     checksum = zlib.crc32(payload) if target.config.checksum else ""
     link.refresh_history()  # a server can be demoted and promoted under an idle connection
     for _ in range(2):
-        args = (target.incarnation, link.history, *numbers, form, payload, checksum)
+        args = (target.incarnation, link.history, *numbers, form, payload, checksum, *index)
         answer: list[Any] = link.run(PUBLISH, names, args)
         if answer[0] != b"HISTORY":
             break

@@ -17,7 +17,9 @@
     │   └── GroupError              .group
     │       ├── GroupNotFound       no group of that name
     │       ├── GroupActive         .owner: a member has its lease                      retriable
+    │       ├── GroupConfigMismatch it exists, with other settings, or is of the other kind
     │       ├── LeaseLost           lost or given up; nothing was confirmed
+    │       ├── Fenced              .offsets: they were given to another consumer
     │       ├── NoConfirmedOffset   InitialOffset.NONE, and nothing confirmed yet
     │       └── NotGrouped          only a subscriber of a group can do this
     ├── PublishError                .stream
@@ -150,6 +152,22 @@ class LeaseLost(GroupError):
 
     The records will be, or have been, given to the member that has the lease now.
     """
+
+
+class GroupConfigMismatch(GroupError):
+    """The group exists with settings other than those asked for, or as a group of another kind."""
+
+
+class Fenced(GroupError):
+    """Records of a shared group, ``offsets``, are not this consumer's any more.
+
+    It was taken for dead, or they went back with one before them in their group. They will be, or
+    have been, delivered again; what was said of them here was refused and changed nothing.
+    """
+
+    def __init__(self, message: str, *, stream: str, group: str, offsets: tuple[int, ...]) -> None:
+        super().__init__(message, stream=stream, group=group)
+        self.offsets = offsets
 
 
 class NoConfirmedOffset(GroupError):

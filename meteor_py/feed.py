@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from meteor_py.backoff import pause_s
 from meteor_py.codec import Codec
 from meteor_py.config import OFFSET_MAX, SubscriberConfig, check_int
-from meteor_py.cursor import Fenced
+from meteor_py.cursor import Overtaken
 from meteor_py.errors import (
     ConnectionFailed,
     LeaseLost,
@@ -241,7 +241,7 @@ class Feed:
     def _ask(self, block_s: float, records: int) -> None:
         try:
             self.reader.fetch(block_s, records)
-        except Fenced:
+        except Overtaken:
             assert self.keeper is not None, "only groups are guarded"
             self.keeper.doubt()
         finally:

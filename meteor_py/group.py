@@ -27,11 +27,12 @@ class GroupDescription:
     confirmed: int
     #: Records between that and the end of the stream.
     lag: int
-    #: The member that holds the lease; None if nobody does.
+    #: The member that holds the lease; None if nobody does, and of a shared group.
     owner: str | None
     #: The number of the last term; 0 if there was none.
     term: int
-    kind: Literal["exclusive"] = "exclusive"
+    #: "exclusive": one member reads at a time; "shared": several share out the records.
+    kind: Literal["exclusive", "shared"] = "exclusive"
 
 
 def open_group(stream: Stream, group: str, start: InitialOffset) -> int:
@@ -91,18 +92,6 @@ def list_groups(stream: Stream, end: int) -> list[GroupDescription]:
             lag = max(end - position, 0)
             found.append(GroupDescription(name, position, lag, owner_of(lease), number))
     return found
-
-
-def find_group(stream: Stream, name: str, end: int) -> GroupDescription:
-    """The group of that name of a stream that ends at ``end``.
-
-    Raises:
-        GroupNotFound: There is none.
-    """
-    for found in list_groups(stream, end):
-        if found.name == name:
-            return found
-    raise refusals.no_group(stream.name, name)
 
 
 def find_archiver(stream: Stream) -> str | None:

@@ -14,6 +14,7 @@ import pyarrow as pa
 from meteor_py.config import FRAME_BYTES_MAX
 from meteor_py.errors import RecordTooLarge
 from meteor_py.frame import Columns
+from meteor_py.grouping import Grouping
 from meteor_py.outbox import RECORD_OVERHEAD
 from meteor_py.times import to_ms, to_ms_column
 
@@ -27,12 +28,20 @@ class Intake:
         stream: Its name, for errors.
         records_max: Records that a frame may have.
         record_bytes_max: Bytes that a record may have, key and headers included.
+        grouping: The rule of a stream with groups.
     """
 
-    def __init__(self, stream: str, records_max: int, record_bytes_max: int) -> None:
+    def __init__(
+        self,
+        stream: str,
+        records_max: int,
+        record_bytes_max: int,
+        grouping: Grouping | None = None,
+    ) -> None:
         self._stream = stream
         self._records_max = records_max
         self._record_bytes_max = record_bytes_max
+        self._grouping = grouping
 
     def rows(
         self, values: list[Any], keys: Any, headers: Any, timestamps: Any
@@ -57,6 +66,8 @@ class Intake:
         if not values:
             raise ValueError("There is nothing to publish: values is empty.")
         self.check_size(max(sizes))
+        if self._grouping is not None:
+            self._grouping.check_columns(columns)
         return columns, sizes
 
     def frames(
@@ -92,6 +103,9 @@ class Intake:
         for start in range(0, size, self._records_max):
             stop = min(start + self._records_max, size)
             self._cut({n: c.slice(start, stop - start) for n, c in columns.items()}, frames)
+        if self._grouping is not None:
+            for frame, _ in frames:
+                self._grouping.check_columns(frame)
         return frames
 
     def _cut(self, columns: dict[str, Any], frames: list[tuple[Columns, int]]) -> None:

@@ -99,6 +99,10 @@ def meta(stream: str) -> str:
     return f"meteor:{{{stream}}}:meta"
 
 
+def index(stream: str) -> str:
+    return f"meteor:{{{stream}}}:index"
+
+
 def producer(stream: str, producer_id: str) -> str:
     return f"meteor:{{{stream}}}:producer:{producer_id}"
 
@@ -129,6 +133,14 @@ def plan(stream: str, writer: str) -> str:
 
 def fences(stream: str) -> str:
     return f"meteor:{{{stream}}}:fences"
+
+
+def shared_groups(stream: str) -> str:
+    return f"meteor:{{{stream}}}:shared"
+
+
+def shared(stream: str, group: str, part: str) -> str:
+    return f"meteor:{{{stream}}}:shared:{group}:{part}"
 
 
 def everything(stream: str) -> str:

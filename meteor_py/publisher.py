@@ -68,7 +68,8 @@ class Publisher(Closing):
         settings = stream.config
         records_max = min(FRAME_RECORDS_MAX, settings.capacity)
         self._plain_max = config.max_record_bytes
-        self._intake = Intake(stream.name, records_max, config.max_record_bytes)
+        self._grouping = settings.grouping
+        self._intake = Intake(stream.name, records_max, config.max_record_bytes, self._grouping)
         self._outbox = Outbox(
             stream=stream.name,
             records_max=records_max,
@@ -86,6 +87,7 @@ class Publisher(Closing):
                 compression=config.compression or settings.compression,
                 checksum=settings.checksum,
                 acks=config.acks,
+                grouping=self._grouping,
             ),
         )
         self._closed = False
@@ -119,7 +121,8 @@ class Publisher(Closing):
 
         Raises:
             TypeError: The value, key, headers or timestamp are of the wrong type.
-            ValueError: The timestamp has no timezone, or is not from 1970 to 9999.
+            ValueError: The timestamp has no timezone, or is not from 1970 to 9999; or the group of
+                the record (``group_by`` of the stream) has more than 256 bytes.
             RecordTooLarge: Over ``max_record_bytes`` in all (1 MiB).
             PublisherFull: ``max_pending_bytes`` are waiting, and none left for
                 ``delivery_timeout`` seconds.
@@ -141,6 +144,8 @@ class Publisher(Closing):
         if timestamp is not None:
             timestamp = to_ms(timestamp)
         self._intake.check_size(size)
+        if self._grouping is not None:
+            self._grouping.check(key, headers)
         return self._outbox.put(value, key, headers, timestamp, size)
 
     def publish_many(

@@ -75,7 +75,7 @@ class Reader:
 
         Raises:
             RecordsLost, LogTruncated: Kept as ``gap``.
-            Fenced: As ``Cursor.fetch``.
+            Overtaken: As ``Cursor.fetch``.
         """
         # An interrupt may have come between a fetch and the keeping of what it brought.
         self._cursor.stand_at(self.position)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from meteor_py.address import mask
 from meteor_py.errors import (
     ConnectionFailed,
+    Fenced,
     GroupActive,
     GroupNotFound,
     LeaseLost,
@@ -160,6 +163,18 @@ def fenced(stream: str, group: str, term: int) -> LeaseLost:
         "again; poll() waits for the next turn.",
         stream=stream,
         group=group,
+    )
+
+
+def taken(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
+    shown = ", ".join(map(str, offsets[:5])) + (", ..." if len(offsets) > 5 else "")
+    return Fenced(
+        f"Of stream {stream!r}, this consumer of the shared group {group!r} does not hold {shown} "
+        "any more: it was silent for longer than lease_ttl, or returned them with one before them. "
+        "They are delivered again.",
+        stream=stream,
+        group=group,
+        offsets=tuple(offsets),
     )
 
 

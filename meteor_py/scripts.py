@@ -1,7 +1,7 @@
 """The Lua scripts: constant package data, called by hash.
 
-Each lives in ``lua/<name>.lua`` with its purpose, keys, arguments, answers and the reason for
-being atomic at its head. A script answers with a list whose first item is a fixed code; an
+Each lives in ``lua/<name>.lua``, or in the parts of ``lua/<name>/`` one after the other, with its
+purpose, keys, arguments, answers and the reason for being atomic at its head. A script answers with a list whose first item is a fixed code; an
 error reply therefore always comes from the server, before or instead of the script.
 """
 
@@ -16,7 +16,7 @@ class Script:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.source = files("meteor_py").joinpath("lua", f"{name}.lua").read_bytes()
+        self.source = _read(name)
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
         #: Runs by EVALSHA_RO too: on replicas, and for users who may only read.
         self.read_only = self.source.startswith(b"#!lua flags=no-writes")
@@ -27,6 +27,15 @@ class Script:
 
     def __repr__(self) -> str:
         return f"Script({self.name!r})"
+
+
+def _read(name: str) -> bytes:
+    lua = files("meteor_py").joinpath("lua")
+    folder = lua.joinpath(name)
+    if not folder.is_dir():
+        return lua.joinpath(f"{name}.lua").read_bytes()
+    parts = sorted(folder.iterdir(), key=lambda part: part.name)
+    return b"\n".join(part.read_bytes() for part in parts)
 
 
 ACQUIRE = Script("acquire")
@@ -49,6 +58,12 @@ PLAN = Script("plan")
 PUBLISH = Script("publish")
 RELEASE = Script("release")
 SEEK_GROUP = Script("seek_group")
+SHARED_JOIN = Script("shared_join")
+SHARED_LOOK = Script("shared_look")
+SHARED_OPEN = Script("shared_open")
+SHARED_PURGE = Script("shared_purge")
+SHARED_RESUME = Script("shared_resume")
+SHARED_STEP = Script("shared_step")
 TOUCH = Script("touch")
 
 #: All of them, for a loader that may SCRIPT LOAD where the others may only EVALSHA.
@@ -73,5 +88,11 @@ ALL = (
     PUBLISH,
     RELEASE,
     SEEK_GROUP,
+    SHARED_JOIN,
+    SHARED_LOOK,
+    SHARED_OPEN,
+    SHARED_PURGE,
+    SHARED_RESUME,
+    SHARED_STEP,
     TOUCH,
 )

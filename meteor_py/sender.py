@@ -38,6 +38,7 @@ from meteor_py.errors import (
     ServerRefused,
 )
 from meteor_py.frame import encode, fingerprint
+from meteor_py.grouping import Grouping
 from meteor_py.history import Position, begin_epoch, diverged_at
 from meteor_py.link import Link, ScriptMissing
 from meteor_py.outbox import Outbox, closed_error
@@ -69,6 +70,8 @@ class Route:
     compression: Compression
     checksum: bool
     acks: int
+    #: The rule for the index, if the stream has one.
+    grouping: Grouping | None
 
 
 class Sender:
@@ -84,6 +87,8 @@ class Sender:
             keys.meta(route.stream),
             keys.producer(route.stream, self._id),
         ]
+        if route.grouping is not None:
+            self._keys.append(keys.index(route.stream))
         self._epoch = 0
         self._sequence = 0
         #: The batches on their way, oldest first.
@@ -140,6 +145,8 @@ class Sender:
             try:
                 assert batch.columns is not None
                 batch.encoded = encode(batch.columns, self._route.compression)
+                if self._route.grouping is not None:
+                    batch.index = self._route.grouping.index(batch.columns)
             except Exception as error:
                 self._outbox.settle(self.window.pop(), refusals.bug(self._route.stream, error))
                 continue
@@ -179,6 +186,7 @@ class Sender:
                 name,
                 payload,
                 zlib.crc32(payload) if self._route.checksum else "",
+                *batch.index,
             )
             command = self._link.script_call(PUBLISH, self._keys, arguments, whole=self._send_whole)
             self._sent += 1  # before it is: a cut in the middle leaves a doubt

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
 
 from meteor_py import keys, refusals
 from meteor_py.codec import Codec, find_codec
@@ -19,50 +18,33 @@ from meteor_py.config import (
     check_choice,
     check_int,
 )
-from meteor_py.cursor import Cursor
-from meteor_py.errors import MeteorError, ServerRefused, StoreMismatch, StoreUnavailable
-from meteor_py.frame import entry_span, foreign_entry
+from meteor_py.errors import ServerRefused
+from meteor_py.frame import foreign_entry
 from meteor_py.group import (
     GroupDescription,
     delete_group,
     find_archiver,
-    find_group,
     list_groups,
     seek_group,
 )
+from meteor_py.handle import Handle, first_of
 from meteor_py.history import Position
-from meteor_py.meta import Description, Meta
+from meteor_py.meta import Description
 from meteor_py.publisher import Publisher
 from meteor_py.record import RecordBatch
-from meteor_py.scripts import CONFIGURE, DELETE_STREAM, DESCRIBE, LOCATE, Script
+from meteor_py.scripts import CONFIGURE, DELETE_STREAM, LOCATE
+from meteor_py.shared.config import ConsumerConfig, OnPoison, Ungrouped
+from meteor_py.shared.group import SharedGroup, list_shared, open_shared
+from meteor_py.shared.subscriber import SharedSubscriber
 from meteor_py.store.archive import Archive
 from meteor_py.store.archiver import Archiver, stop_archiver
-from meteor_py.store.base import RingbufferStore
-from meteor_py.store.cold import ColdReader
 from meteor_py.store.duty import ArchiverConfig
-from meteor_py.store.opening import check_identity, open_store
 from meteor_py.subscriber import Subscriber
 from meteor_py.times import to_ms
 
-if TYPE_CHECKING:
-    from meteor_py.client import Client
 
-_SEEN = ("incarnation", "epoch", "next")
-
-
-class Stream:
+class Stream(Handle):
     """One stream of records with dense offsets 0, 1, 2... Get it with ``client.stream(name)``."""
-
-    def __init__(
-        self, client: Client, name: str, meta: Meta, store: RingbufferStore | None = None
-    ) -> None:
-        self.client = client
-        self.name = name
-        self.incarnation = meta.incarnation
-        self.config = meta.config
-        self._store_id = meta.store
-        self._store = store  # the one that was given; else it is looked for when it is needed
-        self._keys = [keys.log(name), keys.meta(name)]
 
     def publisher(
         self,
@@ -155,6 +137,88 @@ class Stream:
         )
         return Subscriber(self, config, find_codec(self.config.codec if codec is None else codec))
 
+    def shared_subscriber(
+        self,
+        group: str,
+        *,
+        prefetch: int = ConsumerConfig.prefetch,
+        group_cap: int | None = None,
+        lease_ttl: float | None = None,
+        max_deliveries: int | None = None,
+        dead_letter: str | None = None,
+        on_poison: OnPoison | None = None,
+        default_group: str | None = None,
+        ungrouped: Ungrouped | None = None,
+        initial_offset: InitialOffset | str = InitialOffset.AUTO,
+        max_poll_interval: float = ConsumerConfig.max_poll_interval,
+        on_gap: OnGap = ConsumerConfig.on_gap,
+        on_gap_skipped: Callable[[int, int], object] | None = None,
+        codec: str | Codec | None = None,
+    ) -> SharedSubscriber:
+        """Open a consumer of a shared group; close it, or use ``with``.
+
+        The consumers of one shared group work in parallel. Records that have the same key, or
+        header (``group_by`` of the stream), are processed in order, by one of them at a time.
+        Settings from ``group_cap`` to ``ungrouped`` are those of the group: they count when it
+        begins, and must be the same, or left out, later.
+
+        Args:
+            group: The name of the shared group. It begins when its first consumer is opened.
+            prefetch: Records that this consumer holds at most, handed out or not.
+            group_cap: Records of one key that a consumer holds at most (32).
+            lease_ttl: Seconds after which the records of one that has died go to others (10).
+            max_deliveries: Failures after which a record is given up (5); 0 = never.
+            dead_letter: The name of the stream that takes those; else they are logged and counted.
+            on_poison: Then "skip" (default) goes on with the next of its key; "park" stops that key
+                until ``resume()``.
+            default_group: The group of records that have none ("meteor.no-group").
+            ungrouped: "default", or "free": records without a group are not kept in order.
+            initial_offset: Where a new group begins: EARLIEST (which AUTO is here) or LATEST; NONE:
+                the group must exist.
+            max_poll_interval: Seconds without a sign of the application, polls or settled records,
+                after which others are given what it holds; also for a handler of ``run()``.
+            on_gap: "raise" ``RecordsLost``, once, when records are gone before they were delivered,
+                or "skip".
+            on_gap_skipped: Called with the first and last offset of what is gone.
+            codec: How to decode values; None = as the stream says.
+
+        Raises:
+            MeteorError: The stream has no ``group_by``.
+            GroupConfigMismatch: The group exists with other settings, or for one reader at a time.
+            GroupNotFound: NONE, and it does not exist.
+            ValueError, TypeError: A setting out of its range, or of the wrong type.
+        """
+        given = {
+            "group_cap": group_cap,
+            "lease_ttl": lease_ttl,
+            "max_deliveries": max_deliveries,
+            "dead_letter": dead_letter,
+            "on_poison": on_poison,
+            "default_group": default_group,
+            "ungrouped": ungrouped,
+        }
+        check_choice("initial_offset", initial_offset, tuple(InitialOffset))
+        config = ConsumerConfig(prefetch, max_poll_interval, on_gap, on_gap_skipped)
+        start = InitialOffset(initial_offset)
+        shared, settings = open_shared(
+            self,
+            group,
+            {setting: value for setting, value in given.items() if value is not None},
+            InitialOffset.EARLIEST if start == InitialOffset.AUTO else start,
+        )
+        found = find_codec(self.config.codec if codec is None else codec)
+        return SharedSubscriber(shared, settings, config, found)
+
+    def shared_group(self, name: str) -> SharedGroup:
+        """A shared group, to look at, purge, resume, check or delete.
+
+        Raises:
+            GroupNotFound: There is none of that name.
+        """
+        shared = SharedGroup(self, name)
+        shared.describe()
+        return shared
+
     def read(
         self, start: int | str | datetime = "earliest", stop: int | None = None
     ) -> Iterator[RecordBatch]:
@@ -190,10 +254,6 @@ class Stream:
                     batch = batch[: max(end - batch.first_offset, 0)]
                 if batch:
                     yield batch
-
-    def end(self) -> Position:
-        """Where the next record will be; as ``Subscriber.checkpoint``, to be kept outside."""
-        return self._seen(self.client.call("HMGET", self._keys[1], *_SEEN))
 
     def offset_at(self, time: datetime) -> int:
         """Return the first offset that was appended at ``time`` or later; the end if none was.
@@ -231,12 +291,18 @@ class Stream:
         return check_int("to", to, 0, OFFSET_MAX), False
 
     def groups(self) -> list[GroupDescription]:
-        """The subscriber groups of the stream, by name.
+        """The groups of the stream, shared ones too, by name.
 
         Raises:
             StreamNotFound, LogTruncated: As ``describe``.
         """
-        return list_groups(self, self.bounds()[1])
+        return self._groups(self.bounds()[1])
+
+    def _groups(self, end: int) -> list[GroupDescription]:
+        found = list_groups(self, end)
+        if self.config.group_by is not None:
+            found += [SharedGroup(self, name).summary() for name in list_shared(self)]
+        return sorted(found, key=lambda group: group.name)
 
     def group(self, name: str) -> GroupDescription:
         """One of them.
@@ -244,7 +310,10 @@ class Stream:
         Raises:
             GroupNotFound: There is none of that name.
         """
-        return find_group(self, name, self.bounds()[1])
+        for found in self._groups(self.bounds()[1]):
+            if found.name == name:
+                return found
+        raise refusals.no_group(self.name, name)
 
     def seek_group(self, group: str, to: int | str | datetime, *, force: bool = False) -> int:
         """Let a group go on from somewhere else, and return the offset; it begins if it is new.
@@ -290,7 +359,7 @@ class Stream:
             size = None
         return Description(
             name=self.name,
-            first=_first_of(meta, first),
+            first=first_of(meta, first),
             next=meta.next,
             length=meta.next - first,
             frames=frames,
@@ -302,7 +371,7 @@ class Stream:
             incarnation=meta.incarnation,
             epoch=meta.epoch,
             epoch_first=meta.epoch_first,
-            groups=tuple(list_groups(self, meta.next)),
+            groups=tuple(self._groups(meta.next)),
         )
 
     def configure(
@@ -336,7 +405,8 @@ class Stream:
         fields = config.to_fields()
         others = [item for s in asked if s != "capacity" for item in (s, fields[s])]
         new_capacity = fields["capacity"] if capacity is not None else ""
-        while self._run(CONFIGURE, [self.incarnation, new_capacity, *others])[0] == b"MORE":
+        logs = [*self._keys, *self.index_keys]
+        while self._run(CONFIGURE, [self.incarnation, new_capacity, *others], logs)[0] == b"MORE":
             pass  # ends: each step trims at least one entry of a finite ring
         self.config = config
 
@@ -416,83 +486,3 @@ class Stream:
 
     def __repr__(self) -> str:
         return f"<Stream {self.name!r} on {self.client.address}>"
-
-    # -- for the other modules -----------------------------------------------------------------
-
-    def cursor(self) -> Cursor:
-        """A place to read from, at the end of the stream."""
-        link = self.client.open_link()
-        try:
-            position = self._seen(link.call("HMGET", self._keys[1], *_SEEN))
-        except MeteorError:
-            link.close()
-            raise
-        if self._store_id is None:
-            return Cursor(link, self.name, position)
-        cold = ColdReader(self._find_store, self.check_store, self.name, self.incarnation)
-        return Cursor(link, self.name, position, cold)
-
-    def bounds(self) -> tuple[int, int]:
-        """The first offset in the ring or the store, and the end of the stream."""
-        meta, _, first = self._look()
-        return _first_of(meta, first), meta.next
-
-    def _find_store(self) -> RingbufferStore:
-        if self._store_id is None:
-            raise refusals.no_store(self.name)
-        if self._store is None:
-            if self.config.store is None:
-                raise refusals.hidden_store(self.name)
-            store = open_store(self.config.store, self.name)
-            check_identity(store, self.name, self._store_id)
-            self._store = store
-        return self._store
-
-    def reopened(self) -> Stream:
-        """The stream that has this name now, with the store that was given if it is still that."""
-        stream = self.client.stream(self.name, create=False)
-        if stream._store_id == self._store_id:
-            stream._store = self._store
-        return stream
-
-    def check_store(self) -> None:
-        """Raise unless the store that was found is still there: a disk may not be mounted now."""
-        store = self._find_store()
-        try:
-            check_identity(store, self.name, self._store_id or "")
-        except StoreMismatch:
-            fields = ("incarnation", "store")
-            incarnation, seen = self.client.call("HMGET", self._keys[1], *fields)
-            refusals.check_life(self.name, self.incarnation, incarnation)
-            self._store_id = seen.decode()  # another, if the stream was resumed meanwhile
-            try:
-                check_identity(store, self.name, self._store_id)
-            except StoreMismatch as error:
-                raise StoreUnavailable(str(error), stream=self.name) from error
-
-    def _look(self) -> tuple[Meta, int, int]:
-        """Meta, the number of frames, and the first offset in the ring, at one instant."""
-        flat, frames, first_id = self.client.run(DESCRIBE, self._keys)
-        if not flat:
-            raise refusals.gone(self.name, b"NOSTREAM")
-        meta = Meta.parse(self.name, flat)
-        if meta.incarnation != self.incarnation:
-            raise refusals.gone(self.name, b"INCARNATION")
-        return meta, frames, entry_span(self.name, first_id)[0] if first_id else meta.next
-
-    def _seen(self, answer: list[Any]) -> Position:
-        """The end of the stream, if it is still this one."""
-        refusals.check_life(self.name, self.incarnation, answer[0])
-        return Position(self.incarnation, int(answer[1]), int(answer[2]))
-
-    def _run(self, script: Script, args: list[Any], script_keys: list[str] | None = None) -> Any:
-        answer = self.client.run(script, script_keys or self._keys, args)
-        if answer[0] in (b"NOSTREAM", b"INCARNATION"):
-            raise refusals.gone(self.name, answer[0])
-        return answer
-
-
-def _first_of(meta: Meta, ring: int) -> int:
-    """The first offset that can be read, if the ring begins at ``ring``."""
-    # Those that have expired may be in the ring still.
-    return ring if meta.expired is None else min(ring, meta.expired)

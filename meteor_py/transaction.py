@@ -23,6 +23,7 @@ from meteor_py import keys, refusals
 from meteor_py.backoff import pause_s
 from meteor_py.errors import MeteorError, PublishError, ServerRefused
 from meteor_py.frame import Columns, encode
+from meteor_py.grouping import packed
 from meteor_py.history import begin_epoch
 from meteor_py.scripts import DISCARD, MOVE, PLAN
 
@@ -57,6 +58,7 @@ class Stage:
         self._stream = stream
         self._name = name
         self._key = keys.stage(stream.name, name)
+        self._grouping = stream.config.grouping
         self._frames = 0
         self._records = 0
         self._fields: list[Any] = []
@@ -68,6 +70,8 @@ class Stage:
         kind, payload = encode(columns, config.compression)
         frame = self._frames
         crc = zlib.crc32(payload) if config.checksum else ""
+        if self._grouping is not None:
+            self._fields += [f"{frame}g", packed(self._grouping.index(columns))]
         data = bytes(payload)  # of which the stage needs a copy anyway
         self._fields += [f"{frame}n", len(columns), f"{frame}f", kind]
         self._fields += [f"{frame}p", data, f"{frame}c", crc]
@@ -157,7 +161,8 @@ def _plan(stream: Stream, writer: str, version: int, stages: Sequence[Staged]) -
     name = stream.name
     script_keys = [keys.meta(name), keys.fences(name), keys.plan(name, writer)]
     script_keys += [keys.stage(name, stage.name) for stage in stages]
-    args: list[Any] = [stream.incarnation, writer, version, PLANNED_S * 1000]
+    per_frame = 4 if stream.config.group_by is None else 5
+    args: list[Any] = [stream.incarnation, writer, version, PLANNED_S * 1000, per_frame]
     for stage in stages:
         args += [stage.name, stage.frames]
     answer: list[Any] = stream.client.run(PLAN, script_keys, args)
@@ -204,6 +209,8 @@ def _move(
     names = stream.name
     script_keys = [keys.log(names), keys.meta(names), keys.fences(names)]
     script_keys += [keys.plan(names, writer), keys.stage(names, name)]
+    if stream.config.group_by is not None:
+        script_keys.append(keys.index(names))
 
     def move(link: Link) -> list[Any]:
         for _ in range(_HISTORIES):

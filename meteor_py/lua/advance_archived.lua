@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Note that records are in the store, and trim the ring as far as that allows.
 --
--- KEYS  1 log  2 meta  3 group of the archivers
+-- KEYS  1 log  2 meta  3 group of the archivers  4 index, if the stream has a group_by
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown  3 nonce  4 term
 --       5 epoch in which the records were read  6 what is archived, as the caller knows it
 --       7 what is archived now
@@ -27,5 +27,8 @@ end
 
 redis.call('HSET', KEYS[2], 'archived', ARGV[7])
 local floor = math.min(tonumber(m[4]) - tonumber(m[5]), to)
-if floor > 0 then redis.call('XTRIM', KEYS[1], 'MINID', '=', string.format('%.0f-0', floor)) end
+if floor > 0 then
+  local id = string.format('%.0f-0', floor)
+  for _, key in ipairs({KEYS[1], KEYS[4]}) do redis.call('XTRIM', key, 'MINID', '=', id) end
+end
 return {'OK'}

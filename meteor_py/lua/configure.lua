@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Change settings of a stream, and trim the log to a smaller capacity step by step.
 --
--- KEYS  1 log  2 meta
+-- KEYS  1 log  2 meta  3 index, if the stream has a group_by
 -- ARGV  1 incarnation  2 new capacity, '' to leave it  3... other settings: field, value, ...
 -- Returns {'OK'}; {'MORE'} when enough was trimmed for one call: call again; {'NOSTREAM'};
 --   {'INCARNATION'}.
@@ -16,8 +16,12 @@ if ARGV[2] ~= '' then
   if m[3] then floor = math.min(floor, tonumber(m[3])) end
   if floor > 0 then
     local id = string.format('%.0f-0', floor)
-    if redis.call('XTRIM', KEYS[1], 'MINID', '~', id, 'LIMIT', 1000) > 0 then return {'MORE'} end
-    redis.call('XTRIM', KEYS[1], 'MINID', '=', id)
+    local logs, trimmed = {KEYS[1], KEYS[3]}, 0
+    for _, key in ipairs(logs) do
+      trimmed = trimmed + redis.call('XTRIM', key, 'MINID', '~', id, 'LIMIT', 1000)
+    end
+    if trimmed > 0 then return {'MORE'} end
+    for _, key in ipairs(logs) do redis.call('XTRIM', key, 'MINID', '=', id) end
   end
   redis.call('HSET', KEYS[2], 'capacity', ARGV[2])
 end

@@ -1,6 +1,6 @@
 -- Move some frames from a stage into the log, and count them.
 --
--- KEYS  1 log  2 meta  3 fences  4 plan  5 stage
+-- KEYS  1 log  2 meta  3 fences  4 plan  5 stage  6 index, if the stream has a group_by
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown  3 writer  4 version
 --       5 frames that were moved before, of all stages  6 the first frame of this stage to move
 --       7 how many it has  8 bytes after which to stop; each frame costs some more, as it takes time
@@ -23,15 +23,27 @@ if version ~= ARGV[4] then return {'FENCED', tonumber(version or 0)} end
 if done ~= ARGV[5] then return {'AT', tonumber(done)} end
 done, total = tonumber(done), tonumber(total)
 
+-- The strings of an entry of the index, each with its length before it.
+local function strings(packed)
+  local found, at = {}, 1
+  while at <= #packed do
+    local colon = string.find(packed, ':', at, true)
+    local last = colon + tonumber(string.sub(packed, at, colon - 1))
+    found[#found + 1] = string.sub(packed, colon + 1, last)
+    at = last + 1
+  end
+  return found
+end
+
 local next_offset, appended = tonumber(m[3]), tonumber(m[4])
 local clock = redis.call('TIME')
 local now = format('%.0f', math.max(clock[1] * 1000 + math.floor(clock[2] / 1000), appended))
 local bytes, limit = 0, tonumber(ARGV[8])
 for frame = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
   local f = format('%.0f', frame)
-  local fields = {f .. 'n', f .. 'f', f .. 'p', f .. 'c'}
+  local fields = {f .. 'n', f .. 'f', f .. 'p', f .. 'c', f .. 'g'}
   local s = redis.call('HMGET', KEYS[5], unpack(fields))
-  if not s[3] then return {'LOST'} end
+  if not s[3] or (KEYS[6] and not s[5]) then return {'LOST'} end
   local after = next_offset + tonumber(s[1])
   if after > 9007199254740991 then return {'EXHAUSTED'} end
   local floor = after - tonumber(m[5])
@@ -49,6 +61,9 @@ for frame = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
     redis.call('XADD', KEYS[1], 'MINID', '=', minid, id, 't', now, s[2], s[3])
   else
     redis.call('XADD', KEYS[1], 'MINID', '=', minid, id, 't', now, s[2], s[3], 'crc', s[4])
+  end
+  if KEYS[6] then
+    redis.call('XADD', KEYS[6], 'MINID', '=', minid, id, unpack(strings(s[5])))
   end
   done, next_offset = done + 1, after
   redis.call('HSET', KEYS[2], 'next', format('%.0f', after), 'appended', now)

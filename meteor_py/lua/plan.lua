@@ -3,7 +3,8 @@
 --
 -- KEYS  1 meta  2 fences  3 plan  4... the stages, in order
 -- ARGV  1 incarnation  2 writer  3 version  4 lifetime of a plan and its stages, ms
---       5... name and number of frames of each stage
+--       5 fields that each frame has in its stage
+--       6... name and number of frames of each stage
 -- Returns {'OK', frames moved, frames in all}: move the rest, by what the plan says, which may be
 --   that of an earlier try; {'DONE'}: this version, or a later one, is in the log;
 --   {'UNFINISHED', version, frames moved, frames in all}: an earlier one has to be finished first;
@@ -28,15 +29,14 @@ end
 
 local count = 0
 for i = 4, #KEYS do
-  local frames = tonumber(ARGV[2 * i - 2])
-  -- Four fields for each frame.
-  if redis.call('HLEN', KEYS[i]) ~= 4 * frames then return {'LOST', ARGV[2 * i - 3]} end
+  local frames = tonumber(ARGV[2 * i - 1])
+  if redis.call('HLEN', KEYS[i]) ~= ARGV[5] * frames then return {'LOST', ARGV[2 * i - 2]} end
   count = count + frames
 end
 redis.call('DEL', KEYS[3])
 for i = 4, #KEYS do
   redis.call('PEXPIRE', KEYS[i], ARGV[4])
-  redis.call('RPUSH', KEYS[3], ARGV[2 * i - 3] .. ':' .. ARGV[2 * i - 2])
+  redis.call('RPUSH', KEYS[3], ARGV[2 * i - 2] .. ':' .. ARGV[2 * i - 1])
 end
 redis.call('PEXPIRE', KEYS[3], ARGV[4])
 redis.call('HSET', KEYS[2], ARGV[2], string.format('%.0f:0:%.0f', version, count))

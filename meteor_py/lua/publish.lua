@@ -1,9 +1,10 @@
 -- Append one frame to the log, exactly once per (producer, epoch, sequence).
 --
--- KEYS  1 log  2 meta  3 producer
+-- KEYS  1 log  2 meta  3 producer  4 index, if the stream has a group_by
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown
 --       3 producer epoch  4 sequence  5 number of records  6 fingerprint of the payload
 --       7 lifetime of the producer key, ms  8 format of the frame  9 payload  10 crc32, '' for none
+--       11... with an index: its entry (see grouping.py)
 -- Returns {'OK', first offset, epoch of the stream}, or what kept it from being written:
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'STALEPRODUCER', epoch there}
 --   {'NOPRODUCER'}  {'OUTOFSEQ', sequence expected}  {'FULL', archived}  {'EXHAUSTED'}
@@ -58,6 +59,7 @@ if ARGV[10] == '' then
 else
   redis.call('XADD', KEYS[1], 'MINID', '=', minid, id, 't', now, ARGV[8], ARGV[9], 'crc', ARGV[10])
 end
+if KEYS[4] then redis.call('XADD', KEYS[4], 'MINID', '=', minid, id, unpack(ARGV, 11)) end
 redis.call('HSET', KEYS[2], 'next', format('%.0f', after), 'appended', now)
 if known and epoch > known then redis.call('DEL', KEYS[3]) end
 redis.call('HSET', KEYS[3], 'epoch', ARGV[3], 'last', ARGV[4],

@@ -21,7 +21,7 @@ from meteor_py import keys
 from meteor_py.backoff import pause_s
 from meteor_py.closing import Closing
 from meteor_py.config import InitialOffset
-from meteor_py.cursor import Fenced
+from meteor_py.cursor import Overtaken
 from meteor_py.errors import (
     AccessDenied,
     LeaseLost,
@@ -121,7 +121,7 @@ class Archiver(Closing):
             while not self._stopped.is_set():
                 try:
                     self._serve_term()
-                except (Exception, Fenced) as error:
+                except (Exception, Overtaken) as error:
                     if self._stopped.is_set():
                         break
                     if self._is_fatal(error):
@@ -271,7 +271,7 @@ class Archiver(Closing):
 
     def _note(self, error: BaseException) -> None:
         """Remember a failure, and say so: once, until something works again."""
-        if isinstance(error, (Fenced, LeaseLost)):
+        if isinstance(error, (Overtaken, LeaseLost)):
             _log.info("Another archiver of stream %r has taken over.", self.stream.name)
             return
         if isinstance(error, Exception):

@@ -270,6 +270,7 @@ class Duty:
             keys.log(stream.name),
             keys.meta(stream.name),
             keys.group(stream.name, keys.ARCHIVERS),
+            *stream.index_keys,
         ]
         args: list[Any] = [stream.incarnation, self._link.history, term.nonce, term.number]
         sent_at = now()

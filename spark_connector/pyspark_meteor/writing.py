@@ -42,7 +42,7 @@ def stage_all(
             if stream_name not in stages:
                 stream = open_stream(options, stream_name)
                 records = min(FRAME_RECORDS_MAX, stream.config.capacity)
-                intake = Intake(stream_name, records, _RECORD_BYTES)
+                intake = Intake(stream_name, records, _RECORD_BYTES, stream.config.grouping)
                 stages[stream_name] = Stage(stream, name), intake
             stage, intake = stages[stream_name]
             for columns, _ in intake.frames(**_arguments(rows)):

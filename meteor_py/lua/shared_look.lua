@@ -1,0 +1,42 @@
+#!lua flags=no-writes
+-- Look at a shared group at one instant.
+--
+-- KEYS  1 meta  2 state  3 ready  4 blocked  5 leases  6 consumers  7 letters
+-- ARGV  1 incarnation  2 what the keys of the shared group begin with: those of its consumers are
+--       found by what is in the state
+-- Returns {'OK', fields and values of the state, confirmed, groups ready, groups blocked, letters to
+--   publish, and for each consumer: id, name, groups, records held}, or {'NOSTREAM'}
+--   {'INCARNATION'}  {'NOGROUP'}
+-- Atomic because all below 'confirmed' is settled, and that is the lowest of what is not: what waits,
+-- what is held, and what nobody has looked at. Takes as long as there are groups with somebody.
+
+local call = redis.call
+local found = call('HGET', KEYS[1], 'incarnation')
+if found ~= ARGV[1] then return {found and 'INCARNATION' or 'NOSTREAM'} end
+local s = call('HMGET', KEYS[2], 'incarnation', 'next')
+if s[1] ~= ARGV[1] then return {'NOGROUP'} end
+
+local confirmed = tonumber(s[2])
+local function open(offset)
+  offset = tonumber(offset or nil)
+  if offset and offset < confirmed then confirmed = offset end
+end
+for i = 3, 4 do open(call('ZRANGE', KEYS[i], 0, 0, 'WITHSCORES')[2]) end
+for _, offset in ipairs(call('HKEYS', KEYS[7])) do open(offset) end
+
+local consumers = {}
+local flat = call('HGETALL', KEYS[6])
+for i = 1, #flat, 2 do
+  local groups, records = 0, 0
+  for _, held in ipairs(call('HVALS', ARGV[2] .. 'held:' .. flat[i])) do
+    open(string.match(held, '^%d+'))
+    local _, commas = string.gsub(held, ',', '')
+    if held ~= '' then groups, records = groups + 1, records + commas + 1 end
+  end
+  open(call('ZRANGE', ARGV[2] .. 'more:' .. flat[i], 0, 0, 'WITHSCORES')[2])
+  for _, x in ipairs({flat[i], string.match(flat[i + 1], '^%d+:.-:(.*)$'), groups, records}) do
+    consumers[#consumers + 1] = x
+  end
+end
+return {'OK', call('HGETALL', KEYS[2]), confirmed, call('ZCARD', KEYS[3]), call('ZCARD', KEYS[4]),
+        call('HLEN', KEYS[7]), consumers}

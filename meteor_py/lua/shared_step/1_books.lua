@@ -1,0 +1,265 @@
+#!lua flags=allow-oom
+-- One step of a consumer of a shared group: renew its lease, settle, see to the others, claim.
+--
+-- KEYS  1 meta  2 index  3 state  4 groups  5 ready  6 blocked  7 delayed  8 leases  9 consumers
+--       10 failures  11 dying  12 letters  13 bell  14 held, and 15 more, of this consumer
+-- ARGV  1 what the keys of the shared group begin with: those of other consumers, and the lists of
+--         waiting records, are found by what is in the state
+--       2 incarnation  3 consumer, '' to only look ahead  4 number of this step, one above the last
+--       5 'leave', else ''  6 records wanted  7 records to look at, at most  8 records to take of a
+--       group at a time  9 first offset of an entry for the index that it does not have any more,
+--       '' for none  10 how many strings that has, 'lost' if nobody has it: then 11 is the offset
+--       behind what is lost, else 11... are the strings
+--       then n, and n times a group and the offsets of it that are acknowledged: 'o,o,...'
+--       then triples: 'R' group 'o:ms' rewinds to o, a failure, not to be given out again for so
+--       long; 'U' the same, but no failure; 'Q' group 'o' returns only o, a failure; 'X' group
+--       'o:reason' rejects; 'G' group 'o': its payload is gone; 'D' '' 'o': its letter is published
+-- Returns {'OK', next, end of the stream, records waiting, bell, ms until there may be something,
+--     offsets granted: the first, and how far from it each lies; 'o:failures,...' of those that
+--     failed before; end of what only the store has, 0 if the index has it; refused: 'o,...';
+--     lost: 'first:last,...'; dropped: 'o:failures,...'; offsets and details of dead letters to
+--     publish, in turn}
+--   or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED'}: it was taken for dead
+--   {'REPEAT', number}: that is the last step, and this is not the one after it
+-- Atomic because a record must be with one consumer, waiting, or settled, and a group with one.
+--
+-- A group is free, or with whoever holds records of it; nothing else is ever assigned. Each entry of
+-- the index is looked at once: a record is granted there and then, or its offset is appended to the
+-- waiting list of its group, which is found again through 'ready' (free groups), 'more' (those of a
+-- consumer who may have more) or 'blocked' (delayed or parked), by the offset of its head.
+
+local call, format, floor, min, max = redis.call, string.format, math.floor, math.min, math.max
+local find, match, gmatch, sub = string.find, string.match, string.gmatch, string.sub
+local prefix, cid, looking = ARGV[1], ARGV[3], ARGV[3] == ''
+
+local m = call('HMGET', KEYS[1], 'incarnation', 'next', 'store')
+if m[1] ~= ARGV[2] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
+local s = call('HMGET', KEYS[3], 'incarnation', 'next', 'group_cap', 'max_deliveries', 'lease_ms',
+               'dead_letter', 'on_poison', 'default_group', 'ungrouped', 'max_waiting', 'waiting',
+               'bell')
+if s[1] ~= ARGV[2] then return {'NOGROUP'} end
+local nxt, cap, tries, lease = tonumber(s[2]), tonumber(s[3]), tonumber(s[4]), tonumber(s[5])
+local letters, parks, default, free = s[6] ~= '', s[7] == 'park', s[8], s[9] == 'free'
+local room, waiting, bell = tonumber(s[10]), tonumber(s[11]), tonumber(s[12])
+local stream_end, nxt0, waiting0 = tonumber(m[2]), nxt, waiting
+local want, scan, quantum = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+
+local step, alone, name = nil, '', ''
+if not looking then
+  step, alone, name = match(call('HGET', KEYS[9], cid) or '', '^(%d+):(.-):(.*)$')
+  if not step then return {'FENCED'} end
+  if tonumber(ARGV[4]) ~= step + 1 then return {'REPEAT', tonumber(step)} end
+end
+local clock = call('TIME')
+local now = clock[1] * 1000 + floor(clock[2] / 1000)
+if not looking then call('ZADD', KEYS[8], now + lease, cid) end
+
+-- Lua writes numbers with 14 digits, and offsets may have 16.
+local function text(o) return o < 1e14 and o or format('%.0f', o) end
+local function join(offsets)
+  local last = offsets[#offsets]
+  if last and last >= 1e14 then
+    for i, o in ipairs(offsets) do offsets[i] = format('%.0f', o) end
+  end
+  return table.concat(offsets, ',')
+end
+local function split(list)
+  local offsets = {}
+  for o in gmatch(list, '%d+') do offsets[#offsets + 1] = tonumber(o) end
+  return offsets
+end
+local function count(list)
+  if list == '' then return 0 end
+  if not find(list, ',', 1, true) then return 1 end
+  local _, commas = string.gsub(list, ',', '')
+  return commas + 1
+end
+local function many(command, key, arguments)
+  for low = 1, #arguments, 1000 do
+    call(command, key, unpack(arguments, low, min(low + 999, #arguments)))
+  end
+end
+
+local counters = {}
+local function add(counter, n) counters[counter] = (counters[counter] or 0) + n end
+
+-- Groups. 'owner[:waiting:state]' in the hash; here: c owner, w waiting, st state ('d' delayed, 'p'
+-- parked), raw as it was read, at the set that it is in; of this consumer also: held as a string,
+-- known as it was read, n how many, fresh those granted now.
+local groups, dirty = {}, {}
+local sets = {r = KEYS[5], b = KEYS[6], m = KEYS[15]}
+
+local function place_of(t)
+  if t.w == 0 then return nil end
+  if t.st ~= '' then return 'b' end
+  if t.c == '' then return 'r' end
+  return t.n < cap and 'm' or nil
+end
+
+local function read(raw)
+  if not raw then return {c = '', w = 0, st = '', n = 0, held = ''} end
+  if not find(raw, ':', 1, true) then
+    return {c = raw, w = 0, st = '', n = 0, held = '', raw = raw}
+  end
+  local c, w, st = match(raw, '^(.-):(%d+):(.*)$')
+  return {c = c, w = tonumber(w), st = st, n = 0, held = '', raw = raw}
+end
+
+local function load(names)
+  local asked, mine = {}, {}
+  for _, g in ipairs(names) do
+    if not groups[g] then
+      groups[g] = true
+      asked[#asked + 1] = g
+    end
+  end
+  for low = 1, #asked, 1000 do
+    local high = min(low + 999, #asked)
+    local values = call('HMGET', KEYS[4], unpack(asked, low, high))
+    for i = low, high do
+      local t = read(values[i - low + 1])
+      groups[asked[i]] = t
+      if t.c == cid and not looking then mine[#mine + 1] = asked[i] end
+    end
+  end
+  for low = 1, #mine, 1000 do
+    local high = min(low + 999, #mine)
+    local values = call('HMGET', KEYS[14], unpack(mine, low, high))
+    for i = low, high do
+      local t = groups[mine[i]]
+      t.held = values[i - low + 1] or ''
+      t.known = values[i - low + 1] or nil
+      t.n = count(t.held)
+      t.reserved = t.held == ''
+    end
+  end
+  for _, g in ipairs(asked) do
+    local t = groups[g]
+    t.others = t.c ~= '' and t.c ~= cid
+    if t.w > 0 and not t.others then t.at = place_of(t) end
+  end
+end
+
+local function disown(t)
+  if t.n == 0 and not t.reserved then t.c = '' end
+end
+
+local function list_of(g) return prefix .. 'waiting:' .. g end
+
+-- Bring the sets in line with what has changed.
+local woken, freed = false, false  -- others have work: surely; unless it is claimed here
+local function place_all()
+  local out, into = {r = {}, b = {}, m = {}}, {r = {}, b = {}, m = {}}
+  for g, t in pairs(dirty) do
+    if not t.others then
+      local at = place_of(t)
+      if t.at and t.at ~= at then local list = out[t.at]; list[#list + 1] = g end
+      if at and (at ~= t.at or t.moved) then
+        local list = into[at]
+        list[#list + 1] = t.head or call('LINDEX', list_of(g), 0)
+        list[#list + 1] = g
+        if at == 'r' then freed = true end
+      end
+      t.at, t.moved = at, false
+    end
+  end
+  dirty = {}
+  for set, key in pairs(sets) do
+    many('ZREM', key, out[set])
+    many('ZADD', key, into[set])
+  end
+end
+
+-- Put what this consumer holds into its hash.
+local function write_held()
+  local set, gone = {}, {}
+  for g, t in pairs(groups) do
+    if t.fresh then
+      local list = join(t.fresh)
+      if t.held ~= '' then
+        local unsorted = tonumber(match(t.held, '(%d+)$')) > tonumber(t.fresh[1])
+        list = t.held .. ',' .. list
+        if unsorted then  -- one was returned alone
+          local offsets = split(list)
+          table.sort(offsets)
+          list = join(offsets)
+        end
+      end
+      t.held, t.fresh = list, nil
+    end
+    local here = t.c == cid and (t.n > 0 or t.reserved)
+    if here and t.held ~= t.known then
+      set[#set + 1] = g
+      set[#set + 1] = t.held
+      t.known = t.held
+    elseif not here and t.known then
+      gone[#gone + 1] = g
+      t.known = nil
+    end
+  end
+  many('HSET', KEYS[14], set)
+  many('HDEL', KEYS[14], gone)
+end
+
+-- Offsets, rising, go back to where they were in the waiting list of their group.
+local function put_back(g, t, offsets)
+  if #offsets == 0 then return end
+  local key, all = list_of(g), {}
+  while t.w > 0 do  -- only those that were returned before lie below
+    local head = tonumber(call('LINDEX', key, 0))
+    if head > offsets[#offsets] then break end
+    call('LPOP', key)
+    t.w = t.w - 1
+    waiting = waiting - 1
+    all[#all + 1] = head
+  end
+  for _, o in ipairs(offsets) do all[#all + 1] = o end
+  table.sort(all)
+  t.head, t.moved = all[1], true
+  t.w, waiting = t.w + #all, waiting + #all
+  local turned = {}
+  for i = #all, 1, -1 do turned[#turned + 1] = text(all[i]) end
+  many('LPUSH', key, turned)
+  add('returned', #offsets)
+end
+
+-- Failures.
+local any_failures = call('EXISTS', KEYS[10]) == 1
+local dropped = {}
+local function give_up(o, g, t, reason, failures)  -- whether it leaves its group
+  if parks then t.st = 'p' end
+  if letters then
+    call('HSET', KEYS[12], text(o), format('%d:%d:', failures, #g) .. g .. reason)
+    call('ZADD', KEYS[11], 0, text(o))
+    return true
+  end
+  if parks then return false end
+  call('HDEL', KEYS[10], text(o))
+  dropped[#dropped + 1] = text(o) .. ':' .. failures
+  add('dead', 1)
+  return true
+end
+local function fail(o, g, t, reason)
+  local failures = call('HINCRBY', KEYS[10], text(o), 1)
+  any_failures = true
+  return tries > 0 and failures >= tries and give_up(o, g, t, reason, failures)
+end
+
+local function take_back(owner, reason)
+  local held = call('HGETALL', prefix .. 'held:' .. owner)
+  local names = {}
+  for i = 1, #held, 2 do names[#names + 1] = held[i] end
+  load(names)
+  for i = 1, #held, 2 do
+    local g, t, offsets = held[i], groups[held[i]], split(held[i + 1])
+    t.c, t.n, t.held, t.known, t.reserved, t.others = '', 0, '', nil, false, false
+    t.at = t.w > 0 and t.st ~= '' and 'b' or nil
+    -- Only the first can have been at work: groups are processed in order.
+    if reason and offsets[1] and fail(offsets[1], g, t, reason) then table.remove(offsets, 1) end
+    put_back(g, t, offsets)
+    t.moved, dirty[g] = true, t
+  end
+  call('DEL', prefix .. 'held:' .. owner, prefix .. 'more:' .. owner)
+  call('ZREM', KEYS[8], owner)
+  call('HDEL', KEYS[9], owner)
+end

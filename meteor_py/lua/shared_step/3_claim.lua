@@ -1,0 +1,103 @@
+-- 2. See to a consumer that is dead, and to groups whose delay is over.
+if not looking then
+  local dead = call('ZRANGEBYSCORE', KEYS[8], '-inf', format('(%.0f', now), 'LIMIT', 0, 1)[1]
+  if dead and dead ~= cid then
+    take_back(dead, 'Its consumer died.')
+    add('reaped', 1)
+  end
+end
+local due = call('ZRANGEBYSCORE', KEYS[7], '-inf', format('%.0f', now), 'LIMIT', 0, 64)
+load(due)
+for _, g in ipairs(due) do
+  local t = groups[g]
+  call('ZREM', KEYS[7], g)
+  if t.st == 'd' then
+    t.st = ''
+    t.moved, dirty[g] = true, t
+    if t.others and t.w > 0 then
+      call('ZREM', KEYS[6], g)
+      if count(call('HGET', prefix .. 'held:' .. t.c, g) or '') < cap then
+        call('ZADD', prefix .. 'more:' .. t.c, call('LINDEX', list_of(g), 0), g)
+        woken = true
+      end
+    end
+  end
+end
+place_all()
+
+-- 3. Claim what waits, the oldest first. The last try of a record travels alone: if its consumer
+-- dies of it, nothing else is suspected. Who meets one keeps its group, and gets nothing more
+-- before all else it holds is settled.
+local granted, got, failed, stop = {}, 0, {}, want == 0
+local function grant(o, t)
+  got = got + 1
+  granted[got] = o
+  if t.fresh then t.fresh[#t.fresh + 1] = o else t.fresh = {o} end
+  t.n, t.c = t.n + 1, cid
+end
+local holding = 0
+if not stop and (any_failures or alone ~= '') then
+  write_held()
+  holding = call('HLEN', KEYS[14])
+  if alone == 'reserved' then holding = holding - 1 end
+  if holding == 0 and alone == 'alone' then alone = '' end
+  if alone ~= '' and holding > 0 then stop = true end
+end
+
+local function take(g, t)
+  local offsets = call('LPOP', list_of(g), min(quantum, want - got, cap - t.n))
+  if not offsets then return end
+  t.w, waiting = t.w - #offsets, waiting - #offsets
+  t.head, t.moved, dirty[g] = nil, true, t
+  local failures = any_failures and call('HMGET', KEYS[10], unpack(offsets)) or {}
+  for i, number in ipairs(offsets) do
+    local o, times = tonumber(number), tonumber(failures[i] or 0) or 0
+    local last_try = tries > 0 and times >= tries - 1
+    if last_try and (got > 0 or holding > 0) then
+      local rest = {}
+      for j = i, #offsets do rest[#rest + 1] = tonumber(offsets[j]) end
+      put_back(g, t, rest)
+      add('returned', -#rest)
+      if i == 1 then
+        stop = true
+        if alone == '' and t.n == 0 and got == 0 then
+          alone, t.reserved, t.c = 'reserved', true, cid
+        end
+      end
+      return
+    end
+    grant(o, t)
+    if times > 0 then failed[#failed + 1] = number .. ':' .. times end
+    if last_try then
+      alone, t.reserved, stop = 'alone', false, true
+      local rest = {}
+      for j = i + 1, #offsets do rest[#rest + 1] = tonumber(offsets[j]) end
+      put_back(g, t, rest)
+      add('returned', -#rest)
+      return
+    end
+    t.reserved = false
+    if alone == 'reserved' then alone = '' end
+  end
+end
+
+while got < want and not stop do
+  local mine = call('ZRANGE', KEYS[15], 0, want - got - 1, 'WITHSCORES')
+  local ready = {}
+  if alone == '' then ready = call('ZRANGE', KEYS[5], 0, want - got - 1, 'WITHSCORES') end
+  local order, i, j = {}, 1, 1
+  while mine[i] or ready[j] do
+    if mine[i] and (not ready[j] or tonumber(mine[i + 1]) < tonumber(ready[j + 1])) then
+      order[#order + 1], i = mine[i], i + 2
+    else
+      order[#order + 1], j = ready[j], j + 2
+    end
+  end
+  if #order == 0 then break end
+  load(order)
+  for _, g in ipairs(order) do
+    if got >= want or stop then break end
+    take(g, groups[g])
+  end
+  place_all()
+end

@@ -1,0 +1,349 @@
+"""The desk of a consumer: what it holds, and what it has settled and not yet said.
+
+The server keeps the books. Each step has a number, one above the last that the server knows of this
+consumer: so a step is never taken twice, and one whose answer was lost is made out by asking where
+the consumer stands (``Books.join``), which also tells what it holds. That answer is the truth: what
+is held here and not there was taken, what is held there and not here is delivered.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from meteor_py import refusals
+from meteor_py.config import check_seconds
+from meteor_py.errors import ConnectionFailed, MeteorError
+from meteor_py.grouping import Grouping
+from meteor_py.lease import BELIEF, now
+from meteor_py.line import Line
+from meteor_py.shared.books import Answer, Books, Entry, Letter, Refused, Settlement
+from meteor_py.shared.config import SharedConfig
+from meteor_py.shared.record import SharedRecord, Standing
+from meteor_py.state import State
+
+if TYPE_CHECKING:
+    from meteor_py.codec import Codec
+    from meteor_py.link import Link
+    from meteor_py.record import Record
+
+_log = logging.getLogger(__name__)
+
+#: Rounds of asking where one stands, more than anything but an error can take.
+_ROUNDS = 5
+#: Characters of a reason that are kept.
+_REASON_MAX = 1_000
+
+
+class Desk:
+    """For several threads. ``exchange`` talks to the server, nothing else does."""
+
+    def __init__(
+        self, books: Books, config: SharedConfig, grouping: Grouping, codec: Codec | None, name: str
+    ) -> None:
+        self.books = books
+        self.config = config
+        self.name = name
+        self._grouping = grouping
+        self._codec = codec
+        self._line = Line(books.stream.client.open_link)
+        #: Notified when something is settled.
+        self.state = State()
+        self._held: dict[int, SharedRecord] = {}
+        self._groups: dict[bytes, list[int]] = {}  # the same: offsets, rising
+        #: Granted and not fetched yet: offsets, and failures of each.
+        self.granted: dict[int, int] = {}
+        self._acks: dict[bytes, list[int]] = {}
+        self._others: list[Settlement] = []
+        self._sent: tuple[dict[bytes, list[int]], list[Settlement]] = ({}, [])
+        self._in_doubt = False  # what became of the last step, or of what was granted
+        self._rewinds: dict[bytes, int] = {}  # since the last step: groups, and where to
+        self._consumer = ""
+        self._number = 0
+        #: Offsets of settlements that were refused, and what was lost, until somebody is told.
+        self.refused: list[int] = []
+        self.lost: list[tuple[int, int]] = []
+        #: Letters to publish.
+        self.letters: list[Letter] = []
+        #: Until then nobody else is given what is held here, by ``lease.now()``.
+        self.valid_until = 0.0
+        self.spoke_at = 0.0
+
+    # -- for the application -------------------------------------------------------------------
+
+    def ack(self, record: SharedRecord) -> None:
+        with self.state:
+            self._leave(record)
+            self._acks.setdefault(record.group, []).append(record.offset)
+            self.state.notify_all()
+
+    def release(self, record: SharedRecord, delay: float, *, only_this: bool) -> None:
+        check_seconds("delay", delay, zero=True)
+        if only_this and delay:
+            raise ValueError(
+                "A delay is for a whole group; leave out delay, or only_this, in release()."
+            )
+        with self.state:
+            self._leave(record)
+            if not only_this:
+                self._rewind(record)
+            kind, detail = ("Q", b"") if only_this else ("R", b"%d" % (delay * 1000))
+            self._others.append(Settlement(kind, record.group, record.offset, detail))
+            self.state.notify_all()
+
+    def reject(self, record: SharedRecord, reason: str) -> None:
+        with self.state:
+            self._leave(record)
+            if self.config.on_poison == "park":
+                self._rewind(record)
+            detail = reason[:_REASON_MAX].encode(errors="backslashreplace")
+            self._others.append(Settlement("X", record.group, record.offset, detail))
+            self.state.notify_all()
+
+    def settle_all(self, *, handed: Iterable[SharedRecord], ack: bool) -> None:
+        """Acknowledge, or return, all of some that are still held."""
+        with self.state:
+            for record in handed:
+                if record.standing is Standing.HELD:
+                    if ack:
+                        self.ack(record)
+                    else:
+                        self.release(record, 0.0, only_this=False)
+
+    def receive(self, records: dict[int, Record], lost: list[int]) -> list[SharedRecord]:
+        """Records that were granted and fetched; those that are lost are settled."""
+        received: list[SharedRecord] = []
+        with self.state:
+            for offset, record in records.items():
+                failures = self.granted.pop(offset, None)
+                group = self._group_of(record)
+                if failures is None or offset > self._rewinds.get(group, offset):
+                    continue  # taken, or returned with one before it, meanwhile
+                shared = SharedRecord(self, record, group, failures, self._codec)
+                self._held[offset] = shared
+                insort_offset(self._groups.setdefault(group, []), offset)
+                received.append(shared)
+            for offset in lost:
+                if self.granted.pop(offset, None) is not None:
+                    # Its group is not known without it: the server is asked.
+                    self._others.append(Settlement("G", b"", offset))
+                    self.lost.append((offset, offset))
+        return received
+
+    def letter_published(self, letter: Letter) -> None:
+        with self.state:
+            self._others.append(Settlement("D", b"", letter.offset))
+            self.state.notify_all()
+
+    @property
+    def holding(self) -> int:
+        """Records that are held, fetched or not."""
+        return len(self._held) + len(self.granted)
+
+    @property
+    def unsure(self) -> bool:
+        """Whether some of what was granted may be with others: exchange before it is fetched."""
+        return self._in_doubt and bool(self.granted)
+
+    @property
+    def unsaid(self) -> bool:
+        """Whether something was settled that the server does not know."""
+        return bool(self._acks or self._others or self._in_doubt)
+
+    # -- with the server -----------------------------------------------------------------------
+
+    def exchange(self, want: int = 0, *, leave: bool = False, entry: Entry | None = None) -> Answer:
+        """Say what was settled, renew the lease, claim up to ``want`` records.
+
+        Raises:
+            ConnectionFailed: No answer; the next exchange finds out what became of it.
+            GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
+        """
+        return self._line.use(lambda link: self._exchange(link, want, leave, entry))
+
+    def interrupt(self) -> None:
+        self._line.interrupt()
+
+    def close(self) -> None:
+        self._line.close()
+
+    def disown(self) -> None:
+        """In a forked child: all this is the parent's."""
+        self.state = State()
+        self._held, self._groups, self.granted = {}, {}, {}
+        self._acks, self._others, self._in_doubt = {}, [], False
+
+    def _exchange(self, link: Link, want: int, leave: bool, entry: Entry | None) -> Answer:
+        for _ in range(_ROUNDS):
+            self._stand(link)
+            self._name_lost(link)
+            with self.state:
+                self._sent = acks, others = self._acks, self._others
+                self._acks, self._others = {}, []
+                self._in_doubt = True  # until there is an answer
+            started = now()
+            sorted_acks = {group: sorted(offsets) for group, offsets in acks.items()}
+            try:
+                answer = self.books.step(
+                    link,
+                    self._consumer,
+                    self._number + 1,
+                    want=want,
+                    leave=leave,
+                    entry=entry,
+                    acks=sorted_acks,
+                    others=others,
+                )
+            except Refused:
+                continue  # where do we stand?
+            except ConnectionFailed as error:
+                if error.answered:
+                    self._unsend()  # it did nothing
+                raise
+            except MeteorError:
+                self._unsend()
+                raise
+            self._apply(answer, started, left=leave)
+            return answer
+        raise ConnectionFailed(
+            f"The server does not agree with this consumer of {self.books.group!r} about its steps."
+        )
+
+    def _apply(self, answer: Answer, started: float, *, left: bool) -> None:
+        with self.state:
+            # What was rewound took with it whatever of its group was not fetched yet.
+            self._in_doubt = bool(self._rewinds and self.granted)
+            self._sent, self._rewinds = ({}, []), {}
+            self._number += 1
+            self.spoke_at = started
+            self.valid_until = started + self.config.lease_ttl * BELIEF
+            for offset in answer.granted:
+                self.granted[offset] = answer.failures.get(offset, 0)
+            self.refused += answer.refused
+            self.lost += answer.lost
+            self.letters += answer.letters
+            if left:
+                self._take_all()
+                self._consumer = ""
+        for offset, failures in answer.dropped:
+            _log.warning(
+                "Record %d of stream %r was given up by shared group %r after %d failures, and "
+                "there is no dead_letter stream for it.",
+                *(offset, self.books.stream.name, self.books.group, failures),
+            )
+
+    def _stand(self, link: Link) -> None:
+        """Be a consumer, and know the number of the last step and what is held."""
+        if self._consumer and not self._in_doubt:
+            return
+        try:
+            if self._consumer:
+                self._compare(*self.books.join(link, self._consumer))
+                return
+        except Refused:
+            self._be_fenced()
+        consumer = secrets.token_hex(6)
+        self._number = self.books.join(link, consumer, self.name)[0]
+        self._consumer, self._in_doubt = consumer, False
+
+    def _compare(self, number: int, held: dict[bytes, list[int]]) -> None:
+        with self.state:
+            if number <= self._number:
+                self._unsend()  # that step was not taken, or the server has lost it
+            self._sent, self._in_doubt, self._number = ({}, []), False, number
+            self._rewinds = {}
+            theirs = {offset for offsets in held.values() for offset in offsets}
+            for offsets in self._acks.values():
+                theirs.difference_update(offsets)
+            for other in self._others:
+                theirs.discard(other.offset)
+                if other.kind == "R":
+                    theirs.difference_update(
+                        o for o in held.get(other.group, ()) if o > other.offset
+                    )
+            for offset in [offset for offset in self._held if offset not in theirs]:
+                self._drop(self._held[offset], Standing.TAKEN)
+            for offset in [offset for offset in self.granted if offset not in theirs]:
+                del self.granted[offset]
+            for offset in sorted(theirs - self._held.keys() - self.granted.keys()):
+                self.granted[offset] = 0
+
+    def _be_fenced(self) -> None:
+        """Taken for dead: nothing is held any more, and what was not said will not count."""
+        with self.state:
+            for acks, others in (self._sent, (self._acks, self._others)):
+                self.refused += [offset for offsets in acks.values() for offset in offsets]
+                self.refused += [other.offset for other in others if other.kind not in "GD"]
+            self._sent, self._acks, self._others = ({}, []), {}, []
+            self._take_all()
+            self._consumer, self._in_doubt = "", False
+
+    def _name_lost(self, link: Link) -> None:
+        """Find the groups of records that could not be fetched."""
+        if not any(other.kind == "G" and not other.group for other in self._others):
+            return
+        _, held = self.books.join(link, self._consumer)
+        groups = {offset: group for group, offsets in held.items() for offset in offsets}
+        with self.state:
+            self._others = [
+                other._replace(group=groups[other.offset]) if other.kind == "G" else other
+                for other in self._others
+                if other.kind != "G" or other.offset in groups
+            ]
+
+    def _unsend(self) -> None:
+        """What was sent did not count: it is to be said again, before the rest."""
+        with self.state:
+            acks, others = self._sent
+            for group, offsets in self._acks.items():
+                acks.setdefault(group, []).extend(offsets)
+            self._acks, self._others = acks, others + self._others
+            self._sent, self._in_doubt = ({}, []), False
+
+    # -- inside, with the lock held ------------------------------------------------------------
+
+    def _group_of(self, record: Record) -> bytes:
+        group = self._grouping.of(record)
+        if group:
+            return group
+        if self.config.ungrouped == "free":
+            return b"\0%d" % record.offset
+        return self.config.default_group.encode()
+
+    def _leave(self, record: SharedRecord) -> None:
+        """It is settled, if it was held."""
+        if record.standing is Standing.SETTLED:
+            raise ValueError(f"Record {record.offset} was settled before.")
+        if record.standing is not Standing.HELD:
+            raise refusals.taken(self.books.stream.name, self.books.group, [record.offset])
+        self._drop(record, Standing.SETTLED)
+
+    def _rewind(self, record: SharedRecord) -> None:
+        """Those behind it in its group go back with it."""
+        before = self._rewinds.get(record.group, record.offset)
+        self._rewinds[record.group] = min(before, record.offset)
+        for offset in list(self._groups.get(record.group, ())):
+            if offset > record.offset:
+                self._drop(self._held[offset], Standing.REWOUND)
+
+    def _drop(self, record: SharedRecord, standing: Standing) -> None:
+        record.standing = standing
+        del self._held[record.offset]
+        offsets = self._groups[record.group]
+        offsets.remove(record.offset)
+        if not offsets:
+            del self._groups[record.group]
+
+    def _take_all(self) -> None:
+        for record in list(self._held.values()):
+            self._drop(record, Standing.TAKEN)
+        self.granted.clear()
+
+
+def insort_offset(offsets: list[int], offset: int) -> None:
+    """Add an offset; it mostly is the highest."""
+    offsets.append(offset)
+    if len(offsets) > 1 and offsets[-2] > offset:
+        offsets.sort()

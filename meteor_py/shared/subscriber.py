@@ -1,0 +1,524 @@
+"""The shared subscriber: one of several consumers who share out a stream by its groups."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from meteor_py import keys, refusals
+from meteor_py.backoff import pause_s
+from meteor_py.closing import Closing
+from meteor_py.codec import Codec
+from meteor_py.config import check_int, check_seconds
+from meteor_py.deadletter import bury
+from meteor_py.errors import ConnectionFailed, MeteorError, RecordsLost, StoreUnavailable
+from meteor_py.lease import member_name, now
+from meteor_py.shared.books import Answer, Entry, Letter
+from meteor_py.shared.config import PREFETCH_MAX, ConsumerConfig, SharedConfig
+from meteor_py.shared.crew import Crew, Handler
+from meteor_py.shared.desk import Desk
+from meteor_py.shared.group import GroupState, SharedGroup
+from meteor_py.shared.payloads import Payloads
+from meteor_py.shared.record import SharedRecord, Standing
+from meteor_py.shared.tender import TENDER_PREFIX, Tender
+
+if TYPE_CHECKING:
+    from meteor_py.client import Client
+    from meteor_py.stream import Stream
+
+_log = logging.getLogger(__name__)
+
+#: Records of the store that are put into the index at a time.
+_COLD = 4_096
+#: Seconds that iterating goes on without a server before it gives up.
+_RECONNECT_S = 30.0
+#: Seconds between two tries, doubled each time up to the second figure.
+_BACKOFF_S = (0.02, 0.64)
+#: Seconds after which somebody who waits while it holds all it may is told so.
+_STUCK_S = 10.0
+#: Seconds for which the end of a program waits for what is settled to be said.
+_EXIT_S = 5.0
+_ID_MAX = 2**64 - 1
+
+
+class SharedSubscriber(Closing):
+    """One consumer of a shared group. Make as many as you like, here and elsewhere.
+
+    >>> with stream.shared_subscriber("billing") as sub:    # doctest: +SKIP
+    ...     for record in sub:
+    ...         handle(record)
+    ...         record.ack()
+
+    Records of one group (``group_by`` of the stream) are delivered in order, to one consumer at a
+    time: the one that holds unsettled records of it. ``poll`` and iterating are for one thread at a
+    time; records may be settled in any. Create it with ``stream.shared_subscriber()``.
+    """
+
+    def __init__(
+        self,
+        shared: SharedGroup,
+        settings: SharedConfig,
+        config: ConsumerConfig,
+        codec: Codec | None,
+    ) -> None:
+        stream = shared.stream
+        grouping = stream.config.grouping
+        assert grouping is not None, "checked when the group was opened"
+        self.stream = stream
+        self.group = shared.name
+        self.config = config
+        #: The settings of the group.
+        self.settings = settings
+        #: Its name among the consumers.
+        self.name = member_name()
+        self._shared = shared
+        self._grouping = grouping
+        self._desk = Desk(shared.books, settings, grouping, codec, self.name)
+        self._payloads = Payloads(stream)
+        self._tender = Tender(self._desk, config.max_poll_interval)
+        self._buffer: deque[SharedRecord] = deque()  # not handed out yet
+        self._handed: list[SharedRecord] = []  # handed out, and perhaps not settled
+        self._entry: Entry | None = None
+        self._letters: Stream | None = None
+        self._full_since: float | None = None
+        self._crew: Crew | None = None
+        self._halted = False
+        self._closed = False
+        self._pid = os.getpid()
+        self._close_lock = threading.RLock()
+        self._desk.exchange()  # to be told at once what is wrong
+        self._tender.start()
+        weakref.finalize(self, _drop, self._tender, self._desk).atexit = False
+        _register(self)
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def poll(self, timeout: float = 1.0, max_records: int = PREFETCH_MAX) -> list[SharedRecord]:
+        """Return records that are this consumer's to process, waiting if there are none.
+
+        What was settled before is sent with it.
+
+        Args:
+            timeout: Seconds to wait; 0 only looks.
+            max_records: At most so many.
+
+        Returns:
+            Records in the order of their offsets within each group; empty if none came in time.
+
+        Raises:
+            Fenced: Something that was settled here had been given to others; raised once.
+            RecordsLost: Records are gone from the ring before they were delivered, and are not in a
+                store; raised once for each gap, and the next poll goes on.
+            StreamNotFound, LogTruncated, GroupNotFound: It was deleted.
+            ConnectionFailed: The server could not be reached until the timeout.
+        """
+        check_seconds("timeout", timeout, zero=True)
+        check_int("max_records", max_records, 1, PREFETCH_MAX)
+        self._check_open()
+        self._tender.polling = True
+        try:
+            self._fill(timeout)
+            return self._hand_out(max_records)
+        finally:
+            self._tender.alive_at = now()
+            self._tender.polling = False
+
+    def __iter__(self) -> Iterator[SharedRecord]:
+        """Records one by one, without end; ends when the subscriber is closed.
+
+        A server that is away is waited for, up to 30 seconds.
+        """
+        self._check_open()
+        away_since: float | None = None
+        while not self._halted:
+            try:
+                records = self.poll(1.0, 1)
+                away_since = None
+            except ConnectionFailed:
+                away_since = away_since or time.monotonic()
+                if time.monotonic() - away_since > _RECONNECT_S:
+                    raise
+                continue
+            yield from records
+
+    def run(self, handler: Handler, *, concurrency: int = 1) -> None:
+        """Give records to a function, in threads of its own, until ``stop()`` or ``close()``.
+
+        Groups run in parallel, each in order. A record is acknowledged when the handler returns,
+        and released, with a growing delay, when it raises; unless the handler has settled it.
+
+        Args:
+            handler: Called with each record.
+            concurrency: How many at a time.
+
+        Raises:
+            MeteorError: As ``poll``, but for what the server being away explains.
+        """
+        self._check_open()
+        check_int("concurrency", concurrency, 1, 1_000)
+        self._crew = Crew(self, handler, concurrency, self.config.max_poll_interval)
+        try:
+            self._crew.run()
+        finally:
+            self._crew = None
+
+    def stop(self) -> None:
+        """Let ``run()`` return, once the handlers that are at work have; from any thread."""
+        crew = self._crew
+        if crew is not None:
+            crew.stop()
+
+    # -- settling ------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Acknowledge all that was handed out and not settled, and wait until that is known.
+
+        Raises:
+            Fenced: Some of it had been given to others.
+            ConnectionFailed: The server did not answer; it may be known, and is said again.
+        """
+        self._check_open()
+        self._desk.settle_all(handed=self._handed, ack=True)
+        self.flush()
+
+    def rollback(self) -> None:
+        """Return all that was handed out and not settled, as failures, and wait until it is known.
+
+        Raises as ``commit``.
+        """
+        self._check_open()
+        self._desk.settle_all(handed=self._handed, ack=False)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what was settled, and wait for the answer.
+
+        Raises as ``commit``.
+        """
+        self._check_open()
+        self._exchange(0)
+        self._raise_refusals()
+
+    # -- the group -----------------------------------------------------------------------------
+
+    @property
+    def confirmed(self) -> int:
+        """All records below this offset are settled, by whomever."""
+        return self._shared.describe().confirmed
+
+    def groups(self, *, look_ahead: bool = False) -> list[GroupState]:
+        """As ``SharedGroup.groups``."""
+        return self._shared.groups(look_ahead=look_ahead)
+
+    def purge(self, group: bytes | str, limit: int | None = None) -> int:
+        """As ``SharedGroup.purge``."""
+        return self._shared.purge(group, limit)
+
+    def resume(self, group: bytes | str) -> bool:
+        """As ``SharedGroup.resume``."""
+        return self._shared.resume(group)
+
+    def fsck(self) -> list[str]:
+        """As ``SharedGroup.fsck``."""
+        return self._shared.fsck()
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Say what was settled, return the rest, and leave. Closing twice is fine.
+
+        What is returned counts as no failure. What cannot be said is found out by others when the
+        lease ends.
+
+        Args:
+            timeout: Seconds to wait for handlers of ``run()``.
+
+        Raises:
+            Fenced: Something that was settled here had been given to others.
+            ConnectionFailed: The server did not answer.
+        """
+        check_seconds("timeout", timeout, zero=True)
+        if self._closed or self._pid != os.getpid():
+            self._closed = True
+            return
+        self._halted = True
+        crew = self._crew
+        if crew is not None:
+            crew.end(timeout)
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._tender.end()
+                if self._tender.polling:
+                    self._payloads.interrupt()
+                self._leave()
+            finally:
+                self._tender.join(timeout)
+                self._desk.close()
+                self._payloads.close()
+                _open_subscribers.discard(self)
+        self._raise_refusals()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it hands out no more records."""
+        return self._closed
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"holding {self._desk.holding}"
+        return f"<SharedSubscriber of {self.stream.name!r} in {self.group!r} ({state})>"
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _fill(self, timeout_s: float) -> None:
+        """Have something in the buffer, if it comes in time."""
+        deadline = time.monotonic() + timeout_s
+        failures = 0
+        failure: MeteorError | None = None
+        looked = False
+        while not self._halted:
+            self._raise_refusals()
+            if self._tender.failure is not None:
+                failure, self._tender.failure = self._tender.failure, None
+                raise failure
+            self._drop_unheld()
+            if self._buffer and now() < self._desk.valid_until:
+                return
+            left = max(deadline - time.monotonic(), 0.0)
+            if looked and left == 0:
+                if failure is not None:
+                    raise failure
+                return
+            looked = True
+            try:
+                answer = self._claim()
+                if not self._buffer and answer is not None:
+                    self._wait(answer, max(deadline - time.monotonic(), 0.0))
+                failure, failures = None, 0
+            except (ConnectionFailed, StoreUnavailable) as error:
+                if self._halted:
+                    return
+                failure = error
+                failures += 1
+                time.sleep(
+                    min(max(deadline - time.monotonic(), 0.0), pause_s(failures, *_BACKOFF_S))
+                )
+
+    def _claim(self) -> Answer | None:
+        """Exchange with the server, and fetch what was granted; None if that is to be repeated."""
+        before = self._entry
+        answer = self._exchange(max(self.config.prefetch - self._desk.holding, 0))
+        while self._desk.unsure:
+            answer = self._exchange(0)
+        self._fetch()
+        self._publish_letters()
+        if answer.cold and not self._buffer:
+            self._entry = self._cold_entry(answer)
+            return None
+        self._entry = before if answer.cold else None
+        return answer
+
+    def _exchange(self, want: int) -> Answer:
+        return self._desk.exchange(want, entry=self._entry)
+
+    def _fetch(self) -> None:
+        if not self._desk.granted:
+            return
+        found, lost = self._payloads.fetch(sorted(self._desk.granted))
+        received = self._desk.receive(found, lost)
+        self._buffer = deque(sorted([*self._buffer, *received], key=_offset))
+
+    def _cold_entry(self, answer: Answer) -> Entry:
+        """What the index does not have any more, from the store; or that it is nowhere."""
+        entry = self._entry
+        if entry is not None and entry.first <= answer.next < entry.stop:
+            return entry
+        try:
+            chunk = self._payloads.cold(answer.next, answer.cold)[0]
+        except RecordsLost as gap:
+            return Entry(answer.next, (), min(gap.last + 1, answer.cold))
+        size = min(len(chunk), answer.cold - answer.next, _COLD)
+        rows = chunk.slice(0, size).to_arrow()
+        return Entry(answer.next, self._grouping.index_rows(rows), answer.next + size)
+
+    def _wait(self, answer: Answer, left_s: float) -> None:
+        """Wait until there may be something."""
+        if self._buffer or left_s <= 0:
+            return
+        if self._desk.holding >= self.config.prefetch:
+            self._wait_for_room(left_s)
+            return
+        self._full_since = None
+        block_s = left_s if answer.wait_s is None else min(left_s, answer.wait_s + 0.001)
+        block_s = min(block_s, self.settings.lease_ttl / 3)
+        streams = [(self._shared.books.key("bell"), f"{answer.bell}-0")]
+        if answer.next >= answer.end:
+            after = f"{answer.next - 1}-{_ID_MAX}" if answer.next else "0-0"
+            streams.append((keys.index(self.stream.name), after))
+        self._payloads.wait(streams, block_s)
+
+    def _wait_for_room(self, left_s: float) -> None:
+        """All that may be held is held, and handed out: somebody has to settle some."""
+        self._full_since = self._full_since or time.monotonic()
+        if time.monotonic() - self._full_since > _STUCK_S:
+            self._full_since = time.monotonic()
+            _log.warning(
+                "All %d records that this consumer of shared group %r may hold are handed out and "
+                "not settled: ack, release or reject some, or raise prefetch.",
+                *(self.config.prefetch, self.group),
+            )
+        state = self._desk.state
+        with state:
+            state.wait_for(
+                lambda: self._halted or self._desk.holding < self.config.prefetch,
+                min(left_s, 1.0),
+            )
+
+    def _drop_unheld(self) -> None:
+        if any(record.standing is not Standing.HELD for record in self._buffer):
+            held = (record for record in self._buffer if record.standing is Standing.HELD)
+            self._buffer = deque(held)
+
+    def _hand_out(self, max_records: int) -> list[SharedRecord]:
+        count = min(max_records, len(self._buffer))
+        records = [self._buffer.popleft() for _ in range(count)]
+        if len(self._handed) + count > 2 * self.config.prefetch:
+            self._handed = [r for r in self._handed if r.standing is Standing.HELD]
+        self._handed += records
+        return records
+
+    def _raise_refusals(self) -> None:
+        """Tell the application, once, what did not count, and what is lost."""
+        desk = self._desk
+        with desk.state:
+            refused, desk.refused = desk.refused, []
+            lost, desk.lost = desk.lost, []
+        for first, last in lost:
+            self._tell_lost(first, last)
+        if refused:
+            raise refusals.taken(self.stream.name, self.group, sorted(refused))
+
+    def _tell_lost(self, first: int, last: int) -> None:
+        gap = RecordsLost(
+            f"Records {first} to {last} of stream {self.stream.name!r} were dropped by the ring "
+            f"before shared group {self.group!r} had processed them, and no store has them; a "
+            "larger capacity, or a store, gives more time. The next poll goes on behind them.",
+            stream=self.stream.name,
+            first=first,
+            last=last,
+        )
+        if self.config.on_gap == "raise":
+            raise gap
+        _log.warning("Skipping a gap: %s", gap)
+        if self.config.on_gap_skipped is not None:
+            self.config.on_gap_skipped(first, last)
+
+    def _publish_letters(self) -> None:
+        """Publish the dead letters that the server has given this consumer to publish."""
+        desk = self._desk
+        while desk.letters:
+            letter = desk.letters[0]
+            self._publish_letter(letter)
+            desk.letters.pop(0)
+            desk.letter_published(letter)
+
+    def _publish_letter(self, letter: Letter) -> None:
+        assert self.settings.dead_letter is not None, "only then are there letters"
+        found, _ = self._payloads.fetch([letter.offset])
+        record = found.get(letter.offset)
+        if record is None:
+            self._desk.lost.append((letter.offset, letter.offset))
+            return
+        if self._letters is None:
+            self._letters = self.stream.client.stream(self.settings.dead_letter)
+        bury(
+            *(self._letters, self.stream, self.group, record),
+            reason=letter.reason,
+            tries=letter.failures,
+            stop=lambda: self._halted,
+        )
+
+    def _leave(self) -> None:
+        """Say what was settled, publish what letters that brings, and leave."""
+        if self._desk.unsaid:
+            self._exchange(0)
+            self._publish_letters()
+        self._desk.exchange(leave=True)
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise MeteorError(
+                f"This shared subscriber of stream {self.stream.name!r} belongs to the parent "
+                "process; open another here with stream.shared_subscriber()."
+            )
+        if self._closed:
+            raise MeteorError(
+                f"This shared subscriber of stream {self.stream.name!r} is closed; open another "
+                "with stream.shared_subscriber()."
+            )
+
+
+def _offset(record: SharedRecord) -> int:
+    return record.offset
+
+
+def _drop(tender: Tender, desk: Desk) -> None:
+    """For one that was dropped without a close(): others get its records when the lease ends."""
+    tender.end()
+    desk.close()
+
+
+# Those with a thread, which somebody has to end.
+_open_subscribers: weakref.WeakSet[SharedSubscriber] = weakref.WeakSet()
+
+
+def _register(subscriber: SharedSubscriber) -> None:
+    _open_subscribers.add(subscriber)
+    # Again each time, for the same reason as with publishers.
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
+
+
+def close_shared_subscribers(client: Client) -> None:
+    """Close the shared subscribers of a client; raise the first failure."""
+    failures: list[Exception] = []
+    for subscriber in list(_open_subscribers):
+        if subscriber.stream.client is client:
+            try:
+                subscriber.close()
+            except MeteorError as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _close_all() -> None:
+    """At the interpreter's end: let others have the records at once."""
+    for subscriber in list(_open_subscribers):
+        try:
+            subscriber.close(_EXIT_S)
+        except MeteorError as error:
+            _log.error("At the end of %r: %s", subscriber, error)
+    deadline = time.monotonic() + _EXIT_S
+    for thread in threading.enumerate():
+        if thread.name.startswith(TENDER_PREFIX):
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _disown_all() -> None:
+    """In a forked child: the records, threads and connections are the parent's."""
+    for subscriber in list(_open_subscribers):
+        subscriber._desk.disown()
+    _open_subscribers.clear()
+
+
+os.register_at_fork(after_in_child=_disown_all)

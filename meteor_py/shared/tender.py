@@ -1,0 +1,101 @@
+"""The tender: a thread that renews a consumer's lease, and says what it has settled."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+
+from meteor_py.backoff import pause_s
+from meteor_py.errors import ConnectionFailed, MeteorError
+from meteor_py.lease import now
+from meteor_py.shared.desk import Desk
+
+_log = logging.getLogger(__name__)
+
+TENDER_PREFIX = "meteor-shared"
+#: Seconds that what is settled waits for more of it: while the application is at work, and while
+#: it waits for records, which others may be holding back for that.
+_GATHER_S = 0.05
+_HURRY_S = 0.002
+#: Seconds between two tries, doubled each time up to the second figure.
+_BACKOFF_S = (0.02, 0.64)
+
+
+class Tender:
+    """Started with its subscriber, and joined by it."""
+
+    def __init__(self, desk: Desk, max_poll_interval_s: float) -> None:
+        self._desk = desk
+        self._interval_s = max_poll_interval_s
+        #: The application was last seen then, by ``lease.now()``; it is polling now.
+        self.alive_at = now()
+        self.polling = False
+        #: What has ended it, for the application.
+        self.failure: MeteorError | None = None
+        self._ended = False
+        name = f"{TENDER_PREFIX}-{desk.books.stream.name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """Let it end; whoever closes the desk says what is left."""
+        with self._desk.state:
+            self._ended = True
+            self._desk.state.notify_all()
+
+    def join(self, timeout_s: float) -> bool:
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def hung(self) -> bool:
+        """Whether the application gives no sign of life."""
+        return not self.polling and now() - self.alive_at > self._interval_s
+
+    def _run(self) -> None:
+        failures = 0
+        while self._wait(failures):
+            try:
+                self._desk.exchange()
+                failures = 0
+            except ConnectionFailed:
+                failures += 1
+            except MeteorError as error:  # deleted, or something that trying again will not cure
+                self.failure = error
+                failures += 1
+            except BaseException:
+                _log.exception("The tender of %r failed.", self._desk.books.group)
+                failures += 1
+
+    def _wait(self, failures: int) -> bool:
+        """Wait until there is something to say; False at the end."""
+        desk = self._desk
+        pause = pause_s(failures, *_BACKOFF_S) if failures else 0.0
+        with desk.state:
+            if pause:
+                desk.state.wait_for(lambda: self._ended, pause)
+            renewal = desk.config.lease_ttl / 3
+            while not self._ended:
+                left = renewal - (now() - desk.spoke_at)
+                if self.hung:
+                    left = renewal  # no longer: others shall have what it holds
+                elif desk.unsaid and desk.spoke_at:
+                    desk.state.wait_for(
+                        lambda: self._ended, _HURRY_S if self.polling else _GATHER_S
+                    )
+                    return desk.unsaid or not self._ended
+                elif left <= 0 and desk.spoke_at:
+                    return True
+                desk.state.wait(max(min(left, renewal), 0.01))
+            return False
+
+
+def end_dropped(tender: weakref.ref[Tender]) -> None:
+    """For a subscriber that was dropped without a close()."""
+    found = tender()
+    if found is not None:
+        found.end()
