@@ -33,6 +33,8 @@ class GroupDescription:
     term: int
     #: "exclusive": one member reads at a time; "shared": several share out the records.
     kind: Literal["exclusive", "shared"] = "exclusive"
+    #: How many share it; None if it is not a shared one.
+    consumers: int | None = None
 
 
 def open_group(stream: Stream, group: str, start: InitialOffset) -> int:
@@ -40,7 +42,9 @@ def open_group(stream: Stream, group: str, start: InitialOffset) -> int:
 
     Raises:
         NoConfirmedOffset: ``start`` is NONE, and nothing is confirmed.
+        GroupConfigMismatch: It is a shared one.
     """
+    _check_exclusive(stream, group)
     first = str(stream.bounds()[0]) if start == InitialOffset.EARLIEST else ""
     args = [
         stream.incarnation,
@@ -94,6 +98,15 @@ def list_groups(stream: Stream, end: int) -> list[GroupDescription]:
     return found
 
 
+def _check_exclusive(stream: Stream, group: str) -> None:
+    """Raise ``GroupConfigMismatch`` for the name of a shared group: two would have one name."""
+    if stream.config.group_by is None:
+        return
+    found = stream.client.call("HGET", keys.shared(stream.name, group, "state"), "incarnation")
+    if found is not None and found.decode(errors="replace") == stream.incarnation:
+        raise refusals.shared(stream.name, group)
+
+
 def find_archiver(stream: Stream) -> str | None:
     """The member that archives the stream now; None if nobody does."""
     return owner_of(stream.client.call("GET", keys.lease(stream.name, keys.ARCHIVERS)))
@@ -109,8 +122,10 @@ def seek_group(stream: Stream, group: str, offset: int, *, floating: bool, force
 
     Raises:
         GroupActive: A member has the lease, and ``force`` is False.
+        GroupConfigMismatch: It is a shared one.
         ValueError: The offset is beyond the end.
     """
+    _check_exclusive(stream, group)
     script_keys = [
         keys.meta(stream.name),
         keys.group(stream.name, group),

@@ -9,6 +9,7 @@ from meteor_py.errors import (
     ConnectionFailed,
     Fenced,
     GroupActive,
+    GroupConfigMismatch,
     GroupNotFound,
     LeaseLost,
     LogTruncated,
@@ -198,6 +199,15 @@ def no_group(stream: str, group: str) -> GroupNotFound:
     return GroupNotFound(
         f"Stream {stream!r} has no group {group!r}, or it was deleted; open a subscriber of it to "
         "begin it anew.",
+        stream=stream,
+        group=group,
+    )
+
+
+def shared(stream: str, group: str) -> GroupConfigMismatch:
+    return GroupConfigMismatch(
+        f"Group {group!r} of stream {stream!r} is a shared one: its consumers settle records one "
+        "by one, so it cannot be moved, nor read by one member at a time; choose another name.",
         stream=stream,
         group=group,
     )

@@ -1,8 +1,9 @@
 """The Lua scripts: constant package data, called by hash.
 
 Each lives in ``lua/<name>.lua``, or in the parts of ``lua/<name>/`` one after the other, with its
-purpose, keys, arguments, answers and the reason for being atomic at its head. A script answers with a list whose first item is a fixed code; an
-error reply therefore always comes from the server, before or instead of the script.
+purpose, keys, arguments, answers and the reason for being atomic at its head. A script answers with
+a list whose first item is a fixed code; an error reply therefore always comes from the server,
+before or instead of the script.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
+from typing import Any
 
 from meteor_py import keys, refusals
 from meteor_py.codec import Codec, find_codec
@@ -34,7 +35,7 @@ from meteor_py.publisher import Publisher
 from meteor_py.record import RecordBatch
 from meteor_py.scripts import CONFIGURE, DELETE_STREAM, LOCATE
 from meteor_py.shared.config import ConsumerConfig, OnPoison, Ungrouped
-from meteor_py.shared.group import SharedGroup, list_shared, open_shared
+from meteor_py.shared.group import SharedGroup, list_shared, open_shared, summarize_shared
 from meteor_py.shared.subscriber import SharedSubscriber
 from meteor_py.store.archive import Archive
 from meteor_py.store.archiver import Archiver, stop_archiver
@@ -301,7 +302,7 @@ class Stream(Handle):
     def _groups(self, end: int) -> list[GroupDescription]:
         found = list_groups(self, end)
         if self.config.group_by is not None:
-            found += [SharedGroup(self, name).summary() for name in list_shared(self)]
+            found += summarize_shared(self)
         return sorted(found, key=lambda group: group.name)
 
     def group(self, name: str) -> GroupDescription:
@@ -333,17 +334,21 @@ class Stream(Handle):
         return offset
 
     def delete_group(self, group: str, *, force: bool = False) -> None:
-        """Delete a group, with what it has confirmed.
+        """Delete a group, shared or not, with what it has confirmed.
 
         Args:
             group: Its name.
-            force: Even if a member has the lease; it will be told.
+            force: Even if a member has the lease, or there are consumers; they will be told.
 
         Raises:
-            GroupActive: A member has the lease, and ``force`` is False.
+            GroupActive: Somebody is at work, and ``force`` is False.
             GroupNotFound: There is none.
         """
-        delete_group(self, keys.check_name(group, "group"), force=force)
+        keys.check_name(group, "group")
+        if self.config.group_by is not None and group in list_shared(self):
+            SharedGroup(self, group).delete(force=force)
+        else:
+            delete_group(self, group, force=force)
 
     def describe(self) -> Description:
         """Look at the stream: bounds, size, settings, groups.
@@ -464,19 +469,19 @@ class Stream(Handle):
         """
         backend = self._find_store() if history and self._store_id is not None else None
         stop_archiver(self.client, self.name)
-        found: set[str] = set()
-        cursor = b"0"
+        found: set[bytes] = set()  # of which some end with any bytes: the ids of groups
+        cursor, log, meta = b"0", self._keys[0].encode(), self._keys[1].encode()
         while True:
             cursor, part = self.client.call(
                 "SCAN", cursor, "MATCH", keys.everything(self.name), "COUNT", 1000
             )
-            found.update(key.decode() for key in part)
+            found.update(part)
             if cursor == b"0":
                 break
-        others = sorted((found | {self._keys[0]}) - {self._keys[1]})
-        answer = self.client.run(DELETE_STREAM, [self._keys[1], *others], [self.incarnation])
+        names: list[Any] = [meta, *sorted((found | {log}) - {meta})]
+        answer = self.client.run(DELETE_STREAM, names, [self.incarnation])
         # Not found, though it was there before: deleted by a first try whose answer was lost.
-        if answer[0] != b"OK" and not (answer[0] == b"NOSTREAM" and self._keys[1] in found):
+        if answer[0] != b"OK" and not (answer[0] == b"NOSTREAM" and meta in found):
             raise refusals.gone(self.name, answer[0])
         self.client.call("SREM", keys.STREAMS, self.name)
         if self.client.call("EXISTS", self._keys[1]):  # created anew by somebody meanwhile

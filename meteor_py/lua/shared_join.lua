@@ -18,6 +18,8 @@ if not step then
   if ARGV[4] == '' then return {'FENCED'} end
   step = '0'
   redis.call('HSET', KEYS[4], ARGV[2], '0::' .. ARGV[3])
+  -- Redis keeps a small hash as a list, and would search it for each group; a long value forbids.
+  redis.call('HSET', KEYS[5], '', string.rep('-', 65))
 end
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)

@@ -31,7 +31,7 @@ for i = 1, #flat, 2 do
   for _, held in ipairs(call('HVALS', ARGV[2] .. 'held:' .. flat[i])) do
     open(string.match(held, '^%d+'))
     local _, commas = string.gsub(held, ',', '')
-    if held ~= '' then groups, records = groups + 1, records + commas + 1 end
+    if string.find(held, '^%d') then groups, records = groups + 1, records + commas + 1 end
   end
   open(call('ZRANGE', ARGV[2] .. 'more:' .. flat[i], 0, 0, 'WITHSCORES')[2])
   for _, x in ipairs({flat[i], string.match(flat[i + 1], '^%d+:.-:(.*)$'), groups, records}) do

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Begin a shared group, or tell how the one of that name is set up.
 --
--- KEYS  1 meta  2 state  3 shared, the names  4 the subscriber group of that name
+-- KEYS  1 meta  2 state  3 shared, the names  4 the subscriber group of that name  5 groups
 -- ARGV  1 incarnation  2 name  3 'create', or '' if it must exist  4 where it begins, '' for the end
 --       5... settings: field, value, ...
 -- Returns {'OK', fields and values of the state}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
@@ -17,6 +17,7 @@ if redis.call('HGET', KEYS[2], 'incarnation') ~= ARGV[1] then
   if start == '' or tonumber(start) > tonumber(m[2]) then start = m[2] end
   redis.call('HSET', KEYS[2], 'incarnation', ARGV[1], 'start', start, 'next', start,
              'waiting', '0', 'bell', '0', unpack(ARGV, 5))
+  redis.call('HSET', KEYS[5], '', string.rep('-', 65))  -- see shared_join.lua
   redis.call('SADD', KEYS[3], ARGV[2])
 end
 return {'OK', redis.call('HGETALL', KEYS[2])}

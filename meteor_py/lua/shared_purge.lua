@@ -23,14 +23,14 @@ call('HDEL', KEYS[7], unpack(purged))
 call('HINCRBY', KEYS[2], 'waiting', -#purged)
 call('HINCRBY', KEYS[2], 'purged', #purged)
 
-local owner, waiting, state = string.match(call('HGET', KEYS[3], group), '^(.-):(%d+):(.*)$')
+local owner, waiting, state = string.match(call('HGET', KEYS[3], group), '^(.-):(%d+):(.-):')
 local more = ARGV[4] .. 'more:' .. owner
 local held = ARGV[4] .. 'held:' .. owner
 waiting = tonumber(waiting) - #purged
 if waiting > 0 then
   local head = call('LINDEX', KEYS[8], 0)
   for _, key in ipairs({KEYS[4], KEYS[5], more}) do call('ZADD', key, 'XX', head, group) end
-  call('HSET', KEYS[3], group, owner .. ':' .. string.format('%.0f', waiting) .. ':' .. state)
+  call('HSET', KEYS[3], group, owner .. ':' .. string.format('%.0f', waiting) .. ':' .. state .. ':' .. head)
   return {'OK', #purged, #purged == 4096 and 1 or 0}
 end
 for _, key in ipairs({KEYS[4], KEYS[5], more}) do call('ZREM', key, group) end
@@ -42,6 +42,6 @@ if owner ~= '' and call('HGET', held, group) == '' then  -- kept for a last try 
   call('HDEL', held, group)
   owner = ''
 end
-local value = state == '' and owner or owner .. ':0:' .. state
+local value = state == '' and owner or owner .. ':0:' .. state .. ':'
 if value == '' then call('HDEL', KEYS[3], group) else call('HSET', KEYS[3], group, value) end
 return {'OK', #purged, #purged == 4096 and 1 or 0}

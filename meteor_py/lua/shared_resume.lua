@@ -15,7 +15,7 @@ if found ~= ARGV[1] then return {found and 'INCARNATION' or 'NOSTREAM'} end
 local s = call('HMGET', KEYS[2], 'incarnation', 'group_cap')
 if s[1] ~= ARGV[1] then return {'NOGROUP'} end
 local group = ARGV[2]
-local owner, waiting, state = string.match(call('HGET', KEYS[3], group) or '', '^(.-):(%d+):(.*)$')
+local owner, waiting, state = string.match(call('HGET', KEYS[3], group) or '', '^(.-):(%d+):(.-):')
 if not state or state == '' then return {'OK', 0} end
 call('ZREM', KEYS[5], group)
 call('ZREM', KEYS[6], group)
@@ -23,8 +23,8 @@ if waiting == '0' then
   if owner == '' then call('HDEL', KEYS[3], group) else call('HSET', KEYS[3], group, owner) end
   return {'OK', 1}
 end
-call('HSET', KEYS[3], group, owner .. ':' .. waiting .. ':')
 local head = call('LINDEX', KEYS[8], 0)
+call('HSET', KEYS[3], group, owner .. ':' .. waiting .. '::' .. head)
 call('HDEL', KEYS[7], head)
 local set = KEYS[4]
 if owner ~= '' then

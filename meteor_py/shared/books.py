@@ -116,7 +116,7 @@ class Books:
         args = [self.stream.incarnation, consumer, name, "join" if name else ""]
         answer = self.check(link.run(SHARED_JOIN, names, args))
         pairs = zip(answer[2][::2], answer[2][1::2], strict=True)
-        return int(answer[1]), {group: _offsets(held) for group, held in pairs if held}
+        return int(answer[1]), {group: _offsets(held) for group, held in pairs if group and held}
 
     def step(
         self,

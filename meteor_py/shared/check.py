@@ -47,11 +47,12 @@ class _Snapshot:
             )
         self.state = _mapping(found.get(b"state", []))
         self.groups = _mapping(found.get(b"groups", []))
+        self.groups.pop(b"", None)  # see shared_join.lua
         self.consumers = _mapping(found.get(b"consumers", []))
         self.letters = {int(offset) for offset in _mapping(found.get(b"letters", []))}
         self.sets = {name: _scores(found.get(name.encode(), [])) for name in _SETS}
         self.held = {
-            part[5:]: {g: _list(h) for g, h in _mapping(value).items()}
+            part[5:]: {g: _list(h) for g, h in _mapping(value).items() if g}
             for part, value in found.items()
             if part.startswith(b"held:")
         }
@@ -88,12 +89,14 @@ def _check(books: _Snapshot) -> Iterator[str]:
     blocked: dict[bytes, int] = {}
     more: dict[bytes, dict[bytes, int]] = {}
     for group in {*books.groups, *books.waiting, *held_by}:
-        owner, count, stopped = _parse(books.groups.get(group, b""))
+        owner, count, stopped, head = _parse(books.groups.get(group, b""))
         waiting = books.waiting.get(group, [])
         if owner != held_by.get(group, b""):
             yield f"Group {group!r} has owner {owner!r}, and is held by {held_by.get(group)!r}."
         if count != len(waiting):
             yield f"Group {group!r} counts {count} waiting records, and has {len(waiting)}."
+        if head != (waiting[0] if waiting else None):
+            yield f"Group {group!r} has the head {head}, and {waiting[:1]} waits first."
         if waiting and stopped:
             blocked[group] = waiting[0]
         elif waiting and not owner:
@@ -144,10 +147,9 @@ def _check_offsets(books: _Snapshot) -> Iterator[str]:
         )
 
 
-def _parse(value: bytes) -> tuple[bytes, int, bytes]:
-    owner, _, rest = value.partition(b":")
-    waiting, _, stopped = rest.partition(b":")
-    return owner, int(waiting or 0), stopped
+def _parse(value: bytes) -> tuple[bytes, int, bytes, int | None]:
+    owner, waiting, stopped, head = (*value.split(b":"), b"", b"", b"")[:4]
+    return owner, int(waiting or 0), stopped, int(head) if head else None
 
 
 def _mapping(flat: list[bytes]) -> dict[bytes, bytes]:

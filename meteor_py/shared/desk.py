@@ -70,6 +70,8 @@ class Desk:
         #: Until then nobody else is given what is held here, by ``lease.now()``.
         self.valid_until = 0.0
         self.spoke_at = 0.0
+        #: The application was last seen then: it polled, or settled something.
+        self.alive_at = now()
 
     # -- for the application -------------------------------------------------------------------
 
@@ -319,6 +321,7 @@ class Desk:
         if record.standing is not Standing.HELD:
             raise refusals.taken(self.books.stream.name, self.books.group, [record.offset])
         self._drop(record, Standing.SETTLED)
+        self.alive_at = now()
 
     def _rewind(self, record: SharedRecord) -> None:
         """Those behind it in its group go back with it."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meteor_py import keys
 from meteor_py.config import InitialOffset, check_int
-from meteor_py.errors import GroupActive, GroupConfigMismatch, MeteorError
+from meteor_py.errors import GroupActive, GroupConfigMismatch, GroupNotFound, MeteorError
 from meteor_py.group import GroupDescription
 from meteor_py.grouping import GROUP_BYTES_MAX
 from meteor_py.scripts import (
@@ -162,7 +162,9 @@ class SharedGroup:
             cursor, flat = self.stream.client.call(
                 "HSCAN", self.books.key("groups"), cursor, "COUNT", _LIST
             )
-            found += self._states(dict(zip(flat[::2], flat[1::2], strict=True)), owners)
+            values = dict(zip(flat[::2], flat[1::2], strict=True))
+            values.pop(b"", None)  # see shared_join.lua
+            found += self._states(values, owners)
             if cursor == b"0":
                 break
         unique = {state.id: state for state in found}  # HSCAN may tell twice
@@ -199,7 +201,8 @@ class SharedGroup:
     def summary(self) -> GroupDescription:
         """What it has in common with other groups."""
         found = self.describe()
-        return GroupDescription(self.name, found.confirmed, found.lag, None, 0, "shared")
+        consumers = len(found.consumers)
+        return GroupDescription(self.name, found.confirmed, found.lag, None, 0, "shared", consumers)
 
     @property
     def confirmed(self) -> int:
@@ -289,9 +292,8 @@ class SharedGroup:
         client, state = self.stream.client, self.books.key("state")
         client.call("SREM", keys.shared_groups(self.stream.name), self.name)
         others: list[Any] = sorted(self.books.find() - {b"state"})
-        client.run(
-            DELETE_STREAM, [state, *map(self.books.whole, others)], [self.stream.incarnation]
-        )
+        names: list[Any] = [state, *map(self.books.whole, others)]
+        client.run(DELETE_STREAM, names, [self.stream.incarnation])
         # What a consumer has made in between: now that there is no state, none can make more.
         left = self.books.find()
         if left and b"state" not in left:
@@ -337,7 +339,9 @@ def open_shared(
     args = [stream.incarnation, name, create, first]
     args += [item for pair in config.to_fields().items() for item in pair]
     names = [shared.books.meta, shared.books.key("state"), keys.shared_groups(stream.name)]
-    answer = stream.client.run(SHARED_OPEN, [*names, keys.group(stream.name, name)], args)
+    answer = stream.client.run(
+        SHARED_OPEN, [*names, keys.group(stream.name, name), shared.books.key("groups")], args
+    )
     if answer[0] == b"EXCLUSIVE":
         raise GroupConfigMismatch(
             f"Stream {stream.name!r} has a group {name!r} for one reader at a time; choose another "
@@ -364,6 +368,17 @@ def list_shared(stream: Stream) -> list[str]:
     return sorted(name.decode(errors="backslashreplace") for name in members)
 
 
+def summarize_shared(stream: Stream) -> list[GroupDescription]:
+    """What the shared groups of a stream have in common with others."""
+    found: list[GroupDescription] = []
+    for name in list_shared(stream):
+        try:
+            found.append(SharedGroup(stream, name).summary())
+        except (GroupNotFound, ValueError):
+            continue  # deleted since, or a name that is not ours
+    return found
+
+
 def check_group(group: bytes | str) -> bytes:
     """The id of a group, as bytes."""
     if isinstance(group, str):
@@ -377,8 +392,7 @@ def check_group(group: bytes | str) -> bytes:
 
 def _parse(value: bytes) -> tuple[bytes, int, bytes]:
     """Owner, records waiting, and state of a group."""
-    owner, _, rest = value.partition(b":")
-    waiting, _, stopped = rest.partition(b":")
+    owner, waiting, stopped, _ = (*value.split(b":"), b"", b"", b"")[:4]
     return owner, int(waiting or 0), stopped
 
 

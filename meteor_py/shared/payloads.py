@@ -1,7 +1,7 @@
 """Payloads: the records of offsets here and there in a stream.
 
-A frame is fetched once, and kept as long as records of it may be wanted: consumers of a shared group
-get theirs out of the same frames, a few at a time.
+A frame is fetched once, and kept as long as records of it may be wanted: consumers of a shared
+group get theirs out of the same frames, a few at a time.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class SharedSubscriber(Closing):
             self._fill(timeout)
             return self._hand_out(max_records)
         finally:
-            self._tender.alive_at = now()
+            self._desk.alive_at = now()
             self._tender.polling = False
 
     def __iter__(self) -> Iterator[SharedRecord]:
@@ -245,13 +245,15 @@ class SharedSubscriber(Closing):
             ConnectionFailed: The server did not answer.
         """
         check_seconds("timeout", timeout, zero=True)
-        if self._closed or self._pid != os.getpid():
-            self._closed = True
-            return
-        self._halted = True
-        crew = self._crew
-        if crew is not None:
-            crew.end(timeout)
+        if self._pid == os.getpid():
+            self._halted = True
+            crew = self._crew
+            if crew is not None:
+                crew.end(timeout)
+            self._close(timeout)
+        self._closed = True
+
+    def _close(self, timeout_s: float) -> None:
         with self._close_lock:
             if self._closed:
                 return
@@ -262,7 +264,7 @@ class SharedSubscriber(Closing):
                     self._payloads.interrupt()
                 self._leave()
             finally:
-                self._tender.join(timeout)
+                self._tender.join(timeout_s)
                 self._desk.close()
                 self._payloads.close()
                 _open_subscribers.discard(self)
@@ -284,7 +286,7 @@ class SharedSubscriber(Closing):
         deadline = time.monotonic() + timeout_s
         failures = 0
         failure: MeteorError | None = None
-        looked = False
+        looked = again = False
         while not self._halted:
             self._raise_refusals()
             if self._tender.failure is not None:
@@ -294,19 +296,18 @@ class SharedSubscriber(Closing):
             if self._buffer and now() < self._desk.valid_until:
                 return
             left = max(deadline - time.monotonic(), 0.0)
-            if looked and left == 0:
+            if looked and left == 0 and not again:
                 if failure is not None:
                     raise failure
                 return
-            looked = True
+            looked, again = True, False
             try:
                 answer = self._claim()
+                again = answer is None  # ends: each time, some records are done with
                 if not self._buffer and answer is not None:
                     self._wait(answer, max(deadline - time.monotonic(), 0.0))
                 failure, failures = None, 0
             except (ConnectionFailed, StoreUnavailable) as error:
-                if self._halted:
-                    return
                 failure = error
                 failures += 1
                 time.sleep(
@@ -325,7 +326,7 @@ class SharedSubscriber(Closing):
             self._entry = self._cold_entry(answer)
             return None
         self._entry = before if answer.cold else None
-        return answer
+        return answer if self._buffer or not answer.granted else None  # all of them were lost
 
     def _exchange(self, want: int) -> Answer:
         return self._desk.exchange(want, entry=self._entry)
@@ -451,8 +452,10 @@ class SharedSubscriber(Closing):
         """Say what was settled, publish what letters that brings, and leave."""
         if self._desk.unsaid:
             self._exchange(0)
+        try:
             self._publish_letters()
-        self._desk.exchange(leave=True)
+        finally:
+            self._desk.exchange(leave=True)
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():

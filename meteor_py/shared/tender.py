@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 
 from meteor_py.backoff import pause_s
 from meteor_py.errors import ConnectionFailed, MeteorError
@@ -28,8 +27,7 @@ class Tender:
     def __init__(self, desk: Desk, max_poll_interval_s: float) -> None:
         self._desk = desk
         self._interval_s = max_poll_interval_s
-        #: The application was last seen then, by ``lease.now()``; it is polling now.
-        self.alive_at = now()
+        #: The application is polling now.
         self.polling = False
         #: What has ended it, for the application.
         self.failure: MeteorError | None = None
@@ -54,7 +52,7 @@ class Tender:
     @property
     def hung(self) -> bool:
         """Whether the application gives no sign of life."""
-        return not self.polling and now() - self.alive_at > self._interval_s
+        return not self.polling and now() - self._desk.alive_at > self._interval_s
 
     def _run(self) -> None:
         failures = 0
@@ -84,18 +82,9 @@ class Tender:
                 if self.hung:
                     left = renewal  # no longer: others shall have what it holds
                 elif desk.unsaid and desk.spoke_at:
-                    desk.state.wait_for(
-                        lambda: self._ended, _HURRY_S if self.polling else _GATHER_S
-                    )
-                    return desk.unsaid or not self._ended
+                    gather = _HURRY_S if self.polling else _GATHER_S
+                    return not desk.state.wait_for(lambda: self._ended, gather)
                 elif left <= 0 and desk.spoke_at:
                     return True
                 desk.state.wait(max(min(left, renewal), 0.01))
             return False
-
-
-def end_dropped(tender: weakref.ref[Tender]) -> None:
-    """For a subscriber that was dropped without a close()."""
-    found = tender()
-    if found is not None:
-        found.end()

@@ -83,31 +83,35 @@ end
 local counters = {}
 local function add(counter, n) counters[counter] = (counters[counter] or 0) + n end
 
--- Groups. 'owner[:waiting:state]' in the hash; here: c owner, w waiting, st state ('d' delayed, 'p'
--- parked), raw as it was read, at the set that it is in; of this consumer also: held as a string,
--- known as it was read, n how many, fresh those granted now.
+-- Groups. 'owner[:waiting:state:head]' in the hash; here: c owner, w waiting, st state ('d' delayed,
+-- 'p' parked), head the first that waits, if it is known, raw as it was read, at the set that it is
+-- in; of this consumer also: held as a string, known as it was read, n how many, fresh those granted
+-- now.
 local groups, dirty = {}, {}
 local sets = {r = KEYS[5], b = KEYS[6], m = KEYS[15]}
 
 local function place_of(t)
-  if t.w == 0 then return nil end
+  if t.w == 0 then return false end
   if t.st ~= '' then return 'b' end
   if t.c == '' then return 'r' end
-  return t.n < cap and 'm' or nil
+  return t.n < cap and 'm'
 end
 
 local function read(raw)
-  if not raw then return {c = '', w = 0, st = '', n = 0, held = ''} end
-  if not find(raw, ':', 1, true) then
-    return {c = raw, w = 0, st = '', n = 0, held = '', raw = raw}
+  local c, w, st, head = raw or '', 0, '', false
+  if raw and find(raw, ':', 1, true) then
+    c, w, st, head = match(raw, '^(.-):(%d+):(.-):(%d*)$')
+    w, head = tonumber(w), tonumber(head) or false
   end
-  local c, w, st = match(raw, '^(.-):(%d+):(.*)$')
-  return {c = c, w = tonumber(w), st = st, n = 0, held = '', raw = raw}
+  -- All fields at once: a table that grows is made anew.
+  return {c = c, w = w, st = st, head = head, raw = raw, n = 0, held = '', known = false,
+          fresh = false, at = false, moved = false, reserved = false, others = false}
 end
 
 local function load(names)
   local asked, mine = {}, {}
-  for _, g in ipairs(names) do
+  for i = 1, #names do
+    local g = names[i]
     if not groups[g] then
       groups[g] = true
       asked[#asked + 1] = g
@@ -119,24 +123,24 @@ local function load(names)
     for i = low, high do
       local t = read(values[i - low + 1])
       groups[asked[i]] = t
-      if t.c == cid and not looking then mine[#mine + 1] = asked[i] end
+      if t.c == '' then
+        if t.w > 0 then t.at = place_of(t) end
+      elseif t.c == cid then
+        mine[#mine + 1] = asked[i]
+      else
+        t.others = true
+      end
     end
   end
   for low = 1, #mine, 1000 do
     local high = min(low + 999, #mine)
     local values = call('HMGET', KEYS[14], unpack(mine, low, high))
     for i = low, high do
-      local t = groups[mine[i]]
-      t.held = values[i - low + 1] or ''
-      t.known = values[i - low + 1] or nil
+      local t, held = groups[mine[i]], values[i - low + 1]
+      t.held, t.known, t.reserved = held or '', held, held == ''
       t.n = count(t.held)
-      t.reserved = t.held == ''
+      if t.w > 0 then t.at = place_of(t) end
     end
-  end
-  for _, g in ipairs(asked) do
-    local t = groups[g]
-    t.others = t.c ~= '' and t.c ~= cid
-    if t.w > 0 and not t.others then t.at = place_of(t) end
   end
 end
 
@@ -145,6 +149,11 @@ local function disown(t)
 end
 
 local function list_of(g) return prefix .. 'waiting:' .. g end
+
+local function head_of(g, t)
+  if not t.head then t.head = tonumber(call('LINDEX', list_of(g), 0)) end
+  return text(t.head)
+end
 
 -- Bring the sets in line with what has changed.
 local woken, freed = false, false  -- others have work: surely; unless it is claimed here
@@ -156,7 +165,7 @@ local function place_all()
       if t.at and t.at ~= at then local list = out[t.at]; list[#list + 1] = g end
       if at and (at ~= t.at or t.moved) then
         local list = into[at]
-        list[#list + 1] = t.head or call('LINDEX', list_of(g), 0)
+        list[#list + 1] = head_of(g, t)
         list[#list + 1] = g
         if at == 'r' then freed = true end
       end
@@ -185,7 +194,7 @@ local function write_held()
           list = join(offsets)
         end
       end
-      t.held, t.fresh = list, nil
+      t.held, t.fresh = list, false
     end
     local here = t.c == cid and (t.n > 0 or t.reserved)
     if here and t.held ~= t.known then
@@ -194,7 +203,7 @@ local function write_held()
       t.known = t.held
     elseif not here and t.known then
       gone[#gone + 1] = g
-      t.known = nil
+      t.known = false
     end
   end
   many('HSET', KEYS[14], set)
@@ -248,12 +257,14 @@ end
 local function take_back(owner, reason)
   local held = call('HGETALL', prefix .. 'held:' .. owner)
   local names = {}
-  for i = 1, #held, 2 do names[#names + 1] = held[i] end
+  for i = 1, #held, 2 do if held[i] ~= '' then names[#names + 1] = held[i] end end
   load(names)
-  for i = 1, #held, 2 do
-    local g, t, offsets = held[i], groups[held[i]], split(held[i + 1])
-    t.c, t.n, t.held, t.known, t.reserved, t.others = '', 0, '', nil, false, false
-    t.at = t.w > 0 and t.st ~= '' and 'b' or nil
+  local by_group = {}
+  for i = 1, #held, 2 do by_group[held[i]] = held[i + 1] end
+  for _, g in ipairs(names) do
+    local t, offsets = groups[g], split(by_group[g])
+    t.c, t.n, t.held, t.known, t.reserved, t.others = '', 0, '', false, false, false
+    t.at = t.w > 0 and t.st ~= '' and 'b'
     -- Only the first can have been at work: groups are processed in order.
     if reason and offsets[1] and fail(offsets[1], g, t, reason) then table.remove(offsets, 1) end
     put_back(g, t, offsets)

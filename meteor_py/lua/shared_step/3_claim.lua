@@ -6,6 +6,18 @@ if not looking then
     add('reaped', 1)
   end
 end
+-- Groups of another have something for him.
+local function offer(owner, names)
+  local held, more = call('HMGET', prefix .. 'held:' .. owner, unpack(names)), {}
+  for i, g in ipairs(names) do
+    if count(held[i] or '') < cap then
+      more[#more + 1] = head_of(g, groups[g])
+      more[#more + 1] = g
+    end
+  end
+  many('ZADD', prefix .. 'more:' .. owner, more)
+  woken = woken or #more > 0
+end
 local due = call('ZRANGEBYSCORE', KEYS[7], '-inf', format('%.0f', now), 'LIMIT', 0, 64)
 load(due)
 for _, g in ipairs(due) do
@@ -16,10 +28,7 @@ for _, g in ipairs(due) do
     t.moved, dirty[g] = true, t
     if t.others and t.w > 0 then
       call('ZREM', KEYS[6], g)
-      if count(call('HGET', prefix .. 'held:' .. t.c, g) or '') < cap then
-        call('ZADD', prefix .. 'more:' .. t.c, call('LINDEX', list_of(g), 0), g)
-        woken = true
-      end
+      offer(t.c, {g})
     end
   end
 end
@@ -28,7 +37,7 @@ place_all()
 -- 3. Claim what waits, the oldest first. The last try of a record travels alone: if its consumer
 -- dies of it, nothing else is suspected. Who meets one keeps its group, and gets nothing more
 -- before all else it holds is settled.
-local granted, got, failed, stop = {}, 0, {}, want == 0
+local granted, got, failed, stop = {}, 0, {}, want == 0 and not looking
 local function grant(o, t)
   got = got + 1
   granted[got] = o
@@ -38,7 +47,7 @@ end
 local holding = 0
 if not stop and (any_failures or alone ~= '') then
   write_held()
-  holding = call('HLEN', KEYS[14])
+  holding = call('HLEN', KEYS[14]) - 1  -- there is a field that makes it a table
   if alone == 'reserved' then holding = holding - 1 end
   if holding == 0 and alone == 'alone' then alone = '' end
   if alone ~= '' and holding > 0 then stop = true end
@@ -48,7 +57,7 @@ local function take(g, t)
   local offsets = call('LPOP', list_of(g), min(quantum, want - got, cap - t.n))
   if not offsets then return end
   t.w, waiting = t.w - #offsets, waiting - #offsets
-  t.head, t.moved, dirty[g] = nil, true, t
+  t.head, t.moved, dirty[g] = false, true, t
   local failures = any_failures and call('HMGET', KEYS[10], unpack(offsets)) or {}
   for i, number in ipairs(offsets) do
     local o, times = tonumber(number), tonumber(failures[i] or 0) or 0

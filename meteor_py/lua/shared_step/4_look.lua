@@ -7,41 +7,68 @@ local function lose(to)
   call('HSET', KEYS[3], 'lost_last', lost[#lost])
 end
 if ARGV[10] == 'lost' and tonumber(ARGV[9]) == nxt then lose(tonumber(ARGV[11])) end
-local given = strings > 1 and {text(tonumber(ARGV[9])), {unpack(ARGV, 11, 10 + strings)}}
 
-local function look_at(first, last, entry)  -- from nxt on
-  local numbers, pushed = entry[1], {}
-  while nxt <= last and scan > 0 and waiting < room and (got < want or looking) do
-    local size = min(last + 1 - nxt, scan, 128)
-    if not looking then size = min(size, max(want - got, 16)) end
-    local from = 2 * (nxt - first)
-    local bytes = {string.byte(numbers, from + 1, from + 2 * size)}
-    local row = {}
+-- Entries of the index from nxt on: those that are at hand, or more.
+local entries, at_entry, per_entry = {}, 1, 4096
+local function span(entry)
+  local last, size = match(entry[1], '^(%d+)-(%d+)$')
+  return last - size + 1, tonumber(last)
+end
+if strings > 1 then
+  local size = #ARGV[11] / 2
+  entries[1] = {format('%.0f-%d', ARGV[9] + size - 1, size), {unpack(ARGV, 11, 10 + strings)}}
+  local first, last = span(entries[1])
+  if nxt < first or nxt > last then entries = {} end
+end
+
+-- The groups of up to so many records from nxt on; none, and where to go on, if nxt is a gap.
+local function row_of(limit)
+  if not entries[at_entry] then
+    local wanted = min(64, floor((limit - 1) / per_entry) + 1)
+    entries = call('XRANGE', KEYS[2], text(nxt) .. '-0', '+', 'COUNT', wanted)
+    at_entry = 1
+    if not entries[1] then return {}, stream_end end
+  end
+  local row, o = {}, nxt
+  while entries[at_entry] and #row < limit do
+    local entry = entries[at_entry][2]
+    local first, last = span(entries[at_entry])
+    if first > o then return row, first end
+    per_entry = last - first + 1
+    local size = min(last + 1 - o, limit - #row)
+    local bytes, from = {string.byte(entry[1], 2 * (o - first) + 1, 2 * (o - first + size))}, #row
     for i = 1, size do
       local g = entry[bytes[2 * i - 1] + 256 * bytes[2 * i] + 2]
-      if g == '' then g = free and '\0' .. text(nxt + i - 1) or default end
-      row[i] = g
+      if g == '' then g = free and '\0' .. text(o + i - 1) or default end
+      row[from + i] = g
     end
-    load(row)
-    for i = 1, size do
-      if not looking and got >= want then break end
-      local g = row[i]
-      local t = groups[g]
-      if not looking and t.w == 0 and t.st == '' and (t.c == '' or (t.c == cid and t.n < cap)) then
-        grant(nxt, t)
-      else
-        local list = pushed[g]
-        if not list then
-          list = {}
-          pushed[g] = list
-          if t.w == 0 then t.head, t.moved = nxt, true end
-        end
-        list[#list + 1] = text(nxt)
-        t.w, waiting = t.w + 1, waiting + 1
-        dirty[g] = t
+    o = o + size
+    if o > last then at_entry = at_entry + 1 end
+  end
+  return row
+end
+
+-- Grant the records of a row, or let them wait.
+local function look_at(row)
+  local pushed, offered = {}, {}
+  for i = 1, #row do
+    if got >= want and not looking then break end
+    local g = row[i]
+    local t = groups[g]
+    if t.w == 0 and t.st == '' and (t.c == '' or (t.c == cid and t.n < cap)) and not looking then
+      grant(nxt, t)
+    else
+      local list = pushed[g]
+      if not list then
+        list = {}
+        pushed[g] = list
+        if t.w == 0 then t.head, t.moved = nxt, true end
       end
-      nxt, scan = nxt + 1, scan - 1
+      list[#list + 1] = text(nxt)
+      t.w, waiting = t.w + 1, waiting + 1
+      dirty[g] = t
     end
+    nxt = nxt + 1
   end
   for g, list in pairs(pushed) do
     many('RPUSH', list_of(g), list)
@@ -49,39 +76,29 @@ local function look_at(first, last, entry)  -- from nxt on
     if t.others and t.moved then
       t.moved = false
       if t.st ~= '' then
-        call('ZADD', KEYS[6], t.head, g)
-      elseif count(call('HGET', prefix .. 'held:' .. t.c, g) or '') < cap then
-        call('ZADD', prefix .. 'more:' .. t.c, t.head, g)
-        woken = true
+        call('ZADD', KEYS[6], head_of(g, t), g)
+      else
+        local names = offered[t.c] or {}
+        names[#names + 1] = g
+        offered[t.c] = names
       end
     end
   end
+  for owner, names in pairs(offered) do offer(owner, names) end
 end
 
-local entries_wanted = 1
 while (got < want or looking) and not stop and scan > 0 and waiting < room and nxt < stream_end do
-  local entries
-  if given and nxt >= tonumber(given[1]) and nxt < given[1] + #given[2][1] / 2 then
-    entries = {{format('%.0f-%d', given[1] + #given[2][1] / 2 - 1, #given[2][1] / 2), given[2]}}
-  else
-    entries = call('XRANGE', KEYS[2], text(nxt) .. '-0', '+', 'COUNT', entries_wanted)
-  end
-  if #entries == 0 then entries = {{format('%.0f-0', stream_end - 1), {}}} end
-  for _, entry in ipairs(entries) do
-    local last, size = match(entry[1], '^(%d+)-(%d+)$')
-    last, size = tonumber(last), tonumber(size)
-    local first = last - size + 1
-    if first > nxt then
-      if m[3] then
-        cold = first
-        break
-      end
-      lose(first)
+  local row, gap = row_of(min(looking and 256 or max(want - got, 16), 256, scan))
+  load(row)
+  look_at(row)
+  scan = scan - #row
+  if #row == 0 then
+    if m[3] then
+      cold = gap
+      break
     end
-    if size > 0 then look_at(first, last, entry[2]) end
-    if nxt <= last or got >= want and not looking then break end
-    entries_wanted = max(1, min(64, floor((looking and scan or want - got) / size)))
+    lose(gap)
+    entries = {}
   end
-  if cold > 0 then break end
 end
 place_all()

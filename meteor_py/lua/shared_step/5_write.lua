@@ -15,7 +15,11 @@ write_held()
 local set, gone = {}, {}
 for g, t in pairs(groups) do
   local raw = t.c
-  if t.w > 0 or t.st ~= '' then raw = raw .. ':' .. t.w .. ':' .. t.st end
+  if t.w > 0 then
+    raw = raw .. ':' .. t.w .. ':' .. t.st .. ':' .. head_of(g, t)
+  elseif t.st ~= '' then
+    raw = raw .. ':0:' .. t.st .. ':'
+  end
   if raw ~= (t.raw or '') then
     if raw == '' then
       gone[#gone + 1] = g
