@@ -164,9 +164,11 @@ class Client(Closing):
             )
         for setting, value in asked.items():
             if getattr(meta.config, setting) != value:
+                fixed = setting in ("codec", "group_by")
+                change = "create another stream" if fixed else "change it with stream.configure()"
                 raise StreamConfigMismatch(
                     f"Stream {name!r} exists with {setting}={getattr(meta.config, setting)!r}, "
-                    f"not {value!r}; leave the setting out, or change it with stream.configure().",
+                    f"not {value!r}; leave the setting out, or {change}.",
                     stream=name,
                 )
         if backend is None:

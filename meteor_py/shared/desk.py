@@ -62,9 +62,11 @@ class Desk:
         self._rewinds: dict[bytes, int] = {}  # since the last step: groups, and where to
         self._consumer = ""
         self._number = 0
-        #: Offsets of settlements that were refused, and what was lost, until somebody is told.
-        self.refused: list[int] = []
-        self.lost: list[tuple[int, int]] = []
+        # Offsets of settlements that were refused, and what was lost, until somebody is told.
+        self._refused: list[int] = []
+        self._lost: list[tuple[int, int]] = []
+        #: What the tender has met, for the application.
+        self.failure: MeteorError | None = None
         #: Letters to publish.
         self.letters: list[Letter] = []
         #: Until then nobody else is given what is held here, by ``lease.now()``.
@@ -131,13 +133,40 @@ class Desk:
                 if self.granted.pop(offset, None) is not None:
                     # Its group is not known without it: the server is asked.
                     self._others.append(Settlement("G", b"", offset))
-                    self.lost.append((offset, offset))
+                    self._lost.append((offset, offset))
         return received
 
     def letter_published(self, letter: Letter) -> None:
         with self.state:
             self._others.append(Settlement("D", b"", letter.offset))
             self.state.notify_all()
+
+    def raise_failure(self) -> None:
+        """Raise what the tender has met, once."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure.with_traceback(None)
+
+    def take_refused(self) -> list[int]:
+        """The offsets of settlements that were refused, once."""
+        with self.state:
+            refused, self._refused = self._refused, []
+        return sorted(refused)
+
+    def take_lost(self) -> tuple[int, int] | None:
+        """The first and last offset of a gap that nobody was told of, once."""
+        with self.state:
+            if not self._lost:
+                return None
+            self._lost.sort()
+            first, last = self._lost.pop(0)
+            while self._lost and self._lost[0][0] <= last + 1:
+                last = max(last, self._lost.pop(0)[1])
+            return first, last
+
+    def note_lost(self, first: int, last: int) -> None:
+        with self.state:
+            self._lost.append((first, last))
 
     @property
     def holding(self) -> int:
@@ -223,8 +252,8 @@ class Desk:
             self.valid_until = started + self.config.lease_ttl * BELIEF
             for offset in answer.granted:
                 self.granted[offset] = answer.failures.get(offset, 0)
-            self.refused += answer.refused
-            self.lost += answer.lost
+            self._refused += answer.refused
+            self._lost += answer.lost
             self.letters += answer.letters
             if left:
                 self._take_all()
@@ -276,8 +305,8 @@ class Desk:
         """Taken for dead: nothing is held any more, and what was not said will not count."""
         with self.state:
             for acks, others in (self._sent, (self._acks, self._others)):
-                self.refused += [offset for offsets in acks.values() for offset in offsets]
-                self.refused += [other.offset for other in others if other.kind not in "GD"]
+                self._refused += [offset for offsets in acks.values() for offset in offsets]
+                self._refused += [other.offset for other in others if other.kind not in "GD"]
             self._sent, self._acks, self._others = ({}, []), {}, []
             self._take_all()
             self._consumer, self._in_doubt = "", False

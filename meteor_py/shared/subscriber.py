@@ -8,30 +8,23 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from meteor_py import keys, refusals
-from meteor_py.backoff import pause_s
 from meteor_py.closing import Closing
 from meteor_py.codec import Codec
 from meteor_py.config import check_int, check_seconds
-from meteor_py.deadletter import bury
-from meteor_py.errors import ConnectionFailed, MeteorError, RecordsLost, StoreUnavailable
+from meteor_py.errors import ConnectionFailed, MeteorError
 from meteor_py.lease import member_name, now
-from meteor_py.shared.books import Answer, Entry, Letter
 from meteor_py.shared.config import PREFETCH_MAX, ConsumerConfig, SharedConfig
 from meteor_py.shared.crew import Crew, Handler
-from meteor_py.shared.desk import Desk
 from meteor_py.shared.group import GroupState, SharedGroup
-from meteor_py.shared.payloads import Payloads
-from meteor_py.shared.record import SharedRecord, Standing
+from meteor_py.shared.record import SharedRecord
+from meteor_py.shared.supply import Supply
 from meteor_py.shared.tender import TENDER_PREFIX, Tender
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
-    from meteor_py.stream import Stream
 
 _log = logging.getLogger(__name__)
 
@@ -69,8 +62,6 @@ class SharedSubscriber(Closing):
         codec: Codec | None,
     ) -> None:
         stream = shared.stream
-        grouping = stream.config.grouping
-        assert grouping is not None, "checked when the group was opened"
         self.stream = stream
         self.group = shared.name
         self.config = config
@@ -79,23 +70,16 @@ class SharedSubscriber(Closing):
         #: Its name among the consumers.
         self.name = member_name()
         self._shared = shared
-        self._grouping = grouping
-        self._desk = Desk(shared.books, settings, grouping, codec, self.name)
-        self._payloads = Payloads(stream)
+        self._supply = Supply(shared.books, settings, config, codec, self.name)
+        self._desk = self._supply.desk
         self._tender = Tender(self._desk, config.max_poll_interval)
-        self._buffer: deque[SharedRecord] = deque()  # not handed out yet
-        self._handed: list[SharedRecord] = []  # handed out, and perhaps not settled
-        self._entry: Entry | None = None
-        self._letters: Stream | None = None
-        self._full_since: float | None = None
         self._crew: Crew | None = None
-        self._halted = False
         self._closed = False
         self._pid = os.getpid()
         self._close_lock = threading.RLock()
         self._desk.exchange()  # to be told at once what is wrong
         self._tender.start()
-        weakref.finalize(self, _drop, self._tender, self._desk).atexit = False
+        weakref.finalize(self, _drop, self._tender, self._supply).atexit = False
         _register(self)
 
     # -- reading -------------------------------------------------------------------------------
@@ -124,8 +108,8 @@ class SharedSubscriber(Closing):
         self._check_open()
         self._tender.polling = True
         try:
-            self._fill(timeout)
-            return self._hand_out(max_records)
+            self._supply.fill(timeout)
+            return self._supply.hand_out(max_records)
         finally:
             self._desk.alive_at = now()
             self._tender.polling = False
@@ -137,7 +121,7 @@ class SharedSubscriber(Closing):
         """
         self._check_open()
         away_since: float | None = None
-        while not self._halted:
+        while not self._supply.halted:
             try:
                 records = self.poll(1.0, 1)
                 away_since = None
@@ -185,7 +169,7 @@ class SharedSubscriber(Closing):
             ConnectionFailed: The server did not answer; it may be known, and is said again.
         """
         self._check_open()
-        self._desk.settle_all(handed=self._handed, ack=True)
+        self._desk.settle_all(handed=self._supply.handed, ack=True)
         self.flush()
 
     def rollback(self) -> None:
@@ -194,7 +178,7 @@ class SharedSubscriber(Closing):
         Raises as ``commit``.
         """
         self._check_open()
-        self._desk.settle_all(handed=self._handed, ack=False)
+        self._desk.settle_all(handed=self._supply.handed, ack=False)
         self.flush()
 
     def flush(self) -> None:
@@ -203,8 +187,8 @@ class SharedSubscriber(Closing):
         Raises as ``commit``.
         """
         self._check_open()
-        self._exchange(0)
-        self._raise_refusals()
+        self._supply.exchange(0)
+        self._supply.raise_refusals()
 
     # -- the group -----------------------------------------------------------------------------
 
@@ -246,7 +230,7 @@ class SharedSubscriber(Closing):
         """
         check_seconds("timeout", timeout, zero=True)
         if self._pid == os.getpid():
-            self._halted = True
+            self._supply.halt()
             crew = self._crew
             if crew is not None:
                 crew.end(timeout)
@@ -261,14 +245,13 @@ class SharedSubscriber(Closing):
             try:
                 self._tender.end()
                 if self._tender.polling:
-                    self._payloads.interrupt()
+                    self._supply.interrupt()
                 self._leave()
             finally:
                 self._tender.join(timeout_s)
-                self._desk.close()
-                self._payloads.close()
+                self._supply.close()
                 _open_subscribers.discard(self)
-        self._raise_refusals()
+        self._supply.raise_refusals()
 
     @property
     def closed(self) -> bool:
@@ -281,179 +264,12 @@ class SharedSubscriber(Closing):
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _fill(self, timeout_s: float) -> None:
-        """Have something in the buffer, if it comes in time."""
-        deadline = time.monotonic() + timeout_s
-        failures = 0
-        failure: MeteorError | None = None
-        looked = again = False
-        while not self._halted:
-            self._raise_refusals()
-            if self._tender.failure is not None:
-                failure, self._tender.failure = self._tender.failure, None
-                raise failure
-            self._drop_unheld()
-            if self._buffer and now() < self._desk.valid_until:
-                return
-            left = max(deadline - time.monotonic(), 0.0)
-            if looked and left == 0 and not again:
-                if failure is not None:
-                    raise failure
-                return
-            looked, again = True, False
-            try:
-                answer = self._claim()
-                again = answer is None  # ends: each time, some records are done with
-                if not self._buffer and answer is not None:
-                    self._wait(answer, max(deadline - time.monotonic(), 0.0))
-                failure, failures = None, 0
-            except (ConnectionFailed, StoreUnavailable) as error:
-                failure = error
-                failures += 1
-                time.sleep(
-                    min(max(deadline - time.monotonic(), 0.0), pause_s(failures, *_BACKOFF_S))
-                )
-
-    def _claim(self) -> Answer | None:
-        """Exchange with the server, and fetch what was granted; None if that is to be repeated."""
-        before = self._entry
-        answer = self._exchange(max(self.config.prefetch - self._desk.holding, 0))
-        while self._desk.unsure:
-            answer = self._exchange(0)
-        self._fetch()
-        self._publish_letters()
-        if answer.cold and not self._buffer:
-            self._entry = self._cold_entry(answer)
-            return None
-        self._entry = before if answer.cold else None
-        return answer if self._buffer or not answer.granted else None  # all of them were lost
-
-    def _exchange(self, want: int) -> Answer:
-        return self._desk.exchange(want, entry=self._entry)
-
-    def _fetch(self) -> None:
-        if not self._desk.granted:
-            return
-        found, lost = self._payloads.fetch(sorted(self._desk.granted))
-        received = self._desk.receive(found, lost)
-        self._buffer = deque(sorted([*self._buffer, *received], key=_offset))
-
-    def _cold_entry(self, answer: Answer) -> Entry:
-        """What the index does not have any more, from the store; or that it is nowhere."""
-        entry = self._entry
-        if entry is not None and entry.first <= answer.next < entry.stop:
-            return entry
-        try:
-            chunk = self._payloads.cold(answer.next, answer.cold)[0]
-        except RecordsLost as gap:
-            return Entry(answer.next, (), min(gap.last + 1, answer.cold))
-        size = min(len(chunk), answer.cold - answer.next, _COLD)
-        rows = chunk.slice(0, size).to_arrow()
-        return Entry(answer.next, self._grouping.index_rows(rows), answer.next + size)
-
-    def _wait(self, answer: Answer, left_s: float) -> None:
-        """Wait until there may be something."""
-        if self._buffer or left_s <= 0:
-            return
-        if self._desk.holding >= self.config.prefetch:
-            self._wait_for_room(left_s)
-            return
-        self._full_since = None
-        block_s = left_s if answer.wait_s is None else min(left_s, answer.wait_s + 0.001)
-        block_s = min(block_s, self.settings.lease_ttl / 3)
-        streams = [(self._shared.books.key("bell"), f"{answer.bell}-0")]
-        if answer.next >= answer.end:
-            after = f"{answer.next - 1}-{_ID_MAX}" if answer.next else "0-0"
-            streams.append((keys.index(self.stream.name), after))
-        self._payloads.wait(streams, block_s)
-
-    def _wait_for_room(self, left_s: float) -> None:
-        """All that may be held is held, and handed out: somebody has to settle some."""
-        self._full_since = self._full_since or time.monotonic()
-        if time.monotonic() - self._full_since > _STUCK_S:
-            self._full_since = time.monotonic()
-            _log.warning(
-                "All %d records that this consumer of shared group %r may hold are handed out and "
-                "not settled: ack, release or reject some, or raise prefetch.",
-                *(self.config.prefetch, self.group),
-            )
-        state = self._desk.state
-        with state:
-            state.wait_for(
-                lambda: self._halted or self._desk.holding < self.config.prefetch,
-                min(left_s, 1.0),
-            )
-
-    def _drop_unheld(self) -> None:
-        if any(record.standing is not Standing.HELD for record in self._buffer):
-            held = (record for record in self._buffer if record.standing is Standing.HELD)
-            self._buffer = deque(held)
-
-    def _hand_out(self, max_records: int) -> list[SharedRecord]:
-        count = min(max_records, len(self._buffer))
-        records = [self._buffer.popleft() for _ in range(count)]
-        if len(self._handed) + count > 2 * self.config.prefetch:
-            self._handed = [r for r in self._handed if r.standing is Standing.HELD]
-        self._handed += records
-        return records
-
-    def _raise_refusals(self) -> None:
-        """Tell the application, once, what did not count, and what is lost."""
-        desk = self._desk
-        with desk.state:
-            refused, desk.refused = desk.refused, []
-            lost, desk.lost = desk.lost, []
-        for first, last in lost:
-            self._tell_lost(first, last)
-        if refused:
-            raise refusals.taken(self.stream.name, self.group, sorted(refused))
-
-    def _tell_lost(self, first: int, last: int) -> None:
-        gap = RecordsLost(
-            f"Records {first} to {last} of stream {self.stream.name!r} were dropped by the ring "
-            f"before shared group {self.group!r} had processed them, and no store has them; a "
-            "larger capacity, or a store, gives more time. The next poll goes on behind them.",
-            stream=self.stream.name,
-            first=first,
-            last=last,
-        )
-        if self.config.on_gap == "raise":
-            raise gap
-        _log.warning("Skipping a gap: %s", gap)
-        if self.config.on_gap_skipped is not None:
-            self.config.on_gap_skipped(first, last)
-
-    def _publish_letters(self) -> None:
-        """Publish the dead letters that the server has given this consumer to publish."""
-        desk = self._desk
-        while desk.letters:
-            letter = desk.letters[0]
-            self._publish_letter(letter)
-            desk.letters.pop(0)
-            desk.letter_published(letter)
-
-    def _publish_letter(self, letter: Letter) -> None:
-        assert self.settings.dead_letter is not None, "only then are there letters"
-        found, _ = self._payloads.fetch([letter.offset])
-        record = found.get(letter.offset)
-        if record is None:
-            self._desk.lost.append((letter.offset, letter.offset))
-            return
-        if self._letters is None:
-            self._letters = self.stream.client.stream(self.settings.dead_letter)
-        bury(
-            *(self._letters, self.stream, self.group, record),
-            reason=letter.reason,
-            tries=letter.failures,
-            stop=lambda: self._halted,
-        )
-
     def _leave(self) -> None:
         """Say what was settled, publish what letters that brings, and leave."""
         if self._desk.unsaid:
-            self._exchange(0)
+            self._supply.exchange(0)
         try:
-            self._publish_letters()
+            self._supply.publish_letters()
         finally:
             self._desk.exchange(leave=True)
 
@@ -470,14 +286,10 @@ class SharedSubscriber(Closing):
             )
 
 
-def _offset(record: SharedRecord) -> int:
-    return record.offset
-
-
-def _drop(tender: Tender, desk: Desk) -> None:
+def _drop(tender: Tender, supply: Supply) -> None:
     """For one that was dropped without a close(): others get its records when the lease ends."""
     tender.end()
-    desk.close()
+    supply.close()
 
 
 # Those with a thread, which somebody has to end.

@@ -29,8 +29,6 @@ class Tender:
         self._interval_s = max_poll_interval_s
         #: The application is polling now.
         self.polling = False
-        #: What has ended it, for the application.
-        self.failure: MeteorError | None = None
         self._ended = False
         name = f"{TENDER_PREFIX}-{desk.books.stream.name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -63,7 +61,7 @@ class Tender:
             except ConnectionFailed:
                 failures += 1
             except MeteorError as error:  # deleted, or something that trying again will not cure
-                self.failure = error
+                self._desk.failure = error
                 failures += 1
             except BaseException:
                 _log.exception("The tender of %r failed.", self._desk.books.group)

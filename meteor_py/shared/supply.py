@@ -1,0 +1,250 @@
+"""The supply of a consumer: claims records, fetches them, and keeps them until they are handed out.
+
+It also does what the server gives a consumer to do on the way: it publishes dead letters, and puts
+into the index what only the store has.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from meteor_py import keys, refusals
+from meteor_py.backoff import pause_s
+from meteor_py.codec import Codec
+from meteor_py.deadletter import bury
+from meteor_py.errors import ConnectionFailed, MeteorError, RecordsLost, StoreUnavailable
+from meteor_py.lease import now
+from meteor_py.shared.books import Answer, Books, Entry, Letter
+from meteor_py.shared.config import ConsumerConfig, SharedConfig
+from meteor_py.shared.desk import Desk
+from meteor_py.shared.payloads import Payloads
+from meteor_py.shared.record import SharedRecord, Standing
+
+if TYPE_CHECKING:
+    from meteor_py.stream import Stream
+
+_log = logging.getLogger(__name__)
+
+#: Records of the store that are put into the index at a time.
+_COLD = 4_096
+#: Seconds between two tries, doubled each time up to the second figure.
+_BACKOFF_S = (0.02, 0.64)
+#: Seconds after which somebody who waits while it holds all it may is told so.
+_STUCK_S = 10.0
+_ID_MAX = 2**64 - 1
+
+
+class Supply:
+    """For one thread at a time, except ``halt``."""
+
+    def __init__(
+        self,
+        books: Books,
+        settings: SharedConfig,
+        config: ConsumerConfig,
+        codec: Codec | None,
+        name: str,
+    ) -> None:
+        grouping = books.stream.config.grouping
+        assert grouping is not None, "checked when the group was opened"
+        self.stream = books.stream
+        self.group = books.group
+        self.config = config
+        self.settings = settings
+        self.desk = Desk(books, settings, grouping, codec, name)
+        self._grouping = grouping
+        self._payloads = Payloads(books.stream)
+        self._buffer: deque[SharedRecord] = deque()  # not handed out yet
+        self._handed: list[SharedRecord] = []  # handed out, and perhaps not settled
+        self._entry: Entry | None = None
+        self._letters: Stream | None = None
+        self._full_since: float | None = None
+        #: Set by another thread to end what waits here, and iterating.
+        self.halted = False
+
+    @property
+    def handed(self) -> list[SharedRecord]:
+        """What was handed out, and perhaps not settled."""
+        return self._handed
+
+    def halt(self) -> None:
+        """End a wait in another thread; nothing more is handed out."""
+        self.halted = True
+        with self.desk.state:
+            self.desk.state.notify_all()
+
+    def interrupt(self) -> None:
+        self._payloads.interrupt()
+
+    def close(self) -> None:
+        self.desk.close()
+        self._payloads.close()
+
+    def fill(self, timeout_s: float) -> None:
+        """Have something in the buffer, if it comes in time."""
+        deadline = time.monotonic() + timeout_s
+        failures = 0
+        failure: MeteorError | None = None
+        looked = again = False
+        while not self.halted:
+            self.raise_refusals()
+            self.desk.raise_failure()
+            self._drop_unheld()
+            if self._buffer and now() < self.desk.valid_until:
+                return
+            left = max(deadline - time.monotonic(), 0.0)
+            if looked and left == 0 and not again:
+                if failure is not None:
+                    raise failure
+                return
+            looked, again = True, False
+            try:
+                answer = self._claim()
+                again = answer is None  # ends: each time, some records are done with
+                if not self._buffer and answer is not None:
+                    self._wait(answer, max(deadline - time.monotonic(), 0.0))
+                failure, failures = None, 0
+            except (ConnectionFailed, StoreUnavailable) as error:
+                failure = error
+                failures += 1
+                time.sleep(
+                    min(max(deadline - time.monotonic(), 0.0), pause_s(failures, *_BACKOFF_S))
+                )
+
+    def _claim(self) -> Answer | None:
+        """Exchange with the server, and fetch what was granted; None if that is to be repeated."""
+        before = self._entry
+        answer = self.exchange(max(self.config.prefetch - self.desk.holding, 0))
+        while self.desk.unsure:
+            answer = self.exchange(0)
+        self._fetch()
+        self.publish_letters()
+        if answer.cold and not self._buffer:
+            self._entry = self._cold_entry(answer)
+            return None
+        self._entry = before if answer.cold else None
+        return answer if self._buffer or not answer.granted else None  # all of them were lost
+
+    def exchange(self, want: int) -> Answer:
+        return self.desk.exchange(want, entry=self._entry)
+
+    def _fetch(self) -> None:
+        if not self.desk.granted:
+            return
+        found, lost = self._payloads.fetch(sorted(self.desk.granted))
+        received = self.desk.receive(found, lost)
+        self._buffer = deque(sorted([*self._buffer, *received], key=_offset))
+
+    def _cold_entry(self, answer: Answer) -> Entry:
+        """What the index does not have any more, from the store; or that it is nowhere."""
+        entry = self._entry
+        if entry is not None and entry.first <= answer.next < entry.stop:
+            return entry
+        try:
+            chunk = self._payloads.cold(answer.next, answer.cold)[0]
+        except RecordsLost as gap:
+            return Entry(answer.next, (), min(gap.last + 1, answer.cold))
+        size = min(len(chunk), answer.cold - answer.next, _COLD)
+        rows = chunk.slice(0, size).to_arrow()
+        return Entry(answer.next, self._grouping.index_rows(rows), answer.next + size)
+
+    def _wait(self, answer: Answer, left_s: float) -> None:
+        """Wait until there may be something."""
+        if self._buffer or left_s <= 0:
+            return
+        if self.desk.holding >= self.config.prefetch:
+            self._wait_for_room(left_s)
+            return
+        self._full_since = None
+        block_s = left_s if answer.wait_s is None else min(left_s, answer.wait_s + 0.001)
+        block_s = min(block_s, self.settings.lease_ttl / 3)
+        streams = [(self.desk.books.key("bell"), f"{answer.bell}-0")]
+        if answer.next >= answer.end:
+            after = f"{answer.next - 1}-{_ID_MAX}" if answer.next else "0-0"
+            streams.append((keys.index(self.stream.name), after))
+        self._payloads.wait(streams, block_s)
+
+    def _wait_for_room(self, left_s: float) -> None:
+        """All that may be held is held, and handed out: somebody has to settle some."""
+        self._full_since = self._full_since or time.monotonic()
+        if time.monotonic() - self._full_since > _STUCK_S:
+            self._full_since = time.monotonic()
+            _log.warning(
+                "All %d records that this consumer of shared group %r may hold are handed out and "
+                "not settled: ack, release or reject some, or raise prefetch.",
+                *(self.config.prefetch, self.group),
+            )
+        state = self.desk.state
+        with state:
+            state.wait_for(
+                lambda: self.halted or self.desk.holding < self.config.prefetch,
+                min(left_s, 1.0),
+            )
+
+    def _drop_unheld(self) -> None:
+        if any(record.standing is not Standing.HELD for record in self._buffer):
+            held = (record for record in self._buffer if record.standing is Standing.HELD)
+            self._buffer = deque(held)
+
+    def hand_out(self, max_records: int) -> list[SharedRecord]:
+        count = min(max_records, len(self._buffer))
+        records = [self._buffer.popleft() for _ in range(count)]
+        if len(self._handed) + count > 2 * self.config.prefetch:
+            self._handed = [r for r in self._handed if r.standing is Standing.HELD]
+        self._handed += records
+        return records
+
+    def raise_refusals(self) -> None:
+        """Tell the application, once, what did not count, and what is lost."""
+        while (gap := self.desk.take_lost()) is not None:
+            self._tell_lost(*gap)
+        refused = self.desk.take_refused()
+        if refused:
+            raise refusals.taken(self.stream.name, self.group, refused)
+
+    def _tell_lost(self, first: int, last: int) -> None:
+        gap = RecordsLost(
+            f"Records {first} to {last} of stream {self.stream.name!r} were dropped by the ring "
+            f"before shared group {self.group!r} had processed them, and no store has them; a "
+            "larger capacity, or a store, gives more time. The next poll goes on behind them.",
+            stream=self.stream.name,
+            first=first,
+            last=last,
+        )
+        if self.config.on_gap == "raise":
+            raise gap
+        _log.warning("Skipping a gap: %s", gap)
+        if self.config.on_gap_skipped is not None:
+            self.config.on_gap_skipped(first, last)
+
+    def publish_letters(self) -> None:
+        """Publish the dead letters that the server has given this consumer to publish."""
+        desk = self.desk
+        while desk.letters:
+            letter = desk.letters[0]
+            self._publish_letter(letter)
+            desk.letters.pop(0)
+            desk.letter_published(letter)
+
+    def _publish_letter(self, letter: Letter) -> None:
+        assert self.settings.dead_letter is not None, "only then are there letters"
+        found, _ = self._payloads.fetch([letter.offset])
+        record = found.get(letter.offset)
+        if record is None:
+            self.desk.note_lost(letter.offset, letter.offset)
+            return
+        if self._letters is None:
+            self._letters = self.stream.client.stream(self.settings.dead_letter)
+        bury(
+            *(self._letters, self.stream, self.group, record),
+            reason=letter.reason,
+            tries=letter.failures,
+            stop=lambda: self.halted,
+        )
+
+
+def _offset(record: SharedRecord) -> int:
+    return record.offset
