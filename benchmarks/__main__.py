@@ -29,6 +29,7 @@ from benchmarks import (
     publish,
     read,
     ring,
+    shared,
     single,
     spark,
 )
@@ -43,6 +44,7 @@ FAMILIES: dict[str, Callable[[Bench], list[Row]]] = {
     "latency": latency.run,
     "fanout": fanout.run,
     "groups": groups.run,
+    "shared": shared.run,
     "archive": archive.run,
     "ring": ring.run,
     "memory": memory.run,
@@ -73,7 +75,9 @@ NOTES = (
     "- Spark: local, 2 M rows of all columns into the sink noop, from the ring; the Python source",
     "  beside it yields as many of the same batches out of its memory, and Parquet is as Spark has",
     "  written those rows. Micro-batches: one row each, no pause between them; the Python source",
-    "  beside it makes that row up. Medians of several runs, in turn.",
+    "  beside it makes that row up. Without a row: offsets move four times a second, for ours by a",
+    "  new stream without records, and there is nothing to read. A look: a trigger of Spark that",
+    "  finds no records, and runs no batch. Medians (looks: averages) of several runs, in turn.",
     "- Server CPU, all: what the server used while records came one by one, less what it uses",
     "  when idle; inside the command: usec_per_call of INFO commandstats.",
 )

@@ -71,6 +71,8 @@ class Answer:
     #: Offset and failures of those that were given up without a dead letter.
     dropped: list[tuple[int, int]]
     letters: list[Letter]
+    #: Of the stream: in another one, offsets may mean other records.
+    epoch: int
 
 
 class Books:
@@ -185,6 +187,7 @@ def _answer(raw: list[Any]) -> Answer:
         lost=list(_pairs(lost)),
         dropped=list(_pairs(dropped)),
         letters=[_letter(int(offset), detail) for offset, detail in letters],
+        epoch=int(raw[14]),
     )
 
 

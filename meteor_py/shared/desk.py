@@ -51,6 +51,9 @@ class Desk:
         self._line = Line(books.stream.client.open_link)
         #: Notified when something is settled.
         self.state = State()
+        self._told = False  # since the last step
+        #: Somebody waits until less is held.
+        self.waits_for_room = False
         self._held: dict[int, SharedRecord] = {}
         self._groups: dict[bytes, list[int]] = {}  # the same: offsets, rising
         #: Granted and not fetched yet: offsets, and failures of each.
@@ -81,7 +84,7 @@ class Desk:
         with self.state:
             self._leave(record)
             self._acks.setdefault(record.group, []).append(record.offset)
-            self.state.notify_all()
+            self._say()
 
     def release(self, record: SharedRecord, delay: float, *, only_this: bool) -> None:
         check_seconds("delay", delay, zero=True)
@@ -95,7 +98,7 @@ class Desk:
                 self._rewind(record)
             kind, detail = ("Q", b"") if only_this else ("R", b"%d" % (delay * 1000))
             self._others.append(Settlement(kind, record.group, record.offset, detail))
-            self.state.notify_all()
+            self._say()
 
     def reject(self, record: SharedRecord, reason: str) -> None:
         with self.state:
@@ -104,7 +107,7 @@ class Desk:
                 self._rewind(record)
             detail = reason[:_REASON_MAX].encode(errors="backslashreplace")
             self._others.append(Settlement("X", record.group, record.offset, detail))
-            self.state.notify_all()
+            self._say()
 
     def settle_all(self, *, handed: Iterable[SharedRecord], ack: bool) -> None:
         """Acknowledge, or return, all of some that are still held."""
@@ -139,7 +142,7 @@ class Desk:
     def letter_published(self, letter: Letter) -> None:
         with self.state:
             self._others.append(Settlement("D", b"", letter.offset))
-            self.state.notify_all()
+            self._say()
 
     def raise_failure(self) -> None:
         """Raise what the tender has met, once."""
@@ -212,7 +215,7 @@ class Desk:
             self._name_lost(link)
             with self.state:
                 self._sent = acks, others = self._acks, self._others
-                self._acks, self._others = {}, []
+                self._acks, self._others, self._told = {}, [], False
                 self._in_doubt = True  # until there is an answer
             started = now()
             sorted_acks = {group: sorted(offsets) for group, offsets in acks.items()}
@@ -334,6 +337,12 @@ class Desk:
             self._sent, self._in_doubt = ({}, []), False
 
     # -- inside, with the lock held ------------------------------------------------------------
+
+    def _say(self) -> None:
+        """Let the tender say what was settled, and whoever waits for room look."""
+        if not self._told or self.waits_for_room:
+            self._told = True
+            self.state.notify_all()
 
     def _group_of(self, record: Record) -> bytes:
         group = self._grouping.of(record)

@@ -6,8 +6,8 @@ group get theirs out of the same frames, a few at a time.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meteor_py import keys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
 #: Frames that are kept, and that are asked for at a time.
-_KEEP = 32
+_KEEP = 16
 _ASK = 64
 
 
@@ -32,7 +32,7 @@ class Payloads:
         self._stream = stream
         self._link: Link = stream.client.open_link()
         self._cursor: Cursor | None = None
-        self._chunks: dict[int, Chunk] = {}  # by first offset
+        self._frames: dict[int, list[Record]] = {}  # by first offset
         self._firsts: list[int] = []  # the same, in order
         self._size = 1  # records of a frame, as far as is known
 
@@ -55,13 +55,16 @@ class Payloads:
         found: dict[int, Record] = {}
         lost: list[int] = []
         for offset in offsets:
-            chunk = self._find(offset) or self._dig(offset)
-            if chunk is None:
+            record = self._find(offset) or self._dig(offset)
+            if record is None:
                 lost.append(offset)
             else:
-                at = offset - chunk.first
-                found[offset] = next(iter(chunk.slice(at, at + 1).rows()))
+                found[offset] = record
         return found, lost
+
+    def forget(self) -> None:
+        """Fetch all anew: offsets may mean other records now."""
+        self._frames, self._firsts = {}, []
 
     def cold(self, start: int, stop: int) -> list[Chunk]:
         """Records that only the store has, from ``start`` on, at least one.
@@ -133,8 +136,8 @@ class Payloads:
 
     # -- the store -----------------------------------------------------------------------------
 
-    def _dig(self, offset: int) -> Chunk | None:
-        """The records around one that the ring has dropped; None if the store has not got it."""
+    def _dig(self, offset: int) -> Record | None:
+        """A record that the ring has dropped, from the store; None if that has not got it."""
         try:
             chunks = self._read(offset, 1)
         except RecordsLost:
@@ -165,24 +168,30 @@ class Payloads:
 
     # -- what is kept --------------------------------------------------------------------------
 
-    def _find(self, offset: int) -> Chunk | None:
+    def _find(self, offset: int) -> Record | None:
         at = bisect_right(self._firsts, offset) - 1
         if at < 0:
             return None
-        chunk = self._chunks[self._firsts[at]]
-        return chunk if offset < chunk.first + len(chunk) else None
+        first = self._firsts[at]
+        records = self._frames[first]
+        return records[offset - first] if offset < first + len(records) else None
 
     def _keep(self, chunk: Chunk) -> None:
-        if chunk.first not in self._chunks:
+        if chunk.first not in self._frames:
             insort(self._firsts, chunk.first)
-        self._chunks[chunk.first] = chunk
+        self._frames[chunk.first] = list(chunk.rows())
 
-    def _trim(self, wanted: Iterable[int]) -> None:
+    def _trim(self, wanted: Sequence[int]) -> None:
         """Drop frames that are not wanted now: the oldest if there are many, all of one record."""
-        needed = {chunk.first for offset in wanted if (chunk := self._find(offset)) is not None}
+        needed = {
+            first
+            for first, records in self._frames.items()
+            if (at := bisect_left(wanted, first)) < len(wanted)
+            and wanted[at] < first + len(records)
+        }
         spare = [first for first in self._firsts if first not in needed]
         many = len(self._firsts) - _KEEP
         for number, first in enumerate(spare):
-            if number < many or len(self._chunks[first]) == 1:
-                del self._chunks[first]
-        self._firsts = sorted(self._chunks)
+            if number < many or len(self._frames[first]) == 1:
+                del self._frames[first]
+        self._firsts = sorted(self._frames)

@@ -60,6 +60,7 @@ class Supply:
         self._buffer: deque[SharedRecord] = deque()  # not handed out yet
         self._handed: list[SharedRecord] = []  # handed out, and perhaps not settled
         self._entry: Entry | None = None
+        self._epoch = 0
         self._letters: Stream | None = None
         self._full_since: float | None = None
         #: Set by another thread to end what waits here, and iterating.
@@ -120,6 +121,9 @@ class Supply:
         answer = self.exchange(max(self.config.prefetch - self.desk.holding, 0))
         while self.desk.unsure:
             answer = self.exchange(0)
+        if answer.epoch != self._epoch:
+            self._epoch = answer.epoch
+            self._payloads.forget()
         self._fetch()
         self.publish_letters()
         if answer.cold and not self._buffer:
@@ -177,12 +181,13 @@ class Supply:
                 "not settled: ack, release or reject some, or raise prefetch.",
                 *(self.config.prefetch, self.group),
             )
-        state = self.desk.state
-        with state:
-            state.wait_for(
-                lambda: self.halted or self.desk.holding < self.config.prefetch,
-                min(left_s, 1.0),
+        desk = self.desk
+        with desk.state:
+            desk.waits_for_room = True
+            desk.state.wait_for(
+                lambda: self.halted or desk.holding < self.config.prefetch, min(left_s, 1.0)
             )
+            desk.waits_for_room = False
 
     def _drop_unheld(self) -> None:
         if any(record.standing is not Standing.HELD for record in self._buffer):

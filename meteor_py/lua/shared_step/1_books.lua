@@ -18,7 +18,7 @@
 --     offsets granted: the first, and how far from it each lies; 'o:failures,...' of those that
 --     failed before; end of what only the store has, 0 if the index has it; refused: 'o,...';
 --     lost: 'first:last,...'; dropped: 'o:failures,...'; offsets and details of dead letters to
---     publish, in turn}
+--     publish, in turn; epoch of the stream}
 --   or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED'}: it was taken for dead
 --   {'REPEAT', number}: that is the last step, and this is not the one after it
 -- Atomic because a record must be with one consumer, waiting, or settled, and a group with one.
@@ -32,7 +32,7 @@ local call, format, floor, min, max = redis.call, string.format, math.floor, mat
 local find, match, gmatch, sub = string.find, string.match, string.gmatch, string.sub
 local prefix, cid, looking = ARGV[1], ARGV[3], ARGV[3] == ''
 
-local m = call('HMGET', KEYS[1], 'incarnation', 'next', 'store')
+local m = call('HMGET', KEYS[1], 'incarnation', 'next', 'store', 'epoch')
 if m[1] ~= ARGV[2] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
 local s = call('HMGET', KEYS[3], 'incarnation', 'next', 'group_cap', 'max_deliveries', 'lease_ms',
                'dead_letter', 'on_poison', 'default_group', 'ungrouped', 'max_waiting', 'waiting',

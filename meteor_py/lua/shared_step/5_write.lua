@@ -64,4 +64,4 @@ local base, steps = granted[1] or 0, {}
 for i = 1, got do steps[i] = granted[i] - base end
 return {'OK', nxt, stream_end, waiting, bell, wait, base, table.concat(steps, ','),
         table.concat(failed, ','), cold, table.concat(refused, ','), table.concat(lost, ','),
-        table.concat(dropped, ','), letters_out}
+        table.concat(dropped, ','), letters_out, tonumber(m[4])}
