@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all their own set-up; Python 3.11 is all that has to be there.
 
 BIN := .venv/bin
-N ?= 2
+N ?= 4
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -16,11 +16,12 @@ setup: .venv/installed ## install everything into .venv
 demo: .venv/installed ## see a stream at work
 	$(BIN)/meteor demo $(ARGS)
 
-test: .venv/installed ## run the tests on N=2 processes; more options for pytest in ARGS=
+test: .venv/installed ## run the tests on N=4 processes; more options for pytest in ARGS=
 	$(BIN)/pytest -n $(N) $(ARGS)
 
 chaos: .venv/installed ## kill, pause and cut at random, and check what happened; ARGS="--seeds 50"
 	$(BIN)/python -m tests.chaos $(ARGS)
+	$(if $(ARGS),,$(BIN)/pytest tests/chaos/spark_*.py)
 
 bench: .venv/installed ## measure the speed
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -15,6 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from benchmarks.common import CALL, Bench, Row, cheaper, connected, cut, faster,
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
 
 _STREAM = "spark"
 #: Records that are made; they are published again and again.
@@ -32,6 +35,8 @@ _VALUES = 500_000
 _BATCH = 65_536
 #: Rows of a partition, for both.
 _PARTITION = 500_000
+#: Seconds between two moves of a source that has no rows: longer than a batch takes.
+_PACE_S = 0.25
 _STUCK_S = 600.0
 
 
@@ -53,8 +58,10 @@ def run(bench: Bench) -> list[Row]:
                 pub.publish_many(calls[number % len(calls)])
         bench.step("Spark at work")
         found = measured(bench, count)
-    rows, micro = found["rows"], found["micro"]
+    rows, micro, empty, idle = (found[part] for part in ("rows", "micro", "empty", "idle"))
     small = "a micro-batch of 1 row, no more to do"
+    none = "a micro-batch without a row"
+    look = "a look for records, none there"
     return [
         faster(
             "Spark: read into nowhere", rows["ours"], rows["memory"], "a Python source, memory", 0.7
@@ -62,6 +69,10 @@ def run(bench: Bench) -> list[Row]:
         faster("Spark: read into nowhere", rows["ours"], rows["parquet"], "its Parquet, the same"),
         cheaper(f"Spark: {small}", "ms", micro["ours"], micro["nothing"], "a Python source", 1.15),
         cheaper(f"Spark: {small}", "ms", micro["ours"], micro["rate"], "its rate source"),
+        cheaper(f"Spark: {none}", "ms", empty["ours"], empty["nothing"], "a Python source", 1.15),
+        cheaper(f"Spark: {none}", "ms", empty["ours"], empty["rate"], "its rate source"),
+        cheaper(f"Spark: {look}", "ms", idle["ours"], idle["nothing"], "a Python source"),
+        cheaper(f"Spark: {look}", "ms", idle["ours"], idle["rate"], "its rate source"),
     ]
 
 
@@ -91,6 +102,8 @@ def main(url: str, count: int, quick: bool) -> None:
         found = {
             "rows": rows(spark, url, count, folder, 3 if quick else 7),
             "micro": micro_batches(spark, url, folder, 15 if quick else 60),
+            "empty": empty_batches(spark, url, folder, 15 if quick else 60),
+            "idle": looks(spark, url, folder),
         }
     spark.stop()
     print(json.dumps(found))
@@ -208,17 +221,123 @@ def micro_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> di
         "nothing": stream.format("nothing").load,
         "rate": spark.readStream.format("rate-micro-batch").option("rowsPerBatch", "1").load,
     }  # fmt: skip
-    took: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(4):
-        for name, load in cases.items():
-            times = batch_times(load(), f"{folder}/{name}-{turn}", wanted // 3)
-            if turn:
-                took[name] += times
+
+    def times(load: Callable[[], DataFrame], place: str) -> list[float]:
+        return batch_times(load(), place, wanted // 3)
+
+    took = in_turn({name: partial(times, load) for name, load in cases.items()}, f"{folder}/micro")
     return {name: statistics.median(times) for name, times in took.items()}
 
 
-def batch_times(frame: DataFrame, checkpoint: str, wanted: int) -> list[float]:
-    """Run a query until it has done so many batches; how long each took, but the first ones."""
+def empty_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> dict[str, float]:
+    """The same without a row: offsets have moved, and there is nothing to read.
+
+    For ours that is so when a stream has come that has no records yet. The Python source beside it
+    moves as often; the rate source does so once a second, and has no rows as it begins so slowly.
+    """
+    rate = spark.readStream.format("rate").option("rowsPerSecond", "1").option("rampUpTime", "1h")
+    pace = str(_PACE_S)
+
+    def ours(place: str) -> list[float]:
+        prefix = place.rpartition("/")[2]
+        frame = stream_of(spark, url, streamsPattern=f"{prefix}-.*", startingOffsets="earliest")
+        with connected(url) as client:
+
+            def another() -> None:
+                client.stream(f"{prefix}-{time.monotonic_ns()}")
+
+            return batch_times(frame, place, wanted // 3, another, empty=True)
+
+    def nothing(place: str) -> list[float]:
+        source = spark.readStream.format("nothing").options(rows="0", pace=pace)
+        return batch_times(source.load(), place, wanted // 3, empty=True)
+
+    took = in_turn(
+        {
+            "ours": ours,
+            "nothing": nothing,
+            "rate": lambda place: batch_times(rate.load(), place, wanted // 6, empty=True),
+        },
+        f"{folder}/empty",
+    )
+    return {name: statistics.median(times) for name, times in took.items()}
+
+
+def looks(spark: SparkSession, url: str, folder: str) -> dict[str, float]:
+    """Milliseconds of a trigger that finds nothing, and runs no batch.
+
+    Spark says them without decimals, so it is the average.
+    """
+    interval = "spark.sql.streaming.noDataProgressEventInterval"
+    spark.conf.set(interval, "0")  # else it tells of one in ten seconds
+    cases: dict[str, Callable[[], DataFrame]] = {
+        "ours": lambda: stream_of(spark, url, stream=_STREAM, startingOffsets="latest"),
+        "nothing": spark.readStream.format("nothing").option("pace", "1e9").load,
+        # A row a second: between them, there is none.
+        "rate": spark.readStream.format("rate").option("rowsPerSecond", "1").load,
+    }
+    took = in_turn(
+        {name: partial(look_times, load) for name, load in cases.items()}, f"{folder}/idle"
+    )
+    spark.conf.unset(interval)
+    return {name: statistics.fmean(times) for name, times in took.items()}
+
+
+def stream_of(spark: SparkSession, url: str, **options: str) -> DataFrame:
+    return spark.readStream.format("meteor").option("url", url).options(**options).load()
+
+
+def in_turn(cases: dict[str, Callable[[str], list[float]]], folder: str) -> dict[str, list[float]]:
+    """What each case finds, with a place for its checkpoint; the first time is to warm up."""
+    took: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(4):
+        for name, times_at in cases.items():
+            times = times_at(f"{folder}-{name}-{turn}")
+            if turn:
+                took[name] += times
+    return took
+
+
+def batch_times(
+    frame: DataFrame,
+    checkpoint: str,
+    wanted: int,
+    move: Callable[[], None] | None = None,
+    *,
+    empty: bool = False,
+) -> list[float]:
+    """Run a query until it has done so many batches; how long each took, but the first ones.
+
+    Args:
+        move: Called as often as a source should move, if it does not do so by itself.
+        empty: That the batches have no rows is checked.
+    """
+    with running(frame, checkpoint) as query:
+        moved = 0.0
+        while (query.lastProgress or {"batchId": -1})["batchId"] < wanted + 3:
+            check(query)
+            if move is not None and time.monotonic() - moved >= _PACE_S:
+                moved = time.monotonic()
+                move()
+            time.sleep(0.05)
+        progress = [p for p in query.recentProgress if "addBatch" in p["durationMs"]]
+    assert all((p["numInputRows"] == 0) is empty for p in progress)
+    return [p["durationMs"]["triggerExecution"] for p in progress if p["batchId"] >= 3]
+
+
+def look_times(load: Callable[[], DataFrame], checkpoint: str) -> list[float]:
+    """Run a query until it has often looked in vain; how long that took, but the first times."""
+    with running(load(), checkpoint) as query:
+        while len(query.recentProgress) < 90:  # Spark keeps a few more
+            check(query)
+            time.sleep(0.2)
+        progress = query.recentProgress[10:]
+    vain = [p["durationMs"] for p in progress if "addBatch" not in p["durationMs"]]
+    return [durations["triggerExecution"] for durations in vain]
+
+
+@contextmanager
+def running(frame: DataFrame, checkpoint: str) -> Iterator[StreamingQuery]:
     query = (
         frame.writeStream.format("noop")
         .option("checkpointLocation", checkpoint)
@@ -226,31 +345,40 @@ def batch_times(frame: DataFrame, checkpoint: str, wanted: int) -> list[float]:
         .start()
     )
     try:
-        while (query.lastProgress or {"batchId": -1})["batchId"] < wanted + 3:
-            if not query.isActive:
-                raise RuntimeError(f"The query failed: {query.exception()}")
-            time.sleep(0.05)
-        progress = query.recentProgress
+        yield query
     finally:
         query.stop()
-    return [p["durationMs"]["triggerExecution"] for p in progress if p["batchId"] >= 3]
+
+
+def check(query: StreamingQuery) -> None:
+    if not query.isActive:
+        raise RuntimeError(f"The query failed: {query.exception()}")
 
 
 def nothing_source() -> Any:
-    """A Python streaming source with one row for each batch, out of nowhere."""
+    """A Python streaming source with one row for each batch, out of nowhere.
+
+    With ``rows=0`` it has none; with ``pace`` it moves only once in so many seconds.
+    """
     from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 
     class Reader(DataSourceStreamReader):
+        def __init__(self, rows: int, pace_s: float) -> None:
+            self.rows, self.pace_s = rows, pace_s
+
         def initialOffset(self) -> dict[str, Any]:
-            return {"at": 0}
+            return {"at": self.now()}
 
         def latestOffset(self, start: dict[str, Any], limit: Any) -> dict[str, Any]:
-            return {"at": start["at"] + 1}
+            return {"at": self.now() if self.pace_s else start["at"] + 1}
+
+        def now(self) -> int:
+            return int(time.monotonic() / self.pace_s) if self.pace_s else 0
 
         def partitions(
             self, start: dict[str, Any], end: dict[str, Any]
         ) -> Sequence[InputPartition]:
-            return [InputPartition(start["at"])]
+            return [InputPartition(start["at"])] * self.rows
 
         def read(self, partition: InputPartition) -> Iterator[Any]:
             import pyarrow as pa
@@ -266,7 +394,8 @@ def nothing_source() -> Any:
             return "at bigint"
 
         def streamReader(self, schema: Any) -> DataSourceStreamReader:
-            return Reader()
+            options = self.options
+            return Reader(int(options.get("rows", "1")), float(options.get("pace", "0")))
 
     return Source
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pytest
 from hypothesis import settings
@@ -23,6 +23,7 @@ from tests.bench import Pair
 from tests.java import require_java
 from tests.members import Crew
 from tests.servers import Server, binaries, plain_client
+from tests.workers import workers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -131,6 +132,11 @@ def spark() -> Iterator[SparkSession]:
     require_java()
     with session() as spark:
         yield spark
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return workers(config, log)
 
 
 # Seeds

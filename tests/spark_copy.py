@@ -18,7 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
+import meteor_py as meteor
 from meteor_py import keys
+from tests.java import SPARK_ENVIRONMENT
 from tests.servers import plain_client
 from tests.waiting import eventually
 
@@ -27,6 +29,13 @@ SOURCE, TARGET = "source", "target"
 TASK_ROWS = 1500
 #: Many times what it takes, on a machine that has other things to do.
 END_S = 100
+
+
+def fill(m: meteor.Client, count: int, width: int = 0) -> None:
+    """Publish numbers, with zeros before them, to be copied."""
+    with m.stream(SOURCE, capacity=100_000).publisher() as pub:
+        for start in range(0, count, 500):
+            pub.publish_many([f"{i:0{width}}".encode() for i in range(start, start + 500)])
 
 
 class Copy:
@@ -38,7 +47,7 @@ class Copy:
         self._marks = folder / "marks"
         self._marks.mkdir(exist_ok=True)
         orders = {"url": url, "folder": str(folder), "marks": str(self._marks)} | orders
-        environment = os.environ | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+        environment = os.environ | SPARK_ENVIRONMENT | {"PYSPARK_PYTHON": sys.executable}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.spark_copy", json.dumps(orders)],

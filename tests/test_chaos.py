@@ -36,9 +36,9 @@ def test_nothing_is_lost_doubled_reordered_or_skipped_whatever_happens(
     assert not result.violations, told(result)
     # It was not for want of trying.
     assert set(result.faults) == set(KINDS), told(result)
-    assert result.records["acked"] > 300, told(result)
+    assert result.records["acked"] > 100, told(result)
     assert result.records["deliver"] >= 10 * result.records["acked"], told(result)
-    assert result.events["confirmed"] > 300, told(result)
+    assert result.events["confirmed"] > 100, told(result)
     assert result.take_overs >= 10, told(result)
 
 
@@ -52,7 +52,7 @@ def test_with_a_store_nothing_is_lost_doubled_or_overtaken_whatever_happens(
     result = run(plan)
     assert not result.violations, told(result)
     assert set(result.faults) == set(KINDS + STORE_KINDS), told(result)
-    assert result.records["acked"] > 300, told(result)
+    assert result.records["acked"] > 100, told(result)
     assert result.archived >= result.records["acked"], told(result)
     assert result.archiver_terms >= 2, told(result)
 

@@ -37,7 +37,7 @@ def test_what_is_typed_in_one_terminal_is_read_in_the_other(
 
 @pytest.mark.timeout(330)  # a loaded machine takes its time to start Spark
 @pytest.mark.slow
-def test_words_are_counted_per_window_and_nothing_is_left(tmp_path: Path) -> None:
+def test_spark_counts_words_per_window_and_nothing_is_left(tmp_path: Path) -> None:
     require_java()
     done = subprocess.run(
         [sys.executable, "-W", "error", str(WORD_COUNT)],

@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from tests.servers import plain_client
 from tests.waiting import eventually
+from tests.workers import group_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -121,3 +122,14 @@ def test_eventually_returns_the_value_it_waited_for() -> None:
 def test_eventually_gives_up_with_its_message() -> None:
     with pytest.raises(AssertionError, match="no luck"):
         eventually(lambda: False, timeout_s=0.05, message="no luck")
+
+
+def test_one_process_runs_what_shares_a_spark_and_one_what_starts_its_own() -> None:
+    def group(nodeid: str) -> str:
+        return group_of(f"tests/{nodeid}", ROOT)
+
+    shared = {group(f"test_spark_{name}.py::test_it") for name in ("batch", "sink", "source")}
+    own = {group("test_spark_faults.py::test_it"), group("test_examples.py::test_spark_counts")}
+    assert (len(shared), len(own)) == (1, 1)
+    assert shared != own
+    assert group("test_examples.py::test_a") != group("test_examples.py::test_b")

@@ -26,25 +26,60 @@ BLOCKS = {
 }
 
 
-@pytest.mark.timeout(330)  # a loaded machine takes its time to start Spark
-@pytest.mark.parametrize("block", BLOCKS)
+#: Those are run together, which starts Java once.
+WITH_SPARK = {
+    name: code for name, (what, code) in BLOCKS.items() if what == "python" and "pyspark" in code
+}
+
+#: Runs files one after the other, each by itself: without the names and the streams of others.
+IN_TURN = """
+import sys
+import meteor_py as meteor
+for path in sys.argv[1:]:
+    with open(path) as file:
+        code = compile(file.read(), path, "exec")
+    print(chr(30) + path)
+    exec(code, {"__name__": "__main__"})
+    with meteor.connect() as m:
+        for name in m.streams():
+            m.stream(name).delete()
+"""
+
+
+@pytest.mark.parametrize("block", [name for name in BLOCKS if name not in WITH_SPARK])
 def test_code_block_runs(block: str, tmp_path: Path) -> None:
     language, code = BLOCKS[block]
     assert language in ("python", "sh"), "a block that no test can run"
-    if "pyspark" in code:
-        require_java()
     command = [sys.executable, "-W", "error", "-c", code]
     if language == "sh":
         command = ["bash", "-euc", code]
+    assert output(command, tmp_path).strip(), "it shows something"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)  # a loaded machine takes its time to start Spark
+def test_code_blocks_with_spark_run(tmp_path: Path) -> None:
+    require_java()
+    for name, code in WITH_SPARK.items():
+        (tmp_path / name).write_text(code)
+    command = [sys.executable, "-W", "error", "-c", IN_TURN, *WITH_SPARK]
+    _, *shown = output(command, tmp_path).split(chr(30))
+    found = {name: text.strip() for name, _, text in (each.partition("\n") for each in shown)}
+    assert list(found) == list(WITH_SPARK)
+    assert all(found.values()), "each shows something"
+
+
+def output(command: list[str], folder: Path) -> str:
+    """What a command prints that ends well, in the home of somebody who has nothing yet."""
     # The commands are those beside the interpreter that runs the tests.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, **SPARK_ENVIRONMENT, "PATH": path, "HOME": str(tmp_path)}
+    environment = {**os.environ, **SPARK_ENVIRONMENT, "PATH": path, "HOME": str(folder)}
     environment.pop("METEOR_URL", None)
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip(), "it shows something"
+    return done.stdout
 
 
 def test_readme_is_short() -> None:

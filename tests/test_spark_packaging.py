@@ -8,12 +8,17 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import meteor_py as meteor
 from tests.java import SPARK_ENVIRONMENT, require_java
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 #: Seconds: of this, a loaded machine may need most to start a Java.
 pytestmark = pytest.mark.timeout(400)
@@ -69,12 +74,13 @@ def without_paths() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-@pytest.mark.slow
-def test_spark_finds_it_in_a_development_install(tmp_path: Path) -> None:
-    require_java()
-    found, place = count(Path(sys.executable), tmp_path)
-    assert found == RECORDS
-    assert place.is_relative_to(ROOT / "spark_connector")
+def test_spark_finds_it_in_a_development_install(spark: SparkSession, url: str) -> None:
+    with meteor.connect(url) as m, m.stream("orders").publisher() as pub:
+        pub.publish_many([b"%d" % n for n in range(RECORDS)])
+    records = spark.read.format("meteor").option("url", url).option("stream", "orders").load()
+    assert records.count() == RECORDS
+    places = spark.sparkContext.range(1).map(lambda _: import_module("pyspark_meteor").__file__)
+    assert Path(str(places.first())).is_relative_to(ROOT / "spark_connector")
 
 
 @pytest.mark.slow

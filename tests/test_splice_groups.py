@@ -150,7 +150,7 @@ def test_two_processes_follow_while_the_ring_is_trimmed_under_them(
             for reader in readers:
                 end, changes = map(int, reader.read(60).split())
                 assert end == END
-                assert changes > 5
+                assert changes > 1, "from one to the other, and back"
         assert len(list(tmp_path.rglob("*.parquet"))) > 50
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pyarrow.dataset as ds
@@ -20,37 +16,10 @@ from meteor_py.store import segmentfile
 from meteor_py.testing.store_contract import LIFE, NEWEST, appended_at, records
 from tests.parquet import claimed, make_old
 
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
 END = 200
-
-SPARK = """
-import json
-import sys
-
-from pyspark.sql import SparkSession
-from pyspark.sql import functions as f
-
-spark = (
-    SparkSession.builder.master("local[1]")
-    .config("spark.ui.enabled", "false")
-    .config("spark.driver.host", "127.0.0.1")
-    .config("spark.driver.bindAddress", "127.0.0.1")
-    .config("spark.sql.session.timeZone", "UTC")
-    .config("spark.sql.codegen.wholeStage", "false")  # two hundred records do not pay for it
-    .getOrCreate()
-)
-records = spark.read.parquet(*sys.argv[1:])
-columns = [
-    "offset",
-    f.unix_millis("timestamp").alias("timestamp"),
-    f.unix_millis("appended").alias("appended"),
-    f.hex("key").alias("key"),
-    f.hex("value").alias("value"),
-    f.transform_values("headers", lambda _, value: f.hex(value)).alias("headers"),
-]
-rows = records.where("offset >= 10").select(columns).collect()
-print(json.dumps([dict(records.dtypes), [row.asDict() for row in rows]]))
-spark.stop()
-"""
 
 
 @pytest.fixture
@@ -142,27 +111,21 @@ def test_duckdb_reads_the_files_of_a_store(files: list[str]) -> None:
             assert (headers or None) == (expected["headers"] or None)
 
 
-@pytest.mark.slow
-def test_spark_reads_the_files_of_a_store(files: list[str], tmp_path: Path) -> None:
-    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
-        missing = "Java is not installed (Debian: apt-get install openjdk-17-jre-headless)."
-        pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(missing)
-    settings = {
-        "PYSPARK_PYTHON": sys.executable,
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",  # it starts sooner
-    }
-    # In a process of its own, so that the JVM ends with the test.
-    result = subprocess.run(
-        [sys.executable, "-c", SPARK, *files],
-        cwd=tmp_path,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert result.returncode == 0, result.stderr
-    types, found = json.loads(result.stdout.splitlines()[-1])
+@pytest.mark.timeout(400)  # a loaded machine takes its time to start Spark
+def test_spark_reads_the_files_of_a_store(files: list[str], spark: SparkSession) -> None:
+    from pyspark.sql import functions as f
+
+    records = spark.read.parquet(*files)
+    columns = [
+        f.col("offset"),
+        f.unix_millis("timestamp").alias("timestamp"),
+        f.unix_millis("appended").alias("appended"),
+        f.hex("key").alias("key"),
+        f.hex("value").alias("value"),
+        f.transform_values("headers", lambda _, value: f.hex(value)).alias("headers"),
+    ]
+    found = [row.asDict() for row in records.where("offset >= 10").select(columns).collect()]
+    types = dict(records.dtypes)
     assert types == {
         "offset": "bigint",
         "timestamp": "timestamp",

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import meteor_py as meteor
-from tests.java import java, require_java
+from tests.java import require_java
 from tests.spark_cluster import ROW_BYTES, SOURCE, TARGET, TASK_ROWS, TASKS, Cluster, Driver
 from tests.staging import contents
 
-pytestmark = [java, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_tasks_that_run_twice_at_once_write_each_row_once(url: str, tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""Spark's executors are processes of their own: each row is in the target exactly once.
+
+    pytest tests/chaos/spark_executors.py
+
+It takes three processes of Java, so it is a part of ``make chaos``. What fails and is tried again
+is the same in one of them, and in ``make test``: tests/test_spark_faults.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import meteor_py as meteor
+from tests.java import require_java
+from tests.spark_copy import TARGET, Copy, fill
+from tests.staging import contents, numbers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def test_executors_in_processes_of_their_own_write_each_row_once(url: str, tmp_path: Path) -> None:
+    require_java()
+    with meteor.connect(url) as m:
+        fill(m, 4000)
+        target = m.stream(TARGET, capacity=100_000)
+        with Copy(url, tmp_path, rows_per_batch=2000, master="local-cluster[2,1,512]") as copy:
+            copy.wait()
+        assert contents(target) == numbers(4000)
+        assert list(m.redis.scan_iter("*stage*")) == []
