@@ -32,6 +32,8 @@ from meteor_py.errors import (
 )
 from meteor_py.link import Argument, Link, connection_options
 from meteor_py.meta import Meta
+from meteor_py.peers.config import UNSET, Election, Unset
+from meteor_py.peers.group import PeerGroup, close_groups, open_group
 from meteor_py.publisher import close_publishers
 from meteor_py.scripts import ALL, CREATE_STREAM, Script
 from meteor_py.serverinfo import ServerDescription, describe_server
@@ -191,6 +193,50 @@ class Client(Closing):
             names += [name for name, exists in zip(part, answers, strict=True) if exists]
         return names
 
+    def group(
+        self,
+        name: str,
+        *,
+        instance: str | None = None,
+        ttl: float | None = None,
+        member_expiration: float | None = None,
+        election: Election | Unset | None = UNSET,
+        min_size: int | None = None,
+        max_inbox: int | None = None,
+    ) -> PeerGroup:
+        """Open a distributed group: look on, send messages, or join; close it, or use ``with``.
+
+        Who opens it first chooses its settings; those that are not given are not compared.
+
+        Args:
+            name: 1 to 128 of A-Z a-z 0-9 . _ -
+            instance: One of several groups of that name, apart from each other.
+            ttl: Seconds of silence after which a member is taken for dead (10).
+            member_expiration: Seconds after which a named member that is dead is removed (never).
+            election: Who leads: the "oldest" member (default), a "random" one, or None: nobody.
+            min_size: Members that must be alive before a leader is elected (1).
+            max_inbox: Messages of a member that may wait (10,000).
+
+        Raises:
+            PeerError: It exists with other settings.
+            ValueError, TypeError: A setting out of its range, or of the wrong type.
+        """
+        given = {
+            "ttl": ttl,
+            "member_expiration": member_expiration,
+            "election": None if isinstance(election, Unset) else election or "none",
+            "min_size": min_size,
+            "max_inbox": max_inbox,
+        }
+        return open_group(
+            self, name, instance, {key: value for key, value in given.items() if value is not None}
+        )
+
+    def groups(self) -> list[str]:
+        """The names of all distributed groups, sorted."""
+        members = self.call("SMEMBERS", keys.PEERS)
+        return sorted(name.decode(errors="backslashreplace") for name in members)
+
     def _create(
         self,
         name: str,
@@ -284,6 +330,7 @@ class Client(Closing):
         try:
             try:
                 try:
+                    close_groups(self)
                     close_shared_subscribers(self)
                 finally:
                     close_subscribers(self)

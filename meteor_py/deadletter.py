@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from meteor_py import keys, refusals
 from meteor_py.backoff import pause_s
-from meteor_py.errors import ConnectionFailed, MeteorError, ServerRefused
+from meteor_py.errors import ConnectionFailed, MeteorError, ServerRefused, StreamNotFound
 from meteor_py.frame import Columns, encode, fingerprint
 from meteor_py.history import begin_epoch
 from meteor_py.intake import to_bytes
@@ -28,6 +28,7 @@ from meteor_py.scripts import PUBLISH
 from meteor_py.sender import PRODUCER_TTL_MS
 
 if TYPE_CHECKING:
+    from meteor_py.client import Client
     from meteor_py.stream import Stream
 
 #: The stream that the record comes from.
@@ -104,6 +105,14 @@ def bury(
                 raise
         failures += 1
         time.sleep(min(pause_s(failures, *_BACKOFF_S), left_s))
+
+
+def open_letters(client: Client, name: str) -> Stream:
+    """The stream of that name; made if there is none, which not everybody may do."""
+    try:
+        return client.stream(name, create=False)
+    except StreamNotFound:
+        return client.stream(name)
 
 
 def _send(

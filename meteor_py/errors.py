@@ -28,6 +28,19 @@
     │   ├── PublisherClosed         not sent: the publisher was closed
     │   ├── OutcomeUnknown          may or may not be in the log
     │   └── NotReplicated           in the log, but not on enough replicas in time
+    ├── PeerError                   .group: of a distributed group
+    │   ├── MemberTaken             somebody has that name
+    │   ├── MembershipLost          expelled, removed, or replaced by the same name elsewhere
+    │   ├── StaleTerm               not the leader of that term any more
+    │   ├── NoLeader                the group has none now                              retriable
+    │   ├── ClockTooUncertain       the time of the group is not known well enough      retriable
+    │   ├── ActionRefused           too late for it, or it is decided on already
+    │   └── MessageFailed           .member
+    │       ├── MemberUnknown       there is no such member, or none at all
+    │       ├── MemberLeft          it left before it had answered
+    │       ├── HandlerFailed       its handler raised, or failed it
+    │       ├── MessageExpired      nobody answered in time                             retriable
+    │       └── InboxFull           it has as many messages as it may                   retriable
     └── ReadError                   .stream
         ├── RecordsLost             .first .last: gone from the ring and not in a store
         ├── SegmentCorrupt          .first .last: damaged in the store
@@ -216,6 +229,74 @@ class NotReplicated(PublishError):
         error = NotReplicated(self.why, stream=self.stream, offset=offset)
         error.__cause__ = self.__cause__
         return error
+
+
+class PeerError(MeteorError):
+    """Something about a distributed group: ``group``."""
+
+    def __init__(self, message: str, *, group: str) -> None:
+        super().__init__(message)
+        self.group = group
+
+
+class MemberTaken(PeerError):
+    """Another member has that name, and is alive."""
+
+
+class MembershipLost(PeerError):
+    """This is not a member any more: it was expelled, removed, or joined again elsewhere."""
+
+
+class StaleTerm(PeerError):
+    """The writer is not the leader of that term any more; nothing was written."""
+
+
+class NoLeader(PeerError):
+    """The group has no leader now."""
+
+    retriable = True
+
+
+class ClockTooUncertain(PeerError):
+    """The time of the group is not known as well as was asked for."""
+
+    retriable = True
+
+
+class ActionRefused(PeerError):
+    """There is not enough time left for a vote, or the same action is decided on already."""
+
+
+class MessageFailed(PeerError):
+    """A message was not delivered, or not answered; ``member`` is who failed, if it is known."""
+
+    def __init__(self, message: str, *, group: str, member: str | None = None) -> None:
+        super().__init__(message, group=group)
+        self.member = member
+
+
+class MemberUnknown(MessageFailed):
+    """There is no such member, or the group is empty."""
+
+
+class MemberLeft(MessageFailed):
+    """The member left before it had answered."""
+
+
+class HandlerFailed(MessageFailed):
+    """The handler raised, or failed the message."""
+
+
+class MessageExpired(MessageFailed):
+    """Nobody answered in time."""
+
+    retriable = True
+
+
+class InboxFull(MessageFailed):
+    """The member has as many unsettled messages as it may have."""
+
+    retriable = True
 
 
 class ReadError(_OfStream):

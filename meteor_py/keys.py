@@ -16,7 +16,8 @@ key                            type    what, who writes it, who deletes it
                                        this stream's life; ``next``, the offset of the next record;
                                        ``appended``, the last append time in ms; ``epoch``,
                                        ``history`` and ``epochs`` (see history.py); settings:
-                                       ``capacity``, ``compression``, ``checksum``, ``codec``.
+                                       ``capacity``, ``compression``, ``checksum``, ``codec``, and
+                                       ``group_by`` if it has groups.
                                        Only with a store: its id ``store`` (``store_before``: until
                                        the stream was resumed) and address ``store_uri``;
                                        ``archived``: all below is in it; ``expired``: all below was
@@ -48,8 +49,10 @@ key                            type    what, who writes it, who deletes it
                                        assigned, released, sought or deleted. Wakes who waits for a
                                        lease. Written and trimmed by the scripts that make them.
 ``meteor:{s}:stage:<id>``      hash    Frames that wait for a commit (see transaction.py): for frame
-                                       i the fields ``in`` records, ``if`` format, ``ip`` payload
-                                       and ``ic`` crc. Written by a worker; emptied by ``move``,
+                                       i the fields ``in`` records, ``if`` format, ``ip`` payload,
+                                       ``ic`` crc, and ``ig`` its entry of the index if the stream
+                                       has one (``grouping.packed``).
+                                       Written by a worker; emptied by ``move``,
                                        deleted by ``discard``; else expires after six hours, or a
                                        week if it is part of a plan.
 ``meteor:{s}:plan:<writer>``   list    The stages of the version that is being moved into the log,
@@ -59,6 +62,54 @@ key                            type    what, who writes it, who deletes it
                                        in the log, and how many it has. Written by ``plan`` and
                                        ``move``; kept, so that nothing is written twice, but for
                                        writers that will not come again.
+``meteor:{s}:index``           stream  Only with ``group_by``: for each frame of the log an entry of
+                                       the same ID, with the groups of its records (grouping.py) and
+                                       no payload. Written and trimmed with the log, by ``publish``,
+                                       ``move``, ``configure`` and ``advance_archived``.
+``meteor:{s}:shared``          set     The names of the shared groups. Written by ``shared_open``;
+                                       a name leaves with ``SharedGroup.delete``.
+``meteor:{s}:shared:<g>:...``          The books of one shared group, in the parts below. Written by
+                                       ``shared_step`` unless it says otherwise; deleted, all at
+                                       once, by ``SharedGroup.delete``.
+``...:state``                  hash    ``incarnation`` of the stream; ``start``, where it began;
+                                       ``next``, all below was looked at; ``waiting``, how many
+                                       records wait; ``bell``, the number of its last ringing;
+                                       settings (shared/config.py); counters ``acked``, ``dead``,
+                                       ``lost``, ``purged``, ``returned``, ``reaped``; the last gap,
+                                       ``lost_last``. Begun by ``shared_open``; also written by
+                                       ``shared_purge`` and ``shared_resume``.
+``...:groups``                 hash    For each group of records with something open
+                                       ``owner[:waiting:state]``: the consumer that holds some, or
+                                       nobody; how many wait; ``d`` delayed, ``p`` parked. A field
+                                       goes with the last record. Also ``shared_purge``,
+                                       ``shared_resume``.
+``...:ready``                  zset    Groups that are free and have waiting records, by the offset
+                                       of the first. Also ``shared_purge``, ``shared_resume``.
+``...:blocked``                zset    The same for groups that are delayed or parked.
+``...:delayed``                zset    Delayed groups, by the time (ms) at which they go on.
+``...:leases``                 zset    Consumers, by the time (ms) at which they are taken for dead.
+                                       Begun by ``shared_join``; one that leaves or is dead is
+                                       removed.
+``...:consumers``              hash    The same: ``step:alone:name``, the number of the last step,
+                                       whether it has a last try (``alone``), or keeps a group for
+                                       one (``reserved``), and a name for people.
+``...:failures``               hash    Offsets of open records that have failed: how often. A field
+                                       goes when its record is settled.
+``...:letters``                hash    Offsets of records that were given up, and are not published
+                                       as dead letters yet: ``failures:bytes of group:``, then group
+                                       and reason.
+``...:dying``                  zset    The same offsets, by the time (ms) from which on the letter
+                                       is given to whoever comes.
+``...:bell``                   stream  The last eight ringings: consumers wait for one. Also
+                                       ``shared_resume``.
+``...:held:<consumer>``        hash    What a consumer holds: for each group ``offset,offset...``,
+                                       rising; empty if the group is kept for a last try. Deleted
+                                       when it leaves, or is dead.
+``...:more:<consumer>``        zset    Of its groups those of which it may have more, by the offset
+                                       of the first that waits. Also ``shared_purge``,
+                                       ``shared_resume``.
+``...:waiting:<group id>``     list    The offsets of the group that wait, rising. Ids are any
+                                       bytes. Goes with its last record. Also ``shared_purge``.
 ``meteor:streams``             set     The names of all streams, in a slot of its own: written
                                        before ``create_stream`` and after ``delete_stream``, so a
                                        name without ``meta`` may be left over; listing drops it.
@@ -73,6 +124,8 @@ import re
 
 #: The set of all stream names.
 STREAMS = "meteor:streams"
+#: The set of the names of all distributed groups.
+PEERS = "meteor:groups"
 #: The group of the archivers of a stream: it has a lease, but no place among the groups.
 ARCHIVERS = ".archiver"
 
@@ -141,6 +194,11 @@ def shared_groups(stream: str) -> str:
 
 def shared(stream: str, group: str, part: str) -> str:
     return f"meteor:{{{stream}}}:shared:{group}:{part}"
+
+
+def peers(name: str, part: str = "") -> str:
+    """A key of a distributed group; without a part, what all of them begin with."""
+    return f"meteor:group:{{{name}}}:{part}"
 
 
 def everything(stream: str) -> str:

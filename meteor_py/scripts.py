@@ -1,7 +1,8 @@
 """The Lua scripts: constant package data, called by hash.
 
 Each lives in ``lua/<name>.lua``, or in the parts of ``lua/<name>/`` one after the other, with its
-purpose, keys, arguments, answers and the reason for being atomic at its head. A script answers with
+purpose, keys, arguments, answers and the reason for being atomic at its head; those of distributed
+groups have ``lua/peers/books.lua`` before them. A script answers with
 a list whose first item is a fixed code; an error reply therefore always comes from the server,
 before or instead of the script.
 """
@@ -15,9 +16,12 @@ from importlib.resources import files
 class Script:
     """One script: its text, and the hash that the server knows it by."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, library: str = "") -> None:
         self.name = name
         self.source = _read(name)
+        if library:  # after the line that says how to run it
+            flags, body = self.source.split(b"\n", 1)
+            self.source = b"\n".join((flags, _read(library), body))
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
         #: Runs by EVALSHA_RO too: on replicas, and for users who may only read.
         self.read_only = self.source.startswith(b"#!lua flags=no-writes")
@@ -34,7 +38,7 @@ def _read(name: str) -> bytes:
     lua = files("meteor_py").joinpath("lua")
     folder = lua.joinpath(name)
     if not folder.is_dir():
-        return lua.joinpath(f"{name}.lua").read_bytes()
+        return lua.joinpath(*f"{name}.lua".split("/")).read_bytes()
     parts = sorted(folder.iterdir(), key=lambda part: part.name)
     return b"\n".join(part.read_bytes() for part in parts)
 
@@ -55,6 +59,17 @@ LOCATE = Script("locate")
 MOVE = Script("move")
 NEW_EPOCH = Script("new_epoch")
 OPEN_GROUP = Script("open_group")
+PEERS_OPEN = Script("peers_open")
+PEERS_BEAT = Script("peers_beat", "peers/books")
+PEERS_GUARD = Script("peers_guard", "peers/books")
+PEERS_JOIN = Script("peers_join", "peers/books")
+PEERS_LEAVE = Script("peers_leave", "peers/books")
+PEERS_LOOK = Script("peers_look", "peers/books")
+PEERS_PROPOSE = Script("peers_propose", "peers/books")
+PEERS_SEND = Script("peers_send", "peers/books")
+PEERS_SETTLE = Script("peers_settle", "peers/books")
+PEERS_UPDATE = Script("peers_update", "peers/books")
+PEERS_VOTE = Script("peers_vote", "peers/books")
 PLAN = Script("plan")
 PUBLISH = Script("publish")
 RELEASE = Script("release")
@@ -85,6 +100,17 @@ ALL = (
     MOVE,
     NEW_EPOCH,
     OPEN_GROUP,
+    PEERS_OPEN,
+    PEERS_BEAT,
+    PEERS_GUARD,
+    PEERS_JOIN,
+    PEERS_LEAVE,
+    PEERS_LOOK,
+    PEERS_PROPOSE,
+    PEERS_SEND,
+    PEERS_SETTLE,
+    PEERS_UPDATE,
+    PEERS_VOTE,
     PLAN,
     PUBLISH,
     RELEASE,

@@ -45,7 +45,8 @@ class Letter(NamedTuple):
 class Settlement(NamedTuple):
     """What is to be done with a record that is not acknowledged."""
 
-    #: "R" rewind its group to it, "Q" return only it, "X" reject, "G" gone, "D" letter published.
+    #: "R" rewind its group to it, "U" that without a failure, "Q" return only it, "X" reject, "G"
+    #: gone, "D" letter published.
     kind: str
     group: bytes
     offset: int

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meteor_py.backoff import pause_s
-from meteor_py.errors import ConnectionFailed, Fenced
+from meteor_py.errors import ConnectionFailed, Fenced, MeteorError
 from meteor_py.shared.record import SharedRecord, Standing
 from meteor_py.state import State
 
 if TYPE_CHECKING:
     from meteor_py.shared.subscriber import SharedSubscriber
+    from meteor_py.shared.supply import Supply
 
 _log = logging.getLogger(__name__)
 
@@ -26,24 +27,29 @@ _DELAY_S = (0.1, 10.0)
 #: Seconds that a poll waits, and for which the server may be away.
 _POLL_S = 0.5
 _AWAY_S = 30.0
+#: Seconds for which a group whose handler hangs is left to others, time after time.
+_HUNG_S = 0.5
 
 
 class Crew:
     """Works in ``run``, in the thread that calls it, and its own."""
 
     def __init__(
-        self, subscriber: SharedSubscriber, handler: Handler, size: int, limit_s: float
+        self, subscriber: SharedSubscriber, supply: Supply, handler: Handler, size: int
     ) -> None:
         if not callable(handler):
             raise TypeError("The handler must be a function of one record.")
         self._subscriber = subscriber
+        self._supply = supply
         self._handler = handler
-        self._limit_s = limit_s
+        self._limit_s = subscriber.config.max_poll_interval
         self._state = State()
         self._groups: dict[bytes, deque[SharedRecord]] = {}  # with work, or at work
         self._ready: deque[bytes] = deque()  # of those, the ones that nobody works on
         self._begun: dict[SharedRecord, float] = {}  # at work, and since when
+        self._hung: set[bytes] = set()  # groups whose handler has been at work for too long
         self._stopped = False
+        self._failure: BaseException | None = None  # what no handler should raise
         name = f"meteor-crew-{subscriber.stream.name}"
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
@@ -58,7 +64,8 @@ class Crew:
         try:
             while not self._stopped:
                 try:
-                    self._share_out(self._subscriber.poll(_POLL_S))
+                    if not self._all_hang():
+                        self._share_out(self._subscriber.poll(_POLL_S))
                     away_since = None
                 except ConnectionFailed:
                     away_since = away_since or time.monotonic()
@@ -66,12 +73,22 @@ class Crew:
                         raise
                 except Fenced as error:
                     _log.warning("%s", error)
+                except MeteorError:
+                    if not self._subscriber.closed:
+                        raise
                 self._let_go()
         finally:
             self.stop()
             for thread in self._threads:
                 thread.join()
-        self._subscriber.flush()
+            self._supply.keep(record for queue in self._groups.values() for record in queue)
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._subscriber.flush()
+        except MeteorError:
+            if not self._subscriber.closed:
+                raise
 
     def stop(self) -> None:
         with self._state:
@@ -83,12 +100,15 @@ class Crew:
         self.stop()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _share_out(self, records: list[SharedRecord]) -> None:
         with self._state:
             for record in records:
+                if record.group in self._hung:
+                    self._give_back(record)
+                    continue
                 queue = self._groups.get(record.group)
                 if queue is None:
                     queue = self._groups[record.group] = deque()
@@ -108,7 +128,26 @@ class Crew:
                     "to another.",
                     *(record.offset, self._limit_s),
                 )
+                with self._state:
+                    if record in self._begun:
+                        self._hung.add(record.group)
                 self._release(record)
+
+    def _all_hang(self) -> bool:
+        """Whether nobody is left to work: then others get all, and this one waits."""
+        with self._state:
+            if len(self._hung) < len(self._threads):
+                return False
+            for queue in self._groups.values():
+                for record in queue:
+                    self._give_back(record)
+            self._state.wait_for(lambda: self._stopped or not self._hung, _POLL_S)
+            return True
+
+    def _give_back(self, record: SharedRecord) -> None:
+        """Nobody has begun it: that is no failure."""
+        if record.standing is Standing.HELD:
+            self._supply.desk.release(record, _HUNG_S, failed=False)
 
     def _work(self) -> None:
         while (group := self._next_group()) is not None:
@@ -119,9 +158,16 @@ class Crew:
                     self._begun[record] = time.monotonic()
                 try:
                     self._process(record)
+                except (
+                    BaseException
+                ) as error:  # Ctrl-C, or sys.exit(): for whoever has called run()
+                    self._failure = error
+                    self.stop()
                 finally:
                     with self._state:
                         del self._begun[record]
+                        self._hung.discard(group)
+                        self._state.notify_all()
             with self._state:
                 if queue:
                     self._ready.append(group)

@@ -62,7 +62,6 @@ class Desk:
         self._others: list[Settlement] = []
         self._sent: tuple[dict[bytes, list[int]], list[Settlement]] = ({}, [])
         self._in_doubt = False  # what became of the last step, or of what was granted
-        self._rewinds: dict[bytes, int] = {}  # since the last step: groups, and where to
         self._consumer = ""
         self._number = 0
         # Offsets of settlements that were refused, and what was lost, until somebody is told.
@@ -86,7 +85,9 @@ class Desk:
             self._acks.setdefault(record.group, []).append(record.offset)
             self._say()
 
-    def release(self, record: SharedRecord, delay: float, *, only_this: bool) -> None:
+    def release(
+        self, record: SharedRecord, delay: float, *, only_this: bool = False, failed: bool = True
+    ) -> None:
         check_seconds("delay", delay, zero=True)
         if only_this and delay:
             raise ValueError(
@@ -96,7 +97,7 @@ class Desk:
             self._leave(record)
             if not only_this:
                 self._rewind(record)
-            kind, detail = ("Q", b"") if only_this else ("R", b"%d" % (delay * 1000))
+            kind, detail = "Q" if only_this else "R" if failed else "U", b"%d" % (delay * 1000)
             self._others.append(Settlement(kind, record.group, record.offset, detail))
             self._say()
 
@@ -123,10 +124,11 @@ class Desk:
         """Records that were granted and fetched; those that are lost are settled."""
         received: list[SharedRecord] = []
         with self.state:
+            rewinds = self._rewinds([*self._sent[1], *self._others])
             for offset, record in records.items():
                 failures = self.granted.pop(offset, None)
                 group = self._group_of(record)
-                if failures is None or offset > self._rewinds.get(group, offset):
+                if failures is None or offset > rewinds.get(group, offset):
                     continue  # taken, or returned with one before it, meanwhile
                 shared = SharedRecord(self, record, group, failures, self._codec)
                 self._held[offset] = shared
@@ -248,8 +250,8 @@ class Desk:
     def _apply(self, answer: Answer, started: float, *, left: bool) -> None:
         with self.state:
             # What was rewound took with it whatever of its group was not fetched yet.
-            self._in_doubt = bool(self._rewinds and self.granted)
-            self._sent, self._rewinds = ({}, []), {}
+            in_doubt = bool(self.granted and self._rewinds(self._sent[1]))
+            self._sent = {}, []
             self._number += 1
             self.spoke_at = started
             self.valid_until = started + self.config.lease_ttl * BELIEF
@@ -261,6 +263,7 @@ class Desk:
             if left:
                 self._take_all()
                 self._consumer = ""
+            self._in_doubt = in_doubt  # last: a Ctrl-C may come in between
         for offset, failures in answer.dropped:
             _log.warning(
                 "Record %d of stream %r was given up by shared group %r after %d failures, and "
@@ -287,16 +290,12 @@ class Desk:
             if number <= self._number:
                 self._unsend()  # that step was not taken, or the server has lost it
             self._sent, self._in_doubt, self._number = ({}, []), False, number
-            self._rewinds = {}
             theirs = {offset for offsets in held.values() for offset in offsets}
             for offsets in self._acks.values():
                 theirs.difference_update(offsets)
-            for other in self._others:
-                theirs.discard(other.offset)
-                if other.kind == "R":
-                    theirs.difference_update(
-                        o for o in held.get(other.group, ()) if o > other.offset
-                    )
+            theirs.difference_update(other.offset for other in self._others)
+            for group, offset in self._rewinds(self._others).items():
+                theirs.difference_update(o for o in held.get(group, ()) if o > offset)
             for offset in [offset for offset in self._held if offset not in theirs]:
                 self._drop(self._held[offset], Standing.TAKEN)
             for offset in [offset for offset in self.granted if offset not in theirs]:
@@ -318,7 +317,12 @@ class Desk:
         """Find the groups of records that could not be fetched."""
         if not any(other.kind == "G" and not other.group for other in self._others):
             return
-        _, held = self.books.join(link, self._consumer)
+        try:
+            _, held = self.books.join(link, self._consumer)
+        except Refused:
+            self._be_fenced()
+            self._stand(link)
+            return
         groups = {offset: group for group, offsets in held.items() for offset in offsets}
         with self.state:
             self._others = [
@@ -363,11 +367,17 @@ class Desk:
 
     def _rewind(self, record: SharedRecord) -> None:
         """Those behind it in its group go back with it."""
-        before = self._rewinds.get(record.group, record.offset)
-        self._rewinds[record.group] = min(before, record.offset)
         for offset in list(self._groups.get(record.group, ())):
             if offset > record.offset:
                 self._drop(self._held[offset], Standing.REWOUND)
+
+    def _rewinds(self, others: Iterable[Settlement]) -> dict[bytes, int]:
+        """The groups that some settlements rewind, and where to."""
+        found: dict[bytes, int] = {}
+        for kind, group, offset, _ in others:
+            if kind in "RU" or (kind == "X" and self.config.on_poison == "park"):
+                found[group] = min(found.get(group, offset), offset)
+        return found
 
     def _drop(self, record: SharedRecord, standing: Standing) -> None:
         record.standing = standing

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 from meteor_py.closing import Closing
 from meteor_py.codec import Codec
 from meteor_py.config import check_int, check_seconds
-from meteor_py.errors import ConnectionFailed, MeteorError
+from meteor_py.errors import (
+    ConnectionFailed,
+    GroupNotFound,
+    LogTruncated,
+    MeteorError,
+    StreamNotFound,
+)
 from meteor_py.lease import member_name, now
 from meteor_py.shared.config import PREFETCH_MAX, ConsumerConfig, SharedConfig
 from meteor_py.shared.crew import Crew, Handler
@@ -147,7 +153,7 @@ class SharedSubscriber(Closing):
         """
         self._check_open()
         check_int("concurrency", concurrency, 1, 1_000)
-        self._crew = Crew(self, handler, concurrency, self.config.max_poll_interval)
+        self._crew = Crew(self, self._supply, handler, concurrency)
         try:
             self._crew.run()
         finally:
@@ -271,7 +277,11 @@ class SharedSubscriber(Closing):
         try:
             self._supply.publish_letters()
         finally:
-            self._desk.exchange(leave=True)
+            try:
+                self._desk.exchange(leave=True)
+            except (GroupNotFound, StreamNotFound, LogTruncated):
+                if self._desk.unsaid:
+                    raise  # else there is nobody, and nothing, to leave
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():

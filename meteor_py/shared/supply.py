@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from meteor_py import keys, refusals
 from meteor_py.backoff import pause_s
 from meteor_py.codec import Codec
-from meteor_py.deadletter import bury
+from meteor_py.deadletter import bury, open_letters
 from meteor_py.errors import ConnectionFailed, MeteorError, RecordsLost, StoreUnavailable
 from meteor_py.lease import now
 from meteor_py.shared.books import Answer, Books, Entry, Letter
@@ -63,6 +64,7 @@ class Supply:
         self._epoch = 0
         self._letters: Stream | None = None
         self._full_since: float | None = None
+        self._looked = -1
         #: Set by another thread to end what waits here, and iterating.
         self.halted = False
 
@@ -159,6 +161,9 @@ class Supply:
         """Wait until there may be something."""
         if self._buffer or left_s <= 0:
             return
+        before, self._looked = self._looked, answer.next
+        if before < answer.next < answer.end:
+            return  # A step looks at a part of what is new, and more of it may be for this one.
         if self.desk.holding >= self.config.prefetch:
             self._wait_for_room(left_s)
             return
@@ -202,6 +207,10 @@ class Supply:
         self._handed += records
         return records
 
+    def keep(self, records: Iterable[SharedRecord]) -> None:
+        """Hand these out again, before others."""
+        self._buffer = deque(sorted([*self._buffer, *records], key=_offset))
+
     def raise_refusals(self) -> None:
         """Tell the application, once, what did not count, and what is lost."""
         while (gap := self.desk.take_lost()) is not None:
@@ -242,7 +251,7 @@ class Supply:
             self.desk.note_lost(letter.offset, letter.offset)
             return
         if self._letters is None:
-            self._letters = self.stream.client.stream(self.settings.dead_letter)
+            self._letters = open_letters(self.stream.client, self.settings.dead_letter)
         bury(
             *(self._letters, self.stream, self.group, record),
             reason=letter.reason,

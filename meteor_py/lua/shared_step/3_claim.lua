@@ -48,7 +48,12 @@ local holding = 0
 if not stop and (any_failures or alone ~= '') then
   write_held()
   holding = call('HLEN', KEYS[14]) - 1  -- there is a field that makes it a table
-  if alone == 'reserved' then holding = holding - 1 end
+  if alone == 'reserved' then
+    alone = ''  -- unless its group is still kept, and not purged
+    for _, list in ipairs(call('HVALS', KEYS[14])) do
+      if list == '' then alone, holding = 'reserved', holding - 1 end
+    end
+  end
   if holding == 0 and alone == 'alone' then alone = '' end
   if alone ~= '' and holding > 0 then stop = true end
 end

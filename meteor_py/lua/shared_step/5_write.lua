@@ -37,6 +37,10 @@ if waiting ~= waiting0 then
   state[#state + 1] = 'waiting'
   state[#state + 1] = waiting
 end
+if want == 0 and alone ~= '' and call('HLEN', KEYS[14]) == (alone == 'reserved' and 2 or 1) then
+  woken = true  -- this consumer may have more, now that all else is settled
+end
+if waiting0 >= room and waiting < room then woken = true end
 if woken or (freed and call('EXISTS', KEYS[5]) == 1) then
   bell = bell + 1
   call('XADD', KEYS[13], 'MAXLEN', '=', 8, text(bell) .. '-0', 'c', cid)

@@ -1,0 +1,15 @@
+#!lua flags=allow-oom
+-- Write something, if the writer is still the leader of its term.
+--
+-- KEYS  1 what the keys of the group begin with
+-- ARGV  1 term  2 session  3 'set' or 'delete'  4 name  5 value
+-- Returns {'OK'}, or {'NOGROUP'}  {'STALE', term now}
+-- Atomic because it could be replaced between the question and the write.
+
+if int(term) ~= ARGV[1] or session ~= ARGV[2] then return {'STALE', term} end
+if ARGV[3] == 'set' then
+  call('HSET', P .. 'guarded', ARGV[4], ARGV[5])
+else
+  call('HDEL', P .. 'guarded', ARGV[4])
+end
+return {'OK'}

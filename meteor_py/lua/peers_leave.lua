@@ -1,0 +1,13 @@
+#!lua flags=allow-oom
+-- Take a member out of its group, or only its session, if it is persistent and may come back.
+--
+-- KEYS  1 what the keys of the group begin with
+-- ARGV  1 id  2 its session; '' to remove it, whosever it is  3 'stay' if it may come back, else ''
+-- Returns {'OK', 1 if it was one, else 0}, or {'NOGROUP'}
+-- Atomic because what was sent to it, its votes and its office go with it.
+
+local m = read_member(ARGV[1])
+if not m or (ARGV[2] ~= '' and m.session ~= ARGV[2]) then return {'OK', 0} end
+drop(ARGV[1], ARGV[3] == 'stay' and m.persistent == '1' and 'expired'
+     or ARGV[2] == '' and 'removed' or 'left')
+return {'OK', 1}

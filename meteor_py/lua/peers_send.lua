@@ -1,0 +1,45 @@
+#!lua flags=allow-oom
+-- Put a message into the inboxes of those it is for.
+--
+-- KEYS  1 what the keys of the group begin with
+-- ARGV  1 id  2 session of the sender  3 id of the sender, '' if it is no member  4 queue
+--       5 verb: tell, send or ask  6 to: member, any, all or leader  7 member, for that
+--       8 a random number  9 '1' if also those who are dead  10 priority  11 messages that an inbox
+--       may hold  12 ms after which nobody waits for it  13 type of the body  14 body
+-- Returns {'OK', receivers...}, or {'NOGROUP'}  {'NOMEMBER'}  {'NOLEADER'}  {'FULL', whose}
+--   {'STALE'}: the sender is not that member any more
+-- Atomic because all get it or none, and whoever leaves later is known to have got it. Once for each
+-- id: sending again, when the answer was lost, changes nothing.
+
+local key, to, target = P .. 'message:' .. ARGV[1], ARGV[6], {}
+local known = call('HGET', key, 'to')
+if known then
+  for id in string.gmatch(known, '[^\n]+') do target[#target + 1] = id end
+  return {'OK', unpack(target)}
+end
+local sender = ARGV[3] ~= '' and read_member(ARGV[3])
+if ARGV[3] ~= '' and (not sender or sender.session ~= ARGV[2]) then return {'STALE'} end
+if to == 'member' then
+  if read_member(ARGV[7]) then target = {ARGV[7]} end
+elseif to == 'leader' then
+  if leader == '' then return {'NOLEADER'} end
+  target = {leader}
+elseif to == 'any' then
+  local all = alive()
+  if #all > 0 then target = {all[tonumber(ARGV[8]) % #all + 1]} end
+else
+  target = ARGV[9] == '1' and call('HKEYS', MEMBERS) or alive()
+end
+if #target == 0 then return {'NOMEMBER'} end
+for _, id in ipairs(target) do
+  if call('XLEN', P .. 'inbox:' .. id) >= tonumber(ARGV[11]) then return {'FULL', id} end
+end
+call('HSET', key, 'from', ARGV[2], 'verb', ARGV[5], 'need', #target, 'to', table.concat(target, '\n'))
+call('PEXPIRE', key, int(ARGV[12] + 60000))
+local office = sender and leader == ARGV[3] and '1' or '0'
+for _, id in ipairs(target) do
+  deliver(id, {'id', ARGV[1], 'queue', ARGV[4], 'verb', ARGV[5], 'to', to, 'from', ARGV[3],
+               'session', ARGV[2], 'leader', office, 'priority', ARGV[10], 'random', ARGV[8],
+               'tries', '0', 'until', int(now + ARGV[12]), 'type', ARGV[13], 'body', ARGV[14]})
+end
+return {'OK', unpack(target)}

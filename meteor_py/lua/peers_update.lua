@@ -1,0 +1,25 @@
+#!lua flags=allow-oom
+-- Change the metadata of a member, or lay down its office and put it at the back of the queue.
+--
+-- KEYS  1 what the keys of the group begin with
+-- ARGV  1 id  2 session  3 'metadata' or 'resign'  4 metadata, or the term that is laid down
+-- Returns {'OK', 1 if something was changed, else 0}, or {'NOGROUP'}  {'FENCED'}: it is not this
+--   session's
+-- Atomic because another must be elected in the same step, and not the one who resigns.
+
+local id = ARGV[1]
+local m = read_member(id)
+if not m or m.session ~= ARGV[2] then return {'FENCED'} end
+if ARGV[3] == 'metadata' then
+  m.metadata = ARGV[4]
+  write_member(id, m)
+  emit('updated', 'member', id, 'metadata', ARGV[4])
+  return {'OK', 1}
+end
+if leader ~= id or int(term) ~= ARGV[4] then return {'OK', 0} end
+m.index = int(call('HINCRBY', STATE, 'joins', 1))
+write_member(id, m)
+call('ZADD', CANDIDATES, int(-m.priority * 1e12 + m.index), id)
+depose('resigned')
+elect()
+return {'OK', 1}

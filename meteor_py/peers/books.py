@@ -1,0 +1,110 @@
+"""The books of a distributed group: its keys in Redis, and what may be done to them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meteor_py import keys
+from meteor_py.errors import PeerError
+from meteor_py.peers.config import PeersConfig
+from meteor_py.peers.member import Member, read_member
+from meteor_py.scripts import PEERS_BEAT, PEERS_LOOK, PEERS_OPEN, Script
+
+if TYPE_CHECKING:
+    from meteor_py.client import Client
+    from meteor_py.link import Link
+
+
+@dataclass(frozen=True)
+class Beat:
+    """How a group stands, in answer to a sign of life."""
+
+    life: str
+    view: int
+    term: int
+    leader: str
+    #: The session of the leader.
+    session: str
+    #: Seconds since 1970 by the server's clock.
+    time: float
+    #: For each member that was named, whether it is one.
+    here: list[bool]
+
+
+@dataclass(frozen=True)
+class Look:
+    """A group at one instant."""
+
+    life: str
+    view: int
+    term: int
+    leader: str
+    session: str
+    members: dict[str, Member]
+
+
+class Books:
+    """One distributed group."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self.client = client
+        self.name = name
+        self.prefix = keys.peers(name)
+
+    def key(self, part: str) -> str:
+        return self.prefix + part
+
+    def open(self, config: PeersConfig) -> PeersConfig:
+        """Begin the group if it does not exist; return how it is set up."""
+        self.client.call("SADD", keys.PEERS, self.name)
+        fields = [item for pair in config.to_fields().items() for item in pair]
+        names = [self.key("config"), self.key("state")]
+        flat = self.client.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return PeersConfig.from_fields({k.decode(): v.decode() for k, v in pairs})
+
+    def run(self, script: Script, args: Sequence[Any], link: Link | None = None) -> list[Any]:
+        """Run a script that may be repeated, and return its answer.
+
+        Raises:
+            PeerError: The group is gone from the server.
+        """
+        names = [self.prefix]
+        answer: list[Any] = (
+            self.client.run(script, names, args) if link is None else link.run(script, names, args)
+        )
+        if answer[0] == b"NOGROUP":
+            raise PeerError(
+                f"The server has lost the group {self.name!r}, or it was deleted; open it again "
+                "with client.group().",
+                group=self.name,
+            )
+        return answer
+
+    def beat(self, link: Link, session: str, members: Sequence[str]) -> Beat:
+        answer = self.run(PEERS_BEAT, [session, *members], link)
+        life, view, term, leader, leader_session, time, here = answer[1:]
+        return Beat(
+            life=life.decode(),
+            view=int(view),
+            term=int(term),
+            leader=leader.decode(),
+            session=leader_session.decode(),
+            time=float(time),
+            here=[bool(one) for one in here],
+        )
+
+    def look(self, link: Link | None = None) -> Look:
+        life, view, term, leader, session, flat = self.run(PEERS_LOOK, [], link)[1:]
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return Look(
+            life=life.decode(),
+            view=int(view),
+            term=int(term),
+            leader=leader.decode(),
+            session=session.decode(),
+            members={name.decode(): read_member(name.decode(), value) for name, value in pairs},
+        )

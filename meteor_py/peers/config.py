@@ -1,0 +1,76 @@
+"""Settings of a distributed group, which all who use it have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from meteor_py.config import check_choice, check_int, check_seconds
+
+Election = Literal["oldest", "random", "none"]
+
+
+class Unset:
+    """The type of what was not given, where None means something."""
+
+
+UNSET = Unset()
+
+#: Bounds of the time after which a silent member is taken for dead, in seconds.
+TTL_S = (0.3, 86_400.0)
+#: Members of a group at most: some scripts look at all of them.
+MEMBERS_MAX = 1_000
+
+
+@dataclass(frozen=True)
+class PeersConfig:
+    """Settings of a distributed group, kept in Redis: who begins it chooses them."""
+
+    #: Seconds of silence after which a member is taken for dead.
+    ttl: float = 10.0
+    #: Seconds after which a named member that is dead is removed; None = never.
+    member_expiration: float | None = None
+    #: Who leads: the "oldest" member, a "random" one, or "none".
+    election: Election = "oldest"
+    #: Members that must be alive before a leader is elected.
+    min_size: int = 1
+    #: Messages that a member may have that are not settled.
+    max_inbox: int = 10_000
+
+    def __post_init__(self) -> None:
+        low, high = TTL_S
+        if not low <= check_seconds("ttl", self.ttl) <= high:
+            raise ValueError(f"ttl must be from {low:g} to {high:g} seconds, not {self.ttl}.")
+        if self.member_expiration is not None:
+            check_seconds("member_expiration", self.member_expiration, zero=True)
+        check_choice("election", self.election, ("oldest", "random", "none"))
+        check_int("min_size", self.min_size, 1, MEMBERS_MAX)
+        check_int("max_inbox", self.max_inbox, 1, 1_000_000)
+
+    def to_fields(self) -> dict[str, str]:
+        """As fields of the hash ``config``."""
+        expiration = -1 if self.member_expiration is None else int(self.member_expiration * 1000)
+        return {
+            "ttl": str(int(self.ttl * 1000)),
+            "expiration": str(expiration),
+            "election": self.election,
+            "min_size": str(self.min_size),
+            "max_inbox": str(self.max_inbox),
+        }
+
+    @classmethod
+    def from_fields(cls, found: dict[str, str]) -> PeersConfig:
+        """From fields of the hash ``config``."""
+        expiration = int(found["expiration"])
+        return cls(
+            ttl=int(found["ttl"]) / 1000,
+            member_expiration=None if expiration < 0 else expiration / 1000,
+            election=found["election"],  # type: ignore[arg-type]  # checked right here
+            min_size=int(found["min_size"]),
+            max_inbox=int(found["max_inbox"]),
+        )
+
+    def differing(self, asked: dict[str, Any]) -> str | None:
+        """The name of the first setting that is not as it was asked for."""
+        names = (field.name for field in fields(self) if field.name in asked)
+        return next((name for name in names if getattr(self, name) != asked[name]), None)

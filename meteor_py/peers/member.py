@@ -1,0 +1,68 @@
+"""A member of a distributed group, as it was when it was last heard of."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+
+class Status(enum.StrEnum):
+    """Whether a member is there. Only named ones stay members while they are dead."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class Member:
+    """Who is in a group."""
+
+    id: str
+    #: Whatever it says of itself.
+    metadata: Any
+    status: Status
+    #: Whether it was given a name: then it stays a member when it dies, and can come back.
+    persistent: bool
+    #: Who has a higher one leads before others.
+    priority: int
+    #: Its place in the order of joining, by which the oldest is found.
+    index: int
+    #: When it joined first, by the server's clock in ms since 1970.
+    joined: int
+    #: Of its present or last stay.
+    session: str
+
+    @property
+    def alive(self) -> bool:
+        return self.status is Status.ALIVE
+
+
+def dump_metadata(metadata: Any) -> bytes:
+    """Metadata as it is kept.
+
+    Raises:
+        TypeError: It cannot be written as JSON.
+    """
+    return msgspec.json.encode(metadata)
+
+
+def load_metadata(data: bytes) -> Any:
+    return msgspec.json.decode(data) if data else None
+
+
+def read_member(member: str, record: bytes) -> Member:
+    """A member from its record in the hash ``members``."""
+    index, session, persistent, alive, priority, joined, metadata = record.split(b":", 6)
+    return Member(
+        id=member,
+        metadata=load_metadata(metadata),
+        status=Status.ALIVE if alive == b"1" else Status.DEAD,
+        persistent=persistent == b"1",
+        priority=int(priority),
+        index=int(index),
+        joined=int(joined),
+        session=session.decode(),
+    )

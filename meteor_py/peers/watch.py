@@ -1,0 +1,138 @@
+"""The watch of a group handle: reads its events, and answers to its messages, as they come."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from meteor_py.backoff import pause_s
+from meteor_py.errors import ConnectionFailed
+from meteor_py.peers.event import read_event
+from meteor_py.state import State
+
+if TYPE_CHECKING:
+    from meteor_py.peers.group import PeerGroup
+
+_log = logging.getLogger(__name__)
+
+WATCH_PREFIX = "meteor-watch"
+_BACKOFF_S = (0.02, 0.64)
+#: Events that are read at a time.
+_COUNT = 500
+
+
+class Watch:
+    """Owned by its group handle. Has a connection of its own; calls nobody that could block it."""
+
+    def __init__(self, group: PeerGroup) -> None:
+        self._group = group
+        self._link = group.books.client.open_link()
+        self._ended = False
+        #: Where it reads on among the answers to messages.
+        self._answers = "0-0"
+        self._thread = threading.Thread(
+            target=self._run, name=f"{WATCH_PREFIX}-{group.name}", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended = True
+        self._link.interrupt()
+
+    def join(self, timeout_s: float) -> bool:
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._ended:
+            try:
+                self._read()
+                failures = 0
+            except ConnectionFailed:
+                failures += 1
+                time.sleep(0.0 if self._ended else pause_s(failures, *_BACKOFF_S))
+            except Exception:
+                if not self._ended:
+                    _log.exception("The watch of group %r failed.", self._group.name)
+                failures += 1
+                time.sleep(pause_s(failures, *_BACKOFF_S))
+        self._link.close()
+
+    def _read(self) -> None:
+        group = self._group
+        events, answers = group.books.key("events"), group.books.key(f"replies:{group.session}")
+        block_s = min(self._link.block_max_s, group.config.ttl / 2)
+        view = group.picture.view
+        found = self._link.call(
+            *("XREAD", "COUNT", _COUNT, "BLOCK", max(int(block_s * 1000), 1)),
+            *("STREAMS", events, answers, f"{view}-0", self._answers),
+            timeout_s=block_s + self._link.timeout_s,
+        )
+        for key, entries in found or ():
+            if key.decode() == events:
+                self._take_events(view, entries)
+            else:
+                for entry_id, flat in entries:
+                    group.mail.answered(flat[1].decode())
+                    self._answers = entry_id.decode()
+
+    def _take_events(self, view: int, entries: list[Any]) -> None:
+        group = self._group
+        for entry_id, flat in entries:
+            event = read_event(entry_id, flat)
+            with group.lock:
+                if group.picture.view != view:
+                    return  # it was looked at anew meanwhile
+                if event.view != view + 1:
+                    group.resync()  # some were trimmed
+                    return
+                group.apply(event)
+                view = event.view
+
+
+class Caller:
+    """Calls the functions of the application, one after the other, in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._state = State()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=f"meteor-caller-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        with self._state:
+            self._calls.append((function, arguments))
+            self._state.notify_all()
+
+    def end(self) -> None:
+        with self._state:
+            self._ended = True
+            self._state.notify_all()
+
+    def join(self, timeout_s: float) -> bool:
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._ended or self._calls)
+                if self._ended:
+                    return
+                function, arguments = self._calls.popleft()
+            try:
+                function(*arguments)
+            except Exception:
+                _log.exception("A callback of a group failed.")
