@@ -32,6 +32,7 @@ from meteor_py.errors import (
 )
 from meteor_py.link import Argument, Link, connection_options
 from meteor_py.meta import Meta
+from meteor_py.peers.codec import Format, PeerCodec, find_codec
 from meteor_py.peers.config import UNSET, Election, Unset
 from meteor_py.peers.group import PeerGroup, close_groups, open_group
 from meteor_py.publisher import close_publishers
@@ -183,15 +184,19 @@ class Client(Closing):
 
     def streams(self) -> list[str]:
         """The names of all streams, sorted."""
+        return self._existing(keys.STREAMS, keys.meta)
+
+    def _existing(self, names: str, key: Callable[[str], str]) -> list[str]:
+        """Of the names in a set those that have a key, sorted."""
         # A name that cannot be decoded is not of ours: as it is written here, it has no key.
-        members = self.call("SMEMBERS", keys.STREAMS)
+        members = self.call("SMEMBERS", names)
         found = sorted(name.decode(errors="backslashreplace") for name in members)
-        names: list[str] = []
+        there: list[str] = []
         for start in range(0, len(found), 1000):
             part = found[start : start + 1000]
-            answers = self.pipeline([("EXISTS", keys.meta(name)) for name in part])
-            names += [name for name, exists in zip(part, answers, strict=True) if exists]
-        return names
+            answers = self.pipeline([("EXISTS", key(name)) for name in part])
+            there += [name for name, exists in zip(part, answers, strict=True) if exists]
+        return there
 
     def group(
         self,
@@ -203,6 +208,7 @@ class Client(Closing):
         election: Election | Unset | None = UNSET,
         min_size: int | None = None,
         max_inbox: int | None = None,
+        codec: Format | PeerCodec = "json",
     ) -> PeerGroup:
         """Open a distributed group: look on, send messages, or join; close it, or use ``with``.
 
@@ -216,6 +222,8 @@ class Client(Closing):
             election: Who leads: the "oldest" member (default), a "random" one, or None: nobody.
             min_size: Members that must be alive before a leader is elected (1).
             max_inbox: Messages of a member that may wait (10,000).
+            codec: How messages of this handle are written: "json", "msgpack", "bytes", or a
+                ``PeerCodec`` with types of your own. Not a setting of the group.
 
         Raises:
             PeerError: It exists with other settings.
@@ -228,14 +236,12 @@ class Client(Closing):
             "min_size": min_size,
             "max_inbox": max_inbox,
         }
-        return open_group(
-            self, name, instance, {key: value for key, value in given.items() if value is not None}
-        )
+        asked = {key: value for key, value in given.items() if value is not None}
+        return open_group(self, name, instance, asked, find_codec(codec))
 
     def groups(self) -> list[str]:
         """The names of all distributed groups, sorted."""
-        members = self.call("SMEMBERS", keys.PEERS)
-        return sorted(name.decode(errors="backslashreplace") for name in members)
+        return self._existing(keys.PEERS, lambda name: keys.peers(name, "config"))
 
     def _create(
         self,

@@ -40,7 +40,8 @@
     │       ├── MemberLeft          it left before it had answered
     │       ├── HandlerFailed       its handler raised, or failed it
     │       ├── MessageExpired      nobody answered in time                             retriable
-    │       └── InboxFull           it has as many messages as it may                   retriable
+    │       ├── InboxFull           it has as many messages as it may                   retriable
+    │       └── PartialFailure      .values .failed: not all of those it was sent to took it
     └── ReadError                   .stream
         ├── RecordsLost             .first .last: gone from the ring and not in a store
         ├── SegmentCorrupt          .first .last: damaged in the store
@@ -297,6 +298,25 @@ class InboxFull(MessageFailed):
     """The member has as many unsettled messages as it may have."""
 
     retriable = True
+
+
+class PartialFailure(MessageFailed):
+    """Some members did not take a message to all: ``failed`` has their errors, by member.
+
+    ``values`` has what the others said: None for each that acknowledged it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        group: str,
+        values: dict[str, object],
+        failed: dict[str, MessageFailed],
+    ) -> None:
+        super().__init__(message, group=group, member=next(iter(failed), None))
+        self.values = values
+        self.failed = failed
 
 
 class ReadError(_OfStream):

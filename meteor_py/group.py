@@ -33,7 +33,7 @@ class GroupDescription:
     term: int
     #: "exclusive": one member reads at a time; "shared": several share out the records.
     kind: Literal["exclusive", "shared"] = "exclusive"
-    #: How many share it; None if it is not a shared one.
+    #: How many share it, the dead not counted; None if it is not a shared one.
     consumers: int | None = None
 
 

@@ -61,10 +61,12 @@ NEW_EPOCH = Script("new_epoch")
 OPEN_GROUP = Script("open_group")
 PEERS_OPEN = Script("peers_open")
 PEERS_BEAT = Script("peers_beat", "peers/books")
+PEERS_DELETE = Script("peers_delete", "peers/books")
 PEERS_GUARD = Script("peers_guard", "peers/books")
 PEERS_JOIN = Script("peers_join", "peers/books")
 PEERS_LEAVE = Script("peers_leave", "peers/books")
 PEERS_LOOK = Script("peers_look", "peers/books")
+PEERS_POLLS = Script("peers_polls", "peers/books")
 PEERS_PROPOSE = Script("peers_propose", "peers/books")
 PEERS_SEND = Script("peers_send", "peers/books")
 PEERS_SETTLE = Script("peers_settle", "peers/books")
@@ -102,10 +104,12 @@ ALL = (
     OPEN_GROUP,
     PEERS_OPEN,
     PEERS_BEAT,
+    PEERS_DELETE,
     PEERS_GUARD,
     PEERS_JOIN,
     PEERS_LEAVE,
     PEERS_LOOK,
+    PEERS_POLLS,
     PEERS_PROPOSE,
     PEERS_SEND,
     PEERS_SETTLE,

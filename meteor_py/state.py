@@ -20,4 +20,9 @@ class State(threading.Condition):
     __exit__ = property(attrgetter("_lock.__exit__"))
 
     def __init__(self) -> None:
-        super().__init__(threading.RLock())  # a signal handler may come while its thread has it
+        self._rlock = threading.RLock()  # a signal handler may come while its thread has it
+        super().__init__(self._rlock)
+
+    def is_mine(self) -> bool:
+        """Whether this thread has the lock: a signal handler that must not wait asks."""
+        return self._rlock._is_owned()  # type: ignore[attr-defined]

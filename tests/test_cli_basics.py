@@ -63,7 +63,8 @@ def test_the_documented_commands_are_there() -> None:
         "demo", "server", "publish", "tail", "seek", "bench", "top", "watch", "completion",
         "streams ls", "streams info", "streams create", "streams rm", "groups ls", "groups info",
         "groups rm", "archive run", "archive ls", "archive verify", "archive compact",
-        "archive expire",
+        "archive expire", "shared ls", "shared info", "shared purge", "shared resume",
+        "shared fsck",
     } <= found  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import meteor_cli
-from meteor_cli.contracts import EVENTS, FIELDS, GROUP_FIELDS
-from meteor_py import connect
+from meteor_cli.contracts import CONSUMER_FIELDS, EVENTS, FIELDS, GROUP_FIELDS
+from meteor_py import connect, keys
 from tests.commands import Running, meteor, succeed
 
 #: Left out where it was not measured.
@@ -21,9 +21,11 @@ _OPTIONAL = {"records_per_s", "megabytes_per_s", "p50_ms", "p99_ms"}
 def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
     """What each command prints of a stream with a group, and with a store that gets damaged."""
     with connect(url) as m:
-        stream = m.stream("orders", store=str(tmp_path))
+        stream = m.stream("orders", store=str(tmp_path), group_by="key")
         with stream.publisher() as pub:
             pub.publish(b"x").result()
+        sub = stream.shared_subscriber("packing")  # closed with the client
+        assert sub.poll()
         stream.store.flush()
         stream.seek_group("billing", 0)
         shown = {
@@ -33,12 +35,18 @@ def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
                 "streams info": ["orders"],
                 "groups ls": ["orders"],
                 "groups info": ["orders", "billing"],
+                "shared ls": ["orders"],
+                "shared info": ["orders", "packing"],
                 "seek": ["orders", "billing", "--to", "latest", "--dry-run"],
                 "archive ls": ["orders"],
                 "top --once": [],
                 "bench": ["--records", "1000"],
             }.items()
         }
+        m.redis.hset(keys.shared("orders", "packing", "state"), "waiting", "7")
+        shown["shared fsck"] = meteor(
+            url, *("shared", "fsck", "orders", "packing", "--json")
+        ).objects
         with Running(url, "watch", "--json", "--interval", "0.1") as watching:
             assert "watching 1 stream" in watching.line("stderr")
             m.stream("others")
@@ -59,6 +67,8 @@ def test_the_fields_are_those_that_were_promised(printed: dict[str, list[Any]]) 
             assert set(FIELDS[command]) - _OPTIONAL <= set(shown), command
             for group in shown.get("groups", []):
                 assert set(group) == set(GROUP_FIELDS[command])
+            if command in ("shared ls", "shared info"):
+                assert [set(consumer) for consumer in shown["consumers"]] == [set(CONSUMER_FIELDS)]
 
 
 def test_every_event_is_promised_with_its_facts() -> None:

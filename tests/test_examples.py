@@ -14,6 +14,7 @@ from tests.java import SPARK_ENVIRONMENT, require_java
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 EXAMPLE = EXAMPLES / "two_terminals.py"
+CARTS = EXAMPLES / "shopping_carts.py"
 WORD_COUNT = EXAMPLES / "spark_word_count.py"
 WINDOW = re.compile(r"(\d\d:\d\d:\d\d) to (\d\d:\d\d:\d\d): \w+ \d+(, \w+ \d+){2}")
 
@@ -33,6 +34,17 @@ def test_what_is_typed_in_one_terminal_is_read_in_the_other(
         assert reader.stdout.readline().endswith(" 0: hello\n")
         reader.send_signal(2)  # Ctrl-C
         assert reader.wait(10) == 130
+
+
+def test_carts_are_as_if_one_consumer_had_done_it_all() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(CARTS)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    title, shared, *carts = done.stdout.splitlines()
+    assert title.startswith("600 changes of 12 carts by 3 consumers")
+    assert shared.endswith("; 0 changes failed")
+    assert len(carts) == 3
 
 
 @pytest.mark.timeout(330)  # a loaded machine takes its time to start Spark

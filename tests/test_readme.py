@@ -15,7 +15,8 @@ from tests.java import SPARK_ENVIRONMENT, require_java
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = {"README": README} | {
-    page: (ROOT / "docs" / f"{page}.md").read_text() for page in ("groups", "history", "spark")
+    page: (ROOT / "docs" / f"{page}.md").read_text()
+    for page in ("groups", "history", "shared", "spark")
 }
 BLOCKS = {
     f"{page}-{number}": block

@@ -164,14 +164,19 @@ def _store_row(seen: Seen, rates: Rates) -> Row:
 
 
 def _group_row(group: GroupDescription, first: int, rate: float | None) -> Row:
-    lost = max(first - group.confirmed, 0)
+    # Of a shared group, most of what lies between may be settled.
+    lost = max(first - group.confirmed, 0) if group.kind == "exclusive" else 0
     return Row(
         name=Cell(f"  {harmless(group.name)}"),
         rate=_rate(rate),
         ring=Cell(f"{show_count(lost)} lost", "bold red") if lost else Cell(),
         lag=_lag(group.lag, alarming=lost > 0),
-        owner=_owner(group.owner, group.lag),
+        owner=_owner(_who(group), group.lag),
     )
+
+
+def _who(group: GroupDescription) -> str | None:
+    return counted(group.consumers, "consumer") if group.consumers else group.owner
 
 
 def _rate(rate: float | None) -> Cell:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from meteor_cli.output import counted
 from meteor_cli.snapshot import Look, Seen
 
 if TYPE_CHECKING:
@@ -121,6 +122,12 @@ def _group(
         text = f"moved back from {before.confirmed} to {at}"
         facts = {"confirmed": at, "before": before.confirmed}
         yield _change(stream, "group_moved_back", text, name, **facts)
+    if after.consumers is not None and before is not None and before.consumers is not None:
+        count, other = after.consumers, before.consumers
+        if count != other:
+            text = f"{counted(count, 'consumer')}, {other:,} before"
+            facts = {"consumers": count, "before": other}
+            yield _change(stream, "consumers_changed", text, name, **facts)
     if now is None:
         if was is not None:
             # Given up or run out: the lease is gone either way, and does not say.
@@ -149,7 +156,9 @@ def _troubles(before: Seen | None, after: Seen, lag_max: int | None) -> Iterator
     for name, group in _groups(after).items():
         old = old_groups.get(name)
         first, done = after.stream.first, group.confirmed
-        if first > done and not (before and old and before.stream.first > old.confirmed):
+        # Of a shared group, most of what lies between may be settled.
+        dropped = first > done and group.kind == "exclusive"
+        if dropped and not (before and old and before.stream.first > old.confirmed):
             text = f"records {done} to {first - 1} were dropped before it had read them"
             yield _change(stream, "records_dropped", text, name, first=done, last=first - 1)
         if lag_max is None:

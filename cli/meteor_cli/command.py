@@ -122,6 +122,8 @@ _MEANT = {
     "topics": "streams",
     "group": "groups",
     "archiver": "archive",
+    "check": "fsck",
+    "verify": "fsck",
     "list": "ls",
     "describe": "info",
     "show": "info",

@@ -34,9 +34,19 @@ def complete_group(
     return [] if stream is None else _complete(context, stream, incomplete)
 
 
-def _complete(context: click.Context, stream: str | None, incomplete: str) -> list[CompletionItem]:
+def complete_shared_group(
+    context: click.Context, option: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Names of the shared ones among them."""
+    stream = context.params.get("stream")
+    return [] if stream is None else _complete(context, stream, incomplete, shared=True)
+
+
+def _complete(
+    context: click.Context, stream: str | None, incomplete: str, *, shared: bool = False
+) -> list[CompletionItem]:
     try:
-        names = _names(context.find_object(Session) or Session(), stream)
+        names = _names(context.find_object(Session) or Session(), stream, shared=shared)
     except Exception:
         return []  # a shell is no place for errors
     return [
@@ -46,7 +56,7 @@ def _complete(context: click.Context, stream: str | None, incomplete: str) -> li
     ]
 
 
-def _names(session: Session, stream: str | None) -> list[str]:
+def _names(session: Session, stream: str | None, *, shared: bool) -> list[str]:
     import meteor_py
     from meteor_py.server import default_directory
 
@@ -56,7 +66,8 @@ def _names(session: Session, stream: str | None) -> list[str]:
     with meteor_py.connect(session.url, timeout=_PATIENCE_S) as m:
         if stream is None:
             return m.streams()
-        return [group.name for group in m.stream(stream, create=False).groups()]
+        groups = m.stream(stream, create=False).groups()
+        return [group.name for group in groups if not shared or group.kind == "shared"]
 
 
 @command(

@@ -7,11 +7,16 @@ in ``watch``; sizes are in bytes, rates per second. What is not known, or does n
 
 from __future__ import annotations
 
-_GROUP = ("name", "confirmed", "lag", "owner", "term", "kind")
+_GROUP = ("name", "confirmed", "lag", "owner", "term", "kind", "consumers")
 _STREAM = (
     "name", "first", "next", "length", "frames", "bytes", "appended", "archived", "archiver",
-    "capacity", "compression", "checksum", "codec", "store", "max_unarchived", "incarnation",
-    "epoch", "epoch_first", "groups",
+    "capacity", "compression", "checksum", "codec", "group_by", "store", "max_unarchived",
+    "incarnation", "epoch", "epoch_first", "groups",
+)  # fmt: skip
+_SHARED = (
+    "stream", "name", "confirmed", "lag", "looked", "waiting", "ready", "blocked", "dying", "acked",
+    "dead", "lost", "purged", "returned", "reaped", "lost_last", "consumers", "group_cap",
+    "lease_ttl", "max_deliveries", "dead_letter", "on_poison", "default_group", "ungrouped",
 )  # fmt: skip
 
 #: The fields of each object, by command.
@@ -20,6 +25,9 @@ FIELDS = {
     "streams info": _STREAM,
     "groups ls": ("stream", *_GROUP),
     "groups info": ("stream", *_GROUP),
+    "shared ls": _SHARED,
+    "shared info": (*_SHARED, "groups", "groups_total", "reasons"),
+    "shared fsck": ("stream", "group", "flaw"),
     "seek": (
         "stream", "group", "from", "to", "records_skipped", "records_repeated", "owner", "done",
     ),
@@ -34,7 +42,14 @@ FIELDS = {
 }  # fmt: skip
 
 #: What an object of the field ``groups`` has.
-GROUP_FIELDS = {"streams ls": _GROUP, "streams info": _GROUP, "top --once": (*_GROUP, "rate")}
+GROUP_FIELDS = {
+    "streams ls": _GROUP,
+    "streams info": _GROUP,
+    "top --once": (*_GROUP, "rate"),
+    "shared info": ("id", "count", "acquired", "waiting", "owner", "oldest", "state"),
+}
+#: What an object of the field ``consumers`` of ``shared ls`` and ``shared info`` has.
+CONSUMER_FIELDS = ("id", "name", "groups", "records", "lease")
 
 #: The events of ``watch``, and the fields that each has besides.
 EVENTS = {
@@ -52,6 +67,7 @@ EVENTS = {
     "lease_taken": ("owner", "term"),
     "lease_taken_over": ("owner", "before", "term"),
     "lease_ended": ("before", "term"),
+    "consumers_changed": ("consumers", "before"),
     "lag_high": ("lag", "limit"),
     "lag_normal": ("lag", "limit"),
     "archiver_taken": ("owner", "before"),

@@ -8,7 +8,7 @@ import click
 
 from meteor_cli.command import Group, command
 from meteor_cli.completion import complete_group, complete_stream
-from meteor_cli.output import ask, print_facts, print_json, print_table, say
+from meteor_cli.output import ask, counted, print_facts, print_json, print_table, say
 from meteor_cli.session import Session
 from meteor_cli.survey import look_at_all
 
@@ -67,11 +67,14 @@ def describe_group(session: Session, stream: str, group: str, as_json: bool) -> 
         "group": group,
         "confirmed": f"below {found.confirmed}",
         "lag": found.lag,
-        "owner": found.owner or "nobody",
-        "term": str(found.term),
         "kind": found.kind,
     }
-    if found.confirmed < first:
+    if found.kind == "shared":
+        facts["consumers"] = found.consumers
+        facts["more"] = f"`meteor shared info {stream} {group}`"
+    else:
+        facts |= {"owner": found.owner or "nobody", "term": str(found.term)}
+    if found.kind != "shared" and found.confirmed < first:
         facts["lost"] = f"records {found.confirmed} to {first - 1} are gone before it read them"
     print_facts(facts)
 
@@ -91,6 +94,8 @@ def remove_group(
         what = f"it had confirmed all below {found.confirmed}"
         if found.owner is not None and not force:
             raise active(stream, group, found.owner)
+        if found.consumers and not force:
+            raise _shared_active(opened, group)
         if dry_run:
             say(f"group {group!r} of stream {stream!r} would be deleted: {what}.")
             return
@@ -110,15 +115,31 @@ def active(stream: str, group: str, owner: str) -> GroupActive:
     return GroupActive(f"{owner} has the lease.", stream=stream, group=group, owner=owner)
 
 
+def _shared_active(stream: Stream, group: str) -> GroupActive:
+    """The same of a shared group."""
+    from meteor_py import GroupActive
+
+    found = stream.shared_group(group).describe().consumers
+    owner = next((one.name for one in found if one.lease > 0), "nobody, a moment later,")
+    return GroupActive(f"Shared with {owner}.", stream=stream.name, group=group, owner=owner)
+
+
 def print_groups(found: list[tuple[str, GroupDescription]]) -> None:
     """A table of groups, each with the name of its stream."""
     print_table(
-        ["stream", "group", "confirmed#", "lag#", "owner", "term#"],
+        ["stream", "group", "confirmed#", "lag#", "kind", "owner", "term#"],
         [
-            [stream, group.name, group.confirmed, group.lag, group.owner, str(group.term)]
+            [stream, group.name, group.confirmed, group.lag, group.kind, *_holding(group)]
             for stream, group in found
         ],
     )
+
+
+def _holding(group: GroupDescription) -> tuple[str | None, str | None]:
+    """Who reads for it, and the term."""
+    if group.consumers is not None:
+        return counted(group.consumers, "consumer"), None
+    return group.owner, str(group.term)
 
 
 def to_fields(stream: str, group: GroupDescription) -> dict[str, Any]:

@@ -19,6 +19,12 @@ def explain(error: Exception) -> str:
                 f"Stream {error.stream!r} has no group {error.group!r}; `meteor groups ls "
                 f"{error.stream}` shows those it has."
             )
+        case meteor_py.GroupActive() if str(error).startswith("Shared "):
+            return (
+                f"Shared group {error.group!r} of stream {error.stream!r} is active: "
+                f"{harmless(error.owner)} is one of its consumers. Stop them first, or delete it "
+                "all the same with --force; they will be told."
+            )
         case meteor_py.GroupActive():
             return (
                 f"Group {error.group!r} of stream {error.stream!r} is active: "

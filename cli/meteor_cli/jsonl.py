@@ -83,11 +83,11 @@ def encode(stream: str, records: Iterable[Record]) -> bytes:
             record.offset,
             record.timestamp,
             record.appended,
-            None if record.key is None else _to_data(record.key),
-            _to_data(record.value),
+            None if record.key is None else to_data(record.key),
+            to_data(record.value),
             None
             if record.headers is None
-            else {name: _to_data(value) for name, value in record.headers.items()},
+            else {name: to_data(value) for name, value in record.headers.items()},
         )
         for record in records
     ]
@@ -150,7 +150,7 @@ def _some(column: list[Any]) -> list[Any] | None:
     return None if column.count(None) == len(column) else column
 
 
-def _to_data(data: bytes) -> Data:
+def to_data(data: bytes) -> Data:
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -30,6 +30,7 @@ COMMANDS = (
     "seek",
     "streams",
     "groups",
+    "shared",
     "archive",
     "top",
     "watch",

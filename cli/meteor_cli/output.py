@@ -7,7 +7,7 @@ import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -15,6 +15,10 @@ from meteor_cli.harmless import harmless, harmless_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+
+#: Columns between two columns of a table, and what is left of a name at least.
+_GAP, _NARROW = 2, 6
 
 
 class Sink:
@@ -57,28 +61,44 @@ def print_table(
 ) -> None:
     """A table on stdout; numbers to the right. A heading says which by ending with ``#``.
 
-    ``whole``: nothing is cut to fit a terminal.
+    ``whole``: nothing is cut to fit a terminal. Else names are, and numbers are not.
     """
     if not rows:
         return
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in headings:
-        right = heading.endswith("#")
-        table.add_column(
-            heading.removesuffix("#"), justify="right" if right else "left", no_wrap=True
-        )
-    for row in rows:
-        table.add_row(*(harmless(_cell(value)) for value in row))
     # Into a pipe or a file, lines are as long as they have to be.
     console = Console(markup=False, highlight=False)
     if whole or not console.is_terminal:
-        console = Console(markup=False, highlight=False, width=10_000)
+        console = Console(markup=False, highlight=False, width=100_000)
+    cells = [[harmless(_cell(value)) for value in row] for row in rows]
+    titles = [heading.removesuffix("#") for heading in headings]
+    names = [i for i, heading in enumerate(headings) if not heading.endswith("#")]
+    widths = _widths([titles, *cells], names, console.width)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for i, title in enumerate(titles):
+        justify: Literal["left", "right"] = "left" if i in names else "right"
+        table.add_column(title, justify=justify, no_wrap=True, width=widths[i])
+    for row_cells in cells:
+        table.add_row(*row_cells)
     with console.capture() as capture:
         console.print(table)
     click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _widths(cells: Sequence[Sequence[str]], names: Sequence[int], room: int) -> list[int]:
+    """What columns need; if that is too much, the widest of the names get less."""
+    from rich.cells import cell_len
+
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    excess = sum(widths) + _GAP * (len(widths) - 1) - room
+    for _ in range(excess):
+        widest = max(names, key=lambda i: widths[i], default=None)
+        if widest is None or widths[widest] <= _NARROW:
+            break
+        widths[widest] -= 1
+    return widths
 
 
 def print_facts(facts: dict[str, object]) -> None:

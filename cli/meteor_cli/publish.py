@@ -13,6 +13,7 @@ import click
 
 from meteor_cli.command import command
 from meteor_cli.completion import complete_stream
+from meteor_cli.group_id import RuleType
 from meteor_cli.lines import read_lines, read_whole
 from meteor_cli.output import counted, progress, say
 from meteor_cli.session import Session
@@ -81,6 +82,12 @@ meteor tail orders -e --json | meteor publish copy --jsonl""",
     metavar="N",
     help="Of a stream that is made: 10,000 records.",
 )
+@click.option(
+    "--group-by",
+    type=RuleType(),
+    metavar="RULE",
+    help="Of a stream that is made: key or header:NAME.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing if all goes well.")
 def publish(
     session: Session,
@@ -96,6 +103,7 @@ def publish(
     max_bytes: int,
     create: bool,
     capacity: int | None,
+    group_by: str | None,
     quiet: bool,
 ) -> None:
     """Publish records: the values given, or else the standard input, line by line as it comes.
@@ -110,7 +118,7 @@ def publish(
     if key is not None and key_separator:
         raise click.UsageError("The key is either -k for all, or before -K in each line.")
     with session.connect(writing=True) as m:
-        opened = m.stream(stream, create=create, capacity=capacity)
+        opened = m.stream(stream, create=create, capacity=capacity, group_by=group_by)
         intake = Intake(opened.config.codec, key, key_separator, headers)
         settings = PublisherSettings(
             compression=compression,

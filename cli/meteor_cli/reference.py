@@ -89,6 +89,7 @@ def _contracts() -> Iterator[str]:
     for titles, table in (
         ("| command | fields |", contracts.FIELDS),
         ("| in `groups` of | fields |", contracts.GROUP_FIELDS),
+        ("| in `consumers` of | fields |", {"shared": contracts.CONSUMER_FIELDS}),
         ("| event of `watch` | fields besides |", contracts.EVENTS),
     ):
         rows = [f"| `{name}` | {', '.join(fields)} |" for name, fields in table.items()]

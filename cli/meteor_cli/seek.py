@@ -53,6 +53,11 @@ def seek(
     """
     with session.stream(stream) as opened:
         found = _find(opened, group, create=create)
+        if found is not None and found.kind == "shared":
+            raise ValueError(
+                f"Group {group!r} of stream {stream!r} is a shared one, whose records are settled "
+                "one by one: it cannot be moved; `meteor groups rm` deletes it, and it begins anew."
+            )
         to = span.start.resolve(opened)
         end = opened.bounds()[1]
         if to > end:

@@ -9,6 +9,7 @@ import click
 
 from meteor_cli.command import Group, command
 from meteor_cli.completion import complete_stream
+from meteor_cli.group_id import RuleType
 from meteor_cli.output import (
     ask,
     counted,
@@ -100,6 +101,7 @@ def describe_stream(session: Session, stream: str, as_json: bool) -> None:
         "codec": found.config.codec,
         "compression": found.config.compression,
         "checksum": found.config.checksum,
+        "group by": found.config.group_by,
         "incarnation": found.incarnation,
         "epoch": str(found.epoch),
     }
@@ -143,7 +145,8 @@ def _settings(function: Any) -> Any:
     "create",
     example="""\
 meteor streams create orders --capacity 100000 --codec json
-meteor streams create trades --store s3://bucket/meteor""",
+meteor streams create trades --store s3://bucket/meteor
+meteor streams create carts --group-by key""",
 )
 @click.argument("stream")
 @_settings
@@ -151,6 +154,12 @@ meteor streams create trades --store s3://bucket/meteor""",
     "--codec",
     type=click.Choice(["bytes", "text", "json", "msgpack"]),
     help="What values are: bytes. Cannot be changed later.",
+)
+@click.option(
+    "--group-by",
+    type=RuleType(),
+    metavar="RULE",
+    help="What makes groups for shared subscribers: key or header:NAME. Cannot be changed later.",
 )
 @click.option("--store", metavar="URI", help="Where records go that the ring drops: DIR, s3://...")
 @click.option("--resume", is_flag=True, help="Go on with the history that is in the store.")

@@ -3,8 +3,9 @@
 --
 -- KEYS  1 what the keys of the group begin with
 -- ARGV  1 session  2... its members; none for who only looks on
--- Returns {'OK', life, view, term, leader, session of the leader, ms by the server's clock, and for
---   each member 1 if it is one, else 0}, or {'NOGROUP'}
+-- Returns {'OK', life, view, its mark, term, leader, session of the leader, seconds by the server's
+--   clock, and for each member 1 if it is one, 0 if it was dropped, 2 if it was removed on purpose,
+--   3 if somebody else has joined under its name}, or {'NOGROUP'}
 -- Atomic because a member that was dropped must not be renewed.
 
 local answers = {}
@@ -12,10 +13,10 @@ for i = 2, #ARGV do
   local m = read_member(ARGV[i])
   local here = m and m.alive == '1' and m.session == ARGV[1]
   if here then call('ZADD', DEADLINES, int(now + TTL), ARGV[i]) end
-  answers[#answers + 1] = here and 1 or 0
+  answers[#answers + 1] = here and 1
+    or m and m.session ~= '-' .. ARGV[1] and 3
+    or not m and call('ZSCORE', P .. 'removed', ARGV[i]) and 2 or 0
 end
-elect()
 local time = call('TIME')
-local f = call('HMGET', STATE, 'life', 'view')
-return {'OK', f[1] or '', tonumber(f[2] or 0), term, leader, session,
+return {'OK', life, tonumber(call('HGET', STATE, 'view') or 0), mark, term, leader, session,
         time[1] .. '.' .. format('%06d', time[2]), answers}

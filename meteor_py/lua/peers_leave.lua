@@ -8,6 +8,12 @@
 
 local m = read_member(ARGV[1])
 if not m or (ARGV[2] ~= '' and m.session ~= ARGV[2]) then return {'OK', 0} end
-drop(ARGV[1], ARGV[3] == 'stay' and m.persistent == '1' and 'expired'
-     or ARGV[2] == '' and 'removed' or 'left')
+drop(ARGV[1], ARGV[2] == '' and 'removed' or 'left', ARGV[3] == 'stay')
+if ARGV[2] == '' then  -- remembered for a day: its owner must not join again by itself
+  call('ZADD', P .. 'removed', int(now), ARGV[1])
+  call('ZREMRANGEBYSCORE', P .. 'removed', '-inf', int(now - 86400000))
+  call('ZREMRANGEBYRANK', P .. 'removed', 0, -1001)
+  call('PEXPIRE', P .. 'removed', 86400000)
+end
+elect()
 return {'OK', 1}

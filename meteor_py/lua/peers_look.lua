@@ -3,10 +3,9 @@
 --
 -- KEYS  1 what the keys of the group begin with
 -- ARGV  none
--- Returns {'OK', life, view, term, leader, session of the leader, members and their records, in
---   turn}, or {'NOGROUP'}
+-- Returns {'OK', life, view, its mark, term, leader, session of the leader, members and their records,
+--   in turn}, or {'NOGROUP'}
 -- Atomic so that who reads the events from there on misses nothing, and sees nothing twice.
 
-elect()
-local f = call('HMGET', STATE, 'life', 'view')
-return {'OK', f[1] or '', tonumber(f[2] or 0), term, leader, session, call('HGETALL', MEMBERS)}
+return {'OK', life, tonumber(call('HGET', STATE, 'view') or 0), mark, term, leader, session,
+        call('HGETALL', MEMBERS)}

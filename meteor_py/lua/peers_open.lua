@@ -1,12 +1,13 @@
 -- Begin a distributed group, or tell how the one of that name is set up.
 --
--- KEYS  1 config  2 state
+-- KEYS  1 config  2 state  3... what else can be left of one of which the server has lost a part
 -- ARGV  1 id of this life of the group  2... settings: field, value, ...
 -- Returns all fields and values of the settings.
 -- Atomic because of two who begin it, with different settings, one must win whole.
 
-if redis.call('EXISTS', KEYS[1]) == 0 then
+if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[2], 'life') == 0 then
+  redis.call('DEL', unpack(KEYS))
   redis.call('HSET', KEYS[1], unpack(ARGV, 2))
-  redis.call('HSETNX', KEYS[2], 'life', ARGV[1])
+  redis.call('HSET', KEYS[2], 'life', ARGV[1])
 end
 return redis.call('HGETALL', KEYS[1])

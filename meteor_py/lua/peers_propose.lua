@@ -2,38 +2,45 @@
 -- Put something to the vote of all who are alive now.
 --
 -- KEYS  1 what the keys of the group begin with
--- ARGV  1 poll  2 kind: majority, consensus, or a number of votes  3 ms to vote in  4 when it is to be
+-- ARGV  1 poll  2 rule: majority, consensus, or a number of votes  3 ms to vote in  4 when it is to be
 --       done, by the server's clock in ms, '' if there is no such time  5 ms that must lie between
---       the vote and that  6 name of the action, '' for none  7 topic  8 who proposes
---       9 '1' if there must be a leader
--- Returns {'OK', end of the vote, voters}, or {'NOGROUP'}  {'NOLEADER'}  {'NOMEMBER'}
+--       the vote and that  6 name of the action, '' for none  7 topic  8 the member that proposes,
+--       '' if it is none  9 its session  10 '1' if there must be a leader  11 us that the clock of
+--       a voter may be wrong by, '' if that does not matter
+-- Returns {'OK', ms until the end of the vote, voters}, or {'NOGROUP'}  {'NOLEADER'}  {'NOMEMBER'}
+--   {'FENCED'}: the one who proposes is somebody else now  {'FULL', votes that are open}
 --   {'TOOLATE', ms by the server's clock}  {'PENDING', poll}: that action is decided on already
--- Atomic because who may vote is decided once.
+-- Atomic because who may vote is decided once. Once for each poll: proposing again, when the answer
+-- was lost, changes nothing.
 
 local key = P .. 'poll:' .. ARGV[1]
 local known = call('HMGET', key, 'until', 'voters')
-if known[1] then return {'OK', tonumber(known[1]), tonumber(known[2])} end
-if ARGV[9] == '1' and leader == '' then return {'NOLEADER'} end
+if known[1] then return {'OK', max(tonumber(known[1]) - now, 0), tonumber(known[2])} end
+local by = ARGV[8] ~= '' and read_member(ARGV[8])
+if ARGV[8] ~= '' and not (by and by.session == ARGV[9]) then return {'FENCED'} end
+if ARGV[10] == '1' and leader == '' then return {'NOLEADER'} end
 local voters = alive()
 if #voters == 0 then return {'NOMEMBER'} end
+-- Whoever leaves is struck off all of them, in one step.
+local open = call('ZCARD', POLLS)
+if open >= 1000 then return {'FULL', open} end
 local limit = ARGV[4] ~= '' and ARGV[4] - ARGV[5]
 if limit and limit <= now then return {'TOOLATE', now} end
 if ARGV[6] ~= '' then
-  local pending, at = match(call('HGET', P .. 'pending', ARGV[6]) or '', '^(.-):(%d+)$')
-  if pending and tonumber(at) > now and call('HGET', P .. 'poll:' .. pending, 'result') ~= 'no' then
-    return {'PENDING', pending}
-  end
-  call('HSET', P .. 'pending', ARGV[6], ARGV[1] .. ':' .. ARGV[4])
+  local pending, at = match(call('HGET', PENDING, ARGV[6]) or '', '^(.-):(%d+)$')
+  if pending and tonumber(at) > now then return {'PENDING', pending} end
+  call('HSET', PENDING, ARGV[6], ARGV[1] .. ':' .. ARGV[4])
+  call('PEXPIRE', PENDING, int(max(call('PTTL', PENDING), ARGV[4] - now + 3600000)))
 end
 local quorum = tonumber(ARGV[2])
 if not quorum then quorum = ARGV[2] == 'consensus' and #voters or math.floor(#voters / 2) + 1 end
 local ends = min(now + ARGV[3], limit or math.huge)
-call('HSET', key, 'quorum', int(quorum), 'until', int(ends), 'voters', #voters, 'topic', ARGV[7],
-     'at', ARGV[4], 'by', ARGV[8], 'name', ARGV[6])
+call('HSET', key, 'rule', ARGV[2], 'quorum', int(quorum), 'until', int(ends), 'voters', #voters,
+     'topic', ARGV[7], 'when', ARGV[4], 'by', ARGV[8], 'name', ARGV[6], 'error', ARGV[11])
 for _, id in ipairs(voters) do call('HSET', P .. 'votes:' .. ARGV[1], id, '-') end
 call('ZADD', POLLS, int(ends), ARGV[1])
 if limit then call('ZADD', LIMITS, int(limit), ARGV[1]) end
-emit('proposed', 'poll', ARGV[1], 'topic', ARGV[7], 'when', ARGV[4], 'name', ARGV[6], 'by', ARGV[8],
-     'until', int(ends), 'quorum', int(quorum))
-if quorum > #voters then count(ARGV[1]) end
-return {'OK', ends, #voters}
+emit('proposed', 'poll', ARGV[1], 'rule', ARGV[2], 'quorum', int(quorum), 'until', int(ends),
+     'topic', ARGV[7], 'when', ARGV[4], 'name', ARGV[6], 'by', ARGV[8], 'error', ARGV[11])
+if quorum > #voters then count(ARGV[1], 'rejected') end
+return {'OK', ends - now, #voters}

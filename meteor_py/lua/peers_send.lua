@@ -2,10 +2,11 @@
 -- Put a message into the inboxes of those it is for.
 --
 -- KEYS  1 what the keys of the group begin with
--- ARGV  1 id  2 session of the sender  3 id of the sender, '' if it is no member  4 queue
---       5 verb: tell, send or ask  6 to: member, any, all or leader  7 member, for that
+-- ARGV  1 id  2 session that the answers go to  3 id of the sender, '' if it is no member
+--       4 queue  5 verb: tell, send or ask  6 to: member, any, all or leader  7 member, for that
 --       8 a random number  9 '1' if also those who are dead  10 priority  11 messages that an inbox
 --       may hold  12 ms after which nobody waits for it  13 type of the body  14 body
+--       15 session of the sender, as a member
 -- Returns {'OK', receivers...}, or {'NOGROUP'}  {'NOMEMBER'}  {'NOLEADER'}  {'FULL', whose}
 --   {'STALE'}: the sender is not that member any more
 -- Atomic because all get it or none, and whoever leaves later is known to have got it. Once for each
@@ -18,7 +19,7 @@ if known then
   return {'OK', unpack(target)}
 end
 local sender = ARGV[3] ~= '' and read_member(ARGV[3])
-if ARGV[3] ~= '' and (not sender or sender.session ~= ARGV[2]) then return {'STALE'} end
+if ARGV[3] ~= '' and (not sender or sender.session ~= ARGV[15]) then return {'STALE'} end
 if to == 'member' then
   if read_member(ARGV[7]) then target = {ARGV[7]} end
 elseif to == 'leader' then
@@ -31,15 +32,31 @@ else
   target = ARGV[9] == '1' and call('HKEYS', MEMBERS) or alive()
 end
 if #target == 0 then return {'NOMEMBER'} end
+
+-- Whether an inbox is full: what nobody waits for any more makes room, a little at a time.
+local function full(id)
+  local inbox, most = P .. 'inbox:' .. id, tonumber(ARGV[11])
+  if call('XLEN', inbox) < most then return false end
+  for _, entry in ipairs(call('XRANGE', inbox, '-', '+', 'COUNT', 64)) do
+    local f = {}
+    for i = 1, #entry[2], 2 do f[entry[2][i]] = entry[2][i + 1] end
+    if f.verb ~= 'tell' and tonumber(f['until']) < now then
+      call('XDEL', inbox, entry[1])
+      complete(f.id, id, 'expired', ':')
+    end
+  end
+  return call('XLEN', inbox) >= most
+end
 for _, id in ipairs(target) do
-  if call('XLEN', P .. 'inbox:' .. id) >= tonumber(ARGV[11]) then return {'FULL', id} end
+  if full(id) then return {'FULL', id} end
 end
 call('HSET', key, 'from', ARGV[2], 'verb', ARGV[5], 'need', #target, 'to', table.concat(target, '\n'))
 call('PEXPIRE', key, int(ARGV[12] + 60000))
 local office = sender and leader == ARGV[3] and '1' or '0'
 for _, id in ipairs(target) do
   deliver(id, {'id', ARGV[1], 'queue', ARGV[4], 'verb', ARGV[5], 'to', to, 'from', ARGV[3],
-               'session', ARGV[2], 'leader', office, 'priority', ARGV[10], 'random', ARGV[8],
-               'tries', '0', 'until', int(now + ARGV[12]), 'type', ARGV[13], 'body', ARGV[14]})
+               'leader', office, 'priority', ARGV[10], 'random', ARGV[8], 'tries', '0',
+               'sent', int(now), 'until', int(now + ARGV[12]), 'type', ARGV[13],
+               'body', ARGV[14]})
 end
 return {'OK', unpack(target)}

@@ -3,13 +3,26 @@
 --
 -- KEYS  1 what the keys of the group begin with
 -- ARGV  1 member  2 its session  3 entry in its inbox  4 message  5 ok, or why not: failed, expired,
---       unknown  6 type of the answer  7 answer, or what was wrong
+--       unknown: it could not be read, and goes to the dead letters  6 type of the answer
+--       7 answer, or what was wrong
 -- Returns {'OK', 1 if it was there, else 0}, or {'NOGROUP'}  {'FENCED'}: the member is somebody else
 --   now, and so is the message
 -- Atomic because a message is settled once, by who has it.
 
 local m = read_member(ARGV[1])
 if not m or m.session ~= ARGV[2] then return {'FENCED'} end
-if call('XDEL', P .. 'inbox:' .. ARGV[1], ARGV[3]) == 0 then return {'OK', 0} end
+local inbox = P .. 'inbox:' .. ARGV[1]
+local entry = call('XRANGE', inbox, ARGV[3], ARGV[3])[1]
+if not entry then return {'OK', 0} end
+local fields = entry[2]
+for i = 1, #fields, 2 do
+  -- After a fail-over another message may have the place of the one that was lost.
+  if fields[i] == 'id' and fields[i + 1] ~= ARGV[4] then return {'OK', 0} end
+end
+call('XDEL', inbox, ARGV[3])
+if ARGV[5] == 'unknown' then
+  call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'member', ARGV[1], 'reason', ARGV[7],
+       unpack(fields))
+end
 complete(ARGV[4], ARGV[1], ARGV[5], ARGV[6] .. ':' .. ARGV[7])
 return {'OK', 1}

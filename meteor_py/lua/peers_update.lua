@@ -3,6 +3,7 @@
 --
 -- KEYS  1 what the keys of the group begin with
 -- ARGV  1 id  2 session  3 'metadata' or 'resign'  4 metadata, or the term that is laid down
+--       5 the highest term that the member knows of, if it resigns: the next is higher
 -- Returns {'OK', 1 if something was changed, else 0}, or {'NOGROUP'}  {'FENCED'}: it is not this
 --   session's
 -- Atomic because another must be elected in the same step, and not the one who resigns.
@@ -20,6 +21,7 @@ if leader ~= id or int(term) ~= ARGV[4] then return {'OK', 0} end
 m.index = int(call('HINCRBY', STATE, 'joins', 1))
 write_member(id, m)
 call('ZADD', CANDIDATES, int(-m.priority * 1e12 + m.index), id)
-depose('resigned')
-elect()
+depose('resigned', 'index', m.index)
+term = max(term, tonumber(ARGV[5]))
+elect(id)
 return {'OK', 1}

@@ -5,8 +5,8 @@
 -- ARGV  1 incarnation  2 what the keys of the shared group begin with: those of its consumers are
 --       found by what is in the state
 -- Returns {'OK', fields and values of the state, confirmed, groups ready, groups blocked, letters to
---   publish, and for each consumer: id, name, groups, records held}, or {'NOSTREAM'}
---   {'INCARNATION'}  {'NOGROUP'}
+--   publish, and for each consumer: id, name, groups, records held, ms until it is taken for dead},
+--   or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
 -- Atomic because all below 'confirmed' is settled, and that is the lowest of what is not: what waits,
 -- what is held, and what nobody has looked at. Takes as long as there are groups with somebody.
 
@@ -24,6 +24,8 @@ end
 for i = 3, 4 do open(call('ZRANGE', KEYS[i], 0, 0, 'WITHSCORES')[2]) end
 for _, offset in ipairs(call('HKEYS', KEYS[7])) do open(offset) end
 
+local clock = call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local consumers = {}
 local flat = call('HGETALL', KEYS[6])
 for i = 1, #flat, 2 do
@@ -34,9 +36,9 @@ for i = 1, #flat, 2 do
     if string.find(held, '^%d') then groups, records = groups + 1, records + commas + 1 end
   end
   open(call('ZRANGE', ARGV[2] .. 'more:' .. flat[i], 0, 0, 'WITHSCORES')[2])
-  for _, x in ipairs({flat[i], string.match(flat[i + 1], '^%d+:.-:(.*)$'), groups, records}) do
-    consumers[#consumers + 1] = x
-  end
+  local left = tonumber(call('ZSCORE', KEYS[5], flat[i]) or 0) - now
+  local name = string.match(flat[i + 1], '^%d+:.-:(.*)$')
+  for _, x in ipairs({flat[i], name, groups, records, left}) do consumers[#consumers + 1] = x end
 end
 return {'OK', call('HGETALL', KEYS[2]), confirmed, call('ZCARD', KEYS[3]), call('ZCARD', KEYS[4]),
         call('HLEN', KEYS[7]), consumers}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +19,23 @@ if TYPE_CHECKING:
     from meteor_py.link import Link
 
 
+class Here(enum.IntEnum):
+    """Whether somebody is a member, and if not, why."""
+
+    EXPELLED = 0
+    YES = 1
+    REMOVED = 2
+    REPLACED = 3
+
+
 @dataclass(frozen=True)
 class Beat:
     """How a group stands, in answer to a sign of life."""
 
     life: str
     view: int
+    #: Which of the events with that number was the last: a fail-over can lose some.
+    mark: str
     term: int
     leader: str
     #: The session of the leader.
@@ -31,7 +43,7 @@ class Beat:
     #: Seconds since 1970 by the server's clock.
     time: float
     #: For each member that was named, whether it is one.
-    here: list[bool]
+    here: list[Here]
 
 
 @dataclass(frozen=True)
@@ -40,10 +52,19 @@ class Look:
 
     life: str
     view: int
+    mark: str
     term: int
     leader: str
     session: str
     members: dict[str, Member]
+
+
+#: A group that the server does not know.
+NOTHING = Look("", 0, "", 0, "", "", {})
+
+
+#: The keys of a group that is begun: the settings first, then what a part of may be lost.
+_PARTS = ("config", "state", "members", "deadlines", "expirations", "candidates", "events")
 
 
 class Books:
@@ -57,12 +78,13 @@ class Books:
     def key(self, part: str) -> str:
         return self.prefix + part
 
-    def open(self, config: PeersConfig) -> PeersConfig:
+    def open(self, config: PeersConfig, link: Link | None = None) -> PeersConfig:
         """Begin the group if it does not exist; return how it is set up."""
-        self.client.call("SADD", keys.PEERS, self.name)
+        way = self.client if link is None else link
+        way.call("SADD", keys.PEERS, self.name)
         fields = [item for pair in config.to_fields().items() for item in pair]
-        names = [self.key("config"), self.key("state")]
-        flat = self.client.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
+        names = [self.key(part) for part in _PARTS]
+        flat = way.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return PeersConfig.from_fields({k.decode(): v.decode() for k, v in pairs})
 
@@ -86,23 +108,25 @@ class Books:
 
     def beat(self, link: Link, session: str, members: Sequence[str]) -> Beat:
         answer = self.run(PEERS_BEAT, [session, *members], link)
-        life, view, term, leader, leader_session, time, here = answer[1:]
+        life, view, mark, term, leader, leader_session, time, here = answer[1:]
         return Beat(
             life=life.decode(),
             view=int(view),
+            mark=mark.decode(),
             term=int(term),
             leader=leader.decode(),
             session=leader_session.decode(),
             time=float(time),
-            here=[bool(one) for one in here],
+            here=[Here(one) for one in here],
         )
 
     def look(self, link: Link | None = None) -> Look:
-        life, view, term, leader, session, flat = self.run(PEERS_LOOK, [], link)[1:]
+        life, view, mark, term, leader, session, flat = self.run(PEERS_LOOK, [], link)[1:]
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return Look(
             life=life.decode(),
             view=int(view),
+            mark=mark.decode(),
             term=int(term),
             leader=leader.decode(),
             session=session.decode(),

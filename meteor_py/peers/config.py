@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from meteor_py.config import check_choice, check_int, check_seconds
@@ -49,9 +49,9 @@ class PeersConfig:
 
     def to_fields(self) -> dict[str, str]:
         """As fields of the hash ``config``."""
-        expiration = -1 if self.member_expiration is None else int(self.member_expiration * 1000)
+        expiration = -1 if self.member_expiration is None else round(self.member_expiration * 1000)
         return {
-            "ttl": str(int(self.ttl * 1000)),
+            "ttl": str(round(self.ttl * 1000)),
             "expiration": str(expiration),
             "election": self.election,
             "min_size": str(self.min_size),
@@ -72,5 +72,9 @@ class PeersConfig:
 
     def differing(self, asked: dict[str, Any]) -> str | None:
         """The name of the first setting that is not as it was asked for."""
-        names = (field.name for field in fields(self) if field.name in asked)
-        return next((name for name in names if getattr(self, name) != asked[name]), None)
+        present, wanted = self._kept(), replace(self, **asked)._kept()
+        return next((name for name, value in wanted.items() if present[name] != value), None)
+
+    def _kept(self) -> dict[str, Any]:
+        """All settings, as exact as they are kept."""
+        return asdict(PeersConfig.from_fields(self.to_fields()))

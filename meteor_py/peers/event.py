@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal[
-    "joined", "left", "dead", "alive", "updated", "elected", "resigned", "proposed", "decided"
+    "joined",
+    "left",
+    "dead",
+    "alive",
+    "updated",
+    "elected",
+    "resigned",
+    "proposed",
+    "decided",
+    "reset",
 ]
 
 
@@ -23,11 +32,12 @@ class Event:
     member: str | None = None
     #: The number of the term, of an election or its end.
     term: int | None = None
-    #: Why it left or resigned, or how a vote ended.
+    #: Why it left, died or resigned, or how a vote ended.
     reason: str | None = None
     #: The poll that was proposed or decided.
     poll: str | None = None
-    #: Found out afterwards, when the events themselves were gone.
+    #: Found out afterwards, when the events themselves were gone: these have one ``view``.
+    #: "reset" comes first of them if the server has lost state that was known here.
     resync: bool = False
     #: All fields as they are in Redis.
     fields: dict[str, bytes] = field(default_factory=dict, repr=False)

@@ -5,48 +5,54 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import queue
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from meteor_py import keys
 from meteor_py.closing import Closing
 from meteor_py.config import check_choice, check_int, check_seconds
-from meteor_py.errors import MemberTaken, MeteorError, PeerError
-from meteor_py.peers.books import Beat, Books
+from meteor_py.errors import ConnectionFailed, MemberTaken, MeteorError, PeerError
+from meteor_py.peers.ballots import Ballots
+from meteor_py.peers.books import NOTHING, Beat, Books
 from meteor_py.peers.clock import GroupClock
+from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.event import Event
 from meteor_py.peers.heart import Heart
+from meteor_py.peers.listening import Listening
 from meteor_py.peers.mail import Mail
 from meteor_py.peers.member import Member, Status, dump_metadata
 from meteor_py.peers.membership import Membership, new_id
-from meteor_py.peers.picture import Picture
+from meteor_py.peers.picture import Moment, Picture, View
+from meteor_py.peers.proposal import Outcome
+from meteor_py.peers.proposing import Proposing
+from meteor_py.peers.target import Sending
 from meteor_py.peers.watch import Caller, Watch
-from meteor_py.scripts import PEERS_LEAVE
+from meteor_py.scripts import PEERS_DELETE, PEERS_LEAVE
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
+    from meteor_py.link import Link
 
 _log = logging.getLogger(__name__)
 
 OnConflict = Literal["takeover", "fail", "wait"]
-_F = TypeVar("_F", bound=Callable[..., object])
 
 #: Seconds that closing waits for each thread.
 _JOIN_S = 5.0
 #: Seconds between two tries to join under a name that somebody has.
 _WAIT_S = 0.1
-#: Those who were removed on purpose, and must not join again by themselves.
-_REMOVED_MAX = 1_000
+#: Seconds after which somebody who gets no events looks for himself.
+_STUCK_S = 5.0
+#: Looks at a group that changes meanwhile, at most.
+_LOOKS = 10
 
 
-class PeerGroup(Closing):
+class PeerGroup(Closing, Proposing, Sending, Listening):
     """One group, watched by this process. Get it with ``client.group(name)``.
 
     >>> with m.group("workers") as group, group.join() as me:      # doctest: +SKIP
@@ -55,7 +61,10 @@ class PeerGroup(Closing):
     Nobody has to join to look on, or to send messages. Safe for several threads.
     """
 
-    def __init__(self, client: Client, name: str, config: PeersConfig) -> None:
+    def __init__(
+        self, client: Client, name: str, config: PeersConfig, codec: PeerCodec | None = None
+    ) -> None:
+        super().__init__()
         self.name = name
         #: The settings of the group.
         self.config = config
@@ -68,13 +77,13 @@ class PeerGroup(Closing):
         #: Held while the picture is changed, and what follows from it is said.
         self.lock = threading.RLock()
         self._memberships: list[Membership] = []
-        self._removed: dict[str, None] = {}
-        self._listeners: dict[str, list[Callable[..., object]]] = {}
-        self._queues: weakref.WeakSet[_Queue] = weakref.WeakSet()
+        #: Where the picture was, and since when, if the server was ahead of it.
+        self._behind: tuple[Moment, float] | None = None
         self._closed = False
         self._pid = os.getpid()
         self.caller = Caller(name)
-        self.mail = Mail(self)
+        self.mail = Mail(self, codec or PeerCodec())
+        self.ballots = Ballots(self)
         self._heart = Heart(self)
         self._watch = Watch(self)
         for thread in (self.caller, self._heart, self._watch):
@@ -86,7 +95,7 @@ class PeerGroup(Closing):
     @property
     def members(self) -> list[Member]:
         """All members, in the order in which they joined; dead ones too, if they have a name."""
-        return sorted(self.picture.members.values(), key=lambda member: member.index)
+        return self.picture.in_order
 
     def find(self, member: str) -> Member | None:
         """One of them; None if there is no such member."""
@@ -106,6 +115,17 @@ class PeerGroup(Closing):
     def term(self) -> int:
         """The number of the last term; 0 if there was none."""
         return self.picture.term
+
+    def snapshot(self) -> View:
+        """All of these at one instant; ``watch(since=snapshot.number)`` goes on from there."""
+        with self.lock:
+            return View(self.view, self.members, self.leader, self.term)
+
+    def guarded(self, name: str) -> bytes | None:
+        """A value that a leader wrote with ``term.guard``; None if there is none."""
+        self._check_open()
+        value: bytes | None = self.books.client.call("HGET", self.books.key("guarded"), name)
+        return value
 
     def now(self) -> float:
         """The time by the clock of the group, its server's, in seconds since 1970."""
@@ -140,8 +160,11 @@ class PeerGroup(Closing):
                 restart wants; "fail", or "wait" until it is free.
             timeout: Seconds to wait then; None for as long as it takes.
 
+        The callbacks for it are called when it has joined, and others have to wait for that.
+
         Raises:
             MemberTaken: Somebody alive has the name.
+            PeerError: The group has as many members as it can.
             TimeoutError: It was not free in time.
             ValueError, TypeError: A name or a setting that cannot be.
         """
@@ -154,9 +177,13 @@ class PeerGroup(Closing):
         membership = Membership(
             self, name or new_id(), persistent=name is not None, priority=priority
         )
-        self._removed.pop(membership.id, None)
         deadline = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout)
-        while not membership.join("takeover" if on_conflict == "takeover" else "fail", data):
+        while True:
+            with self.caller.held():
+                if self._join(
+                    membership, "takeover" if on_conflict == "takeover" else "fail", data
+                ):
+                    return membership
             if on_conflict != "wait":
                 raise MemberTaken(
                     f"Somebody in group {self.name!r} has the name {name!r}, and is alive; choose "
@@ -166,12 +193,30 @@ class PeerGroup(Closing):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"The name {name!r} was not free within {timeout:g} seconds.")
             time.sleep(_WAIT_S)
+            self._check_open()
+
+    def _join(self, membership: Membership, on_conflict: str, data: bytes) -> bool:
+        try:
+            joined = membership.join(on_conflict, data)
+        except PeerError:
+            if (
+                self.books.open(self.config) != self.config
+            ):  # else it was deleted, and is begun anew
+                raise
+            joined = membership.join(on_conflict, data)
+        if not joined:
+            return False
         with self.lock:
-            self._memberships.append(membership)
-            if self.picture.leader == membership.id:
-                self._tell_elected(membership)
-        self._catch_up()
-        return membership
+            closed = self._closed
+            if not closed:
+                self._memberships.append(membership)
+                if self.picture.leader == membership.id:
+                    self._tell_elected(membership)
+        if closed:
+            membership.close()
+        self._check_open()
+        self.catch_up()
+        return True
 
     def remove(self, member: str) -> bool:
         """Take a member out, whosever it is; it will not join again by itself.
@@ -182,63 +227,31 @@ class PeerGroup(Closing):
         self._check_open()
         return bool(self.books.run(PEERS_LEAVE, [member, "", ""])[1])
 
-    # -- being told ----------------------------------------------------------------------------
-
-    def on_join(self, function: _F) -> _F:
-        """Call a function with each ``Member`` that joins, also one that comes back from the dead.
-
-        Like all of these it is called in the order of the events, in one thread of the group; the
-        members are as they were after the event, or later.
-        """
-        return self._listen("join", function)
-
-    def on_leave(self, function: _F) -> _F:
-        """Call a function with each ``Member`` that leaves, and "left", "expired" or "removed"."""
-        return self._listen("leave", function)
-
-    def on_status(self, function: _F) -> _F:
-        """Call a function with a named ``Member`` that dies or comes back, and its ``Status``."""
-        return self._listen("status", function)
-
-    def on_elected(self, function: _F) -> _F:
-        """Call a function with the leader and the number of its term; at once if there is one."""
-        with self.lock:
-            leader = self.leader
-            if leader is not None:
-                self.caller.call(function, leader, self.picture.term)
-            return self._listen("elected", function)
-
-    def on_resigned(self, function: _F) -> _F:
-        """Call a function with the id, term, and reason of each leader that leads no more."""
-        return self._listen("resigned", function)
-
-    def on_event(self, function: _F) -> _F:
-        """Call a function with each ``Event``."""
-        return self._listen("event", function)
-
-    def watch(self, timeout: float | None = None) -> Iterator[Event]:
-        """Iterate over the events from now on; ends when none comes for ``timeout`` seconds, or
-        when the group is closed.
-
-        Everybody sees the same events in the same order, their ``view`` rising by one.
-        """
-        events = _Queue()
-        with self.lock:
-            self._check_open()
-            self._queues.add(events)
-        return self._iterate(events, timeout)
-
-    def _iterate(self, events: _Queue, timeout: float | None) -> Iterator[Event]:
-        while True:
-            try:
-                event = events.get(timeout=timeout)
-            except queue.Empty:
-                return
-            if event is None:
-                return
-            yield event
-
     # -- the end -------------------------------------------------------------------------------
+
+    def delete(self, *, force: bool = False) -> None:
+        """Delete the group, with its members, their messages, and what is guarded; and close this.
+
+        Whoever has joined elsewhere, and is alive, joins again, and so begins it anew.
+
+        Args:
+            force: Also if there are members alive.
+
+        Raises:
+            PeerError: Some are.
+        """
+        self._check_open()
+        for membership in self.memberships():
+            membership.leave()
+        answer = self.books.run(PEERS_DELETE, ["force" if force else ""])
+        if answer[0] == b"ALIVE":
+            raise PeerError(
+                f"Group {self.name!r} has {answer[1]} members that are alive; have them leave, or "
+                "delete it with force=True.",
+                group=self.name,
+            )
+        self.books.client.call("SREM", keys.PEERS, self.name)
+        self.close()
 
     def close(self) -> None:
         """Leave with all who joined here (named ones may come back), and look on no more."""
@@ -250,10 +263,10 @@ class PeerGroup(Closing):
         for membership in self.memberships():
             membership.close()
         self.mail.close()
+        self.ballots.close()
         for part in (self._heart, self._watch, self.caller):
             part.end()
-        for events in list(self._queues):
-            events.put(None)
+        self._end_watching()
         for part in (self._heart, self._watch, self.caller):
             if not part.join(_JOIN_S):
                 _log.warning("A thread of group %r does not end.", self.name)
@@ -278,28 +291,52 @@ class PeerGroup(Closing):
             if membership in self._memberships:
                 self._memberships.remove(membership)
 
-    def was_removed(self, member: str) -> bool:
-        """Whether somebody has taken it out on purpose."""
-        self._catch_up()
-        return member in self._removed
-
     def recovered(self, membership: Membership) -> None:
         """A member has joined again by itself."""
         self.mail.rejoined(membership)
 
-    def compare(self, beat: Beat) -> None:
-        """If the server knows less than we, it has lost something: look at all anew."""
+    def moment(self) -> Moment:
+        """Which event the picture shows."""
         with self.lock:
-            if beat.life != self.picture.life or beat.view < self.picture.view:
-                _log.warning("The server has lost state of group %r: looking anew.", self.name)
-                self.resync()
+            return self.picture.moment
 
-    def resync(self) -> None:
-        """Look at the group as it is; tell what has changed."""
-        with self.lock:
-            known = self.picture.members
-            for event in self.picture.resync(self.books.look()):
-                self._take_in(event, known.get(event.member or ""))
+    def compare(self, beat: Beat, seen: Moment, link: Link) -> None:
+        """If the server knows less than we did when it was asked, it has lost something."""
+        same = beat.view == seen.view and beat.mark == seen.mark
+        lost = beat.life != seen.life or beat.view < seen.view
+        if lost or (beat.view == seen.view and not same):
+            if self.moment() == seen:
+                if seen.life:
+                    _log.warning("The server has lost state of group %r: looking anew.", self.name)
+                self.resync(reset=True, link=link)
+        elif same:
+            self._behind = None
+        elif self._behind is None or self._behind[0] != seen:
+            self._behind = (seen, time.monotonic())
+        elif time.monotonic() > self._behind[1] + _STUCK_S:
+            _log.warning("Group %r goes on, but no event comes: looking anew.", self.name)
+            self._behind = None
+            self.resync(link=link)
+
+    def resync(self, *, reset: bool = False, link: Link | None = None) -> None:
+        """Look at the group as it is; tell what has changed.
+
+        Args:
+            reset: The server is known to have lost something.
+        """
+        for _ in range(_LOOKS):
+            before = self.moment()
+            try:
+                look = self.books.look(link)
+            except PeerError:
+                look = NOTHING
+            with self.lock:
+                if self.moment() == before:
+                    known = self.picture.members
+                    for event in self.picture.resync(look, reset=reset):
+                        self._take_in(event, known.get(event.member or ""))
+                    self.ballots.resync()
+                    return
 
     def apply(self, event: Event) -> None:
         """Take in the next event, and tell everybody here of it."""
@@ -310,9 +347,12 @@ class PeerGroup(Closing):
     def _take_in(self, event: Event, known: Member | None) -> None:
         member = self.picture.members.get(event.member or "")
         match event.kind:
+            case "reset":
+                self._tell("reset")
             case "joined" if member is not None:
                 self._tell("join", member)
             case "alive" if member is not None:
+                self._note_replaced(member)
                 self._tell("status", member, Status.ALIVE)
                 self._tell("join", member)
             case "dead" if member is not None:
@@ -329,47 +369,64 @@ class PeerGroup(Closing):
                     self._tell("elected", member, event.term)
             case "resigned":
                 for membership in self._memberships:
-                    term = membership.term
-                    if membership.id == event.member and term and term.number == event.term:
-                        membership.lose_term(term)
+                    if membership.id == event.member and event.term is not None:
+                        membership.deposed(event.term)
                 self._tell("resigned", event.member, event.term, event.reason)
-        self._tell("event", event)
-        for events in list(self._queues):
-            events.put(event)
+            case "proposed":
+                self.ballots.proposed(event)
+            case "decided":
+                self.ballots.decided(event)
+        self._spread(event)
+
+    def hurry(self) -> None:
+        """Ask the server now how things are, and what time it is."""
+        self._heart.hurry()
+
+    def tell_decision(self, outcome: Outcome) -> None:
+        self._tell("decision", outcome)
+
+    def _proposer(self) -> tuple[PeerGroup, None]:
+        self._check_open()
+        return self, None
 
     def _note_left(self, event: Event) -> None:
-        assert event.member is not None, "somebody left"
+        session = event.fields.get("session", b"").decode()
         if event.reason == "removed":
-            self._removed[event.member] = None
-            while len(self._removed) > _REMOVED_MAX:
-                del self._removed[next(iter(self._removed))]
             for membership in list(self._memberships):
-                if membership.id == event.member:
+                if membership.session == session:
                     membership.lose("removed")
+
+    def _note_replaced(self, member: Member) -> None:
+        for membership in list(self._memberships):
+            # Unless the news is older than the membership.
+            newer = member.index > membership.index and member.session != membership.session
+            if membership.id == member.id and newer:
+                membership.lose("joined again elsewhere")
 
     def _tell_elected(self, membership: Membership) -> None:
         found = self.picture.members.get(membership.id)
         if found is not None and found.session == membership.session:
             membership.elected(self.picture.term)
 
-    def _tell(self, what: str, *arguments: Any) -> None:
-        for function in self._listeners.get(what, ()):
-            self.caller.call(function, *arguments)
+    def catch_up(self) -> None:
+        """Have everything in the picture that has happened by now, if the server can be reached."""
+        try:
+            look = self.books.look()
+            deadline = time.monotonic() + _JOIN_S
+            while self.picture.view < look.view and self.picture.life == look.life:
+                if self._closed:
+                    return
+                if time.monotonic() > deadline:
+                    self.resync()
+                    return
+                time.sleep(0.001)
+        except (ConnectionFailed, PeerError):
+            return  # the heart goes on trying
+        if self.picture.life != look.life:
+            self.resync(reset=True)
 
-    def _listen(self, what: str, function: _F) -> _F:
-        with self.lock:
-            self._listeners.setdefault(what, []).append(function)
-        return function
-
-    def _catch_up(self) -> None:
-        """Have everything in the picture that has happened by now."""
-        look = self.books.look()
-        deadline = time.monotonic() + _JOIN_S
-        while self.picture.view < look.view and self.picture.life == look.life:
-            if time.monotonic() > deadline:
-                self.resync()
-                break
-            time.sleep(0.001)
+    def _mail_of(self) -> tuple[Mail, None]:
+        return self.mail, None
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
@@ -381,13 +438,13 @@ class PeerGroup(Closing):
             raise MeteorError(f"This handle of group {self.name!r} is closed; open another.")
 
 
-class _Queue(queue.Queue["Event | None"]):
-    """The events of one who watches; hashable, to be kept by a weak reference."""
-
-    __hash__ = object.__hash__
-
-
-def open_group(client: Client, name: str, instance: str | None, asked: dict[str, Any]) -> PeerGroup:
+def open_group(
+    client: Client,
+    name: str,
+    instance: str | None,
+    asked: dict[str, Any],
+    codec: PeerCodec | None = None,
+) -> PeerGroup:
     """Open a group, and begin it if it does not exist.
 
     Raises:
@@ -405,7 +462,7 @@ def open_group(client: Client, name: str, instance: str | None, asked: dict[str,
             f"{asked[setting]!r}; leave the setting out.",
             group=name,
         )
-    return PeerGroup(client, name, present)
+    return PeerGroup(client, name, present, codec)
 
 
 # Those with threads and members, which somebody has to end.

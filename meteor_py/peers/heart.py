@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from typing import TYPE_CHECKING
 
 from meteor_py.backoff import pause_s
-from meteor_py.errors import ConnectionFailed, MeteorError, PeerError
+from meteor_py.errors import ConnectionFailed, PeerError
 from meteor_py.lease import now
+from meteor_py.peers.books import Beat, Here
 from meteor_py.peers.membership import Membership
 from meteor_py.state import State
 
@@ -29,7 +31,7 @@ class Heart:
         self._group = group
         self._link = group.books.client.open_link()
         # Not to wait longer for an answer than until the next beat is due.
-        self._link.timeout_s = min(self._link.timeout_s, max(group.config.ttl / 3, 0.1))
+        self._timeout_s = min(self._link.timeout_s, max(group.config.ttl / 3, 0.1))
         self._state = State()
         self._ended = False
         self._hurry = False
@@ -70,11 +72,10 @@ class Heart:
                 failures += 1
                 pause = min(pause_s(failures, *_BACKOFF_S), interval)
             except Exception:
-                _log.exception("The heart of group %r missed a beat.", self._group.name)
+                if not self._ended:
+                    _log.exception("The heart of group %r missed a beat.", self._group.name)
                 failures += 1
                 pause = interval
-            for membership in self._group.memberships():
-                membership.check_belief()
             self._wait(pause)
         self._link.close()
 
@@ -82,56 +83,80 @@ class Heart:
         """Until the next beat, or until a term is no longer to be believed in."""
         deadline = now() + max(pause, 0.0)
         while not self._ended:
+            left = min(deadline - now(), self._belief_ends() - now())
             with self._state:
-                left = deadline - now()
-                ends = [m.valid_until - now() for m in self._group.memberships() if m.term]
-                self._state.wait_for(
-                    lambda: self._ended or self._hurry, max(min([left, *ends]), 0.001)
-                )
-                if self._hurry or deadline - now() <= 0:
+                self._state.wait_for(lambda: self._ended or self._hurry, max(left, 0.001))
+                if self._hurry or deadline <= now():
                     self._hurry = False
                     return
-            for membership in self._group.memberships():
-                membership.check_belief()
+
+    def _belief_ends(self) -> float:
+        """When the first of the terms of our members is no longer to be believed in; those that
+        are not already are lost."""
+        ends = math.inf
+        for membership in self._group.memberships():
+            membership.check_belief()
+            if membership.term is not None:
+                ends = min(ends, membership.valid_until)
+        return ends
 
     def _beat(self) -> None:
         group = self._group
-        by_session: dict[str, list[Membership]] = {}
-        for membership in group.memberships():
-            by_session.setdefault(membership.session, []).append(membership)
-        if not by_session:
-            by_session[""] = []
-        for session, memberships in by_session.items():
-            sent = now()
+        memberships = group.memberships()
+        for membership in memberships:
+            # Who waits for an answer must notice in time that it cannot believe any more.
+            self._link.timeout_s = max(min(self._timeout_s, self._belief_ends() - now()), 0.05)
+            if membership.recovering:
+                self._recover(membership)
+                continue
+            session, member = membership.session, membership.id
+            sent, beat = self._ask(session, [member])
+            if session != membership.session:
+                continue
+            if beat.here[0] is not Here.YES:
+                self._dropped(membership, beat.here[0])
+            elif membership.heard(sent, beat):
+                membership.lay_down(beat.term, self._link)  # the server was not told before
+        if not memberships:
+            self._link.timeout_s = self._timeout_s
             try:
-                beat = group.books.beat(self._link, session, [m.id for m in memberships])
+                self._ask("", [])
             except PeerError:
-                group.books.open(group.config)  # the server has forgotten it: begin it anew
-                beat = group.books.beat(self._link, session, [m.id for m in memberships])
-            group.clock.read(sent, now(), beat.time)
-            group.compare(beat)
-            for membership, here in zip(memberships, beat.here, strict=True):
-                if not membership.heard(sent, beat, here):
-                    self._recover(membership)
+                group.resync(link=self._link)  # nobody is there; who joins begins it anew
+
+    def _ask(self, session: str, members: list[str]) -> tuple[float, Beat]:
+        """A sign of life: when it was sent, and the answer."""
+        group = self._group
+        seen = group.moment()
+        sent = now()
+        try:
+            beat = group.books.beat(self._link, session, members)
+        except PeerError:
+            if not members:
+                raise
+            group.books.open(group.config, self._link)
+            beat = group.books.beat(self._link, session, members)
+        group.clock.read(sent, now(), beat.time)
+        group.compare(beat, seen, self._link)
+        return sent, beat
+
+    def _dropped(self, membership: Membership, why: Here) -> None:
+        if why is Here.REMOVED:
+            membership.lose("removed")
+        elif why is Here.REPLACED:
+            membership.lose("joined again elsewhere")
+        elif not membership.lost.is_set():
+            membership.begin_anew()
+            self._recover(membership)
 
     def _recover(self, membership: Membership) -> None:
-        """Somebody took it for dead, or out, or joined under its name."""
-        if membership.lost.is_set():
-            return
-        group = self._group
-        found = group.books.look(self._link).members.get(membership.id)
-        if found is not None and found.alive:
+        """It was taken for dead, or the server has lost the group: join again."""
+        if not membership.join("fail", link=self._link):
             membership.lose("joined again elsewhere")
-        elif group.was_removed(membership.id):
-            membership.lose("removed")
-        else:
-            membership.begin_anew()
-            try:
-                joined = membership.join("fail", link=self._link)
-            except MeteorError:
-                raise
-            if not joined:
-                membership.lose("joined again elsewhere")
-            else:
-                _log.warning("%r was taken for dead, and has joined again.", membership)
-                group.recovered(membership)
+            return
+        membership.recovering = False
+        if membership.lost.is_set():  # it left meanwhile, and did not know of this session
+            membership.withdraw(self._link)
+            return
+        _log.warning("%r was taken for dead, and has joined again.", membership)
+        self._group.recovered(membership)

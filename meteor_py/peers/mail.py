@@ -1,23 +1,390 @@
-"""Mail: messages to members of a group, and their answers."""
+"""Mail: messages to members of a group, and their answers.
+
+A message is stored in the thread of the caller, so messages stay in the order of the calls. One
+thread of the handle waits for the answers, and for the end of each one's time.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import heapq
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from meteor_py.backoff import pause_s
+from meteor_py.errors import (
+    ConnectionFailed,
+    InboxFull,
+    MemberUnknown,
+    MessageExpired,
+    MessageFailed,
+    MeteorError,
+    NoLeader,
+    PartialFailure,
+)
+from meteor_py.lease import now
+from meteor_py.peers.codec import PeerCodec
+from meteor_py.peers.replies import Replies, add_silent, read_replies
+from meteor_py.scripts import PEERS_SEND
+from meteor_py.state import State
 
 if TYPE_CHECKING:
+    from meteor_py.link import Link
     from meteor_py.peers.group import PeerGroup
     from meteor_py.peers.membership import Membership
+    from meteor_py.peers.target import To, Verb
+
+_log = logging.getLogger(__name__)
+
+MAIL_PREFIX = "meteor-mail"
+#: Messages of a handle that may wait for an answer; beyond, sending waits.
+PENDING_MAX = 10_000
+#: Bytes of a body, or of an answer.
+BODY_BYTES_MAX = 1_048_576
+#: Seconds between two tries, doubled each time up to the second figure.
+_BACKOFF_S = (0.01, 0.3)
+#: Seconds to wait for the server when the time of a message is over.
+_LAST_LOOK_S = 1.0
+#: Messages that are looked at together.
+_BATCH = 100
+#: Seconds that closing waits for the thread.
+_JOIN_S = 5.0
+
+
+@dataclass
+class _Pending:
+    """A message that waits for an answer."""
+
+    id: str
+    verb: Verb
+    to: To
+    timeout: float
+    future: Future[Any] = field(default_factory=Future)
+    receivers: list[str] = field(default_factory=list)
 
 
 class Mail:
-    def __init__(self, group: PeerGroup) -> None:
-        self._group = group
+    """Owned by its group handle. Its thread is started with the first message that waits."""
+
+    def __init__(self, group: PeerGroup, codec: PeerCodec) -> None:
+        self.group = group
+        self.codec = codec
+        self._state = State()
+        self._pending: dict[str, _Pending] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._answered: deque[str] = deque()
+        self._ended = False
+        self._thread: threading.Thread | None = None
+        self._sending = threading.Lock()
+        self._out: Link | None = None
+        self._in: Link | None = None
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def post(
+        self,
+        sender: Membership | None,
+        verb: Verb,
+        to: To,
+        member: str,
+        queue: str,
+        body: Any,
+        *,
+        timeout: float,
+        priority: int,
+        include_dead: bool,
+    ) -> Future[Any]:
+        """Store a message, and wait for its answer in the background."""
+        self.group._check_open()
+        kind, data = self.codec.encode(body)
+        check_size(data)
+        message = _Pending(secrets.token_hex(12), verb, to, timeout)
+        message.future.set_running_or_notify_cancel()  # it cannot be called back
+        deadline = now() + timeout
+        args = [verb, to, member, secrets.randbelow(2**31), "1" if include_dead else "0"]
+        args += [priority, self.group.config.max_inbox, max(int(timeout * 1000), 1), kind, data]
+        try:
+            if verb != "tell":
+                self._await(message, deadline)
+            message.receivers = self._store(message, sender, queue, args, deadline)
+        except MeteorError as error:
+            self._finish(message.id)
+            _end(message.future, error)
+        else:
+            if verb == "tell":
+                message.future.set_result(message.id)
+        return message.future
+
+    def _await(self, message: _Pending, deadline: float) -> None:
+        """Before it is stored: the answer may be there before we know that it is."""
+        with self._state:
+            free = self._state.wait_for(
+                lambda: len(self._pending) < PENDING_MAX or self._ended, deadline - now()
+            )
+            if self._ended:
+                raise self._closed_error()
+            if not free:
+                raise MessageExpired(
+                    f"{PENDING_MAX} messages of this handle of group {self.group.name!r} wait for "
+                    "answers; nothing was sent.",
+                    group=self.group.name,
+                )
+            self._pending[message.id] = message
+            heapq.heappush(self._deadlines, (deadline, message.id))
+            if self._thread is None:
+                name = f"{MAIL_PREFIX}-{self.group.name}"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
+            if self._deadlines[0][1] == message.id:
+                self._state.notify_all()
+
+    def _store(
+        self,
+        message: _Pending,
+        sender: Membership | None,
+        queue: str,
+        args: list[Any],
+        deadline: float,
+    ) -> list[str]:
+        """Put it into the inboxes; return whose. May be repeated: the server knows its id."""
+        group = self.group
+        failures = 0
+        while True:
+            if sender is not None and sender.lost.is_set():
+                raise sender.lost_error()
+            identity = ("", "") if sender is None else (sender.id, sender.session)
+            whole = [message.id, group.session, identity[0], queue, *args, identity[1]]
+            try:
+                answer = self._try(whole, deadline)
+            except ConnectionFailed as error:
+                cause: MeteorError | None = error
+            else:
+                code = answer[0]
+                if code == b"OK":
+                    return [member.decode() for member in answer[1:]]
+                if code != b"STALE":
+                    raise self._refusal(code, answer, args[2])
+                cause = None  # expelled: its heart joins again, or gives it up
+            failures += 1
+            pause = pause_s(failures, *_BACKOFF_S)
+            if now() + pause >= deadline:
+                raise MessageExpired(
+                    f"A message to group {group.name!r} could not be stored within "
+                    f"{message.timeout:g} seconds, or it is not known whether it was.",
+                    group=group.name,
+                ) from cause
+            time.sleep(pause)
+
+    def _try(self, args: list[Any], deadline: float) -> list[Any]:
+        busy = f"The connection of group {self.group.name!r} is in use."
+        if not self._sending.acquire(timeout=max(deadline - now(), 0.0)):
+            raise ConnectionFailed(busy)
+        try:
+            if self._ended:
+                raise self._closed_error()
+            if self._out is None:
+                self._out = self.group.books.client.open_link()
+            limit = self.group.books.client.timeout_s
+            self._out.timeout_s = min(limit, max(deadline - now(), 0.01))
+            return self.group.books.run(PEERS_SEND, args, self._out)
+        finally:
+            self._sending.release()
+
+    def _refusal(self, code: bytes, answer: list[Any], member: str) -> MeteorError:
+        name = self.group.name
+        if code == b"NOLEADER":
+            return NoLeader(f"Group {name!r} has no leader now.", group=name)
+        if code == b"FULL":
+            whose = answer[1].decode()
+            return InboxFull(
+                f"Member {whose!r} of group {name!r} has as many messages as it may have "
+                f"({self.group.config.max_inbox}); nothing was sent.",
+                group=name,
+                member=whose,
+            )
+        if member:
+            text = f"There is no member {member!r} in group {name!r}."
+            return MemberUnknown(text, group=name, member=member)
+        return MemberUnknown(f"Nobody is in group {name!r}.", group=name)
+
+    # -- answers -------------------------------------------------------------------------------
 
     def answered(self, message: str) -> None:
-        pass
+        """All whom it was sent to have settled it. Called by the watch: must not wait."""
+        with self._state:
+            if message in self._pending:
+                self._answered.append(message)
+                self._state.notify_all()
 
     def rejoined(self, membership: Membership) -> None:
-        pass
+        """A member has joined again by itself: what it had in hand may be somebody else's."""
+        membership.receiver_rejoined()
 
     def close(self) -> None:
-        pass
+        """Fail what still waits, and end the thread."""
+        with self._state:
+            self._ended = True
+            self._state.notify_all()
+            waiting = list(self._pending.values())
+            self._pending.clear()
+        for link in (self._out, self._in):
+            if link is not None:
+                link.interrupt()
+        for message in waiting:
+            _end(message.future, self._closed_error())
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_S)
+            if thread.is_alive():
+                _log.warning("The mail of group %r does not end.", self.group.name)
+        with self._sending:
+            if self._out is not None:
+                self._out.close()
+
+    def _run(self) -> None:
+        self._in = link = self.group.books.client.open_link()
+        link.timeout_s = min(link.timeout_s, _LAST_LOOK_S)
+        failures = 0
+        while not self._ended:
+            answered, due = self._next()
+            try:
+                self._look(link, answered, due)
+                failures = 0
+            except ConnectionFailed:
+                failures += 1
+                with self._state:
+                    self._answered.extendleft(reversed(answered))
+                    pause = pause_s(failures, *_BACKOFF_S)
+                    self._state.wait_for(lambda: self._ended, pause)
+            except Exception:
+                if not self._ended:
+                    _log.exception("The mail of group %r failed.", self.group.name)
+            for message in due:
+                self._expire(message, {})
+        link.close()
+
+    def _next(self) -> tuple[list[str], list[str]]:
+        """Wait for answers, or until the time of messages is over; some of each."""
+        with self._state:
+            while not self._ended:
+                heap = self._deadlines
+                while heap and heap[0][1] not in self._pending:
+                    heapq.heappop(heap)
+                if len(heap) > 2 * len(self._pending) + 1_000:  # else what is done stays for long
+                    heap[:] = [item for item in heap if item[1] in self._pending]
+                    heapq.heapify(heap)
+                due: list[str] = []
+                while heap and heap[0][0] <= now() and len(due) < _BATCH:
+                    due.append(heapq.heappop(heap)[1])
+                if due or self._answered:
+                    count = min(len(self._answered), _BATCH)
+                    return [self._answered.popleft() for _ in range(count)], due
+                self._state.wait(heap[0][0] - now() if heap else None)
+        return [], []
+
+    def _look(self, link: Link, answered: list[str], due: list[str]) -> None:
+        """Read what was answered. What is due may have been too: the word of it can be lost."""
+        ids = list(dict.fromkeys([*answered, *due]))
+        if not ids:
+            return
+        key = self.group.books.key
+        found = link.pipeline(
+            [("HGETALL", key(f"message:{one}")) for one in ids], timeout_s=link.timeout_s
+        )
+        late = set(due)
+        for one, flat in zip(ids, found, strict=True):
+            pairs = zip(flat[::2], flat[1::2], strict=True)
+            fields = {name.decode(): value for name, value in pairs}
+            if fields and int(fields.get("got", 0)) >= int(fields["need"]):
+                self._complete(one, fields)
+            elif one in late:
+                self._expire(one, fields)
+
+    def _complete(self, message: str, fields: dict[str, bytes]) -> None:
+        pending = self._finish(message)
+        if pending is not None:
+            self._conclude(pending, read_replies(fields, self.group.name, self.codec))
+
+    def _expire(self, message: str, fields: dict[str, bytes]) -> None:
+        """Its time is over: say what has come until now."""
+        pending = self._finish(message)
+        if pending is None:
+            return
+        replies = read_replies(fields, self.group.name, self.codec)
+        receivers = pending.receivers
+        if "to" in fields:  # for anybody: it may be with another by now
+            receivers = fields["to"].decode().split("\n")
+        if pending.to == "all" and receivers:
+            add_silent(replies, receivers, self.group.name, pending.timeout)
+            self._conclude(pending, replies)
+        else:
+            error = MessageExpired(
+                f"A message to group {self.group.name!r} was not answered within "
+                f"{pending.timeout:g} seconds; it may still be handled, or have been.",
+                group=self.group.name,
+                member=receivers[0] if pending.to == "member" and receivers else None,
+            )
+            _end(pending.future, error)
+
+    def _conclude(self, pending: _Pending, replies: Replies) -> None:
+        future = pending.future
+        if pending.to == "all":
+            if pending.verb == "ask":
+                _end(future, result=replies)
+            elif replies.ok:
+                _end(future)
+            else:
+                _end(future, self._partial(replies))
+            return
+        for error in replies.failed.values():
+            _end(future, error)
+            return
+        value = next(iter(replies.values.values()), None)
+        _end(future, result=value if pending.verb == "ask" else None)
+
+    def _partial(self, replies: Replies) -> PartialFailure:
+        first = next(iter(replies.failed.values()))
+        return PartialFailure(
+            f"{len(replies.failed)} of {len(replies.failed) + len(replies.values)} members of "
+            f"group {self.group.name!r} did not take the message; the first: {first}",
+            group=self.group.name,
+            values=replies.values,
+            failed=replies.failed,
+        )
+
+    def _finish(self, message: str) -> _Pending | None:
+        with self._state:
+            pending = self._pending.pop(message, None)
+            self._state.notify_all()
+            return pending
+
+    def _closed_error(self) -> MessageFailed:
+        return MessageFailed(
+            f"This handle of group {self.group.name!r} was closed before an answer came.",
+            group=self.group.name,
+        )
+
+
+def check_size(data: bytes) -> None:
+    """Raise ``ValueError`` for a body that is too large."""
+    if len(data) > BODY_BYTES_MAX:
+        raise ValueError(
+            f"The body of a message may have {BODY_BYTES_MAX} bytes, not {len(data)}; send where "
+            "it is, in place of what it is."
+        )
+
+
+def _end(future: Future[Any], error: BaseException | None = None, result: Any = None) -> None:
+    """Complete a future; what is done stays as it is."""
+    try:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+    except InvalidStateError:
+        pass  # its time was over first

@@ -8,6 +8,9 @@ from typing import Any
 
 import msgspec
 
+#: Bytes of metadata at most.
+METADATA_MAX = 65_536
+
 
 class Status(enum.StrEnum):
     """Whether a member is there. Only named ones stay members while they are dead."""
@@ -32,7 +35,7 @@ class Member:
     index: int
     #: When it joined first, by the server's clock in ms since 1970.
     joined: int
-    #: Of its present or last stay.
+    #: Of its present stay; "" if it is dead.
     session: str
 
     @property
@@ -45,8 +48,15 @@ def dump_metadata(metadata: Any) -> bytes:
 
     Raises:
         TypeError: It cannot be written as JSON.
+        ValueError: It is too long.
     """
-    return msgspec.json.encode(metadata)
+    data = msgspec.json.encode(metadata)
+    if len(data) > METADATA_MAX:
+        raise ValueError(
+            f"The metadata of a member has at most {METADATA_MAX:,} bytes as JSON, not "
+            f"{len(data):,}: everybody in the group gets it."
+        )
+    return data
 
 
 def load_metadata(data: bytes) -> Any:
@@ -64,5 +74,5 @@ def read_member(member: str, record: bytes) -> Member:
         priority=int(priority),
         index=int(index),
         joined=int(joined),
-        session=session.decode(),
+        session=session.decode() if alive == b"1" else "",
     )

@@ -4,23 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from meteor_py.peers.books import Look
 from meteor_py.peers.event import Event
 from meteor_py.peers.member import Member, Status, load_metadata
 
 
+class View(NamedTuple):
+    """A group as it was after one event."""
+
+    #: The number of that event.
+    number: int
+    #: In the order in which they joined.
+    members: list[Member]
+    #: Who leads; None if nobody does.
+    leader: Member | None
+    #: The number of the last term; 0 if there was none.
+    term: int
+
+
+class Moment(NamedTuple):
+    """Which event of which history a picture shows."""
+
+    life: str
+    view: int
+    mark: str
+
+
 class Picture:
-    """Changed by one thread, looked at by any: each attribute is replaced as a whole."""
+    """Changed under the lock of its group, looked at by any: each attribute is replaced whole."""
 
     def __init__(self, look: Look) -> None:
+        #: Empty if there is no such group on the server.
         self.life = look.life
-        #: The number of the last event that is in it.
-        self.view = look.view
+        #: Which event of that number was the last.
+        self.mark = look.mark
         self.members: dict[str, Member] = dict(look.members)
         self.term = look.term
         #: The id of the leader; None if there is none.
         self.leader: str | None = look.leader or None
+        #: The number of the last event that is in it; last, for who waits for it.
+        self.view = look.view
+
+    @property
+    def moment(self) -> Moment:
+        return Moment(self.life, self.view, self.mark)
+
+    @property
+    def in_order(self) -> list[Member]:
+        return sorted(self.members.values(), key=lambda member: member.index)
+
+    def continues(self, event: Event) -> bool:
+        """Whether the event comes after the last one of the same history."""
+        return event.fields.get("after") == self.mark.encode()
 
     def apply(self, event: Event) -> None:
         """Take in the next event."""
@@ -50,12 +87,22 @@ class Picture:
                 self.term, self.leader = event.term or 0, event.member
             case "resigned":
                 self.leader = None
+                if known is not None and "index" in fields:  # it went to the back of the queue
+                    members[known.id] = replace(known, index=int(fields["index"]))
         self.members = members
+        self.mark = fields["mark"].decode()
         self.view = event.view
 
-    def resync(self, look: Look) -> list[Event]:
-        """Take in all at once; return what has changed, as events."""
+    def resync(self, look: Look, *, reset: bool = False) -> list[Event]:
+        """Take in all at once; return what has changed, as events.
+
+        Args:
+            reset: The history is known to be another one.
+        """
+        lost = reset or look.life != self.life or look.view < self.view
         changes = list(self._changes(look))
+        if lost and self.life:
+            changes.insert(0, Event(look.view, "reset", 0, resync=True))
         self.__init__(look)  # type: ignore[misc]  # as a new one
         return changes
 

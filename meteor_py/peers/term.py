@@ -21,7 +21,9 @@ class Term:
     ...     while term.valid:
     ...         write(record, fence=term.number)
 
-    Once lost, it stays lost: who is elected again gets another.
+    Once lost, it stays lost: who is elected again gets another. So does a leader that was cut off
+    too long to be sure, and then finds that nobody was elected in its place: another with the same
+    ``number``, which is still its own.
     """
 
     def __init__(self, membership: Membership, number: int) -> None:
@@ -38,13 +40,21 @@ class Term:
 
     @property
     def valid(self) -> bool:
-        """Whether nobody else can be the leader now. Answered here, without the network."""
-        return not self.lost.is_set() and self.remaining > 0
+        """Whether nobody else can be the leader now. Answered here, without the network.
+
+        Unless somebody removes it or joins under its name: the news of that has to come here
+        first. So write with ``guard``, or with ``number``. False in a forked child.
+        """
+        if self.remaining > 0:
+            return True
+        if not self._membership.foreign:
+            self._membership.lose_term(self)  # for good, even if the server is heard of again
+        return False
 
     @property
     def remaining(self) -> float:
         """Seconds for which it is valid even if the server is not heard of again."""
-        if self.lost.is_set():
+        if self.lost.is_set() or self._membership.foreign:
             return 0.0
         return max(self._membership.valid_until - now(), 0.0)
 
@@ -78,12 +88,18 @@ class Guard:
 
     def _write(self, what: str, name: str, value: bytes | str) -> None:
         membership = self._membership
+        if not self._term.valid:
+            raise self._stale("this process has given it up")
         args = [self._term.number, membership.session, what, name, value]
         answer = membership.group.books.run(PEERS_GUARD, args)
         if answer[0] != b"OK":
             membership.lose_term(self._term)
-            raise StaleTerm(
-                f"Term {self._term.number} of group {membership.group.name!r} is over, the present "
-                f"one is {answer[1]}; nothing was written. Stop what only the leader may do.",
-                group=membership.group.name,
-            )
+            raise self._stale(f"the present one is {answer[1]}")
+
+    def _stale(self, why: str) -> StaleTerm:
+        group = self._membership.group.name
+        return StaleTerm(
+            f"Term {self._term.number} of group {group!r} is over, {why}; nothing was written. "
+            "Stop what only the leader may do.",
+            group=group,
+        )

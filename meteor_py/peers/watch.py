@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from meteor_py.backoff import pause_s
@@ -91,11 +92,14 @@ class Watch:
             with group.lock:
                 if group.picture.view != view:
                     return  # it was looked at anew meanwhile
-                if event.view != view + 1:
-                    group.resync()  # some were trimmed
-                    return
-                group.apply(event)
-                view = event.view
+                trimmed = event.view != view + 1
+                replaced = not trimmed and not group.picture.continues(event)
+                if not trimmed and not replaced:
+                    group.apply(event)
+                    view = event.view
+            if trimmed or replaced:
+                group.resync(reset=replaced, link=self._link)
+                return
 
 
 class Caller:
@@ -105,6 +109,7 @@ class Caller:
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._state = State()
         self._ended = False
+        self._held = 0
         self._thread = threading.Thread(target=self._run, name=f"meteor-caller-{name}", daemon=True)
 
     def start(self) -> None:
@@ -114,6 +119,18 @@ class Caller:
         with self._state:
             self._calls.append((function, arguments))
             self._state.notify_all()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Begin no call inside the block."""
+        with self._state:
+            self._held += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._held -= 1
+                self._state.notify_all()
 
     def end(self) -> None:
         with self._state:
@@ -128,7 +145,7 @@ class Caller:
     def _run(self) -> None:
         while True:
             with self._state:
-                self._state.wait_for(lambda: self._ended or self._calls)
+                self._state.wait_for(lambda: self._ended or (self._calls and not self._held))
                 if self._ended:
                     return
                 function, arguments = self._calls.popleft()

@@ -129,6 +129,7 @@ class Books:
         *,
         want: int,
         leave: bool = False,
+        wake: bool = False,
         entry: Entry | None = None,
         acks: dict[bytes, list[int]],
         others: Sequence[Settlement] = (),
@@ -144,7 +145,7 @@ class Books:
             f"held:{consumer} more:{consumer}"
         )
         args: list[Any] = [self.prefix, self.stream.incarnation, consumer, number]
-        args += ["leave" if leave else "", want, scan, QUANTUM]
+        args += ["leave" if leave else "wake" if wake else "", want, scan, QUANTUM]
         if entry is None:
             args += ["", 0]
         elif entry.strings:

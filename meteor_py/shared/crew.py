@@ -158,9 +158,7 @@ class Crew:
                     self._begun[record] = time.monotonic()
                 try:
                     self._process(record)
-                except (
-                    BaseException
-                ) as error:  # Ctrl-C, or sys.exit(): for whoever has called run()
+                except BaseException as error:  # as of sys.exit(): for who has called run()
                     self._failure = error
                     self.stop()
                 finally:

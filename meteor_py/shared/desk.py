@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from meteor_py import refusals
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 #: Rounds of asking where one stands, more than anything but an error can take.
 _ROUNDS = 5
+#: Seconds to wait for the line before the state is let go.
+_TURN_S = 0.05
 #: Characters of a reason that are kept.
 _REASON_MAX = 1_000
 
@@ -63,6 +66,7 @@ class Desk:
         self._sent: tuple[dict[bytes, list[int]], list[Settlement]] = ({}, [])
         self._in_doubt = False  # what became of the last step, or of what was granted
         self._consumer = ""
+        self._left = False
         self._number = 0
         # Offsets of settlements that were refused, and what was lost, until somebody is told.
         self._refused: list[int] = []
@@ -190,14 +194,38 @@ class Desk:
 
     # -- with the server -----------------------------------------------------------------------
 
-    def exchange(self, want: int = 0, *, leave: bool = False, entry: Entry | None = None) -> Answer:
+    def exchange(
+        self,
+        want: int = 0,
+        *,
+        leave: bool = False,
+        wake: bool = False,
+        entry: Entry | None = None,
+    ) -> Answer:
         """Say what was settled, renew the lease, claim up to ``want`` records.
+
+        Args:
+            leave: Give back what is held, and be no consumer any more.
+            wake: Wake whoever waits in another thread here, if there may be more for it now.
 
         Raises:
             ConnectionFailed: No answer; the next exchange finds out what became of it.
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
         """
-        return self._line.use(lambda link: self._exchange(link, want, leave, entry))
+        work = partial(self._exchange, want=want, leave=leave, wake=wake, entry=entry)
+        while self.state.is_mine():
+            # A signal handler has come while its thread had the state, and whoever has the line may
+            # need that: it is let go now and then.
+            try:
+                return self._line.use(work, timeout_s=_TURN_S)
+            except TimeoutError:
+                with self.state:
+                    self.state.wait(_TURN_S / 10)
+        return self._line.use(work)
+
+    def talks_here(self) -> bool:
+        """Whether this thread is in the middle of an exchange, and a signal handler is asking."""
+        return self._line.is_mine()
 
     def interrupt(self) -> None:
         self._line.interrupt()
@@ -211,7 +239,9 @@ class Desk:
         self._held, self._groups, self.granted = {}, {}, {}
         self._acks, self._others, self._in_doubt = {}, [], False
 
-    def _exchange(self, link: Link, want: int, leave: bool, entry: Entry | None) -> Answer:
+    def _exchange(
+        self, link: Link, want: int, leave: bool, wake: bool, entry: Entry | None
+    ) -> Answer:
         for _ in range(_ROUNDS):
             self._stand(link)
             self._name_lost(link)
@@ -228,6 +258,7 @@ class Desk:
                     self._number + 1,
                     want=want,
                     leave=leave,
+                    wake=wake,
                     entry=entry,
                     acks=sorted_acks,
                     others=others,
@@ -259,10 +290,11 @@ class Desk:
                 self.granted[offset] = answer.failures.get(offset, 0)
             self._refused += answer.refused
             self._lost += answer.lost
-            self.letters += answer.letters
+            # One that is not published within a lease is told again.
+            self.letters += [letter for letter in answer.letters if letter not in self.letters]
             if left:
                 self._take_all()
-                self._consumer = ""
+                self._consumer, self._left = "", True
             self._in_doubt = in_doubt  # last: a Ctrl-C may come in between
         for offset, failures in answer.dropped:
             _log.warning(
@@ -273,6 +305,8 @@ class Desk:
 
     def _stand(self, link: Link) -> None:
         """Be a consumer, and know the number of the last step and what is held."""
+        if self._left:  # another thread was waiting for the line meanwhile
+            raise ConnectionFailed(f"This consumer of {self.books.group!r} has left.")
         if self._consumer and not self._in_doubt:
             return
         try:
@@ -368,7 +402,7 @@ class Desk:
     def _rewind(self, record: SharedRecord) -> None:
         """Those behind it in its group go back with it."""
         for offset in list(self._groups.get(record.group, ())):
-            if offset > record.offset:
+            if offset > record.offset and offset in self._held:
                 self._drop(self._held[offset], Standing.REWOUND)
 
     def _rewinds(self, others: Iterable[Settlement]) -> dict[bytes, int]:
@@ -381,11 +415,12 @@ class Desk:
 
     def _drop(self, record: SharedRecord, standing: Standing) -> None:
         record.standing = standing
-        del self._held[record.offset]
-        offsets = self._groups[record.group]
-        offsets.remove(record.offset)
+        self._held.pop(record.offset, None)  # a signal handler may have closed in between
+        offsets = self._groups.get(record.group, [])
+        if record.offset in offsets:
+            offsets.remove(record.offset)
         if not offsets:
-            del self._groups[record.group]
+            self._groups.pop(record.group, None)
 
     def _take_all(self) -> None:
         for record in list(self._held.values()):

@@ -42,6 +42,9 @@ class Consumer:
     #: Groups, and records of them, that it holds.
     groups: int
     records: int
+    #: Seconds until it is taken for dead, unless it is heard of. Below 0 it is dead, and whoever
+    #: asks for records next gets what it holds.
+    lease: float
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,11 @@ class SharedGroup:
             reaped=int(state.get("reaped", 0)),
             lost_last=(int(first), int(last)) if last else None,
             consumers=tuple(
-                Consumer(flat[i].decode(), flat[i + 1].decode(), int(flat[i + 2]), int(flat[i + 3]))
-                for i in range(0, len(flat), 4)
+                Consumer(
+                    *(flat[i].decode(), flat[i + 1].decode(), int(flat[i + 2]), int(flat[i + 3])),
+                    lease=int(flat[i + 4]) / 1000,
+                )
+                for i in range(0, len(flat), 5)
             ),
         )
 
@@ -201,7 +207,7 @@ class SharedGroup:
     def summary(self) -> GroupDescription:
         """What it has in common with other groups."""
         found = self.describe()
-        consumers = len(found.consumers)
+        consumers = sum(consumer.lease > 0 for consumer in found.consumers)
         return GroupDescription(self.name, found.confirmed, found.lag, None, 0, "shared", consumers)
 
     @property
@@ -279,7 +285,7 @@ class SharedGroup:
             GroupActive: It has consumers, and ``force`` is False.
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
         """
-        consumers = self.describe().consumers
+        consumers = [found for found in self.describe().consumers if found.lease > 0]
         if consumers and not force:
             raise GroupActive(
                 f"Shared group {self.name!r} of stream {self.stream.name!r} is active: "

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meteor_py import keys
+from meteor_py.config import FRAME_RECORDS_MAX
 from meteor_py.cursor import Cursor
 from meteor_py.errors import ConnectionFailed, RecordsLost, SegmentCorrupt
 from meteor_py.frame import decode, entry_span
@@ -34,7 +35,9 @@ class Payloads:
         self._cursor: Cursor | None = None
         self._frames: dict[int, list[Record]] = {}  # by first offset
         self._firsts: list[int] = []  # the same, in order
-        self._size = 1  # records of a frame, as far as is known
+        # Records of a frame, as far as is known: one is asked for before many, for a frame that is
+        # asked for with two of its records travels twice.
+        self._size = FRAME_RECORDS_MAX
 
     def fetch(self, offsets: Sequence[int]) -> tuple[dict[int, Record], list[int]]:
         """The records, and the offsets of those that are in neither ring nor store.
@@ -115,12 +118,12 @@ class Payloads:
                 entry_span(self._stream.name, entries[0][0]) if entries else (offset + 1, 0)
             )
             if first > offset:
-                dropped.add(offset)
+                dropped.update(o for o in missing if offset <= o < first)
                 continue
             sizes.append(last - first + 1)
             if self._find(offset) is None:
                 self._keep(decode(self._stream.name, entries)[0])
-        self._size = min(sizes, default=1)
+        self._size = max(sizes, default=self._size)
         return dropped
 
     def _call(

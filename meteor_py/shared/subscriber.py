@@ -247,9 +247,9 @@ class SharedSubscriber(Closing):
         with self._close_lock:
             if self._closed:
                 return
+            self._tender.end()  # first: it must not go on if a Ctrl-C comes now
             self._closed = True
             try:
-                self._tender.end()
                 if self._tender.polling:
                     self._supply.interrupt()
                 self._leave()
@@ -297,9 +297,8 @@ class SharedSubscriber(Closing):
 
 
 def _drop(tender: Tender, supply: Supply) -> None:
-    """For one that was dropped without a close(): others get its records when the lease ends."""
-    tender.end()
-    supply.close()
+    """For one that was dropped without a close(), or closed: then there is nothing to do."""
+    tender.abandon(supply.close)
 
 
 # Those with a thread, which somebody has to end.

@@ -16,7 +16,16 @@ from meteor_py import keys, refusals
 from meteor_py.backoff import pause_s
 from meteor_py.codec import Codec
 from meteor_py.deadletter import bury, open_letters
-from meteor_py.errors import ConnectionFailed, MeteorError, RecordsLost, StoreUnavailable
+from meteor_py.errors import (
+    ConnectionFailed,
+    LogTruncated,
+    MeteorError,
+    OutOfMemory,
+    RecordsLost,
+    StoreUnavailable,
+    StreamFull,
+    StreamNotFound,
+)
 from meteor_py.lease import now
 from meteor_py.shared.books import Answer, Books, Entry, Letter
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
@@ -63,7 +72,9 @@ class Supply:
         self._entry: Entry | None = None
         self._epoch = 0
         self._letters: Stream | None = None
+        self._unpublished = -1  # the last letter that had to wait, so that it is said once
         self._full_since: float | None = None
+        self._asked = False  # whether the last claim was for more than nothing
         self._looked = -1
         #: Set by another thread to end what waits here, and iterating.
         self.halted = False
@@ -120,9 +131,11 @@ class Supply:
     def _claim(self) -> Answer | None:
         """Exchange with the server, and fetch what was granted; None if that is to be repeated."""
         before = self._entry
-        answer = self.exchange(max(self.config.prefetch - self.desk.holding, 0))
+        want = max(self.config.prefetch - self.desk.holding, 0)
+        answer = self.exchange(want)
         while self.desk.unsure:
-            answer = self.exchange(0)
+            want, answer = 0, self.exchange(0)
+        self._asked = want > 0
         if answer.epoch != self._epoch:
             self._epoch = answer.epoch
             self._payloads.forget()
@@ -168,6 +181,8 @@ class Supply:
             self._wait_for_room(left_s)
             return
         self._full_since = None
+        if not self._asked:
+            return  # there was no room when it was claimed, and now there is
         block_s = left_s if answer.wait_s is None else min(left_s, answer.wait_s + 0.001)
         block_s = min(block_s, self.settings.lease_ttl / 3)
         streams = [(self.desk.books.key("bell"), f"{answer.bell}-0")]
@@ -235,11 +250,26 @@ class Supply:
             self.config.on_gap_skipped(first, last)
 
     def publish_letters(self) -> None:
-        """Publish the dead letters that the server has given this consumer to publish."""
+        """Publish the dead letters that the server has given this consumer to publish.
+
+        If there is no room for them they wait for the next time; records do not.
+        """
         desk = self.desk
         while desk.letters:
             letter = desk.letters[0]
-            self._publish_letter(letter)
+            opened = self._letters is not None
+            try:
+                self._publish_letter(letter)
+            except (OutOfMemory, StreamFull) as error:
+                if self._unpublished != letter.offset:
+                    _log.warning("The dead letter of record %d must wait: %s", letter.offset, error)
+                self._unpublished = letter.offset
+                return
+            except MeteorError as error:
+                self._letters = None  # it may have been deleted: opened again
+                if opened and isinstance(error, (StreamNotFound, LogTruncated)):
+                    continue
+                raise
             desk.letters.pop(0)
             desk.letter_published(letter)
 
@@ -256,7 +286,7 @@ class Supply:
             *(self._letters, self.stream, self.group, record),
             reason=letter.reason,
             tries=letter.failures,
-            stop=lambda: self.halted,
+            timeout_s=0.0,  # once: the application waits for its records
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from meteor_py.backoff import pause_s
 from meteor_py.errors import ConnectionFailed, MeteorError
@@ -30,6 +31,7 @@ class Tender:
         #: The application is polling now.
         self.polling = False
         self._ended = False
+        self._last: Callable[[], None] | None = None
         name = f"{TENDER_PREFIX}-{desk.books.stream.name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -42,9 +44,22 @@ class Tender:
             self._ended = True
             self._desk.state.notify_all()
 
+    def abandon(self, close: Callable[[], None]) -> None:
+        """There is nobody who would leave: do so in this thread, and then ``close``."""
+        self._last = close
+        self.end()
+        if not self._thread.is_alive():  # closing it was interrupted
+            close()
+
     def join(self, timeout_s: float) -> bool:
+        if self._desk.talks_here():
+            return False  # what this signal handler came into has to end before the thread can
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+            deadline = now() + timeout_s
+            while self._desk.state.is_mine() and self._thread.is_alive() and now() < deadline:
+                with self._desk.state:  # let go: this is a signal handler, and it may need that
+                    self._desk.state.wait(0.01)
+            self._thread.join(max(deadline - now(), 0.0))
         return not self._thread.is_alive()
 
     @property
@@ -56,7 +71,7 @@ class Tender:
         failures = 0
         while self._wait(failures):
             try:
-                self._desk.exchange()
+                self._desk.exchange(wake=self.polling and self._desk.unsaid)
                 failures = 0
             except ConnectionFailed:
                 failures += 1
@@ -66,6 +81,13 @@ class Tender:
             except BaseException:
                 _log.exception("The tender of %r failed.", self._desk.books.group)
                 failures += 1
+        if self._last is not None:
+            try:
+                self._desk.exchange(leave=True)
+            except MeteorError:
+                pass  # others find out when the lease ends
+            finally:
+                self._last()
 
     def _wait(self, failures: int) -> bool:
         """Wait until there is something to say; False at the end."""

@@ -48,9 +48,12 @@ class Outcome:
 class Worker:
     """A process that handles the group's records, and tells the offset of each."""
 
+    #: What it runs.
+    module = "meteor_cli.demo.failover"
+
     def __init__(self, url: str, stream: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "meteor_cli.demo.failover", stream],
+            [sys.executable, "-W", "ignore", "-m", self.module, stream],
             stdin=subprocess.PIPE,  # which is closed when we end, in whatever way
             stdout=subprocess.PIPE,
             text=True,
@@ -163,7 +166,7 @@ def _wait_until_confirmed(stream: meteor.Stream) -> int:
 
 def _work(stream: str) -> None:
     """What a worker does."""
-    threading.Thread(target=_end_with_parent, name="meteor-cli-parent", daemon=True).start()
+    end_with_parent()
     with (
         meteor.connect() as m,
         m.stream(stream, create=False).subscriber(group=GROUP, lease_ttl=LEASE_S) as sub,
@@ -173,9 +176,14 @@ def _work(stream: str) -> None:
             sub.confirm(record)
 
 
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
+def end_with_parent() -> None:
+    """End this process when the one that has started it ends, in whatever way."""
+
+    def wait() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="meteor-cli-parent", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import click
 
 import meteor_py as meteor
 from meteor_cli import measure
-from meteor_cli.demo import crash, failover, spark
+from meteor_cli.demo import crash, failover, sharing, spark
 from meteor_cli.output import progress, show_bytes
 from meteor_cli.rendering import as_text
 from meteor_cli.server import product_name
@@ -78,6 +78,8 @@ class Tour:
                     self._spark(stream, url)
             with self._stream(m, "work") as stream:
                 self._fail_over(stream, url)
+            with self._stream(m, "carts", group_by="key") as stream:
+                self._share(stream, url)
             self._crash()
             with self._stream(m, "ring", capacity=_RING) as stream:
                 self._overrun(stream)
@@ -207,6 +209,21 @@ class Tour:
             f'>>> stream.subscriber(group="{failover.GROUP}", lease_ttl={failover.LEASE_S:g})'
         )
 
+    def _share(self, stream: meteor.Stream, url: str) -> None:
+        with progress("three consumers share, one is killed", sharing.RECORDS) as advance:
+            outcome = sharing.share(stream, url, advance)
+        self._check(outcome.lost == 0, "no record is lost with its consumer")
+        self._check(outcome.out_of_order == 0, "each cart is handled in order")
+        self._check(outcome.confirmed == sharing.RECORDS, "all is settled in the end")
+        self._tell(
+            f"Shared {sharing.CARTS} carts out to {sharing.CONSUMERS} processes, "
+            f"{self._figure('each in order')}, and killed one of them:",
+            f"its carts went on {self._figure(f'{outcome.pause_s:.2f} s')} later; of "
+            f"{sharing.RECORDS:,} records {self._figure(f'{outcome.lost} lost')}, "
+            f"{outcome.twice} handled again",
+        )
+        self._how(f'>>> stream.shared_subscriber("{sharing.GROUP}")  # group_by="key"')
+
     def _crash(self) -> None:
         with progress("publishing, and the server is killed", crash.RECORDS) as advance:
             outcome = crash.crash(advance)
@@ -275,10 +292,17 @@ class Tour:
 
     @contextmanager
     def _stream(
-        self, m: meteor.Client, name: str, *, capacity: int | None = None, store: str | None = None
+        self,
+        m: meteor.Client,
+        name: str,
+        *,
+        capacity: int | None = None,
+        store: str | None = None,
+        group_by: str | None = None,
     ) -> Iterator[meteor.Stream]:
         """A stream that is deleted in the end."""
-        stream = m.stream(name + self._suffix, capacity=capacity, store=store)
+        settings = {"capacity": capacity, "store": store, "group_by": group_by}
+        stream = m.stream(name + self._suffix, **settings)  # type: ignore[arg-type]
         try:
             yield stream
         finally:

@@ -8,24 +8,32 @@ local call, format, match, max, min = redis.call, string.format, string.match, m
 local P = KEYS[1]
 local STATE, MEMBERS = P .. 'state', P .. 'members'
 local DEADLINES, EXPIRATIONS = P .. 'deadlines', P .. 'expirations'
-local CANDIDATES, EVENTS, POLLS, LIMITS = P .. 'candidates', P .. 'events', P .. 'polls', P .. 'limits'
+local CANDIDATES, EVENTS = P .. 'candidates', P .. 'events'
+local POLLS, LIMITS, PENDING = P .. 'polls', P .. 'limits', P .. 'pending'
 
 local function int(x) return format('%.0f', x) end
 
 local c = call('HMGET', P .. 'config', 'ttl', 'expiration', 'election', 'min_size')
 if not c[1] then return {'NOGROUP'} end
 local TTL, EXPIRATION, ELECTION, MIN_SIZE = tonumber(c[1]), tonumber(c[2]), c[3], tonumber(c[4])
-local s = call('HMGET', STATE, 'last', 'leader', 'term', 'session')
+local s = call('HMGET', STATE, 'last', 'leader', 'term', 'session', 'life', 'mark')
+if not s[5] then return {'NOGROUP'} end
 local last, leader, term, session = tonumber(s[1] or nil), s[2] or '', tonumber(s[3] or 0), s[4] or ''
+local life, mark = s[5], s[6] or ''
 
--- If nothing was heard for long, the server was away, or its clock was set: then everybody keeps the
--- time that he had left. A small step back stands still.
+-- If nothing was heard for long, the server was away, or its clock was set: then members have all the
+-- time again to be heard of, and the rest keeps the time that it had left. A small step back stands
+-- still.
+local micros
 local function read_clock()
   local time = call('TIME')
+  micros = time[1] .. format('%06d', time[2])
   local now = time[1] * 1000 + math.floor(time[2] / 1000)
   local gap = now - (last or now)
   if math.abs(gap) > TTL / 2 then
-    for _, key in ipairs({DEADLINES, EXPIRATIONS, POLLS}) do
+    local members = call('ZRANGE', DEADLINES, 0, -1)
+    for i = 1, #members do call('ZADD', DEADLINES, int(now + TTL), members[i]) end
+    for _, key in ipairs({EXPIRATIONS, POLLS}) do
       local all = call('ZRANGE', key, 0, -1, 'WITHSCORES')
       for i = 1, #all, 2 do call('ZADD', key, int(all[i + 1] + gap), all[i]) end
     end
@@ -38,14 +46,19 @@ local function read_clock()
 end
 local now = read_clock()
 
--- One event for each change, numbered without gaps: the number is the view.
-local view
+-- One event for each change, numbered without gaps: the number is the view. Each names the mark of the
+-- one before: after a fail-over that lost some, the same numbers are other events, with other marks.
 local function emit(kind, ...)
-  view = call('HINCRBY', STATE, 'view', 1)
-  call('XADD', EVENTS, 'MAXLEN', '~', 10000, int(view) .. '-0', 'kind', kind, 'at', int(now), ...)
+  local view = int(call('HINCRBY', STATE, 'view', 1))
+  local after = mark
+  mark = view .. '.' .. micros
+  call('HSET', STATE, 'mark', mark)
+  call('XADD', EVENTS, 'MAXLEN', '~', 10000, view .. '-0', 'kind', kind, 'at', int(now),
+       'mark', mark, 'after', after, ...)
 end
 
--- Members: 'index:session:persistent:alive:priority:joined:metadata'.
+-- Members: 'index:session:persistent:alive:priority:joined:metadata'. The session of one that is dead
+-- has a '-' before it: it is nobody's, but the one who had it can tell that it was the last.
 local function read_member(id)
   local raw = call('HGET', MEMBERS, id)
   if not raw then return nil end
@@ -60,29 +73,34 @@ local function write_member(id, m)
 end
 
 -- The leader: the first of the candidates, by priority, and then the oldest, or any.
-local function candidate()
-  local first = call('ZRANGE', CANDIDATES, 0, 0, 'WITHSCORES')
-  if not first[1] or ELECTION == 'oldest' then return first[1] end
-  local level = math.floor(first[2] / 1e12)
+-- Who resigns ('not_id') comes last, whatever its priority.
+local function candidate(not_id)
+  local first = call('ZRANGE', CANDIDATES, 0, 1, 'WITHSCORES')
+  local i = first[1] == not_id and first[3] and 3 or 1
+  if not first[i] or ELECTION == 'oldest' then return first[i] end
+  local level = math.floor(first[i + 1] / 1e12)
   local same = call('ZRANGEBYSCORE', CANDIDATES, int(level * 1e12), '(' .. int((level + 1) * 1e12))
-  return same[now % #same + 1]
+  local n = micros % #same + 1
+  if same[n] == not_id and #same > 1 then n = n % #same + 1 end
+  return same[n]
 end
-local function elect()
+local function elect(not_id)
   if ELECTION == 'none' or leader ~= '' or call('ZCARD', DEADLINES) < MIN_SIZE then return end
-  local id = candidate()
-  if not id then return end
+  local id = candidate(not_id)
+  local m = id and read_member(id)
+  if not m then return end
   -- Numbers follow the clock: one that was lost with a fail-over is not given out again.
   term = max(term + 1, now)
-  leader, session = id, read_member(id).session
+  leader, session = id, m.session
   call('HSET', STATE, 'leader', leader, 'term', int(term), 'session', session)
   emit('elected', 'member', id, 'term', int(term))
 end
-local function depose(reason)
+local function depose(reason, ...)
   if leader == '' then return end
   local id = leader
   leader, session = '', ''
   call('HSET', STATE, 'leader', '', 'session', '')
-  emit('resigned', 'member', id, 'term', int(term), 'reason', reason)
+  emit('resigned', 'member', id, 'term', int(term), 'reason', reason, ...)
 end
 
 -- Messages.
@@ -126,22 +144,41 @@ local function drain(id, left)
   if left then call('DEL', inbox) end
 end
 
--- Polls: each voter's field is '-', 'y', 'n', 'a' (abstains) or 'g' (gone).
+-- Polls: each voter's field is '-', 'y', 'n', 'a' (abstains) or 'g' (gone). Who voted in which way is
+-- told as lists of ids: a field for each would be more than a script may hand to a command.
+local function describe(id)
+  local key = P .. 'poll:' .. id
+  local f = call('HMGET', key, 'result', 'reason', 'decided', 'rule', 'quorum', 'until', 'topic',
+                 'when', 'name', 'by', 'error')
+  if not f[4] then return nil end
+  local lists = {y = {}, n = {}, a = {}, ['-'] = {}}
+  lists.g = lists['-']
+  local votes = call('HGETALL', P .. 'votes:' .. id)
+  for i = 1, #votes, 2 do table.insert(lists[votes[i + 1]], votes[i]) end
+  return {'poll', id, 'result', f[1] or '', 'reason', f[2] or '', 'decided', f[3] or '',
+          'rule', f[4], 'quorum', f[5], 'until', f[6], 'topic', f[7], 'when', f[8], 'name', f[9],
+          'by', f[10], 'error', f[11],
+          'yes', table.concat(lists.y, ','), 'no', table.concat(lists.n, ','),
+          'abstained', table.concat(lists.a, ','), 'missing', table.concat(lists.g, ',')}
+end
 local function decide(id, result, reason)
   local key = P .. 'poll:' .. id
-  call('HSET', key, 'result', result, 'reason', reason)
+  local f = call('HMGET', key, 'when', 'name')
   call('ZREM', POLLS, id)
   call('ZREM', LIMITS, id)
-  local f = call('HMGET', key, 'topic', 'at', 'by', 'name')
-  local votes = call('HGETALL', P .. 'votes:' .. id)
-  for i = 1, #votes, 2 do votes[i] = 'vote:' .. votes[i] end
-  call('PEXPIRE', key, 3600000)
-  call('PEXPIRE', P .. 'votes:' .. id, 3600000)
-  emit('decided', 'poll', id, 'result', result, 'reason', reason, 'topic', f[1], 'when', f[2],
-       'by', f[3], 'name', f[4], unpack(votes))
+  if not f[1] then return end  -- somebody has deleted it
+  call('HSET', key, 'result', result, 'reason', reason, 'decided', int(now))
+  -- What was agreed on can be looked up until it is done, by who comes back in between.
+  local keep = int(max((tonumber(f[1]) or now) - now, 0) + 3600000)
+  call('PEXPIRE', key, keep)
+  call('PEXPIRE', P .. 'votes:' .. id, keep)
+  if result == 'no' and match(call('HGET', PENDING, f[2]) or '', '^(.-):') == id then
+    call('HDEL', PENDING, f[2])
+  end
+  emit('decided', unpack(describe(id)))
 end
-local function count(id)
-  local quorum = tonumber(call('HGET', P .. 'poll:' .. id, 'quorum'))
+local function count(id, reason)
+  local quorum = tonumber(call('HGET', P .. 'poll:' .. id, 'quorum') or 0)
   local yes, open = 0, 0
   local votes = call('HVALS', P .. 'votes:' .. id)
   for i = 1, #votes do
@@ -150,50 +187,52 @@ local function count(id)
   if yes >= quorum then
     decide(id, 'yes', 'passed')
   elseif yes + open < quorum then
-    decide(id, 'no', 'rejected')
+    decide(id, 'no', reason)
   end
 end
+-- Who is gone can say yes no more. A vote that was given stays.
 local function unseat(member)
   for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
     local votes = P .. 'votes:' .. id
     if call('HGET', votes, member) == '-' then
       call('HSET', votes, member, 'g')
-      count(id)
+      count(id, 'left')
     end
   end
 end
 
--- Take somebody out: 'left', 'removed', 'expired', or replaced by the same name elsewhere.
-local function drop(id, reason)
+-- Take somebody out: 'left', 'removed' or 'expired'; who 'stays', if it has a name, is only dead. The
+-- caller elects, so that nobody is elected who is taken out right after.
+local function drop(id, reason, stays)
   local m = read_member(id)
-  if not m then return end
   call('ZREM', DEADLINES, id)
   call('ZREM', CANDIDATES, id)
-  if m.persistent == '1' and reason == 'expired' then
-    m.alive, m.session = '0', ''
+  call('ZREM', EXPIRATIONS, id)
+  if not m then return end
+  local was = m.session
+  if m.persistent == '1' and stays then
+    if m.alive == '0' then return end
+    m.alive, m.session = '0', '-' .. was
     write_member(id, m)
     if EXPIRATION >= 0 then call('ZADD', EXPIRATIONS, int(now + EXPIRATION), id) end
-    emit('dead', 'member', id)
+    emit('dead', 'member', id, 'session', was, 'reason', reason)
     drain(id, false)
   else
     call('HDEL', MEMBERS, id)
-    call('ZREM', EXPIRATIONS, id)
-    emit('left', 'member', id, 'reason', reason)
+    emit('left', 'member', id, 'session', was, 'reason', reason)
     drain(id, true)
   end
   unseat(id)
-  if leader == id then
-    depose(reason)
-    elect()
-  end
+  if leader == id then depose(reason) end
 end
 
 for _, id in ipairs(call('ZRANGEBYSCORE', DEADLINES, '-inf', '(' .. int(now), 'LIMIT', 0, 64)) do
-  drop(id, 'expired')
+  drop(id, 'expired', true)
 end
 for _, id in ipairs(call('ZRANGEBYSCORE', EXPIRATIONS, '-inf', int(now), 'LIMIT', 0, 64)) do
-  drop(id, 'removed')
+  drop(id, 'expired', false)
 end
+elect()
 -- A vote on something to be done at a time closes before that time, whatever was shifted.
 for _, key in ipairs({POLLS, LIMITS}) do
   for _, id in ipairs(call('ZRANGEBYSCORE', key, '-inf', int(now), 'LIMIT', 0, 64)) do

@@ -6,9 +6,9 @@
 -- ARGV  1 what the keys of the shared group begin with: those of other consumers, and the lists of
 --         waiting records, are found by what is in the state
 --       2 incarnation  3 consumer, '' to only look ahead  4 number of this step, one above the last
---       5 'leave', else ''  6 records wanted  7 records to look at, at most  8 records to take of a
---       group at a time  9 first offset of an entry for the index that it does not have any more,
---       '' for none  10 how many strings that has, 'lost' if nobody has it: then 11 is the offset
+--       5 'leave', 'wake' to ring the bell if this consumer may have more, else ''  6 records wanted
+--       7 records to look at, at most  8 records to take of a group at a time  9 first offset of an
+--       entry for the index that it does not have any more, '' for none  10 how many strings that has, 'lost' if nobody has it: then 11 is the offset
 --       behind what is lost, else 11... are the strings
 --       then n, and n times a group and the offsets of it that are acknowledged: 'o,o,...'
 --       then triples: 'R' group 'o:ms' rewinds to o, a failure, not to be given out again for so

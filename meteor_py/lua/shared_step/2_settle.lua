@@ -72,7 +72,7 @@ for i = at + 2 * acked + 1, #ARGV, 3 do
       if not leaves then table.insert(back, 1, o) end
       put_back(g, t, back)
       if whole and t.st == '' and #back > 0 and tonumber(rest) and tonumber(rest) > 0 then
-        t.st = 'd'
+        t.st, woken = 'd', true  -- others shall know when to come
         call('ZADD', KEYS[7], now + rest, g)
       end
       t.n, t.held = #held, join(held)

@@ -41,6 +41,7 @@ if want == 0 and alone ~= '' and call('HLEN', KEYS[14]) == (alone == 'reserved' 
   woken = true  -- this consumer may have more, now that all else is settled
 end
 if waiting0 >= room and waiting < room then woken = true end
+if ARGV[5] == 'wake' and call('EXISTS', KEYS[15]) == 1 then woken = true end
 if woken or (freed and call('EXISTS', KEYS[5]) == 1) then
   bell = bell + 1
   call('XADD', KEYS[13], 'MAXLEN', '=', 8, text(bell) .. '-0', 'c', cid)

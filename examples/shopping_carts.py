@@ -1,0 +1,98 @@
+"""Shopping carts: several consumers at once, and yet nothing is removed before it was added.
+
+    python examples/shopping_carts.py
+
+Customers add things to their carts, and change their minds. Three consumers apply that at the same
+time. With a queue, one of them might get "remove book" while another is still busy with "add book".
+Here the changes of one cart are in order, with one consumer at a time; the others go on with other
+carts meanwhile. Starts a private server, which ends with it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter, defaultdict
+from functools import partial
+
+import meteor_py as meteor
+
+CARTS, CHANGES, CONSUMERS = 12, 600, 3
+THINGS = ("book", "pen", "tea", "lamp")
+
+
+def make_changes() -> list[tuple[str, dict[str, str]]]:
+    """Carts, and what happens to them: a thing is removed only after it was added."""
+    inside: defaultdict[str, list[str]] = defaultdict(list)
+    changes: list[tuple[str, dict[str, str]]] = []
+    for _ in range(CHANGES):
+        cart = f"cart-{random.randrange(CARTS)}"
+        if inside[cart] and random.random() < 0.4:
+            changes.append((cart, {"remove": inside[cart].pop()}))
+        else:
+            thing = random.choice(THINGS)
+            inside[cart].append(thing)
+            changes.append((cart, {"add": thing}))
+    return changes
+
+
+def apply(cart: Counter[str], change: dict[str, str]) -> None:
+    """Change a cart; what is not in it cannot be removed."""
+    for what, thing in change.items():
+        if what == "remove" and not cart[thing]:
+            raise RuntimeError(f"{thing} is removed before it was added")
+        cart[thing] += 1 if what == "add" else -1
+
+
+def main() -> None:
+    changes = make_changes()
+    carts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    seen_by: defaultdict[str, set[int]] = defaultdict(set)
+
+    def handle(consumer: int, record: meteor.SharedRecord) -> None:
+        time.sleep(random.random() / 500)  # some take longer than others
+        cart = record.group.decode()
+        apply(carts[cart], record.value)
+        seen_by[cart].add(consumer)
+
+    with meteor.connect("embedded://") as m:
+        stream = m.stream("carts", group_by="key", codec="json")
+        with stream.publisher() as pub:
+            for cart, change in changes:
+                pub.publish(change, key=cart.encode())
+        # In processes of their own, as a rule, and on other machines: it makes no difference.
+        consumers = [
+            stream.shared_subscriber("billing", prefetch=8, group_cap=4) for _ in range(CONSUMERS)
+        ]
+        threads = [
+            threading.Thread(target=sub.run, args=[partial(handle, number)])
+            for number, sub in enumerate(consumers)
+        ]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        group = stream.shared_group("billing")
+        while group.confirmed < CHANGES:
+            time.sleep(0.01)
+        took_s = time.perf_counter() - start
+        for sub in consumers:
+            sub.stop()
+        for thread in threads:
+            thread.join()
+        failures = group.describe().returned
+
+    expected: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for cart, change in changes:
+        apply(expected[cart], change)
+    assert carts == expected, "the carts are as if one consumer had done it all"
+    moved = sum(len(names) > 1 for names in seen_by.values())
+    print(f"{CHANGES} changes of {len(carts)} carts by {CONSUMERS} consumers in {took_s:.2f} s")
+    print(f"{moved} of the carts went from one to another; {failures} changes failed")
+    for cart in sorted(carts)[:3]:
+        things = [f"{number} {thing}" for thing, number in sorted(carts[cart].items()) if number]
+        print(f"{cart}: {', '.join(things) or 'empty'}")
+
+
+if __name__ == "__main__":
+    main()

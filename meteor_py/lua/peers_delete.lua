@@ -1,0 +1,17 @@
+#!lua flags=allow-oom
+-- Delete a distributed group, with all that it has.
+--
+-- KEYS  1 what the keys of the group begin with
+-- ARGV  1 'force' if also one that has members who are alive
+-- Returns {'OK'}, or {'NOGROUP'}  {'ALIVE', members}
+-- Atomic because nobody may join in between. Answers and messages expire by themselves.
+
+local members = call('ZCARD', DEADLINES)
+if members > 0 and ARGV[1] ~= 'force' then return {'ALIVE', members} end
+for _, id in ipairs(call('HKEYS', MEMBERS)) do call('DEL', P .. 'inbox:' .. id) end
+for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
+  call('DEL', P .. 'poll:' .. id, P .. 'votes:' .. id)
+end
+for _, part in ipairs({'guarded', 'pending', 'removed', 'config'}) do call('DEL', P .. part) end
+call('DEL', STATE, MEMBERS, DEADLINES, EXPIRATIONS, CANDIDATES, EVENTS, POLLS, LIMITS)
+return {'OK'}

@@ -1,0 +1,148 @@
+"""Being told of what happens in a distributed group: callbacks, and iterating over its events."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from meteor_py.errors import PeerError
+from meteor_py.peers.ballots import Ballots
+from meteor_py.peers.books import Books
+from meteor_py.peers.event import Event, read_event
+from meteor_py.peers.picture import Picture
+from meteor_py.peers.watch import Caller
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+class Listening:
+    """What a group handle tells to its process."""
+
+    name: str
+    books: Books
+    picture: Picture
+    lock: threading.RLock
+    caller: Caller
+    ballots: Ballots
+
+    def __init__(self) -> None:
+        self._listeners: dict[str, list[Callable[..., object]]] = {}
+        self._queues: weakref.WeakSet[_Queue] = weakref.WeakSet()
+
+    def on_join(self, function: _F) -> _F:
+        """Call a function with each ``Member`` that joins, also one that comes back from the dead.
+
+        Like all of these it is called in the order of the events, in one thread of the group; the
+        members are as they were after the event, or later.
+        """
+        return self._listen("join", function)
+
+    def on_leave(self, function: _F) -> _F:
+        """Call a function with each ``Member`` that leaves, and "left", "expired" or "removed"."""
+        return self._listen("leave", function)
+
+    def on_status(self, function: _F) -> _F:
+        """Call a function with a named ``Member`` that dies or comes back, and its ``Status``."""
+        return self._listen("status", function)
+
+    def on_elected(self, function: _F) -> _F:
+        """Call a function with the leader and the number of its term; at once if there is one."""
+        with self.lock:
+            leader = self.picture.members.get(self.picture.leader or "")
+            if leader is not None:
+                self.caller.call(function, leader, self.picture.term)
+            return self._listen("elected", function)
+
+    def on_resigned(self, function: _F) -> _F:
+        """Call a function with the id, term, and reason of each leader that leads no more."""
+        return self._listen("resigned", function)
+
+    def on_decision(self, function: _F) -> _F:
+        """Call a function with the ``Outcome`` of each vote, whoever proposed it."""
+        self.ballots.use()
+        return self._listen("decision", function)
+
+    def on_event(self, function: _F) -> _F:
+        """Call a function with each ``Event``."""
+        return self._listen("event", function)
+
+    def on_reset(self, function: _F) -> _F:
+        """Call a function, without arguments, when the server has lost what was known of the group.
+
+        What has changed by that is told after it. Members that joined here join again.
+        """
+        return self._listen("reset", function)
+
+    def watch(self, timeout: float | None = None, *, since: int | None = None) -> Iterator[Event]:
+        """Iterate over the events from now on; ends when none comes for ``timeout`` seconds, or
+        when the group is closed.
+
+        Everybody sees the same events in the same order, their ``view`` rising by one.
+
+        Args:
+            timeout: Seconds; None waits for as long as it takes.
+            since: Begin after the event of that number, as ``snapshot()`` or ``view`` told it.
+
+        Raises:
+            PeerError: The server does not have all events since then any more: it keeps 10,000.
+        """
+        events = _Queue()
+        with self.lock:
+            self._check_open()
+            now = self.picture.view
+            self._queues.add(events)
+        return self._iterate(self._past(now if since is None else since, now), events, timeout)
+
+    def _past(self, since: int, until: int) -> list[Event]:
+        if since >= until:
+            return []
+        names = (self.books.key("events"), f"{since + 1}-0", f"{until}-0")
+        found = [read_event(*entry) for entry in self.books.client.call("XRANGE", *names)]
+        if [event.view for event in found] != list(range(since + 1, until + 1)):
+            raise PeerError(
+                f"Group {self.name!r} has no longer all events since number {since}; take another "
+                "snapshot.",
+                group=self.name,
+            )
+        return found
+
+    def _iterate(self, past: list[Event], events: _Queue, timeout: float | None) -> Iterator[Event]:
+        yield from past
+        while True:
+            try:
+                event = events.get(timeout=timeout)
+            except queue.Empty:
+                return
+            if event is None:
+                return
+            yield event
+
+    def _spread(self, event: Event) -> None:
+        self._tell("event", event)
+        for events in list(self._queues):
+            events.put(event)
+
+    def _end_watching(self) -> None:
+        for events in list(self._queues):
+            events.put(None)
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        for function in self._listeners.get(what, ()):
+            self.caller.call(function, *arguments)
+
+    def _listen(self, what: str, function: _F) -> _F:
+        with self.lock:
+            self._listeners.setdefault(what, []).append(function)
+        return function
+
+    def _check_open(self) -> None:
+        raise NotImplementedError  # pragma: no cover
+
+
+class _Queue(queue.Queue["Event | None"]):
+    """The events of one who watches; hashable, to be kept by a weak reference."""
+
+    __hash__ = object.__hash__

@@ -1,0 +1,85 @@
+"""Replies: what became of a message, from those it was sent to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from meteor_py.errors import (
+    HandlerFailed,
+    MemberLeft,
+    MessageExpired,
+    MessageFailed,
+)
+from meteor_py.peers.codec import PeerCodec, UnknownType
+
+
+@dataclass(frozen=True)
+class Replies:
+    """What the members said to a message to all."""
+
+    #: By member.
+    values: dict[str, Any] = field(default_factory=dict)
+    #: By member, for those who did not answer, or could not.
+    failed: dict[str, MessageFailed] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all answered."""
+        return not self.failed
+
+
+def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Replies:
+    """From the fields of a hash ``message:<id>``: what has come so far."""
+    replies = Replies()
+    for name, value in fields.items():
+        if not name.startswith("r:"):
+            continue
+        member = name[2:]
+        code, _, rest = value.partition(b":")
+        kind, _, data = rest.partition(b":")
+        if code == b"ok":
+            try:
+                replies.values[member] = codec.decode(kind.decode(), data)
+            except UnknownType as error:
+                replies.failed[member] = HandlerFailed(
+                    f"The answer of member {member!r} cannot be read. {error}",
+                    group=group,
+                    member=member,
+                )
+        else:
+            text = data.decode(errors="replace")
+            replies.failed[member] = _failure(code.decode(), text, group, member)
+    return replies
+
+
+def _failure(code: str, text: str, group: str, member: str) -> MessageFailed:
+    if code == "left":
+        return MemberLeft(
+            f"Member {member!r} of group {group!r} left before it had answered.",
+            group=group,
+            member=member,
+        )
+    if code == "expired":
+        return MessageExpired(
+            f"Member {member!r} of group {group!r} came to the message when its time was over.",
+            group=group,
+            member=member,
+        )
+    if code == "unknown":
+        why = f"Member {member!r} of group {group!r} cannot read the message: {text}"
+    else:
+        why = f"Member {member!r} of group {group!r} failed the message: {text}"
+    return HandlerFailed(why, group=group, member=member)
+
+
+def add_silent(replies: Replies, receivers: Iterable[str], group: str, timeout: float) -> None:
+    """Count those as failed who have not said anything by now."""
+    for member in receivers:
+        if member not in replies.values and member not in replies.failed:
+            replies.failed[member] = MessageExpired(
+                f"Member {member!r} of group {group!r} did not answer within {timeout:g} seconds.",
+                group=group,
+                member=member,
+            )

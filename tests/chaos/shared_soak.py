@@ -1,0 +1,35 @@
+"""Shared subscribers for longer than ``make test`` may take; ``make chaos`` runs this."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.shared_fleet import Fleet
+from tests.shared_stress import Row, stress
+from tests.test_shared_model import walk
+
+SOAK = [Row(10_007, 211, cap, ack, 1, senders=5, receivers=3) for cap, ack in ((47, 97), (79, 79), (97, 47))]
+SOAK.append(Row(40_000, 13, 23, 7, 1, senders=5, receivers=3, fill_first=True))
+
+
+@pytest.mark.parametrize("run", range(3))
+def test_200_000_records_in_200_groups_under_kills_and_pauses(
+    url: str, rng: random.Random, run: int
+) -> None:
+    with Fleet(url, rng) as fleet:
+        fleet.publish(200_000)
+        fleet.work_off(every_s=0.2)
+        fleet.check()
+        assert fleet.done["killed"] + fleet.done["paused"] > 5
+
+
+@pytest.mark.parametrize("number", range(100))
+def test_long_walks(url: str, rng: random.Random, number: int) -> None:
+    walk(url, f"{rng.randrange(1 << 32)}", 300)
+
+
+@pytest.mark.parametrize("row", SOAK)
+def test_qpid_soak(url: str, rng: random.Random, row: Row) -> None:
+    stress(url, rng, row)
