@@ -95,6 +95,8 @@ key                            type    what, who writes it, who deletes it
                                        one (``reserved``), and a name for people.
 ``...:failures``               hash    Offsets of open records that have failed: how often. A field
                                        goes when its record is settled.
+``...:suspects``               set     Offsets of open records that were with a consumer when it died:
+                                       of a group they are given out one at a time.
 ``...:letters``                hash    Offsets of records that were given up, and are not published
                                        as dead letters yet: ``failures:bytes of group:``, then group
                                        and reason.

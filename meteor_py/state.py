@@ -25,4 +25,4 @@ class State(threading.Condition):
 
     def is_mine(self) -> bool:
         """Whether this thread has the lock: a signal handler that must not wait asks."""
-        return self._rlock._is_owned()  # type: ignore[attr-defined]
+        return bool(self._rlock._is_owned())  # type: ignore[attr-defined]

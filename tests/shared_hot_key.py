@@ -1,4 +1,4 @@
-"""A key with most of the traffic, and an owner that sleeps on it: ``python -m tests.shared_hot_key``.
+"""A key with most of the traffic, whose owner sleeps on it: ``python -m tests.shared_hot_key``.
 
 Prints the rate of the other keys while it sleeps, against that when it works, and against that
 when there is no such key.
@@ -56,7 +56,7 @@ def others_per_second(url: str, case: Case, others: int, *, consumers: int = 3) 
             sub.flush()
         if case == "held":
             hot = next(state for state in queue.shared.groups() if state.id == HOT)
-            assert hot.acquired == 1 and hot.owner == owner.name, "the hot key is still held"
+            assert (hot.acquired, hot.owner) == (1, owner.name), "the hot key is still held"
         discard(owner)
         assert left == [0]
         return others / took

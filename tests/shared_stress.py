@@ -1,4 +1,4 @@
-"""Qpid's stress program for message groups (msg_group_test.cpp): generator, checker, stall detector.
+"""Qpid's stress program for message groups, msg_group_test: generator, checker, stall detector.
 
 A record carries the name of its group, its number in it, and whether it is the last. The checker is
 shared by all receivers: in each group the numbers must come in order, each once, to the last.
@@ -66,7 +66,8 @@ class Checker:
 
     def check(self) -> None:
         assert not self.failures, self.failures[:5]
-        assert self.left == 0 and not self._expected
+        assert self.left == 0
+        assert not self._expected
         several = sum(map(len, self._receivers.values())) / max(len(self._receivers), 1)
         print(f"{len(self._receivers)} groups, {several:.2f} receivers of each")
 

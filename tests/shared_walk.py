@@ -8,7 +8,7 @@ by themselves, after every step.
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +22,7 @@ from meteor_py.shared.desk import Desk
 from meteor_py.shared.group import SharedGroup, open_shared
 from meteor_py.shared.payloads import Payloads
 from meteor_py.shared.record import SharedRecord, Standing
+from tests.shared_model import Model
 
 STREAM, GROUP, LETTERS = "orders", "billing", "letters"
 
@@ -52,15 +53,17 @@ class Hand:
         self.payloads.close()
 
 
-class Walk:
+class Walk(Model):
     """``run()`` takes the steps; then everything must come to an end."""
 
     def __init__(self, client: meteor.Client, plain: redis.Redis, seed: object) -> None:
         self.rng = rng = random.Random(str(seed))
         self.client, self.plain = client, plain
-        self.tries = rng.choice([0, 2, 2, 3, 5])
-        self.parks = rng.random() < 0.4
-        self.letters = rng.random() < 0.6
+        super().__init__(
+            tries=rng.choice([0, 2, 2, 3, 5]),
+            parks=rng.random() < 0.4,
+            letters=rng.random() < 0.6,
+        )
         self.cap = rng.choice([1, 2, 5, 32])
         self.names = [b"g%d" % n for n in range(rng.choice([1, 3, 12, 60]))]
         self.room = rng.choice([20, 300, 1_000_000])
@@ -80,13 +83,7 @@ class Walk:
         )
         plain.hset(self.shared.books.key("state"), "max_waiting", self.room)
         self.publisher = self.stream.publisher()
-        self.group_of: dict[int, bytes] = {}
-        self.fate: dict[int, str] = {}  # of those that are settled
-        self.failures: Counter[int] = Counter()
-        self.holder: dict[int, str] = {}  # consumers of what is held
-        self.dying: set[int] = set()
         self.buried: list[int] = []
-        self.stopped: dict[bytes, str] = {}  # groups, "d" or "p"
         self.next = 0
         self.confirmed = 0
         self.hands: list[Hand] = []
@@ -120,7 +117,7 @@ class Walk:
         self.publish()
         self.join()
         for _ in range(steps):
-            (_, action), = self.rng.choices(actions, weights)
+            ((_, action),) = self.rng.choices(actions, weights)
             self.done.append(action.__name__)
             action()
             self.check()
@@ -174,11 +171,11 @@ class Walk:
         if what < 0.75:
             record.ack()
             hand.said.append(("ack", record.offset, {}))
-        elif what < 0.85:
+        elif what < 0.83:
             delay = self.rng.choice([0.0, 0.0, 500.0])
             record.release(delay)
             hand.said.append(("rewind", record.offset, {"delay": delay}))
-        elif what < 0.92:
+        elif what < 0.93:
             record.release(only_this=True)
             hand.said.append(("release", record.offset, {}))
         else:
@@ -276,7 +273,7 @@ class Walk:
 
     def publish_letters(self) -> None:
         """Letters that somebody was given come again, for whoever was given them may have died."""
-        for offset in self.plain.zrange(self.shared.books.key("dying"), 0, -1):
+        for offset in self.letters_in_books():
             self.plain.zadd(self.shared.books.key("dying"), {offset: 0})
         self.exchange(self.some_hand(), 0, bury_letters=True)
 
@@ -329,7 +326,8 @@ class Walk:
         hand.desk.letters.clear()
         letters = answer.letters
         for letter in letters:
-            assert letter.offset in self.dying and letter.group == self.group_of[letter.offset]
+            assert letter.offset in self.dying
+            assert letter.group == self.group_of[letter.offset]
             assert letter.failures == self.failures[letter.offset]
         if bury_letters:
             self.bury(hand, letters)
@@ -345,49 +343,6 @@ class Walk:
         while hand.desk.take_lost():
             pass
         return answer
-
-    def tell(self, consumer: str, kind: str, offset: int, how: dict[str, Any]) -> None:
-        """What was said has reached the books."""
-        group = self.group_of[offset]
-        assert self.holder.pop(offset) == consumer
-        if kind == "ack":
-            self.close_record(offset, "acked")
-        elif kind == "gone":
-            self.close_record(offset, "lost")
-        elif kind == "reject":
-            self.failures[offset] += 1
-            self.give_up(offset)
-        else:
-            self.fail(offset)
-        if kind == "rewind" or (kind == "reject" and self.parks):
-            behind = [o for o in self.holder if o > offset and self.group_of[o] == group]
-            for other in behind:
-                assert self.holder.pop(other) == consumer
-            back = [*behind, offset] if self.is_waiting(offset) else behind
-            if how.get("delay") and back and group not in self.stopped:
-                self.stopped[group] = "d"
-
-    def fail(self, offset: int) -> None:
-        self.failures[offset] += 1
-        if self.tries and self.failures[offset] >= self.tries:
-            self.give_up(offset)
-
-    def give_up(self, offset: int) -> None:
-        if self.parks:
-            self.stopped[self.group_of[offset]] = "p"
-        if self.letters:
-            self.dying.add(offset)
-        elif not self.parks:
-            self.close_record(offset, "dropped")
-
-    def give_back(self, consumer: str, *, died: bool) -> None:
-        heads: dict[bytes, int] = {}
-        for offset in sorted(o for o, c in self.holder.items() if c == consumer):
-            heads.setdefault(self.group_of[offset], offset)
-            del self.holder[offset]
-        if died:  # only what can have been at work is suspected
-            for offset in heads.values():
-                self.fail(offset)
 
     def see_to_the_dead(self) -> None:
         there = self.consumers()
@@ -414,7 +369,8 @@ class Walk:
         last_tries = 0
         for offset in answer.granted:
             group = self.group_of[offset]
-            assert offset not in self.fate and offset not in self.holder
+            assert offset not in self.fate
+            assert offset not in self.holder
             assert group not in self.stopped, f"{group!r} is stopped"
             for other in self.by_group[group]:
                 if other >= offset:
@@ -450,30 +406,9 @@ class Walk:
 
     # -- what must be true ---------------------------------------------------------------------
 
-    def close_record(self, offset: int, fate: str) -> None:
-        assert offset not in self.fate, f"{offset} was {self.fate[offset]}, and is now {fate}"
-        self.fate[offset] = fate
-        self.failures.pop(offset, None)
-
-    def open(self) -> list[int]:
-        return [offset for offset in self.group_of if offset not in self.fate]
-
-    def is_waiting(self, offset: int) -> bool:
-        return not (offset in self.fate or offset in self.dying or offset in self.holder)
-
-    def waiting(self, group: bytes) -> list[int]:
-        return [o for o, g in self.group_of.items() if g == group and self.is_waiting(o)]
-
     def waiting_seen(self, group: bytes) -> list[int]:
         looked = self.shared.describe().looked
         return [offset for offset in self.waiting(group) if offset < looked]
-
-    @property
-    def by_group(self) -> dict[bytes, list[int]]:
-        found: dict[bytes, list[int]] = defaultdict(list)
-        for offset, group in self.group_of.items():
-            found[group].append(offset)
-        return found
 
     def consumers(self) -> set[str]:
         found: Any = self.plain.hkeys(self.shared.books.key("consumers"))

@@ -201,8 +201,7 @@ def test_a_consumer_that_was_taken_for_dead_is_told_and_changes_nothing(url: str
         before = queue.shared.describe()
         for record, how in zip(records, ("ack", "release", "reject"), strict=True):
             with pytest.raises((meteor.Fenced, ValueError)):
-                getattr(record, how)()
-                late.flush()
+                settle_now(late, record, how)
         after = queue.shared.describe()
         assert (before.acked, before.dead, before.returned) == (
             after.acked,
@@ -216,6 +215,11 @@ def test_a_consumer_that_was_taken_for_dead_is_told_and_changes_nothing(url: str
         assert queue.shared.describe().acked == 3
 
 
+def settle_now(sub: meteor.SharedSubscriber, record: meteor.SharedRecord, how: str) -> None:
+    getattr(record, how)()
+    sub.flush()
+
+
 def test_two_who_keep_taking_each_other_for_dead_lose_and_double_nothing(
     url: str, rng: random.Random
 ) -> None:
@@ -226,7 +230,8 @@ def test_two_who_keep_taking_each_other_for_dead_lose_and_double_nothing(
         state = queue.shared.describe()
         assert state.acked == 320 == state.confirmed
         assert state.reaped > 5
-        assert sum(acked.values()) == 320 and set(acked.values()) == {1}
+        assert sum(acked.values()) == 320
+        assert set(acked.values()) == {1}
 
 
 def _fight(
@@ -272,5 +277,6 @@ def empty_claim(url: str, blocked: int) -> int:
             plain.config_resetstat()
             answer = other._desk.exchange(100)
             stats: Any = plain.info("commandstats")
-            assert not answer.granted and answer.waiting == blocked - 100
+            assert not answer.granted
+            assert answer.waiting == blocked - 100
             return sum(int(stat["calls"]) for stat in stats.values())

@@ -11,6 +11,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py import keys
 from meteor_py.errors import ConnectionFailed
+from meteor_py.shared.books import Refused
 from tests.servers import plain_client
 from tests.sharing import GROUP, STREAM, Queue, Runner, expire, get, offsets
 from tests.waiting import eventually
@@ -70,7 +71,7 @@ def test_a_settlement_counts_once_whether_its_request_or_its_answer_is_lost(
     with Queue(url, "AAAB", on_poison=on_poison) as queue:
         consumer = queue.consumer(prefetch=3)
         first = consumer.poll(5)[0]
-        {"release": first.release, "reject": first.reject, "ack": first.ack}[how]()
+        getattr(first, how)()
         moment = "before" if lost == "request" else "after"
         during_step(monkeypatch, consumer, **{moment: lose})
         found = [r.offset for _ in range(3) for r in consumer.poll(0.3)]
@@ -117,13 +118,43 @@ def test_purging_the_group_that_is_kept_for_a_last_try_lets_its_consumer_go_on(u
         assert queue.shared.purge("A") == 1
         queue.ack(other, "B-1")
         held = get(consumer)
-        assert held is not None and held.group == b"C"
-        held.release(only_this=True)
+        assert held is not None
+        assert held.group == b"C"
+        consumer.close()  # so C waits, for whoever comes
+        assert [queue.get(other) for _ in range(2)] == ["C-2", "D-3"]
+
+
+def test_what_was_returned_alone_is_in_its_place_when_those_around_it_come_back(url: str) -> None:
+    with Queue(url, "AAAA") as queue:
+        consumer, other = queue.consumers(2, prefetch=4)
+        consumer.poll(5)[1].release(only_this=True)
+        consumer.flush()
         consumer.close()
-        taken = [queue.get(other) for _ in range(2)]
-        assert "D-3" in taken or "C-2" in taken
-        assert queue.shared.describe().ready + queue.shared.describe().lag > 0
-        queue.check()
+        assert offsets(other.poll(5)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_step_that_is_not_the_next_is_refused_and_changes_nothing(url: str, ahead: int) -> None:
+    with Queue(url, "AB") as queue:
+        desk = queue.consumer()._desk
+        number = desk._number + ahead
+        with pytest.raises(Refused, match="REPEAT"):
+            take_step(queue, desk._consumer, number)
+        assert queue.shared.describe().looked == 0
+
+
+def test_a_step_of_one_who_is_no_consumer_is_refused_and_changes_nothing(url: str) -> None:
+    with Queue(url, "AB") as queue:
+        queue.consumer()
+        with pytest.raises(Refused, match="FENCED"):
+            take_step(queue, "nobody", 1)
+        assert queue.shared.describe().looked == 0
+        assert len(queue.shared.describe().consumers) == 1
+
+
+def take_step(queue: Queue, consumer: str, number: int) -> None:
+    books = queue.shared.books
+    queue.client.use(lambda link: books.step(link, consumer, number, want=1, acks={}))
 
 
 def test_one_who_finds_only_blocked_records_looks_on_without_waiting(

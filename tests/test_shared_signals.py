@@ -1,4 +1,4 @@
-"""Shared subscribers and signals: Ctrl-C anywhere, handlers that close, pauses longer than a lease."""
+"""Shared subscribers and signals: Ctrl-C at any moment, and handlers that close."""
 
 from __future__ import annotations
 

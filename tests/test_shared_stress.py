@@ -16,7 +16,9 @@ ROWS = {
     "ack window larger than prefetch": Row(59, 5, 1, 3, 1),
     "one at a time": Row(59, 3, 1, 1, 1),
     "53 groups at a time": Row(211, 13, 47, 79, 53, random_sizes=False),
-    "fill, then drain": Row(10_000, 1, 1_000, 100, 1, False, senders=1, receivers=5, fill_first=True),
+    "fill, then drain": Row(
+        10_000, 1, 1_000, 100, 1, False, senders=1, receivers=5, fill_first=True
+    ),
 }
 
 

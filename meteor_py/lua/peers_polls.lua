@@ -12,7 +12,9 @@ local answer = {'OK'}
 local function add(id)
   local fields = describe(id)
   if not fields then return end
-  answer[#answer + 1] = max(tonumber(call('ZSCORE', POLLS, id) or 0) - now, 0)
+  local ends = tonumber(call('ZSCORE', POLLS, id) or 0)
+  local limit = tonumber(call('ZSCORE', LIMITS, id) or ends)
+  answer[#answer + 1] = max(min(ends, limit) - now, 0)
   answer[#answer + 1] = fields
 end
 if ARGV[1] == 'poll' then

@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- Settle waiting records of a group, the oldest first, without anybody having processed them.
 --
--- KEYS  1 meta  2 state  3 groups  4 ready  5 blocked  6 delayed  7 failures  8 waiting of the group
+-- KEYS  1 meta  2 state  3 groups  4 ready  5 blocked  6 delayed  7 failures  8 suspects
+--       9 waiting of the group
 -- ARGV  1 incarnation  2 group  3 the last offset to purge  4 what the keys of the shared group begin
 --       with: those of the group's owner are found by what is in the state
 -- Returns {'OK', how many, 1 if there is more to do in another call}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
@@ -13,13 +14,14 @@ if found ~= ARGV[1] then return {found and 'INCARNATION' or 'NOSTREAM'} end
 if call('HGET', KEYS[2], 'incarnation') ~= ARGV[1] then return {'NOGROUP'} end
 local group = ARGV[2]
 local last, purged = tonumber(ARGV[3]), {}
-for _, offset in ipairs(call('LRANGE', KEYS[8], 0, 4095)) do
+for _, offset in ipairs(call('LRANGE', KEYS[9], 0, 4095)) do
   if tonumber(offset) > last then break end
   purged[#purged + 1] = offset
 end
 if #purged == 0 then return {'OK', 0, 0} end
-call('LPOP', KEYS[8], #purged)
+call('LPOP', KEYS[9], #purged)
 call('HDEL', KEYS[7], unpack(purged))
+call('SREM', KEYS[8], unpack(purged))
 call('HINCRBY', KEYS[2], 'waiting', -#purged)
 call('HINCRBY', KEYS[2], 'purged', #purged)
 
@@ -28,7 +30,7 @@ local more = ARGV[4] .. 'more:' .. owner
 local held = ARGV[4] .. 'held:' .. owner
 waiting = tonumber(waiting) - #purged
 if waiting > 0 then
-  local head = call('LINDEX', KEYS[8], 0)
+  local head = call('LINDEX', KEYS[9], 0)
   for _, key in ipairs({KEYS[4], KEYS[5], more}) do call('ZADD', key, 'XX', head, group) end
   call('HSET', KEYS[3], group, owner .. ':' .. string.format('%.0f', waiting) .. ':' .. state .. ':' .. head)
   return {'OK', #purged, #purged == 4096 and 1 or 0}

@@ -180,9 +180,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
         deadline = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout)
         while True:
             with self.caller.held():
-                if self._join(
-                    membership, "takeover" if on_conflict == "takeover" else "fail", data
-                ):
+                if self._join(membership, on_conflict, data):
                     return membership
             if on_conflict != "wait":
                 raise MemberTaken(
@@ -196,14 +194,13 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
             self._check_open()
 
     def _join(self, membership: Membership, on_conflict: str, data: bytes) -> bool:
+        how = "takeover" if on_conflict == "takeover" else "fail"
         try:
-            joined = membership.join(on_conflict, data)
+            joined = membership.join(how, data)
         except PeerError:
-            if (
-                self.books.open(self.config) != self.config
-            ):  # else it was deleted, and is begun anew
+            if self.books.open(self.config) != self.config:  # else it was deleted: begun anew
                 raise
-            joined = membership.join(on_conflict, data)
+            joined = membership.join(how, data)
         if not joined:
             return False
         with self.lock:

@@ -142,7 +142,7 @@ class Books:
         names = [self.meta, keys.index(self.stream.name)]
         names += self.keys(
             "state groups ready blocked delayed leases consumers failures dying letters bell "
-            f"held:{consumer} more:{consumer}"
+            f"held:{consumer} more:{consumer} suspects"
         )
         args: list[Any] = [self.prefix, self.stream.incarnation, consumer, number]
         args += ["leave" if leave else "wake" if wake else "", want, scan, QUANTUM]

@@ -50,6 +50,7 @@ class _Snapshot:
         self.groups.pop(b"", None)  # see shared_join.lua
         self.consumers = _mapping(found.get(b"consumers", []))
         self.letters = {int(offset) for offset in _mapping(found.get(b"letters", []))}
+        self.suspects = {int(offset) for offset in found.get(b"suspects", [])}
         self.sets = {name: _scores(found.get(name.encode(), [])) for name in _SETS}
         self.held = {
             part[5:]: {g: _list(h) for g, h in _mapping(value).items() if g}
@@ -69,6 +70,8 @@ class _Snapshot:
 def _command(key: bytes, part: bytes) -> tuple[Any, ...]:
     if part.startswith(b"waiting:"):
         return ("LRANGE", key, 0, -1)
+    if part == b"suspects":
+        return ("SMEMBERS", key)
     if part.startswith(b"held:") or part.decode(errors="replace") in _HASHES:
         return ("HGETALL", key)
     return ("ZRANGE", key, 0, -1, "WITHSCORES")
@@ -113,8 +116,16 @@ def _check(books: _Snapshot) -> Iterator[str]:
     delayed = {group for group, value in books.groups.items() if _parse(value)[2] == b"d"}
     if not delayed <= {*books.sets["delayed"]}:
         yield "A delayed group has no end of its delay."
+    if not books.suspects <= _open(books):
+        yield "A record is suspected that is settled."
     if {int(offset) for offset in books.sets["dying"]} != books.letters:
         yield "The letters are not those that are to be published."
+
+
+def _open(books: _Snapshot) -> set[int]:
+    """All records that are not settled."""
+    held = (offsets for groups in books.held.values() for offsets in groups.values())
+    return books.letters.union(*held, *books.waiting.values())
 
 
 def _check_offsets(books: _Snapshot) -> Iterator[str]:

@@ -246,7 +246,7 @@ class SharedGroup:
         self._look_ahead()
         books, client = self.books, self.stream.client
         names: list[Any] = [books.meta]
-        names += books.keys("state groups ready blocked delayed failures")
+        names += books.keys("state groups ready blocked delayed failures suspects")
         names.append(books.whole(b"waiting:" + name))
         # Up to an offset, and not so many: that may be repeated when an answer is lost.
         last = client.call("LINDEX", names[-1], -1 if limit is None else limit - 1)

@@ -10,7 +10,10 @@ from tests.shared_fleet import Fleet
 from tests.shared_stress import Row, stress
 from tests.test_shared_model import walk
 
-SOAK = [Row(10_007, 211, cap, ack, 1, senders=5, receivers=3) for cap, ack in ((47, 97), (79, 79), (97, 47))]
+SOAK = [
+    Row(10_007, 211, cap, ack, 1, senders=5, receivers=3)
+    for cap, ack in ((47, 97), (79, 79), (97, 47))
+]
 SOAK.append(Row(40_000, 13, 23, 7, 1, senders=5, receivers=3, fill_first=True))
 
 

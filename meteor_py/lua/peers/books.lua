@@ -208,7 +208,10 @@ local function drop(id, reason, stays)
   call('ZREM', DEADLINES, id)
   call('ZREM', CANDIDATES, id)
   call('ZREM', EXPIRATIONS, id)
-  if not m then return end
+  if not m then  -- a part of the group was deleted
+    if leader == id then depose(reason) end
+    return
+  end
   local was = m.session
   if m.persistent == '1' and stays then
     if m.alive == '0' then return end

@@ -3,6 +3,7 @@
 --
 -- KEYS  1 meta  2 index  3 state  4 groups  5 ready  6 blocked  7 delayed  8 leases  9 consumers
 --       10 failures  11 dying  12 letters  13 bell  14 held, and 15 more, of this consumer
+--       16 suspects
 -- ARGV  1 what the keys of the shared group begin with: those of other consumers, and the lists of
 --         waiting records, are found by what is in the state
 --       2 incarnation  3 consumer, '' to only look ahead  4 number of this step, one above the last
@@ -105,7 +106,8 @@ local function read(raw)
   end
   -- All fields at once: a table that grows is made anew.
   return {c = c, w = w, st = st, head = head, raw = raw, n = 0, held = '', known = false,
-          fresh = false, at = false, moved = false, reserved = false, others = false}
+          fresh = false, at = false, moved = false, reserved = false, passed = false,
+          others = false}
 end
 
 local function load(names)
@@ -234,6 +236,7 @@ end
 
 -- Failures.
 local any_failures = call('EXISTS', KEYS[10]) == 1
+local any_suspects = call('EXISTS', KEYS[16]) == 1
 local dropped = {}
 local function give_up(o, g, t, reason, failures)  -- whether it leaves its group
   if parks then t.st = 'p' end
@@ -244,6 +247,7 @@ local function give_up(o, g, t, reason, failures)  -- whether it leaves its grou
   end
   if parks then return false end
   call('HDEL', KEYS[10], text(o))
+  call('SREM', KEYS[16], text(o))
   dropped[#dropped + 1] = text(o) .. ':' .. failures
   add('dead', 1)
   return true
@@ -262,11 +266,17 @@ local function take_back(owner, reason)
   local by_group = {}
   for i = 1, #held, 2 do by_group[held[i]] = held[i + 1] end
   for _, g in ipairs(names) do
-    local t, offsets = groups[g], split(by_group[g])
+    local t, offsets, suspects = groups[g], split(by_group[g]), {}
     t.c, t.n, t.held, t.known, t.reserved, t.others = '', 0, '', false, false, false
     t.at = t.w > 0 and t.st ~= '' and 'b'
-    -- Only the first can have been at work: groups are processed in order.
-    if reason and offsets[1] and fail(offsets[1], g, t, reason) then table.remove(offsets, 1) end
+    if reason and offsets[1] then
+      -- What was done and not yet said is not known, so it may have died of a later one: from now
+      -- on they come one at a time.
+      for i, o in ipairs(offsets) do suspects[i] = text(o) end
+      many('SADD', KEYS[16], suspects)
+      any_suspects = true
+      if fail(offsets[1], g, t, reason) then table.remove(offsets, 1) end
+    end
     put_back(g, t, offsets)
     t.moved, dirty[g] = true, t
   end

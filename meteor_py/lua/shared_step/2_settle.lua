@@ -14,7 +14,9 @@ for i = at + 1, at + 2 * acked, 2 do
   local t = groups[g]
   if t.c == cid and t.held == list then
     add('acked', t.n)
-    if any_failures then for o in gmatch(list, '%d+') do healed[#healed + 1] = o end end
+    if any_failures or any_suspects then
+      for o in gmatch(list, '%d+') do healed[#healed + 1] = o end
+    end
     t.held, t.n = '', 0
   else
     local done, left = {}, {}
@@ -44,7 +46,7 @@ for i = at + 2 * acked + 1, #ARGV, 3 do
   if op == 'D' then
     if call('ZREM', KEYS[11], number) == 1 then
       call('HDEL', KEYS[12], number)
-      call('HDEL', KEYS[10], number)
+      healed[#healed + 1] = number
       add('dead', 1)
     end
   else
@@ -82,6 +84,7 @@ for i = at + 2 * acked + 1, #ARGV, 3 do
   end
 end
 many('HDEL', KEYS[10], healed)
+if any_suspects then many('SREM', KEYS[16], healed) end
 if ARGV[5] == 'leave' then
   write_held()
   take_back(cid)

@@ -58,20 +58,33 @@ if not stop and (any_failures or alone ~= '') then
   if alone ~= '' and holding > 0 then stop = true end
 end
 
+-- From i on, they go back to where they were.
+local function leave_rest(g, t, offsets, i)
+  local rest = {}
+  for j = i, #offsets do rest[#rest + 1] = tonumber(offsets[j]) end
+  put_back(g, t, rest)
+  add('returned', -#rest)
+end
+
 local function take(g, t)
   local offsets = call('LPOP', list_of(g), min(quantum, want - got, cap - t.n))
-  if not offsets then return end
+  if not offsets then
+    t.passed = true
+    return
+  end
   t.w, waiting = t.w - #offsets, waiting - #offsets
   t.head, t.moved, dirty[g] = false, true, t
   local failures = any_failures and call('HMGET', KEYS[10], unpack(offsets)) or {}
+  local suspects = any_suspects and call('SMISMEMBER', KEYS[16], unpack(offsets)) or {}
   for i, number in ipairs(offsets) do
     local o, times = tonumber(number), tonumber(failures[i] or 0) or 0
     local last_try = tries > 0 and times >= tries - 1
+    if suspects[i] == 1 and t.n > 0 then  -- not before what it may be blamed for is settled
+      t.passed = true
+      return leave_rest(g, t, offsets, i)
+    end
     if last_try and (got > 0 or holding > 0) then
-      local rest = {}
-      for j = i, #offsets do rest[#rest + 1] = tonumber(offsets[j]) end
-      put_back(g, t, rest)
-      add('returned', -#rest)
+      leave_rest(g, t, offsets, i)
       if i == 1 then
         stop = true
         if alone == '' and t.n == 0 and got == 0 then
@@ -82,15 +95,11 @@ local function take(g, t)
     end
     grant(o, t)
     if times > 0 then failed[#failed + 1] = number .. ':' .. times end
-    if last_try then
-      alone, t.reserved, stop = 'alone', false, true
-      local rest = {}
-      for j = i + 1, #offsets do rest[#rest + 1] = tonumber(offsets[j]) end
-      put_back(g, t, rest)
-      add('returned', -#rest)
-      return
-    end
     t.reserved = false
+    if last_try then
+      alone, stop = 'alone', true
+      return leave_rest(g, t, offsets, i + 1)
+    end
     if alone == 'reserved' then alone = '' end
   end
 end
@@ -107,11 +116,15 @@ while got < want and not stop do
       order[#order + 1], j = ready[j], j + 2
     end
   end
-  if #order == 0 then break end
   load(order)
+  local taken = false
   for _, g in ipairs(order) do
     if got >= want or stop then break end
-    take(g, groups[g])
+    if not groups[g].passed then
+      taken = true
+      take(g, groups[g])
+    end
   end
+  if not taken then break end
   place_all()
 end

@@ -1,0 +1,103 @@
+"""Handles of one distributed group, each on a client of its own, as in processes of their own.
+
+    with Post(url) as post:
+        group, other = post.group(), post.group()
+        me = other.join("me")
+        ...
+
+`Record` is a handler that notes what it gets, and `Gate` one that waits until it is let go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any, Self
+
+import meteor_py as meteor
+from meteor_py.peers.group import PeerGroup
+from meteor_py.peers.message import Message
+from tests.waiting import eventually
+
+NAME = "workers"
+#: Seconds for what is to happen: only a failing test waits for so long.
+SOON_S = 20.0
+
+
+class Post:
+    """Opens handles, and closes them at the end."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def group(self, url: str | None = None, **settings: Any) -> PeerGroup:
+        client = self._stack.enter_context(meteor.connect(url or self.url))
+        return self._stack.enter_context(client.group(NAME, **settings))
+
+
+class Record:
+    """A handler that notes the messages, and answers with what ``answer`` makes of them."""
+
+    def __init__(self, answer: Callable[[Message], Any] = lambda message: None) -> None:
+        self.messages: list[Message] = []
+        self._answer = answer
+
+    def __call__(self, message: Message) -> Any:
+        self.messages.append(message)
+        return self._answer(message)
+
+    @property
+    def bodies(self) -> list[Any]:
+        return [message.body for message in self.messages]
+
+    def wait_for(self, count: int) -> list[Message]:
+        eventually(lambda: len(self.messages) >= count, SOON_S, f"not {count} messages came")
+        return self.messages
+
+
+class Gate(Record):
+    """One that is in the middle of its work until it is let go."""
+
+    def __init__(self, answer: Callable[[Message], Any] = lambda message: None) -> None:
+        super().__init__(answer)
+        self.entered = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self, message: Message) -> Any:
+        self.entered.set()
+        self.open.wait(SOON_S)
+        return super().__call__(message)
+
+    def wait_until_entered(self) -> None:
+        assert self.entered.wait(SOON_S), "no message came"
+
+
+def abandon(group: PeerGroup) -> None:
+    """As if its process had died: its members are heard of no more, and take no more messages."""
+    for membership in group.memberships():
+        membership.end_inbox()
+    group._heart.end()
+
+
+def failure(future: Future[Any]) -> BaseException:
+    """The error of a future, which must have one."""
+    error = future.exception(SOON_S)
+    assert error is not None, "it did not fail"
+    return error
+
+
+def result(future: Future[Any]) -> Any:
+    return future.result(SOON_S)
+
+
+def inbox_length(group: PeerGroup, member: str) -> int:
+    return int(group.books.client.call("XLEN", group.books.key(f"inbox:{member}")))

@@ -1,0 +1,83 @@
+"""What becomes of the records of a shared group, by the rules of its documentation."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+
+class Model:
+    """The fate of every record, who holds it, and how often it has failed."""
+
+    def __init__(self, *, tries: int, parks: bool, letters: bool) -> None:
+        self.tries, self.parks, self.letters = tries, parks, letters
+        self.group_of: dict[int, bytes] = {}
+        self.fate: dict[int, str] = {}  # of those that are settled
+        self.failures: Counter[int] = Counter()
+        self.holder: dict[int, str] = {}  # consumers of what is held
+        self.dying: set[int] = set()
+        self.stopped: dict[bytes, str] = {}  # groups, "d" or "p"
+
+    def tell(self, consumer: str, kind: str, offset: int, how: dict[str, Any]) -> None:
+        """What was said has reached the books."""
+        group = self.group_of[offset]
+        assert self.holder.pop(offset) == consumer
+        if kind == "ack":
+            self.close_record(offset, "acked")
+        elif kind == "gone":
+            self.close_record(offset, "lost")
+        elif kind == "reject":
+            self.failures[offset] += 1
+            self.give_up(offset)
+        else:
+            self.fail(offset)
+        if kind == "rewind" or (kind == "reject" and self.parks):
+            behind = [o for o in self.holder if o > offset and self.group_of[o] == group]
+            for other in behind:
+                assert self.holder.pop(other) == consumer
+            back = [*behind, offset] if self.is_waiting(offset) else behind
+            if how.get("delay") and back and group not in self.stopped:
+                self.stopped[group] = "d"
+
+    def fail(self, offset: int) -> None:
+        self.failures[offset] += 1
+        if self.tries and self.failures[offset] >= self.tries:
+            self.give_up(offset)
+
+    def give_up(self, offset: int) -> None:
+        if self.parks:
+            self.stopped[self.group_of[offset]] = "p"
+        if self.letters:
+            self.dying.add(offset)
+        elif not self.parks:
+            self.close_record(offset, "dropped")
+
+    def give_back(self, consumer: str, *, died: bool) -> None:
+        heads: dict[bytes, int] = {}
+        for offset in sorted(o for o, c in self.holder.items() if c == consumer):
+            heads.setdefault(self.group_of[offset], offset)
+            del self.holder[offset]
+        if died:  # only what can have been at work is suspected
+            for offset in heads.values():
+                self.fail(offset)
+
+    def close_record(self, offset: int, fate: str) -> None:
+        assert offset not in self.fate, f"{offset} was {self.fate[offset]}, and is now {fate}"
+        self.fate[offset] = fate
+        self.failures.pop(offset, None)
+
+    def open(self) -> list[int]:
+        return [offset for offset in self.group_of if offset not in self.fate]
+
+    def is_waiting(self, offset: int) -> bool:
+        return not (offset in self.fate or offset in self.dying or offset in self.holder)
+
+    def waiting(self, group: bytes) -> list[int]:
+        return [o for o, g in self.group_of.items() if g == group and self.is_waiting(o)]
+
+    @property
+    def by_group(self) -> dict[bytes, list[int]]:
+        found: dict[bytes, list[int]] = defaultdict(list)
+        for offset, group in self.group_of.items():
+            found[group].append(offset)
+        return found
