@@ -117,9 +117,11 @@ def etcd_server(program: str) -> Iterator[str]:
     client, peer = (f"http://127.0.0.1:{port}" for port in ports)
     with tempfile.TemporaryDirectory() as folder:
         server = subprocess.Popen(
-            [program, "--data-dir", folder, "--listen-client-urls", client]
-            + ["--advertise-client-urls", client, "--listen-peer-urls", peer]
-            + ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"],
+            [
+                *(program, "--data-dir", folder, "--listen-client-urls", client),
+                *("--advertise-client-urls", client, "--listen-peer-urls", peer),
+                *("--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"),
+            ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -195,7 +197,7 @@ def beating(bench: Bench) -> list[Row]:
             books = Books(client, "bench")
             books.open(PeersConfig(ttl=600))
             for number in range(size):
-                books.run(PEERS_JOIN, [f"m{number}", "s", "0", 0, b"null", "fail"])
+                books.run(PEERS_JOIN, [f"m{number}", "s", "0", 0, b"null", "fail", size])
             link = client.open_link()
             count, before = bench.pick(5_000, 1_000), used(plain)
             for number in range(count):
