@@ -24,6 +24,8 @@ from meteor_py.config import (
 )
 from meteor_py.errors import (
     AccessDenied,
+    ActionRefused,
+    ClockTooUncertain,
     ConnectionFailed,
     CorruptFrameError,
     DecodeError,
@@ -32,15 +34,27 @@ from meteor_py.errors import (
     GroupConfigMismatch,
     GroupError,
     GroupNotFound,
+    HandlerFailed,
+    InboxFull,
     InvalidInitialOffset,
     LeaseLost,
     LogTruncated,
+    MemberLeft,
+    MembershipLost,
+    MemberTaken,
+    MemberUnknown,
+    MessageExpired,
+    MessageFailed,
     MeteorError,
     NoConfirmedOffset,
+    NoLeader,
     NotGrouped,
     NotReplicated,
     OutcomeUnknown,
     OutOfMemory,
+    PartialFailure,
+    PeerError,
+    PeerGroupNotFound,
     PublisherClosed,
     PublisherFull,
     PublishError,
@@ -51,6 +65,7 @@ from meteor_py.errors import (
     ServerNotFound,
     ServerRefused,
     ServerStartFailed,
+    StaleTerm,
     StoreMismatch,
     StoreUnavailable,
     StreamConfigMismatch,
@@ -64,6 +79,19 @@ from meteor_py.group import GroupDescription
 from meteor_py.history import Position
 from meteor_py.link import DataSafetyWarning
 from meteor_py.meta import Description
+from meteor_py.peers.actions import Action
+from meteor_py.peers.codec import PeerCodec
+from meteor_py.peers.config import PeersConfig
+from meteor_py.peers.event import Event
+from meteor_py.peers.group import PeerGroup
+from meteor_py.peers.member import Member, Status
+from meteor_py.peers.membership import Membership
+from meteor_py.peers.message import Message
+from meteor_py.peers.picture import View
+from meteor_py.peers.proposal import Outcome, Proposal
+from meteor_py.peers.replies import Replies
+from meteor_py.peers.target import Target
+from meteor_py.peers.term import Term
 from meteor_py.publisher import Publisher
 from meteor_py.receiver import Receiver
 from meteor_py.record import ARROW_SCHEMA, Record, RecordBatch
@@ -85,10 +113,13 @@ __all__ = [
     "ARROW_SCHEMA",
     "AccessDenied",
     "Ack",
+    "Action",
+    "ActionRefused",
     "Archive",
     "Archiver",
     "Bounds",
     "Client",
+    "ClockTooUncertain",
     "Codec",
     "Compression",
     "ConnectionFailed",
@@ -98,6 +129,7 @@ __all__ = [
     "DataSafetyWarning",
     "DecodeError",
     "Description",
+    "Event",
     "Fenced",
     "Flaw",
     "GroupActive",
@@ -106,20 +138,40 @@ __all__ = [
     "GroupError",
     "GroupNotFound",
     "GroupState",
+    "HandlerFailed",
+    "InboxFull",
     "InitialOffset",
     "InvalidInitialOffset",
     "LeaseLost",
     "LogTruncated",
     "ManyAck",
+    "Member",
+    "MemberLeft",
+    "MemberTaken",
+    "MemberUnknown",
+    "Membership",
+    "MembershipLost",
     "MemoryStore",
+    "Message",
+    "MessageExpired",
+    "MessageFailed",
     "MeteorError",
     "NoConfirmedOffset",
+    "NoLeader",
     "NotGrouped",
     "NotReplicated",
     "OutOfMemory",
+    "Outcome",
     "OutcomeUnknown",
     "ParquetStore",
+    "PartialFailure",
+    "PeerCodec",
+    "PeerError",
+    "PeerGroup",
+    "PeerGroupNotFound",
+    "PeersConfig",
     "Position",
+    "Proposal",
     "PublishError",
     "Publisher",
     "PublisherClosed",
@@ -131,6 +183,7 @@ __all__ = [
     "RecordBatch",
     "RecordTooLarge",
     "RecordsLost",
+    "Replies",
     "RingbufferStore",
     "SegmentCorrupt",
     "SegmentDescription",
@@ -143,6 +196,8 @@ __all__ = [
     "SharedGroup",
     "SharedRecord",
     "SharedSubscriber",
+    "StaleTerm",
+    "Status",
     "StoreMismatch",
     "StoreUnavailable",
     "Stream",
@@ -154,7 +209,10 @@ __all__ = [
     "StreamNotFound",
     "Subscriber",
     "SubscriberConfig",
+    "Target",
+    "Term",
     "UnsupportedFrameError",
+    "View",
     "__version__",
     "connect",
 ]

@@ -209,6 +209,7 @@ class Client(Closing):
         min_size: int | None = None,
         max_inbox: int | None = None,
         codec: Format | PeerCodec = "json",
+        create: bool = True,
     ) -> PeerGroup:
         """Open a distributed group: look on, send messages, or join; close it, or use ``with``.
 
@@ -224,9 +225,11 @@ class Client(Closing):
             max_inbox: Messages of a member that may wait (10,000).
             codec: How messages of this handle are written: "json", "msgpack", "bytes", or a
                 ``PeerCodec`` with types of your own. Not a setting of the group.
+            create: Whether to begin it if it does not exist.
 
         Raises:
             PeerError: It exists with other settings.
+            PeerGroupNotFound: It does not exist, and ``create`` is false.
             ValueError, TypeError: A setting out of its range, or of the wrong type.
         """
         given = {
@@ -237,7 +240,7 @@ class Client(Closing):
             "max_inbox": max_inbox,
         }
         asked = {key: value for key, value in given.items() if value is not None}
-        return open_group(self, name, instance, asked, find_codec(codec))
+        return open_group(self, name, instance, asked, find_codec(codec), create)
 
     def groups(self) -> list[str]:
         """The names of all distributed groups, sorted."""

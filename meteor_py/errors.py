@@ -29,6 +29,7 @@
     │   ├── OutcomeUnknown          may or may not be in the log
     │   └── NotReplicated           in the log, but not on enough replicas in time
     ├── PeerError                   .group: of a distributed group
+    │   ├── PeerGroupNotFound       create=False, and there is no such group
     │   ├── MemberTaken             somebody has that name
     │   ├── MembershipLost          expelled, removed, or replaced by the same name elsewhere
     │   ├── StaleTerm               not the leader of that term any more
@@ -238,6 +239,10 @@ class PeerError(MeteorError):
     def __init__(self, message: str, *, group: str) -> None:
         super().__init__(message)
         self.group = group
+
+
+class PeerGroupNotFound(PeerError):
+    """There is no distributed group of that name, and none was to be begun."""
 
 
 class MemberTaken(PeerError):

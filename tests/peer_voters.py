@@ -1,9 +1,9 @@
 """Members of a distributed group that vote and act, here or in processes of their own.
 
-    with Panel(url) as panel:
-        first, second = panel.processes(2)
-        first.ask("vote", True)
-        panel.group.propose("lunch").result(RESULT_S)
+with Panel(url) as panel:
+    first, second = panel.processes(2)
+    first.ask("vote", True)
+    panel.group.propose("lunch").result(RESULT_S)
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Panel:
         return process
 
     def processes(self, number: int, **options: Any) -> list[Voters]:
-        """Some in processes of their own, started at once, and in the order in which they joined."""
+        """Some in processes of their own, started at once; in the order in which they joined."""
         started = [self.process(**options) for _ in range(number)]
         assert len({process.name for process in started}) == number
         places = {member.id: member.index for member in self.group.books.look().members.values()}
@@ -85,6 +85,16 @@ class Panel:
     def run(self, script: Any, *args: Any) -> list[Any]:
         """Run a script of the group, by hand."""
         return self.group.books.run(script, list(args))
+
+    def votes(self) -> str:
+        """The votes in the one poll that is open, as the server has them."""
+        found: Any = self.redis.hvals(self.key(f"votes:{self.open_poll()}"))
+        return b"".join(found).decode()
+
+    def open_poll(self) -> str:
+        polls: Any = self.redis.zrange(self.key("polls"), 0, -1)
+        (poll,) = (name.decode() for name in polls)
+        return str(poll)
 
     def key(self, part: str) -> str:
         return self.group.books.key(part)

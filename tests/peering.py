@@ -263,7 +263,7 @@ class _Child:
         }
 
     def lead(self, ttl_s: float) -> list[Any]:
-        """Work as the leader until a stop; what is known right after it, and what may be written."""
+        """Lead until a stop; what is known right after it, and what may be written then."""
         with self.me.leadership(timeout=ANSWER_S) as term:
             session = self.me.session
             answer({"value": term.number})

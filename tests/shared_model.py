@@ -15,6 +15,7 @@ class Model:
         self.fate: dict[int, str] = {}  # of those that are settled
         self.failures: Counter[int] = Counter()
         self.holder: dict[int, str] = {}  # consumers of what is held
+        self.suspects: set[int] = set()  # were with a consumer that died
         self.dying: set[int] = set()
         self.stopped: dict[bytes, str] = {}  # groups, "d" or "p"
 
@@ -56,6 +57,8 @@ class Model:
         heads: dict[bytes, int] = {}
         for offset in sorted(o for o, c in self.holder.items() if c == consumer):
             heads.setdefault(self.group_of[offset], offset)
+            if died:
+                self.suspects.add(offset)
             del self.holder[offset]
         if died:  # only what can have been at work is suspected
             for offset in heads.values():
@@ -64,6 +67,7 @@ class Model:
     def close_record(self, offset: int, fate: str) -> None:
         assert offset not in self.fate, f"{offset} was {self.fate[offset]}, and is now {fate}"
         self.fate[offset] = fate
+        self.suspects.discard(offset)
         self.failures.pop(offset, None)
 
     def open(self) -> list[int]:

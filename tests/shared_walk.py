@@ -382,6 +382,7 @@ class Walk(Model):
             later = [o for o in self.holder if self.group_of[o] == group]
             assert {self.holder[o] for o in later} <= {hand.id}, "a group has one owner"
             assert len(later) < self.cap
+            assert not later or offset not in self.suspects, "a suspect waits for those before it"
             assert answer.failures.get(offset, 0) == self.failures[offset]
             last_tries += bool(self.tries and self.failures[offset] >= self.tries - 1)
             self.holder[offset] = hand.id

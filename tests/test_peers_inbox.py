@@ -300,7 +300,7 @@ def test_wrong_arguments_and_a_second_handler_are_refused(post: Post) -> None:
         me.inbox("q")
     for wrong in ({"workers": 0}, {"priority": 0}, {"ack": "no"}, {"timeout": 0}):
         with pytest.raises(ValueError, match="must be"):
-            me.on("other", **wrong)(lambda message: None)  # type: ignore[arg-type]
+            me.on("other", **wrong)(lambda message: None)
     with pytest.raises(ValueError, match="take turns"):
         me.on("other", workers=2, priority=1)(lambda message: None)
     with pytest.raises(ValueError, match="cannot be the name"):

@@ -335,7 +335,7 @@ def test_arguments_that_cannot_be_are_refused_where_they_are_given(post: Post) -
         ({"queue": "q", "body": "x" * 2_000_000}, ValueError),
     ):
         with pytest.raises(kind):
-            target.tell(**wrong)  # type: ignore[arg-type]
+            target.tell(**wrong)
     with pytest.raises(TypeError):
         group.member(7)  # type: ignore[arg-type]
     assert inbox_length(group, "a") == 0
@@ -468,7 +468,8 @@ def test_for_anybody_is_spread_evenly(post: Post, members: int, rng: random.Rand
     count = 100 * members
     for _ in range(count):
         # As Mail does, with a number that the seed of the test gives.
-        args = [f"{rng.getrandbits(64):x}", group.session, "", "q", "tell", "any", ""]
+        message = f"{rng.getrandbits(64):x}"
+        args: list[Any] = [message, group.session, "", "q", "tell", "any", ""]
         args += [rng.randrange(2**31), "0", "128", "10000", "1000", "json", "1", ""]
         assert group.books.run(PEERS_SEND, args)[0] == b"OK"
     lengths = [inbox_length(group, f"m{n}") for n in range(members)]

@@ -133,6 +133,7 @@ def test_at_random_every_candidate_of_the_highest_priority_leads_in_the_end(
         before = peers.leader
         led.add(before)
         peers.pass_ms(rng.randrange(1, 50))
+        peers.beat(*"abcd")
         peers.resign(before)
         assert peers.leader != before
     assert led == {"a", "b", "c"}
@@ -210,10 +211,11 @@ def test_who_was_dead_when_it_was_removed_is_told_so(peers: Peers) -> None:
 def test_those_who_were_removed_are_remembered_for_a_day_and_not_without_bound(
     peers: Peers,
 ) -> None:
-    for number in range(1010):
-        peers.join(f"m{number}")
-        peers.leave(f"m{number}", "")
     removed = peers.prefix + "removed"
+    for number in range(1010):
+        peers.client.call("ZADD", removed, peers.clock - number, f"m{number}")
+    peers.join("first")
+    peers.leave("first", "")
     assert peers.client.call("ZCARD", removed) == 1000
     assert peers.client.call("PTTL", removed) > 0
     peers.pass_ms(25 * HOUR_MS)

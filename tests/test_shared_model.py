@@ -12,8 +12,6 @@ from tests.shared_walk import Walk
 
 WALKS = 14
 STEPS = 90
-#: Seeds of walks that have found something.
-FOUND: tuple[str, ...] = ()
 
 
 @pytest.mark.parametrize("number", range(WALKS))
@@ -21,11 +19,6 @@ def test_each_record_is_settled_once_in_order_and_by_one_consumer(
     url: str, rng: random.Random, number: int
 ) -> None:
     walk(url, f"{rng.randrange(1 << 32)}", STEPS)
-
-
-@pytest.mark.parametrize("seed", FOUND)
-def test_walks_that_found_something_find_nothing(url: str, seed: str) -> None:
-    walk(url, seed, STEPS)
 
 
 def walk(url: str, seed: str, steps: int) -> None:

@@ -191,7 +191,7 @@ def test_on_a_full_server_consumers_settle_and_claim(private_server: ServerFacto
 
 
 def test_a_consumer_that_was_taken_for_dead_is_told_and_changes_nothing(url: str) -> None:
-    with Queue(url, "AAABBB") as queue:
+    with Queue(url, "ABCABC") as queue:
         late, other = queue.consumers(2, prefetch=3)
         records = late.poll(5)
         assert offsets(records) == [0, 1, 2]

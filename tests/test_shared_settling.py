@@ -428,8 +428,7 @@ def test_a_late_settlement_is_refused_and_changes_nothing(any_url: str) -> None:
         c1, c2 = queue.consumers(2)
         records = c1.poll(5)
         expire(c1)
-        taken = c2.poll(5)
-        assert offsets(taken) == [0, 1, 2]
+        assert offsets(c2.poll(5)) == [0]  # of what a dead one held, one at a time
         records[0].ack()  # it does not know yet
         records[1].release(only_this=True)
         records[2].reject("bad")
@@ -440,6 +439,7 @@ def test_a_late_settlement_is_refused_and_changes_nothing(any_url: str) -> None:
         assert (found.acked, found.dead, found.confirmed, found.reaped) == (0, 0, 0, 1)
         c1.flush()  # told once
         c2.commit()
+        assert offsets(drain(c2)) == [1, 2]
         assert queue.shared.confirmed == 3
 
 

@@ -12,6 +12,8 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.link import Link
+from meteor_py.shared.books import Answer
+from meteor_py.shared.record import Standing
 from tests.reading import background, blocked
 from tests.sharing import Queue, offsets
 
@@ -102,6 +104,26 @@ def test_by_its_own_acknowledgement_which_makes_room_in_a_group(
     first, second = c1.poll(5)
     assert woken(queue, c1, first.ack) == [2]
     second.ack()
+
+
+def test_by_room_that_was_made_while_it_asked_for_nothing(
+    open_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = open_queue("AB")
+    c1 = queue.consumer(prefetch=1)
+    (first,) = c1.poll(5)
+    assert c1.poll(0.05) == []  # nothing is new to it
+    exchange = c1._supply.exchange
+
+    def settled_meanwhile(want: int) -> Answer:
+        answer = exchange(want)
+        if first.standing is Standing.HELD:
+            assert want == 0
+            first.ack()
+        return answer
+
+    monkeypatch.setattr(c1._supply, "exchange", settled_meanwhile)
+    assert offsets(c1.poll(SOON_S)) == [1]
 
 
 def test_by_its_own_release(open_queue: Callable[..., Queue]) -> None:

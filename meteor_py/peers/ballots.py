@@ -100,6 +100,7 @@ class Ballots:
                 name = f"meteor-ballots-{self._group.name}"
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
+                self._group.hurry()  # the first reading of the clock is a bad one
 
     # -- proposing -----------------------------------------------------------------------------
 
@@ -270,11 +271,11 @@ class Ballots:
             return
         try:
             found = next(self.look("poll", poll), None)
-        except ConnectionFailed:
+        except MeteorError as error:  # away, or it has forgotten the group, which will begin anew
             entry.failures += 1
             entry.ask_at = now() + pause_s(entry.failures, *_BACKOFF_S)
             if now() > entry.give_up_at:
-                self._give_up(poll, "could not be asked for in time")
+                self._give_up(poll, f"could not be asked for in time ({error})")
             return
         if found is None:
             self._give_up(poll, "is lost, as the server has lost state")

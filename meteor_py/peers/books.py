@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meteor_py import keys
-from meteor_py.errors import PeerError
+from meteor_py.errors import PeerError, PeerGroupNotFound
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.member import Member, read_member
 from meteor_py.scripts import PEERS_BEAT, PEERS_LOOK, PEERS_OPEN, Script
@@ -78,15 +78,32 @@ class Books:
     def key(self, part: str) -> str:
         return self.prefix + part
 
-    def open(self, config: PeersConfig, link: Link | None = None) -> PeersConfig:
+    def open(
+        self, config: PeersConfig, link: Link | None = None, *, create: bool = True
+    ) -> PeersConfig:
         """Begin the group if it does not exist; return how it is set up."""
+        if not create:
+            return self.settings()
         way = self.client if link is None else link
         way.call("SADD", keys.PEERS, self.name)
         fields = [item for pair in config.to_fields().items() for item in pair]
         names = [self.key(part) for part in _PARTS]
         flat = way.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        return PeersConfig.from_fields({k.decode(): v.decode() for k, v in pairs})
+        return _read_config(flat)
+
+    def settings(self) -> PeersConfig:
+        """How a group that exists is set up.
+
+        Raises:
+            PeerGroupNotFound: It does not.
+        """
+        flat = self.client.call("HGETALL", self.key("config"))
+        if not flat:
+            raise PeerGroupNotFound(
+                f"There is no distributed group {self.name!r}; client.group() begins one.",
+                group=self.name,
+            )
+        return _read_config(flat)
 
     def run(self, script: Script, args: Sequence[Any], link: Link | None = None) -> list[Any]:
         """Run a script that may be repeated, and return its answer.
@@ -132,3 +149,8 @@ class Books:
             session=session.decode(),
             members={name.decode(): read_member(name.decode(), value) for name, value in pairs},
         )
+
+
+def _read_config(flat: list[bytes]) -> PeersConfig:
+    pairs = zip(flat[::2], flat[1::2], strict=True)
+    return PeersConfig.from_fields({k.decode(): v.decode() for k, v in pairs})

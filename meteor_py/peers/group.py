@@ -441,17 +441,14 @@ def open_group(
     instance: str | None,
     asked: dict[str, Any],
     codec: PeerCodec | None = None,
+    create: bool = True,
 ) -> PeerGroup:
-    """Open a group, and begin it if it does not exist.
-
-    Raises:
-        PeerError: It exists with other settings.
-    """
+    """Open a group, and begin it if it does not exist. For what it raises see ``Client.group``."""
     keys.check_name(name, "group")
     if instance is not None:
         name = f"{name}/{keys.check_name(instance, 'group')}"
     config = replace(PeersConfig(), **asked)
-    present = Books(client, name).open(config)
+    present = Books(client, name).open(config, create=create)
     setting = present.differing(asked)
     if setting is not None:
         raise PeerError(

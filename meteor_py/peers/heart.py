@@ -55,9 +55,13 @@ class Heart:
         self._link.interrupt()
 
     def join(self, timeout_s: float) -> bool:
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        deadline = now() + timeout_s
+        while self._thread is not threading.current_thread() and self._thread.is_alive():
+            if now() > deadline:
+                return False
+            self._link.interrupt()  # again: it may have connected only now
+            self._thread.join(0.02)
+        return True
 
     def _run(self) -> None:
         failures = 0

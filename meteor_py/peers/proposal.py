@@ -66,7 +66,7 @@ class Outcome:
     @property
     def voters(self) -> tuple[str, ...]:
         """All who were asked."""
-        return (*self.yes, *self.no, *self.abstained, *self.missing)
+        return tuple(sorted((*self.yes, *self.no, *self.abstained, *self.missing)))
 
 
 def dump_topic(topic: Any, codec: PeerCodec) -> bytes:

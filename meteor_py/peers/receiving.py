@@ -50,11 +50,10 @@ class Receiving:
             ValueError: The queue has a function already.
             MembershipLost: It is not a member any more.
         """
+        inbox = self._open_inbox()
 
         def register(function: _F) -> _F:
-            self._open_inbox().on(
-                queue, function, workers=workers, priority=priority, ack=ack, timeout=timeout
-            )
+            inbox.on(queue, function, workers=workers, priority=priority, ack=ack, timeout=timeout)
             return function
 
         return register

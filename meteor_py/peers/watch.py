@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meteor_py.backoff import pause_s
 from meteor_py.errors import ConnectionFailed
+from meteor_py.lease import now
 from meteor_py.peers.event import read_event
 from meteor_py.state import State
 
@@ -47,9 +48,13 @@ class Watch:
         self._link.interrupt()
 
     def join(self, timeout_s: float) -> bool:
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        deadline = now() + timeout_s
+        while self._thread is not threading.current_thread() and self._thread.is_alive():
+            if now() > deadline:
+                return False
+            self._link.interrupt()  # again: it may have connected only now
+            self._thread.join(0.02)
+        return True
 
     def _run(self) -> None:
         failures = 0
@@ -72,6 +77,9 @@ class Watch:
         events, answers = group.books.key("events"), group.books.key(f"replies:{group.session}")
         block_s = min(self._link.block_max_s, group.config.ttl / 2)
         view = group.picture.view
+        self._link.connect()
+        if self._ended:
+            return  # whoever ended it may have found no connection to interrupt
         found = self._link.call(
             *("XREAD", "COUNT", _COUNT, "BLOCK", max(int(block_s * 1000), 1)),
             *("STREAMS", events, answers, f"{view}-0", self._answers),
