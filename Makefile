@@ -21,7 +21,7 @@ test: .venv/installed ## run the tests on N=4 processes; more options for pytest
 
 chaos: .venv/installed ## kill, pause and cut at random, and check what happened; ARGS="--seeds 50"
 	$(BIN)/python -m tests.chaos $(ARGS)
-	$(if $(ARGS),,$(BIN)/pytest tests/chaos/spark_*.py tests/chaos/shared_*.py)
+	$(if $(ARGS),,$(BIN)/pytest tests/chaos/spark_*.py tests/chaos/shared_*.py tests/chaos/peers_*.py)
 
 bench: .venv/installed ## measure the speed
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -34,7 +34,8 @@ from meteor_py.link import Argument, Link, connection_options
 from meteor_py.meta import Meta
 from meteor_py.peers.codec import Format, PeerCodec, find_codec
 from meteor_py.peers.config import UNSET, Election, Unset
-from meteor_py.peers.group import PeerGroup, close_groups, open_group
+from meteor_py.peers.group import PeerGroup, open_group
+from meteor_py.peers.registry import close_groups
 from meteor_py.publisher import close_publishers
 from meteor_py.scripts import ALL, CREATE_STREAM, Script
 from meteor_py.serverinfo import ServerDescription, describe_server

@@ -101,3 +101,13 @@ def result(future: Future[Any]) -> Any:
 
 def inbox_length(group: PeerGroup, member: str) -> int:
     return int(group.books.client.call("XLEN", group.books.key(f"inbox:{member}")))
+
+
+def wait_until_expired(group: PeerGroup, member: str) -> None:
+    """Return when the first message in an inbox is over, for this handle too."""
+    (first,) = group.books.client.call(
+        "XRANGE", group.books.key(f"inbox:{member}"), "-", "+", "COUNT", 1
+    )
+    fields = dict(zip(first[1][::2], first[1][1::2], strict=True))
+    until = int(fields[b"until"]) / 1000
+    eventually(lambda: group.now() - group.clock.error_bound > until, SOON_S)

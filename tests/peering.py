@@ -170,7 +170,7 @@ class Peers:
         client = self.client.redis
         names: Any = client.keys("meteor:*")
         kinds: dict[bytes, Any] = {
-            b"hash": lambda name: sorted(client.hgetall(name).items()),  # type: ignore[union-attr]
+            b"hash": lambda name: sorted(client.hgetall(name).items()),
             b"zset": lambda name: client.zrange(name, 0, -1, withscores=True),
             b"stream": client.xrange,
             b"string": client.get,
@@ -266,10 +266,10 @@ class _Child:
         """Lead until a stop; what is known right after it, and what may be written then."""
         with self.me.leadership(timeout=ANSWER_S) as term:
             session = self.me.session
+            last = at = now()
             answer({"value": term.number})
-            last = now()
-            while now() - last < ttl_s:
-                last = now()
+            while at - last < ttl_s:
+                last, at = at, now()
             found = [term.valid, term.lost.is_set(), term.remaining, self._write(term)]
             args = [term.number, session, "set", "config", b"of a zombie"]
             code = self.group.books.run(PEERS_GUARD, args)[0]  # as one who does not look

@@ -446,6 +446,8 @@ class Walk(Model):
                 if group and offsets:
                     held |= {int(offset): consumer for offset in offsets.split(b",")}
         assert held == self.holder
+        failures: Any = self.plain.hgetall(self.shared.books.key("failures"))
+        assert {int(o): int(n) for o, n in failures.items()} == dict(+self.failures)
         assert {int(o) for o in self.letters_in_books()} == self.dying
 
     def letters_in_books(self) -> list[bytes]:

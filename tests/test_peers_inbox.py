@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from meteor_py.errors import HandlerFailed, MembershipLost, MessageExpired
+from meteor_py.peers import box as box_module
 from meteor_py.peers import inbox as inbox_module
 from meteor_py.peers.group import PeerGroup
 from meteor_py.peers.message import Message
@@ -124,7 +126,7 @@ def test_a_message_without_a_handler_is_not_failed_before_its_time(post: Post) -
 def test_a_backlog_beyond_what_is_held_here_comes_whole_and_in_order(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox_module, "HELD_MAX", 10)
+    monkeypatch.setattr(box_module, "HELD_MAX", 10)
     monkeypatch.setattr(inbox_module, "_COUNT", 7)
     group = post.group()
     me, most = group.join("a"), 0
@@ -148,7 +150,7 @@ def test_a_backlog_beyond_what_is_held_here_comes_whole_and_in_order(
 def test_what_is_not_settled_holds_up_its_own_queue_only(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inbox_module, "HELD_MAX", 4)
+    monkeypatch.setattr(box_module, "HELD_MAX", 4)
     group = post.group()
     me, kept = group.join("a"), Record()
     me.on("kept", ack="manual")(kept)
@@ -525,6 +527,31 @@ def test_messages_on_a_promoted_replica_are_read_though_others_were_lost(pair: P
         for n in range(3):
             assert group.member("a").ask("q", n, timeout=60).result(60) == n
         assert [body for body in got.bodies if isinstance(body, int)] == [0, 1, 2]
+
+
+def test_nothing_is_lost_while_a_member_is_expelled_and_its_connections_are_cut(
+    private_server: ServerFactory, rng: random.Random
+) -> None:
+    server = private_server()
+    with Proxy(HOST, server.port) as proxy, Post(proxy.url) as post:
+        group, other, direct = post.group(ttl=0.5), post.group(), post.group(server.url)
+        got = Record(lambda message: message.body)
+        me = other.join("a")
+        me.on("q")(got)
+        proxy.chaos(rng, 0.03, ("lost_reply", "lost_request", "torn_reply", "late_reply"))
+        asked = []
+        for n in range(200):
+            asked.append(group.member("a").ask("q", n, timeout=60))
+            if n % 40 == 7:
+                expel(direct, "a")
+            elif n % 50 == 9:
+                proxy.cut()
+        assert [future.result(60) for future in asked] == list(range(200))
+        proxy.heal()
+        assert set(got.bodies) == set(range(200))
+        held = me._open_inbox()._boxes["q"].held
+        eventually(lambda: not held, message="something is held for ever")
+        assert inbox_length(direct, "a") == 0
 
 
 def test_a_connection_that_is_cut_while_waiting_loses_and_doubles_nothing(

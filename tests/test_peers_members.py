@@ -415,6 +415,17 @@ def test_who_only_looks_on_notices_a_death_alone(open_group: Open, url: str) -> 
     assert group.leader is None
 
 
+def test_a_death_is_noticed_on_time_and_not_with_the_next_beat(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)  # a beat every 20 s
+    heard = Heard(group)
+    args = ["a", "of-nobody", "0", 0, b"null", "fail", 1000]
+    group.books.run(PEERS_JOIN, args)
+    deadline = int((time.time() + 0.5) * 1000)
+    group.books.client.call("ZADD", group.books.key("deadlines"), deadline, "a")
+    group.hurry()
+    eventually(lambda: heard.count("leave", "a", "expired") == 1, 10)
+
+
 def test_who_was_taken_for_dead_joins_again(open_group: Open) -> None:  # T21
     one, two = open_group(ttl=0.9), open_group()
     heard = Heard(two)
@@ -757,7 +768,7 @@ def test_closing_and_joining_at_once_leaves_no_member_behind(url: str) -> None:
         for _ in range(20):
             with meteor.connect(url) as client:
                 group = client.group(GROUP)
-                thread = threading.Thread(target=lambda group=group: swallow(group.join))  # type: ignore[misc]
+                thread = threading.Thread(target=lambda group=group: swallow(group.join))
                 thread.start()
                 group.close()
                 thread.join(30)

@@ -392,6 +392,15 @@ def test_a_small_step_back_only_delays_what_is_noticed(peers: Peers) -> None:
     assert peers.members() == {"a"}
 
 
+def test_everybody_is_told_when_the_next_is_overdue(peers: Peers) -> None:
+    assert peers.run("beat", "")[9] == -1
+    peers.join("a")
+    peers.live(300)
+    peers.join("b")
+    assert peers.run("beat", "")[9] == TTL_MS - 300
+    assert peers.run("beat", "s-a", "a")[9] == TTL_MS
+
+
 def test_who_only_looks_on_notices_the_dead(peers: Peers) -> None:
     peers.join("a")
     peers.live(TTL_MS + 100)

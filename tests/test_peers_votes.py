@@ -12,6 +12,7 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.errors import MembershipLost, NoLeader, PeerError
+from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.proposal import Outcome, Proposal
 from meteor_py.scripts import PEERS_JOIN, PEERS_PROPOSE, PEERS_VOTE
 from tests.conftest import ServerFactory
@@ -64,6 +65,28 @@ def test_all_are_asked_once_and_all_learn_the_outcome(any_url: str) -> None:
         assert proposal.deadline > outcome.decided
         eventually(lambda: told, RESULT_S, "another handle was not told")
         assert told == [outcome]
+
+
+def test_any_process_may_propose_and_all_get_the_question_and_the_outcome(url: str) -> None:
+    with Panel(url) as panel:
+        processes = panel.processes(4)
+        for number, process in enumerate(processes):
+            process.ask("vote", number != 0)
+        for number, process in enumerate(processes):
+            process.ask("propose", number, 3, LONG_S)  # all but the one who says no
+            for other in processes:
+                eventually(partial(_was_told, other, number + 1), RESULT_S, "it was not told")
+        for process in processes:
+            decisions = process.ask("decisions")
+            assert [outcome["topic"] for outcome in decisions] == [0, 1, 2, 3]
+            assert [outcome["by"] for outcome in decisions] == [p.name for p in processes]
+            assert all(outcome["passed"] for outcome in decisions)
+            polls = [outcome["poll"] for outcome in decisions]
+            eventually(partial(_was_asked, process, polls), RESULT_S, "it was not asked")
+
+
+def _was_asked(process: Voters, polls: list[str]) -> bool:
+    return bool(process.ask("asked") == polls)
 
 
 def test_who_is_no_member_may_propose_and_has_no_vote(url: str) -> None:
@@ -406,6 +429,32 @@ def test_who_is_no_member_any_more_cannot_propose_as_one(url: str) -> None:
 def test_a_kind_of_vote_that_cannot_be_is_refused(url: str, kind: Any) -> None:
     with Panel(url) as panel, pytest.raises((ValueError, TypeError), match="kind must be"):
         panel.group.propose("x", kind=kind)
+
+
+def test_a_topic_of_a_type_that_a_member_does_not_know_gets_no_vote_from_it(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    codec = PeerCodec()
+    codec.register(complex, id=7, encode=lambda z: str(z).encode(), decode=_complex)
+    with Panel(url) as panel, panel.client.group(GROUP, codec=codec) as group:
+        knowing, ignorant = group.join(), panel.group.join()
+        topics: list[Any] = []
+
+        @knowing.on_vote
+        def vote(proposal: Proposal) -> bool:
+            topics.append(proposal.topic)
+            return True
+
+        ignorant.on_vote(always(True))
+        outcome = outcome_of(group.propose(1 + 2j, kind="consensus", timeout=0.5))
+        assert (outcome.topic, topics) == (1 + 2j, [1 + 2j])
+        assert (outcome.yes, outcome.missing) == (ids(knowing), ids(ignorant))
+        eventually(lambda: "'7' is not known here" in caplog.text, RESULT_S, "it was not logged")
+        assert outcome_of(group.propose("plain", kind="consensus")).passed
+
+
+def _complex(data: bytes) -> complex:
+    return complex(data.decode())
 
 
 def test_a_topic_that_is_too_large_is_refused(url: str) -> None:

@@ -73,7 +73,10 @@ class Command(click.Command):
     ) -> None:
         settings["context_settings"] = CONTEXT_SETTINGS | (settings.get("context_settings") or {})
         super().__init__(*args, **settings)
-        self.params += common_options(hidden=True)
+        own = {option.name for option in self.params}  # such as --timeout of an answer
+        common = (name for name in ("url", "timeout", "debug") if name not in own)
+        self._others = ", ".join(f"--{name}" for name in common)
+        self.params += [each for each in common_options(hidden=True) if each.name not in own]
         self.example = example
         self._more = more or {}
 
@@ -82,7 +85,7 @@ class Command(click.Command):
         for name, text in (self._more | {title: self.example}).items():
             with formatter.section(name):
                 formatter.write("".join(f"  {line}\n" for line in text.splitlines()))
-        formatter.write("\n--url, --timeout, --debug and -v are options, too: `meteor --help`.\n")
+        formatter.write(f"\n{self._others} and -v are options, too: `meteor --help`.\n")
 
 
 class Group(click.Group):
@@ -121,6 +124,9 @@ _MEANT = {
     "topic": "streams",
     "topics": "streams",
     "group": "groups",
+    "peer": "peers",
+    "rm": "remove",
+    "info": "members",
     "archiver": "archive",
     "check": "fsck",
     "verify": "fsck",

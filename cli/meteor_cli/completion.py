@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
@@ -12,8 +14,13 @@ from click.shell_completion import CompletionItem, get_completion_class
 from meteor_cli.command import command
 from meteor_cli.session import Session
 
+if TYPE_CHECKING:
+    from meteor_py import Client
+
 #: What names are made of. On a server there may be others, and a shell would do what they say.
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
+#: Words for whom a message is for.
+_TARGETS = ("any", "all", "leader")
 #: Seconds after which the shell gets its prompt back.
 _PATIENCE_S = 1.0
 
@@ -42,11 +49,56 @@ def complete_shared_group(
     return [] if stream is None else _complete(context, stream, incomplete, shared=True)
 
 
+def complete_peer_group(
+    context: click.Context, option: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Names of distributed groups."""
+    return _offer(context, incomplete, lambda m: m.groups())
+
+
+def complete_peer(
+    context: click.Context, option: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Members of the distributed group that was named before."""
+    return _complete_peer(context, incomplete)
+
+
+def complete_target(
+    context: click.Context, option: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Whom a message can be for."""
+    words = [CompletionItem(word) for word in _TARGETS if word.startswith(incomplete)]
+    return words + _complete_peer(context, incomplete)
+
+
+def _complete_peer(context: click.Context, incomplete: str) -> list[CompletionItem]:
+    name = context.params.get("group") or next(iter(context.args), None)
+
+    def members(m: Client) -> list[str]:
+        from meteor_py.peers.books import Books
+
+        return [] if name is None else sorted(Books(m, name).look().members)
+
+    return _offer(context, incomplete, members)
+
+
 def _complete(
     context: click.Context, stream: str | None, incomplete: str, *, shared: bool = False
 ) -> list[CompletionItem]:
+    def names(m: Client) -> list[str]:
+        if stream is None:
+            return m.streams()
+        groups = m.stream(stream, create=False).groups()
+        return [group.name for group in groups if not shared or group.kind == "shared"]
+
+    return _offer(context, incomplete, names)
+
+
+def _offer(
+    context: click.Context, incomplete: str, find: Callable[[Client], list[str]]
+) -> list[CompletionItem]:
     try:
-        names = _names(context.find_object(Session) or Session(), stream, shared=shared)
+        names = _names(context.find_object(Session) or Session(), find)
     except Exception:
         return []  # a shell is no place for errors
     return [
@@ -56,7 +108,7 @@ def _complete(
     ]
 
 
-def _names(session: Session, stream: str | None, *, shared: bool) -> list[str]:
+def _names(session: Session, find: Callable[[Client], list[str]]) -> list[str]:
     import meteor_py
     from meteor_py.server import default_directory
 
@@ -64,10 +116,7 @@ def _names(session: Session, stream: str | None, *, shared: bool) -> list[str]:
     if not session.url and not os.environ.get("METEOR_URL") and not default_directory().exists():
         return []  # a server would have to be set up for it
     with meteor_py.connect(session.url, timeout=_PATIENCE_S) as m:
-        if stream is None:
-            return m.streams()
-        groups = m.stream(stream, create=False).groups()
-        return [group.name for group in groups if not shared or group.kind == "shared"]
+        return find(m)
 
 
 @command(

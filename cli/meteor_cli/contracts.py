@@ -1,8 +1,10 @@
 """What ``--json`` prints, besides records: the names of all fields, which are a promise.
 
 Fields may be added; none is removed or changes its meaning. Times are ms since 1970, but RFC 3339
-in ``watch``; sizes are in bytes, rates per second. What is not known, or does not exist, is
-``null``; ``bench`` leaves it out.
+in ``watch`` and ``peers watch``; durations are in seconds, sizes in bytes, rates per second. What
+is not known, or does not exist, is ``null``; ``bench`` leaves it out. Events of ``peers watch``
+with ``resync`` were found out afterwards, as the server had lost the events themselves, or trimmed
+them: they share one ``view``. ``peers ask`` prints the answer itself unless it asks all.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ _SHARED = (
     "dead", "lost", "purged", "returned", "reaped", "lost_last", "consumers", "group_cap",
     "lease_ttl", "max_deliveries", "dead_letter", "on_poison", "default_group", "ungrouped",
 )  # fmt: skip
+_MEMBER = ("status", "leads", "persistent", "priority", "joined", "metadata")
 
 #: The fields of each object, by command.
 FIELDS = {
@@ -28,6 +31,18 @@ FIELDS = {
     "shared ls": _SHARED,
     "shared info": (*_SHARED, "groups", "groups_total", "reasons"),
     "shared fsck": ("stream", "group", "flaw"),
+    "peers ls": (
+        "name", "members", "alive", "leader", "term", "view", "ttl", "member_expiration",
+        "election", "min_size", "max_inbox",
+    ),
+    "peers members": ("group", "id", *_MEMBER),
+    "peers watch": ("time", "group", "view", "event"),
+    "peers leader": ("group", "leader", "term", *_MEMBER),
+    "peers ask --to all": ("member", "reply", "error"),
+    "peers propose": (
+        "group", "poll", "passed", "reason", "yes", "no", "abstained", "missing", "topic", "by",
+        "kind", "decided",
+    ),
     "seek": (
         "stream", "group", "from", "to", "records_skipped", "records_repeated", "owner", "done",
     ),
@@ -76,3 +91,24 @@ EVENTS = {
     "server_gone": ("reason",),
     "server_back": (),
 }
+
+#: The events of ``peers watch``, and the fields that each has besides.
+PEER_EVENTS = {
+    "state": ("leader", "term", "members"),
+    "joined": ("member", "resync"),
+    "updated": ("member", "resync"),
+    "left": ("member", "reason", "resync"),
+    "dead": ("member", "reason", "resync"),
+    "alive": ("member", "resync"),
+    "elected": ("member", "term", "resync"),
+    "resigned": ("member", "term", "reason", "resync"),
+    "proposed": ("member", "poll", "kind", "action", "topic"),
+    "decided": (
+        "member", "poll", "passed", "reason", "action", "yes", "no", "abstained", "missing",
+    ),
+    "reset": ("resync",),
+    "server_gone": ("reason",),
+    "server_back": (),
+}  # fmt: skip
+#: What an object of the field ``members`` of ``state`` has.
+MEMBER_FIELDS = ("id", *_MEMBER)

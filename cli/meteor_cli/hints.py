@@ -19,6 +19,16 @@ def explain(error: Exception) -> str:
                 f"Stream {error.stream!r} has no group {error.group!r}; `meteor groups ls "
                 f"{error.stream}` shows those it has."
             )
+        case meteor_py.PeerGroupNotFound():
+            return (
+                f"There is no distributed group {error.group!r}; `meteor peers ls` shows those "
+                "there are."
+            )
+        case meteor_py.MemberUnknown() if error.member:
+            return (
+                f"There is no member {error.member!r} in group {error.group!r}; `meteor peers "
+                f"members {error.group}` shows who is."
+            )
         case meteor_py.GroupActive() if str(error).startswith("Shared "):
             return (
                 f"Shared group {error.group!r} of stream {error.stream!r} is active: "

@@ -31,6 +31,7 @@ COMMANDS = (
     "streams",
     "groups",
     "shared",
+    "peers",
     "archive",
     "top",
     "watch",

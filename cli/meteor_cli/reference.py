@@ -91,6 +91,8 @@ def _contracts() -> Iterator[str]:
         ("| in `groups` of | fields |", contracts.GROUP_FIELDS),
         ("| in `consumers` of | fields |", {"shared": contracts.CONSUMER_FIELDS}),
         ("| event of `watch` | fields besides |", contracts.EVENTS),
+        ("| event of `peers watch` | fields besides |", contracts.PEER_EVENTS),
+        ("| in `members` of | fields |", {"state": contracts.MEMBER_FIELDS}),
     ):
         rows = [f"| `{name}` | {', '.join(fields)} |" for name, fields in table.items()]
         yield "\n".join([titles, "|---|---|", *rows, ""])

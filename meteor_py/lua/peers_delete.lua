@@ -12,6 +12,6 @@ for _, id in ipairs(call('HKEYS', MEMBERS)) do call('DEL', P .. 'inbox:' .. id) 
 for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
   call('DEL', P .. 'poll:' .. id, P .. 'votes:' .. id)
 end
-for _, part in ipairs({'guarded', 'pending', 'removed', 'config'}) do call('DEL', P .. part) end
+for _, part in ipairs({'guarded', 'pending', 'removed', 'dead', 'config'}) do call('DEL', P .. part) end
 call('DEL', STATE, MEMBERS, DEADLINES, EXPIRATIONS, CANDIDATES, EVENTS, POLLS, LIMITS)
 return {'OK'}

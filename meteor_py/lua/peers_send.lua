@@ -1,4 +1,4 @@
-#!lua flags=allow-oom
+#!lua
 -- Put a message into the inboxes of those it is for.
 --
 -- KEYS  1 what the keys of the group begin with
@@ -10,7 +10,7 @@
 -- Returns {'OK', receivers...}, or {'NOGROUP'}  {'NOMEMBER'}  {'NOLEADER'}  {'FULL', whose}
 --   {'STALE'}: the sender is not that member any more
 -- Atomic because all get it or none, and whoever leaves later is known to have got it. Once for each
--- id: sending again, when the answer was lost, changes nothing.
+-- id: sending again, when the answer was lost, changes nothing. A server that is full refuses it.
 
 local key, to, target = P .. 'message:' .. ARGV[1], ARGV[6], {}
 local known = call('HGET', key, 'to')

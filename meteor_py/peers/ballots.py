@@ -23,6 +23,7 @@ from meteor_py.backoff import pause_s
 from meteor_py.errors import ActionRefused, ConnectionFailed, MeteorError, NoLeader, PeerError
 from meteor_py.lease import now
 from meteor_py.peers.actions import Actions
+from meteor_py.peers.codec import UnknownType
 from meteor_py.peers.event import Event
 from meteor_py.peers.proposal import Kind, Outcome, read_outcome, read_proposal
 from meteor_py.scripts import PEERS_POLLS, PEERS_PROPOSE, Script
@@ -112,6 +113,8 @@ class Ballots:
         future.set_running_or_notify_cancel()  # it cannot be called back
         entry = _Open(now() + motion.timeout, now() + motion.timeout + _GIVE_UP_S, future)
         with self._state:
+            if self._ended:
+                raise MeteorError(f"This handle of group {self._group.name!r} is closed.")
             self._open[poll] = entry  # now: the outcome may be here before the answer
         try:
             left_s = self._put_to_vote(poll, motion, by)
@@ -226,6 +229,10 @@ class Ballots:
             for work in [job] if job is not None else [partial(self._ask_for, p) for p in due]:
                 try:
                     work()
+                except UnknownType as error:
+                    _log.warning(
+                        "A vote of group %r means nothing here: %s", self._group.name, error
+                    )
                 except Exception:
                     if not self._ended:
                         _log.exception("The ballots of group %r failed.", self._group.name)
@@ -285,9 +292,9 @@ class Ballots:
             entry.ask_at = now() + found.left_s + _ASK_S
             entry.give_up_at = entry.ask_at + _GIVE_UP_S
 
-    def look(self, what: str, which: str) -> Iterator[Poll]:
+    def look(self, what: str, which: str, patience_s: float = 0.0) -> Iterator[Poll]:
         """One poll, or those that a member has to know of."""
-        answer = self._group.books.run(PEERS_POLLS, [what, which])
+        answer = self.run(PEERS_POLLS, [what, which], now() + patience_s)
         for left_ms, flat in zip(answer[1::2], answer[2::2], strict=True):
             fields = {k.decode(): v for k, v in zip(flat[::2], flat[1::2], strict=True)}
             yield Poll(int(left_ms) / 1000, fields)

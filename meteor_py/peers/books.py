@@ -44,6 +44,8 @@ class Beat:
     time: float
     #: For each member that was named, whether it is one.
     here: list[Here]
+    #: Seconds until the next is overdue; None if there is nobody.
+    overdue_s: float | None
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Books:
 
     def beat(self, link: Link, session: str, members: Sequence[str]) -> Beat:
         answer = self.run(PEERS_BEAT, [session, *members], link)
-        life, view, mark, term, leader, leader_session, time, here = answer[1:]
+        life, view, mark, term, leader, leader_session, time, here, next_ms = answer[1:]
         return Beat(
             life=life.decode(),
             view=int(view),
@@ -135,6 +137,7 @@ class Books:
             session=leader_session.decode(),
             time=float(time),
             here=[Here(one) for one in here],
+            overdue_s=None if next_ms < 0 else next_ms / 1000,
         )
 
     def look(self, link: Link | None = None) -> Look:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import secrets
@@ -16,6 +15,7 @@ from meteor_py import keys
 from meteor_py.closing import Closing
 from meteor_py.config import check_choice, check_int, check_seconds
 from meteor_py.errors import ConnectionFailed, MemberTaken, MeteorError, PeerError
+from meteor_py.peers import registry
 from meteor_py.peers.ballots import Ballots
 from meteor_py.peers.books import NOTHING, Beat, Books
 from meteor_py.peers.clock import GroupClock
@@ -77,6 +77,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
         #: Held while the picture is changed, and what follows from it is said.
         self.lock = threading.RLock()
         self._memberships: list[Membership] = []
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         #: Where the picture was, and since when, if the server was ahead of it.
         self._behind: tuple[Moment, float] | None = None
         self._closed = False
@@ -88,7 +89,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
         self._watch = Watch(self)
         for thread in (self.caller, self._heart, self._watch):
             thread.start()
-        _register(self)
+        registry.register(self)
 
     # -- who is there --------------------------------------------------------------------------
 
@@ -256,9 +257,15 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
             self._closed = True
             return
         self._closed = True
-        _open_groups.discard(self)
+        registry.forget(self)
         for membership in self.memberships():
             membership.close()
+        deadline = time.monotonic() + _JOIN_S
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0.0))
+                if thread.is_alive():
+                    _log.warning("What leads group %r does not end.", self.name)
         self.mail.close()
         self.ballots.close()
         for part in (self._heart, self._watch, self.caller):
@@ -282,6 +289,10 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
         """The members that this handle has joined, and not lost."""
         with self.lock:
             return list(self._memberships)
+
+    def own(self, thread: threading.Thread) -> None:
+        """A thread of one of its members, to be joined at the end."""
+        self._threads.add(thread)
 
     def forget(self, membership: Membership) -> None:
         with self.lock:
@@ -457,38 +468,3 @@ def open_group(
             group=name,
         )
     return PeerGroup(client, name, present, codec)
-
-
-# Those with threads and members, which somebody has to end.
-_open_groups: weakref.WeakSet[PeerGroup] = weakref.WeakSet()
-
-
-def _register(group: PeerGroup) -> None:
-    _open_groups.add(group)
-    # Again each time, for the same reason as with publishers.
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)
-
-
-def close_groups(client: Client) -> None:
-    """Close the group handles of a client."""
-    for group in list(_open_groups):
-        if group.books.client is client:
-            group.close()
-
-
-def _close_all() -> None:
-    """At the interpreter's end: let others know at once."""
-    for group in list(_open_groups):
-        try:
-            group.close()
-        except MeteorError as error:
-            _log.error("At the end of %r: %s", group, error)
-
-
-def _disown_all() -> None:
-    """In a forked child: the members, threads and connections are the parent's."""
-    _open_groups.clear()
-
-
-os.register_at_fork(after_in_child=_disown_all)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import threading
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ _log = logging.getLogger(__name__)
 HEART_PREFIX = "meteor-heart"
 #: Seconds between two tries, doubled each time up to the second figure.
 _BACKOFF_S = (0.02, 0.64)
+#: Seconds over which those who miss somebody say so, at most.
+_SPREAD_S = 0.3
 
 
 class Heart:
@@ -35,6 +38,8 @@ class Heart:
         self._state = State()
         self._ended = False
         self._hurry = False
+        #: When somebody will be overdue, if it is not heard of before.
+        self._overdue_at = math.inf
         self._thread = threading.Thread(
             target=self._run, name=f"{HEART_PREFIX}-{group.name}", daemon=True
         )
@@ -71,7 +76,7 @@ class Heart:
             try:
                 self._beat()
                 failures = 0
-                pause = interval - (now() - started)
+                pause = min(interval - (now() - started), self._overdue_at - now())
             except ConnectionFailed:
                 failures += 1
                 pause = min(pause_s(failures, *_BACKOFF_S), interval)
@@ -106,10 +111,10 @@ class Heart:
 
     def _beat(self) -> None:
         group = self._group
-        memberships = group.memberships()
+        memberships, ends = group.memberships(), self._belief_ends()
         for membership in memberships:
             # Who waits for an answer must notice in time that it cannot believe any more.
-            self._link.timeout_s = max(min(self._timeout_s, self._belief_ends() - now()), 0.05)
+            self._link.timeout_s = max(min(self._timeout_s, ends - now()), 0.05)
             if membership.recovering:
                 self._recover(membership)
                 continue
@@ -141,6 +146,9 @@ class Heart:
             group.books.open(group.config, self._link)
             beat = group.books.beat(self._link, session, members)
         group.clock.read(sent, now(), beat.time)
+        # Somebody who is silent is missed on time, not with the next beat; not by all at once.
+        spread = random.uniform(0.002, min(_SPREAD_S, group.config.ttl / 10))
+        self._overdue_at = math.inf if beat.overdue_s is None else now() + beat.overdue_s + spread
         group.compare(beat, seen, self._link)
         return sent, beat
 
@@ -155,7 +163,12 @@ class Heart:
 
     def _recover(self, membership: Membership) -> None:
         """It was taken for dead, or the server has lost the group: join again."""
-        if not membership.join("fail", link=self._link):
+        try:
+            joined = membership.join("fail", link=self._link)
+        except PeerError:
+            self._group.books.open(self._group.config, self._link)  # the group is gone, too
+            joined = membership.join("fail", link=self._link)
+        if not joined:
             membership.lose("joined again elsewhere")
             return
         membership.recovering = False

@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from meteor_py import keys
 from meteor_py.backoff import pause_s
 from meteor_py.config import check_choice, check_int, check_seconds
-from meteor_py.errors import ConnectionFailed, MeteorError
+from meteor_py.errors import ConnectionFailed, MeteorError, PeerError
 from meteor_py.lease import now
+from meteor_py.peers.box import START, Ack, Box, Key
 from meteor_py.peers.codec import UnknownType
 from meteor_py.peers.desk import Desk
 from meteor_py.peers.mail import check_size
-from meteor_py.peers.message import Message, Place, read_message, read_place
+from meteor_py.peers.message import Message, read_message, read_place
 from meteor_py.scripts import PEERS_SETTLE
 from meteor_py.state import State
 
@@ -28,13 +29,9 @@ if TYPE_CHECKING:
     from meteor_py.peers.membership import Membership
 
 _log = logging.getLogger(__name__)
-Ack = Literal["auto", "manual"]
 
 INBOX_PREFIX = "meteor-inbox"
 HANDLER_PREFIX = "meteor-handler"
-#: Messages and bytes of one queue that are held here, unsettled.
-HELD_MAX = 1_000
-HELD_BYTES_MAX = 64 * 1_048_576
 #: Threads of one handler at most.
 WORKERS_MAX = 256
 #: Entries that are read at a time.
@@ -47,44 +44,6 @@ _FULL_S = 0.02
 _BACKOFF_S = (0.02, 0.64)
 #: Seconds that settling is tried for, if the application waits for it.
 _SETTLE_S = 10.0
-_START: Place = (0, 0)
-
-_Key = tuple[Place, str]
-
-
-class Box:
-    """One queue of an inbox: its handler, and what it has in hand."""
-
-    def __init__(
-        self,
-        inbox: Inbox,
-        queue: str,
-        function: Callable[[Message], object] | None,
-        *,
-        ack: Ack = "manual",
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> None:
-        self.inbox = inbox
-        self.queue = queue
-        self.function = function
-        self.ack = ack
-        self.priority = priority
-        self.timeout = timeout
-        self.desk: Desk
-        #: Up to where it was read, and whether it gets what comes new.
-        self.place = _START
-        self.live = False
-        self.held: dict[_Key, Message] = {}
-        self.bytes = 0
-
-    @property
-    def full(self) -> bool:
-        return len(self.held) >= HELD_MAX or self.bytes >= HELD_BYTES_MAX
-
-    @property
-    def roomy(self) -> bool:
-        return len(self.held) <= HELD_MAX // 2 and self.bytes <= HELD_BYTES_MAX // 2
 
 
 class Inbox:
@@ -97,10 +56,11 @@ class Inbox:
         self._boxes: dict[str, Box] = {}
         self._desks: list[Desk] = []
         self._turns: Desk | None = None  # of the handlers that take turns
-        self._done: dict[_Key, None] = {}
+        self._done: dict[Key, None] = {}
         self._cursor: bytes | None = None
         self._identity = ("", "")
         self._fenced_until = 0.0
+        self._anew = True
         self._woken = False
         self._started = False
         self._ended = False
@@ -293,10 +253,15 @@ class Inbox:
             try:
                 with self._settling:
                     answer = self._group.books.run(PEERS_SETTLE, args, self._out)
-            except ConnectionFailed:
+            except PeerError:
+                return None  # the server has lost the whole group
+            except MeteorError as error:
                 failures += 1
-                if self._ended or (not patient and now() > deadline):
+                retriable = isinstance(error, ConnectionFailed)
+                if self._ended or not (patient or (retriable and now() < deadline)):
                     raise
+                if failures == 1:
+                    _log.warning("Message %s is not settled yet: %s", message.id, error)
                 with self._state:
                     self._state.wait_for(lambda: self._ended, pause_s(failures, *_BACKOFF_S))
                 continue
@@ -313,10 +278,11 @@ class Inbox:
             if box.held.pop(key, None) is not None:
                 box.bytes -= len(message.data)
             if fenced:
-                # If it joins again by itself, the message comes again. Until then, or until its
-                # heart has had time to notice, nothing is taken that is another's.
+                # If it joins again by itself, its messages come again. Until then, or until its
+                # heart has had time to notice, nothing is handled that may be another's.
                 self._fenced_until = now() + self._group.config.ttl / 3
-                self._begin_anew()
+                self._drop_waiting()
+                self._anew = True
                 return
             self._done[key] = None
             while len(self._done) > _DONE_MAX:
@@ -394,6 +360,9 @@ class Inbox:
             if identity != self._identity:
                 self._identity = identity
                 self._drop_waiting()
+                self._anew = True
+            if self._anew:
+                self._anew = False
                 self._begin_anew()
             boxes = list(self._boxes.values())
         key = self._group.books.key(f"inbox:{identity[0]}")
@@ -462,7 +431,7 @@ class Inbox:
     def _begin_anew(self) -> None:
         self._cursor = None
         for box in self._boxes.values():
-            box.live, box.place = False, _START
+            box.live, box.place = False, START
 
     def _drop_waiting(self) -> None:
         """What nobody has in hand yet may be somebody else's: it is read again if it is not."""

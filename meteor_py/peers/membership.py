@@ -188,6 +188,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         )
         thread.start()
         self._leaders[function] = thread
+        self.group.own(thread)
 
     def _run_leader(
         self, function: Callable[[Term], object], term: Term, before: threading.Thread | None
@@ -378,6 +379,8 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
     def _open_inbox(self) -> Inbox:
         self._check_owned()
         with self._state:
+            if self.lost.is_set():  # under the lock: nobody would end it
+                raise self.lost_error()
             if self._inbox is None:
                 self._inbox = Inbox(self)
             return self._inbox

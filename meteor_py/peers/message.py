@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from meteor_py.config import check_seconds
 
 if TYPE_CHECKING:
-    from meteor_py.peers.inbox import Box
+    from meteor_py.peers.box import Box
 
 #: An entry's place in its stream.
 Place = tuple[int, int]

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from meteor_py.peers.inbox import Ack, Inbox
+from meteor_py.peers.box import Ack
+from meteor_py.peers.inbox import Inbox
 from meteor_py.peers.message import Message
 
 _log = logging.getLogger(__name__)

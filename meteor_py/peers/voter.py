@@ -12,6 +12,7 @@ from meteor_py.errors import ConnectionFailed, PeerError
 from meteor_py.lease import now
 from meteor_py.peers.actions import Action, Handler, Task
 from meteor_py.peers.ballots import remember
+from meteor_py.peers.codec import UnknownType
 from meteor_py.peers.proposal import Outcome, Proposal, read_outcome, read_proposal
 from meteor_py.peers.watch import Caller
 from meteor_py.scripts import PEERS_VOTE
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from meteor_py.peers.membership import Membership
 
 _log = logging.getLogger(__name__)
+
+#: Seconds for which a server that is away is asked again for open votes.
+_PATIENCE_S = 5.0
 
 _F = TypeVar("_F", bound=Callable[..., object])
 Vote = Callable[[Proposal], bool | None]
@@ -80,15 +84,19 @@ class Voter:
     def _catch_up(self) -> None:
         ballots = self._membership.group.ballots
         try:
-            found = list(ballots.look("member", self._membership.id))
+            found = list(ballots.look("member", self._membership.id, _PATIENCE_S))
         except (ConnectionFailed, PeerError) as error:
             _log.warning("%r could not look for open votes: %s", self._membership, error)
             return
-        for left_s, fields in found:
-            if fields["result"]:
-                self.act(read_outcome(fields, ballots.codec))
-            else:
-                self._consider(read_proposal(fields, ballots.codec), now() + left_s)
+        deadlines = [now() + left_s for left_s, _ in found]  # a handler may take its time
+        for deadline, (_, fields) in zip(deadlines, found, strict=True):
+            try:
+                if fields["result"]:
+                    self.act(read_outcome(fields, ballots.codec))
+                else:
+                    self._consider(read_proposal(fields, ballots.codec), deadline)
+            except UnknownType as error:
+                _log.warning("%r does not understand a vote: %s", self._membership, error)
 
     def _consider(self, proposal: Proposal, deadline: float) -> None:
         if proposal.id in self._voted or now() >= deadline or self._membership.lost.is_set():
