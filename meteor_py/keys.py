@@ -112,9 +112,41 @@ key                            type    what, who writes it, who deletes it
                                        ``shared_resume``.
 ``...:waiting:<group id>``     list    The offsets of the group that wait, rising. Ids are any
                                        bytes. Goes with its last record. Also ``shared_purge``.
+``meteor:group:{g}:...``               The books of one distributed group, ``g`` being its name, or
+                                       ``name/instance``, in the parts below. Written by the scripts
+                                       ``peers_...``, which put ``lua/peers/books.lua`` before them;
+                                       deleted, all at once, by ``peers_delete``.
+``...:config``                 hash    Settings (peers/config.py). Written by ``peers_open``.
+``...:state``                  hash    ``life``, a random id of this life of the group; ``view``,
+                                       the number of the last event, and ``mark``, which of that
+                                       number it was; ``term``, ``leader`` and its ``session``; ``joins``,
+                                       how many have joined; ``last``, when a script ran last (ms);
+                                       ``graces``, how often members were given more time.
+``...:members``                hash    For each member ``index:session:persistent:alive:priority:
+                                       joined:metadata``.
+``...:deadlines``              zset    Members that are alive, by the time (ms) at which they are
+                                       taken for dead.
+``...:expirations``            zset    Named members that are dead, by the time (ms) at which they
+                                       are removed.
+``...:candidates``             zset    Who can be elected, the first first.
+``...:removed``                zset    Who was removed on purpose, by when (ms): the last thousand.
+                                       Expires after a day without one.
+``...:events``                 stream  The last ten thousand events or so, with the ID ``<view>-0``.
+``...:guarded``                hash    What leaders wrote with ``term.guard``.
+``...:inbox:<member>``         stream  Messages to a member that are not settled. Goes with it.
+``...:message:<id>``           hash    Who has got a message, and the answers. Expires a minute
+                                       after nobody waits for it any more.
+``...:replies:<session>``      stream  Messages of a handle that are answered. Expires in an hour.
+``...:dead``                   stream  Messages that nobody could take.
+``...:polls``                  zset    Votes that are open, by their end (ms).
+``...:limits``                 zset    Those of them on an action, by the latest end (ms).
+``...:pending``                hash    Actions that are decided on, or voted on: ``poll:when``.
+``...:poll:<id>``              hash    One vote; ``...:votes:<id>``, a hash, has who voted, and how.
+                                       Both expire an hour after it is decided, and done.
 ``meteor:streams``             set     The names of all streams, in a slot of its own: written
                                        before ``create_stream`` and after ``delete_stream``, so a
                                        name without ``meta`` may be left over; listing drops it.
+``meteor:groups``              set     The same for the names of the distributed groups.
 =============================  ======  ==========================================================
 
 ``delete_stream`` deletes every key of its stream, found by the pattern of :func:`everything`.

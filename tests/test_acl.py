@@ -347,6 +347,64 @@ def test_others_see_the_shared_groups(grouped: Server, role: str) -> None:
         assert (group.name, group.consumers) == ("g", 1)
 
 
+# The peer
+
+
+def test_a_peer_can_join_lead_send_vote_act_and_is_recovered(guarded: Server) -> None:
+    with connect(guarded, "peer") as m, m.group("workers", ttl=1) as group:
+        assert group.config.ttl == 1
+        me, other = group.join("me", metadata={"n": 1}), group.join()
+        with me.leadership(20) as term:
+            term.guard.set("config", "7")
+            term.guard.delete("old")
+        assert group.guarded("config") == b"7"
+        for member in (me, other):
+            member.on("q")(lambda message: message.body)
+            member.on_action("open")(lambda action: None)
+        assert group.all.ask("q", 7).result(20).values == {"me": 7, other.id: 7}
+        group.any.send("q").result(20)
+        action = me.propose_action("open", at=group.now() + 1).result(20)
+        assert action.passed, action
+        me.update({"n": 2})
+        assert group.remove(other.id)
+        eventually(other.lost.is_set)
+        with guarded.client() as plain:  # the server has lost it: whoever is in it begins it anew
+            plain.delete(*plain.keys("meteor:group:*"), "meteor:groups")
+        eventually(lambda: peer_groups(guarded) == ["workers"], 20)
+        eventually(lambda: me.term is not None, 20)
+        with connect(guarded, "peer") as n, n.group("workers", create=False) as again:
+            assert [member.id for member in again.members] == ["me"]
+        me.leave()
+
+
+def peer_groups(server: Server) -> list[str]:
+    with connect(server, "admin") as admin:
+        return admin.groups()
+
+
+def test_a_peer_reaches_neither_another_group_nor_a_stream(guarded: Server) -> None:
+    fill(guarded, 10)
+    with connect(guarded, "admin") as admin, admin.group("others"):
+        pass
+    before = contents(guarded)
+    with connect(guarded, "peer") as m:
+        forbidden: list[Callable[[], object]] = [
+            lambda: m.group("others", create=False),
+            lambda: m.group("workers", instance="g1", create=False),
+            lambda: m.stream("orders", create=False),
+            lambda: m.stream("new"),
+            m.groups,
+            m.streams,
+        ]
+        for call in forbidden:
+            with pytest.raises(meteor.AccessDenied):
+                call()
+        for command in ("SREM meteor:groups others", "EVAL return 0", "FLUSHALL", "KEYS *"):
+            with pytest.raises(NoPermissionError):
+                m.redis.execute_command(*command.split())
+    assert contents(guarded) == before
+
+
 # The writer
 
 

@@ -64,7 +64,8 @@ def test_the_documented_commands_are_there() -> None:
         "streams ls", "streams info", "streams create", "streams rm", "groups ls", "groups info",
         "groups rm", "archive run", "archive ls", "archive verify", "archive compact",
         "archive expire", "shared ls", "shared info", "shared purge", "shared resume",
-        "shared fsck",
+        "shared fsck", "peers ls", "peers members", "peers watch", "peers leader", "peers send",
+        "peers ask", "peers propose", "peers remove",
     } <= found  # fmt: skip
 
 

@@ -224,14 +224,17 @@ def test_a_message_fails_when_its_member_goes_while_it_has_it(post: Post, how: s
     me.on("q")(gate)
     future = group.member(me.id).send("q", timeout=60)
     gate.wait_until_entered()
+    leaver = threading.Thread(target=me.leave)  # it waits for the handler
     if how == "leave":
-        threading.Thread(target=me.leave).start()
+        leaver.start()
     elif how == "remove":
         group.remove(me.id)
     else:
         abandon(other)
     error = failure(future)
     gate.open.set()
+    if how == "leave":
+        leaver.join()
     assert isinstance(error, MemberLeft)
     assert error.member is not None
 

@@ -239,17 +239,24 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
             PeerError: Some are.
         """
         self._check_open()
+        mine = {membership.session for membership in self.memberships()}
+        alive = [m for m in self.books.look().members.values() if m.alive and m.session not in mine]
+        if alive and not force:
+            raise self._has_members(len(alive))
         for membership in self.memberships():
             membership.leave()
         answer = self.books.run(PEERS_DELETE, ["force" if force else ""])
-        if answer[0] == b"ALIVE":
-            raise PeerError(
-                f"Group {self.name!r} has {answer[1]} members that are alive; have them leave, or "
-                "delete it with force=True.",
-                group=self.name,
-            )
+        if answer[0] == b"ALIVE":  # somebody has joined since
+            raise self._has_members(answer[1])
         self.books.client.call("SREM", keys.PEERS, self.name)
         self.close()
+
+    def _has_members(self, number: int) -> PeerError:
+        return PeerError(
+            f"Group {self.name!r} has {number} members that are alive; have them leave, or delete "
+            "it with force=True.",
+            group=self.name,
+        )
 
     def close(self) -> None:
         """Leave with all who joined here (named ones may come back), and look on no more."""
@@ -258,8 +265,15 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
             return
         self._closed = True
         registry.forget(self)
+        patience = time.monotonic() + self.books.client.timeout_s
         for membership in self.memberships():
-            membership.close()
+            if time.monotonic() > patience:
+                membership.lose("left")  # the server does not answer; the rest is missed in time
+                continue
+            try:
+                membership.close()
+            except MeteorError as error:
+                _log.warning("%r could not say that it leaves: %s", membership, error)
         deadline = time.monotonic() + _JOIN_S
         for thread in list(self._threads):
             if thread is not threading.current_thread():
