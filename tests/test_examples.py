@@ -15,6 +15,7 @@ from tests.java import SPARK_ENVIRONMENT, require_java
 EXAMPLES = Path(__file__).parent.parent / "examples"
 EXAMPLE = EXAMPLES / "two_terminals.py"
 CARTS = EXAMPLES / "shopping_carts.py"
+LEADERS = EXAMPLES / "two_leaders.py"
 WORD_COUNT = EXAMPLES / "spark_word_count.py"
 WINDOW = re.compile(r"(\d\d:\d\d:\d\d) to (\d\d:\d\d:\d\d): \w+ \d+(, \w+ \d+){2}")
 
@@ -45,6 +46,27 @@ def test_carts_are_as_if_one_consumer_had_done_it_all() -> None:
     assert title.startswith("600 changes of 12 carts by 3 consumers")
     assert shared.endswith("; 0 changes failed")
     assert len(carts) == 3
+
+
+def test_a_frozen_leader_is_replaced_in_a_higher_term_and_its_write_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(LEADERS)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    said = dict.fromkeys(done.stdout.splitlines())
+    led = [re.fullmatch(r"(one|two): leads, term (\d+)", line) for line in said]
+    who, terms = zip(*(found.groups() for found in led if found), strict=True)
+    first, second, third = who
+    assert (first != second, first == third) == (True, True)
+    assert sorted(set(terms), key=int) == list(terms), "each term is higher"
+    refused = f"{first}: valid is False; refused: Term {terms[0]} of group 'workers' is over"
+    assert any(line.startswith(refused) for line in said)
+    counted = [
+        int(line.split()[-1]) for line in said if line.startswith("main: ") and line[-1:].isdigit()
+    ]
+    assert len(counted) == 3
+    assert counted == sorted(counted)
 
 
 @pytest.mark.timeout(330)  # a loaded machine takes its time to start Spark

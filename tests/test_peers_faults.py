@@ -172,6 +172,7 @@ def test_a_callback_that_hangs_or_raises_costs_a_process_neither_membership_nor_
     peer = start()
     peer.ask("hold")
     member = peer.ask("join", None)
+    eventually(lambda: group.leader is not None)
     with watching(group) as events:
         begun = now()
         eventually(lambda: now() > begun + 1.5 * STEADY_S)

@@ -164,6 +164,7 @@ def test_metadata_comes_with_the_join_and_its_changes_with_events(open_group: Op
     me = two.join(metadata={"host": "n1", "tags": ["a:b", "ü"]})
     eventually(lambda: found == [{"host": "n1", "tags": ["a:b", "ü"]}])
     assert one.members[0].metadata == found[0]
+    eventually(lambda: one.leader is not None)
     with watching(one) as events:
         me.update({"load": 3})
         eventually(lambda: [event.kind for event in events] == ["updated"])
@@ -469,6 +470,7 @@ def test_a_callback_that_raises_or_hangs_stops_neither_heart_nor_events(open_gro
     one.on_join(lambda member: release.wait(30))
     try:
         me = one.join()
+        eventually(lambda: two.leader is not None)
         with watching(two) as events:
             sent = me.valid_until
             eventually(

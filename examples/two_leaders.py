@@ -1,0 +1,125 @@
+"""Two leaders: one is frozen in the middle of its work, the other takes over, and nothing is lost.
+
+    python examples/two_leaders.py
+
+Two processes join a group. One is elected, and writes a counter. It is stopped (SIGSTOP), as a long
+pause of a virtual machine would: the other is elected in a higher term, and goes on with the
+counter. Then the first wakes up, in the middle of what it wanted to write. It knows at once, without
+asking anybody, that its term is over, and its write is refused; one that had already been on its way
+would be refused by the server, since it carries the number of its term. In the end the present leader
+is killed (SIGKILL), and the first one leads again.
+
+Starts a private server, which ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import meteor_py as meteor
+from meteor_py.server import open_embedded
+
+TTL_S = 1.0
+
+warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # nothing is kept on disk, on purpose
+
+
+def work(name: str) -> None:
+    """What each of the two processes does."""
+    with meteor.connect() as m, m.group("workers", ttl=TTL_S) as group, group.join(name) as me:
+        say(name, "joined")
+        while True:
+            with me.leadership() as term:
+                say(name, f"leads, term {term.number}")
+                count(name, group, term)
+            say(name, f"term {term.number} is over")
+
+
+def count(name: str, group: meteor.PeerGroup, term: meteor.Term) -> None:
+    """Write a counter for as long as this process leads."""
+    while True:
+        number = int(group.guarded("counter") or 0) + 1
+        term.lost.wait(0.05)  # work
+        valid = term.valid  # answered here, without the network
+        try:
+            # Fenced: whoever does not look at `valid`, or looked too early, is refused.
+            term.guard.set("counter", str(number))
+        except meteor.StaleTerm as error:
+            say(name, f"valid is {valid}; refused: {error}")
+            return
+
+
+def say(name: str, text: str) -> None:
+    print(f"{name}: {text}", flush=True)
+
+
+def main() -> None:
+    with (
+        open_embedded() as server,
+        meteor.connect(server.url) as m,
+        m.group("workers", ttl=TTL_S) as group,
+    ):
+        workers = {name: start(name, server.url) for name in ("one", "two")}
+        try:
+            tell_the_story(group, workers)
+        finally:
+            for process in workers.values():
+                process.kill()
+                process.wait()
+
+
+def tell_the_story(group: meteor.PeerGroup, workers: dict[str, subprocess.Popen[bytes]]) -> None:
+    wait_for(lambda: len(group.members) == 2 and group.guarded("counter") is not None)
+    first = leader(group)
+    print(f"main: {first} is stopped at {counter(group)}", flush=True)
+    os.kill(workers[first].pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    wait_for(lambda: leader(group) not in ("", first))
+    second = leader(group)
+    took_s = time.monotonic() - stopped
+    print(f"main: {second} leads {took_s:.1f} s later, in a higher term", flush=True)
+    reached = counter(group)
+    wait_for(lambda: counter(group) > reached + 3)
+    os.kill(workers[first].pid, signal.SIGCONT)
+    wait_for(lambda: any(m.id == first and m.alive for m in group.members))
+    time.sleep(2 * TTL_S / 3)
+    print(f"main: {second} is killed at {counter(group)}", flush=True)
+    workers[second].kill()
+    wait_for(lambda: leader(group) == first)
+    reached = counter(group)
+    wait_for(lambda: counter(group) > reached)
+    print(f"main: {first} leads again, and has counted to {counter(group)}", flush=True)
+
+
+def start(name: str, url: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, name]
+    return subprocess.Popen(command, env=os.environ | {"METEOR_URL": url})
+
+
+def leader(group: meteor.PeerGroup) -> str:
+    return group.leader.id if group.leader else ""
+
+
+def counter(group: meteor.PeerGroup) -> int:
+    return int(group.guarded("counter") or 0)
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"It has not happened within {timeout_s:g} s.")
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        work(sys.argv[1])
+    else:
+        main()
