@@ -4,10 +4,10 @@
 
 Two processes join a group. One is elected, and writes a counter. It is stopped (SIGSTOP), as a long
 pause of a virtual machine would: the other is elected in a higher term, and goes on with the
-counter. Then the first wakes up, in the middle of what it wanted to write. It knows at once, without
-asking anybody, that its term is over, and its write is refused; one that had already been on its way
-would be refused by the server, since it carries the number of its term. In the end the present leader
-is killed (SIGKILL), and the first one leads again.
+counter. Then the first wakes up, in the middle of what it wanted to write. It knows at once,
+without asking anybody, that its term is over, and its write is refused; one that had already been
+on its way would be refused by the server, since it carries the number of its term. In the end the
+present leader is killed (SIGKILL), and the first one leads again.
 
 Starts a private server, which ends with it.
 """

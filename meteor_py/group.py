@@ -103,7 +103,8 @@ def _check_exclusive(stream: Stream, group: str) -> None:
     if stream.config.group_by is None:
         return
     found = stream.client.call("HGET", keys.shared(stream.name, group, "state"), "incarnation")
-    if found is not None and found.decode(errors="replace") == stream.incarnation:
+    # Of the stream, and of the group: see shared_open.lua.
+    if found is not None and found.decode(errors="replace").partition(".")[0] == stream.incarnation:
         raise refusals.shared(stream.name, group)
 
 

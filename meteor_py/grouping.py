@@ -4,7 +4,8 @@ A stream with ``group_by`` has an index beside its log: for each frame an entry 
 no payload, so that who only wants to know whose records these are need not take frames apart. Its
 strings, two of which Redis calls a field and its value, are: two bytes for each record, the lower
 one first, that number its group among those that follow; then the groups, each once, and an empty
-string if their number is even. The group of a record that has none is the empty string.
+string if their number is even. The group of a record that has none is the empty string; so is one
+that is too long: such a record cannot be published, but may come as a dead letter, whole.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Grouping:
         self._header = group_by[len(_HEADER) :] if named else None
 
     def of(self, record: Record) -> bytes:
-        """The group of a record; empty if it has none."""
-        return self._of(record.key, record.headers)
+        """The group of a record; empty if it has none, or one that is too long."""
+        return _short(self._of(record.key, record.headers))
 
     def check(self, key: bytes | None, headers: Headers | None) -> None:
         """Raise ``ValueError`` for a record whose group is too long."""
@@ -73,7 +74,7 @@ class Grouping:
         numbers = encoded.indices.cast(pa.uint16())
         start = 2 * numbers.offset
         numbers = numbers.buffers()[1][start : start + 2 * size].to_pybytes()
-        return _even([numbers, *encoded.dictionary.to_pylist()])
+        return _even([numbers, *map(_short, encoded.dictionary.to_pylist())])
 
     def index_rows(self, batch: pa.RecordBatch) -> list[bytes]:
         """The same for records that lie in a store (``record.ARROW_SCHEMA``)."""
@@ -115,7 +116,11 @@ def packed(entry: Iterable[bytes]) -> bytes:
 def _entry(groups: list[bytes]) -> list[bytes]:
     numbers: dict[bytes, int] = {}
     order = [numbers.setdefault(group, len(numbers)) for group in groups]
-    return _even([struct.pack(f"<{len(order)}H", *order), *numbers])
+    return _even([struct.pack(f"<{len(order)}H", *order), *map(_short, numbers)])
+
+
+def _short(group: bytes) -> bytes:
+    return group if len(group) <= GROUP_BYTES_MAX else b""
 
 
 def _even(strings: list[bytes]) -> list[bytes]:

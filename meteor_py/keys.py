@@ -119,9 +119,9 @@ key                            type    what, who writes it, who deletes it
 ``...:config``                 hash    Settings (peers/config.py). Written by ``peers_open``.
 ``...:state``                  hash    ``life``, a random id of this life of the group; ``view``,
                                        the number of the last event, and ``mark``, which of that
-                                       number it was; ``term``, ``leader`` and its ``session``; ``joins``,
-                                       how many have joined; ``last``, when a script ran last (ms);
-                                       ``graces``, how often members were given more time.
+                                       number it was; ``term``, ``leader`` and its ``session``;
+                                       ``joins``, how many have joined; ``last``, when a script ran
+                                       last (ms); ``graces``, how often all got more time.
 ``...:members``                hash    For each member ``index:session:persistent:alive:priority:
                                        joined:metadata``.
 ``...:deadlines``              zset    Members that are alive, by the time (ms) at which they are

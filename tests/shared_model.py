@@ -55,14 +55,16 @@ class Model:
 
     def give_back(self, consumer: str, *, died: bool) -> None:
         heads: dict[bytes, int] = {}
+        known = set(self.suspects)
         for offset in sorted(o for o, c in self.holder.items() if c == consumer):
             heads.setdefault(self.group_of[offset], offset)
             if died:
                 self.suspects.add(offset)
             del self.holder[offset]
         if died:  # only what can have been at work is suspected
-            for offset in heads.values():
-                self.fail(offset)
+            for offset in heads.values():  # and not given up before it has travelled alone
+                if offset in known or self.failures[offset] + 1 != self.tries:
+                    self.fail(offset)
 
     def close_record(self, offset: int, fate: str) -> None:
         assert offset not in self.fate, f"{offset} was {self.fate[offset]}, and is now {fate}"

@@ -227,6 +227,7 @@ class Walk(Model):
         assert set(refused) == said, "late settlements must be refused, each"
         after = self.books()
         for found in (before, after):  # it joins anew, and may be given letters to publish
+            found[b"state"].pop(b"last")
             for part in list(found):
                 fields = found[part] if isinstance(found[part], dict) else {}
                 if part in _OF_CONSUMERS or fields.keys() == {b""}:
@@ -384,7 +385,8 @@ class Walk(Model):
             assert len(later) < self.cap
             assert not later or offset not in self.suspects, "a suspect waits for those before it"
             assert answer.failures.get(offset, 0) == self.failures[offset]
-            last_tries += bool(self.tries and self.failures[offset] >= self.tries - 1)
+            if offset in self.suspects and self.tries:
+                last_tries += self.failures[offset] >= self.tries - 1
             self.holder[offset] = hand.id
         if last_tries:
             held = [o for o, c in self.holder.items() if c == hand.id]

@@ -266,6 +266,7 @@ def test_what_leads_ends_before_another_is_elected(open_group: Open) -> None:
     def lead(term: Term) -> None:
         begun.set()
         term.lost.wait(30)
+        threading.Event().wait(0.3)  # what has to be finished
         order.append("ended")
 
     assert begun.wait(10)

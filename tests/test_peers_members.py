@@ -22,13 +22,14 @@ from meteor_py.errors import (
     MembershipLost,
     MemberTaken,
     MeteorError,
+    OutOfMemory,
     PeerError,
 )
 from meteor_py.peers import membership as membership_module
 from meteor_py.peers.event import Event
 from meteor_py.peers.group import PeerGroup
 from meteor_py.peers.member import Status
-from meteor_py.scripts import PEERS_JOIN
+from meteor_py.scripts import PEERS_JOIN, PEERS_LEAVE
 from tests.conftest import ServerFactory
 from tests.peering import GROUP, Heard, watching
 from tests.proxy import Proxy
@@ -221,13 +222,17 @@ def test_a_member_can_be_removed_by_anybody_and_does_not_come_back(open_group: O
     assert not again.lost.is_set()
 
 
-def test_who_was_removed_while_it_saw_no_events_does_not_come_back(open_group: Open) -> None:
+def test_who_was_removed_while_it_saw_no_events_does_not_come_back(
+    url: str, open_group: Open
+) -> None:
     one, two = open_group(ttl=0.6), open_group()
     one.join("b")
     me = two.join("a")
-    with two.lock:  # its watch stands still
-        one.remove("a")
-        one.books.client.call("DEL", one.books.key("events"))
+    with plain_client(url) as redis:
+        both = redis.pipeline(transaction=True)  # nobody sees the event
+        both.eval(PEERS_LEAVE.source, 1, one.books.prefix, "a", "", "")
+        both.delete(one.books.key("events"))
+        both.execute()
     assert me.lost.wait(10)
     assert me.reason == "removed"
 
@@ -737,6 +742,26 @@ def test_events_are_not_lost_over_cuts_of_the_connection(
         eventually(lambda: len(events) >= last)
     assert [event.view for event in events] == list(range(1, last + 1))
     assert not any(event.resync for event in events)
+
+
+def test_a_group_goes_on_where_the_server_is_full(
+    private_server: ServerFactory, open_group: Open
+) -> None:
+    server = private_server()
+    one = open_group(server.url, ttl=0.9)
+    me = one.join("a")
+    with plain_client(server.url) as redis:
+        redis.config_set("maxmemory", 1)
+        two = open_group(server.url)
+        other = two.join()
+        sent = me.valid_until
+        eventually(lambda: me.valid_until > sent)
+        with me.leadership(timeout=10):
+            pass
+        eventually(lambda: other.term is not None)
+        with pytest.raises(OutOfMemory):
+            open_group(server.url, name="another")
+        redis.config_set("maxmemory", 0)
 
 
 def test_a_handle_works_on_every_kind_of_server(any_url: str, open_group: Open) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = {"README": README} | {
     page: (ROOT / "docs" / f"{page}.md").read_text()
-    for page in ("groups", "history", "shared", "spark")
+    for page in ("groups", "history", "peers", "shared", "spark")
 }
 BLOCKS = {
     f"{page}-{number}": block

@@ -114,7 +114,7 @@ def test_all_scripts_have_a_head_and_are_listed_for_the_loader() -> None:
         assert not script.plain_source.startswith(b"#!")
     without = {s.name for s in scripts.ALL if s.plain_source == s.source}
     # Which a full server must be able to refuse.
-    assert without == {"publish", "move", "create_stream"}
+    assert without == {"publish", "move", "create_stream", "peers_open"}
 
 
 def test_all_keys_of_a_stream_lie_in_one_slot_of_a_cluster() -> None:

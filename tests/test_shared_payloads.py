@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.shared import supply
+from meteor_py.shared import cold, supply
 from meteor_py.shared.payloads import Payloads
 from tests.conftest import ServerFactory
 from tests.sharing import Queue, die, drain, offsets
@@ -274,7 +274,7 @@ def test_what_a_dead_consumer_held_comes_from_the_store(archived: Queue) -> None
 def test_looking_back_into_the_store_is_done_in_parts(
     archived: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supply, "_COLD", 7)
+    monkeypatch.setattr(cold, "_COLD", 7)
     c1 = archived.consumer(prefetch=5, group_cap=3)
     archive(archived, "ABABCDCDEE", 30)
     found = drain(c1)

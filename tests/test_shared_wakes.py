@@ -15,7 +15,7 @@ from meteor_py.link import Link
 from meteor_py.shared.books import Answer
 from meteor_py.shared.record import Standing
 from tests.reading import background, blocked
-from tests.sharing import Queue, offsets
+from tests.sharing import Queue, die, offsets
 
 #: Seconds for a poll that is woken at once, or never.
 SOON_S = 15.0
@@ -135,9 +135,9 @@ def test_by_its_own_release(open_queue: Callable[..., Queue]) -> None:
 
 def test_by_the_end_of_a_last_try_which_travels_alone(open_queue: Callable[..., Queue]) -> None:
     queue = open_queue("ABC", max_deliveries=2)
-    c1 = queue.consumer()
-    assert len(c1.poll(5)) == 3
-    c1.rollback()
+    c1, dead = queue.consumers(2)
+    assert len(dead.poll(5)) == 3
+    die(dead)
     (first,) = c1.poll(5)
     assert (first.offset, first.failures) == (0, 1)
     assert woken(queue, c1, first.ack) == [1]

@@ -1,18 +1,21 @@
 #!lua flags=allow-oom
 -- Join a shared group as a consumer, or tell a consumer where it stands.
 --
--- KEYS  1 meta  2 state  3 leases  4 consumers  5 held by this consumer
--- ARGV  1 incarnation  2 consumer, an id that nobody else has or had  3 name, for people
---       4 'join', or '' if it must have joined
--- Returns {'OK', number of its last step, groups and the offsets held of each, in turn}, or
+-- KEYS  1 meta  2 state  3 leases  4 consumers  5 held by this consumer  6 failures
+-- ARGV  1 incarnation of stream and group  2 consumer, an id that nobody else has or had
+--       3 name, for people  4 'join', or '' if it must have joined
+-- Returns {'OK', number of its last step, groups and the offsets held of each, in turn; offsets of
+--   those that failed before, and how often, in turn}, or
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED'}: it was taken for dead
 -- Atomic because the number and what is held must fit together: so who has lost an answer learns
 -- what became of its step.
 
 local found = redis.call('HGET', KEYS[1], 'incarnation')
-if found ~= ARGV[1] then return {found and 'INCARNATION' or 'NOSTREAM'} end
+if found ~= string.match(ARGV[1], '^[^.]*') then
+  return {found and 'INCARNATION' or 'NOSTREAM'}
+end
 local s = redis.call('HMGET', KEYS[2], 'incarnation', 'lease_ms')
-if s[1] ~= ARGV[1] then return {'NOGROUP'} end
+if s[1] ~= ARGV[1] and string.match(s[1] or '', '^[^.]*') ~= ARGV[1] then return {'NOGROUP'} end
 local step = string.match(redis.call('HGET', KEYS[4], ARGV[2]) or '', '^%d+')
 if not step then
   if ARGV[4] == '' then return {'FENCED'} end
@@ -24,4 +27,16 @@ end
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 redis.call('ZADD', KEYS[3], string.format('%.0f', now + s[2]), ARGV[2])
-return {'OK', tonumber(step), redis.call('HGETALL', KEYS[5])}
+local held, failed = redis.call('HGETALL', KEYS[5]), {}
+if redis.call('EXISTS', KEYS[6]) == 1 then
+  for i = 1, #held, 2 do
+    for offset in string.gmatch(held[i] == '' and '' or held[i + 1], '%d+') do
+      local failures = redis.call('HGET', KEYS[6], offset)
+      if failures then
+        failed[#failed + 1] = offset
+        failed[#failed + 1] = failures
+      end
+    end
+  end
+end
+return {'OK', tonumber(step), held, failed}

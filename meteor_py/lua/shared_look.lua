@@ -12,9 +12,11 @@
 
 local call = redis.call
 local found = call('HGET', KEYS[1], 'incarnation')
-if found ~= ARGV[1] then return {found and 'INCARNATION' or 'NOSTREAM'} end
+if found ~= string.match(ARGV[1], '^[^.]*') then
+  return {found and 'INCARNATION' or 'NOSTREAM'}
+end
 local s = call('HMGET', KEYS[2], 'incarnation', 'next')
-if s[1] ~= ARGV[1] then return {'NOGROUP'} end
+if s[1] ~= ARGV[1] and string.match(s[1] or '', '^[^.]*') ~= ARGV[1] then return {'NOGROUP'} end
 
 local confirmed = tonumber(s[2])
 local function open(offset)

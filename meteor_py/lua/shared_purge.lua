@@ -2,16 +2,20 @@
 -- Settle waiting records of a group, the oldest first, without anybody having processed them.
 --
 -- KEYS  1 meta  2 state  3 groups  4 ready  5 blocked  6 delayed  7 failures  8 suspects
---       9 waiting of the group
--- ARGV  1 incarnation  2 group  3 the last offset to purge  4 what the keys of the shared group begin
---       with: those of the group's owner are found by what is in the state
+--       9 waiting of the group  10 bell
+-- ARGV  1 incarnation of stream and group  2 group  3 the last offset to purge
+--       4 what the keys of the shared group begin with: those of the group's owner are found by what
+--       is in the state
 -- Returns {'OK', how many, 1 if there is more to do in another call}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
 -- Atomic because no consumer must get what is purged. What one holds stays with it.
 
 local call = redis.call
 local found = call('HGET', KEYS[1], 'incarnation')
-if found ~= ARGV[1] then return {found and 'INCARNATION' or 'NOSTREAM'} end
-if call('HGET', KEYS[2], 'incarnation') ~= ARGV[1] then return {'NOGROUP'} end
+if found ~= string.match(ARGV[1], '^[^.]*') then
+  return {found and 'INCARNATION' or 'NOSTREAM'}
+end
+local s = call('HMGET', KEYS[2], 'incarnation', 'waiting', 'max_waiting')
+if s[1] ~= ARGV[1] and string.match(s[1] or '', '^[^.]*') ~= ARGV[1] then return {'NOGROUP'} end
 local group = ARGV[2]
 local last, purged = tonumber(ARGV[3]), {}
 for _, offset in ipairs(call('LRANGE', KEYS[9], 0, 4095)) do
@@ -24,6 +28,10 @@ call('HDEL', KEYS[7], unpack(purged))
 call('SREM', KEYS[8], unpack(purged))
 call('HINCRBY', KEYS[2], 'waiting', -#purged)
 call('HINCRBY', KEYS[2], 'purged', #purged)
+if tonumber(s[2]) >= tonumber(s[3]) then  -- consumers may look on
+  local bell = call('HINCRBY', KEYS[2], 'bell', 1)
+  call('XADD', KEYS[10], 'MAXLEN', '=', 8, string.format('%.0f-0', bell), 'c', '')
+end
 
 local owner, waiting, state = string.match(call('HGET', KEYS[3], group), '^(.-):(%d+):(.-):')
 local more = ARGV[4] .. 'more:' .. owner

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meteor_py import keys
-from meteor_py.errors import PeerError, PeerGroupNotFound
+from meteor_py.errors import OutOfMemory, PeerError, PeerGroupNotFound
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.member import Member, read_member
 from meteor_py.scripts import PEERS_BEAT, PEERS_LOOK, PEERS_OPEN, Script
@@ -68,6 +68,9 @@ NOTHING = Look("", 0, "", 0, "", "", {})
 #: The keys of a group that is begun: the settings first, then what a part of may be lost.
 _PARTS = ("config", "state", "members", "deadlines", "expirations", "candidates", "events")
 
+#: Parts of a group of which there are many, each for a while.
+_PASSING = ("message", "replies", "poll", "votes")
+
 
 class Books:
     """One distributed group."""
@@ -87,10 +90,15 @@ class Books:
         if not create:
             return self.settings()
         way = self.client if link is None else link
-        way.call("SADD", keys.PEERS, self.name)
         fields = [item for pair in config.to_fields().items() for item in pair]
         names = [self.key(part) for part in _PARTS]
-        flat = way.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
+        try:
+            way.call("SADD", keys.PEERS, self.name)
+            flat = way.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
+        except OutOfMemory:
+            flat = way.call("HGETALL", self.key("config"))
+            if not flat:
+                raise  # one that exists goes on also where the server is full
         return _read_config(flat)
 
     def settings(self) -> PeersConfig:
@@ -106,6 +114,17 @@ class Books:
                 group=self.name,
             )
         return _read_config(flat)
+
+    def passing(self) -> list[bytes]:
+        """The keys of messages and votes, which would expire by themselves."""
+        parts = tuple(self.key(f"{part}:").encode() for part in _PASSING)
+        found: set[bytes] = set()
+        cursor = b"0"
+        while True:
+            cursor, page = self.client.call("SCAN", cursor, "MATCH", self.key("*"), "COUNT", 1000)
+            found.update(key for key in page if key.startswith(parts))
+            if cursor == b"0":
+                return list(found)
 
     def run(self, script: Script, args: Sequence[Any], link: Link | None = None) -> list[Any]:
         """Run a script that may be repeated, and return its answer.
@@ -125,7 +144,7 @@ class Books:
             )
         return answer
 
-    def beat(self, link: Link, session: str, members: Sequence[str]) -> Beat:
+    def beat(self, link: Link | None, session: str, members: Sequence[str]) -> Beat:
         answer = self.run(PEERS_BEAT, [session, *members], link)
         life, view, mark, term, leader, leader_session, time, here, next_ms = answer[1:]
         return Beat(

@@ -245,10 +245,13 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
             raise self._has_members(len(alive))
         for membership in self.memberships():
             membership.leave()
+        passing = self.books.passing()
         answer = self.books.run(PEERS_DELETE, ["force" if force else ""])
         if answer[0] == b"ALIVE":  # somebody has joined since
             raise self._has_members(answer[1])
         self.books.client.call("SREM", keys.PEERS, self.name)
+        if passing:
+            self.books.client.call("UNLINK", *passing)
         self.close()
 
     def _has_members(self, number: int) -> PeerError:
@@ -433,9 +436,9 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
     def catch_up(self) -> None:
         """Have everything in the picture that has happened by now, if the server can be reached."""
         try:
-            look = self.books.look()
+            beat = self.books.beat(None, "", [])
             deadline = time.monotonic() + _JOIN_S
-            while self.picture.view < look.view and self.picture.life == look.life:
+            while self.picture.view < beat.view and self.picture.life == beat.life:
                 if self._closed:
                     return
                 if time.monotonic() > deadline:
@@ -444,7 +447,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
                 time.sleep(0.001)
         except (ConnectionFailed, PeerError):
             return  # the heart goes on trying
-        if self.picture.life != look.life:
+        if self.picture.life != beat.life:
             self.resync(reset=True)
 
     def _mail_of(self) -> tuple[Mail, None]:

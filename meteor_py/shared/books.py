@@ -83,6 +83,8 @@ class Books:
         self.stream = stream
         self.group = group
         self.prefix = keys.shared(stream.name, group, "")
+        #: Of the stream, and once it is known of this life of the group, which may begin anew.
+        self.incarnation = stream.incarnation
 
     def key(self, part: str) -> str:
         return self.prefix + part
@@ -115,8 +117,8 @@ class Books:
             Refused: It is taken for dead.
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
         """
-        names = [self.meta, *self.keys(f"state leases consumers held:{consumer}")]
-        args = [self.stream.incarnation, consumer, name, "join" if name else ""]
+        names = [self.meta, *self.keys(f"state leases consumers held:{consumer} failures")]
+        args = [self.incarnation, consumer, name, "join" if name else ""]
         answer = self.check(link.run(SHARED_JOIN, names, args))
         pairs = zip(answer[2][::2], answer[2][1::2], strict=True)
         return int(answer[1]), {group: _offsets(held) for group, held in pairs if group and held}
@@ -144,7 +146,7 @@ class Books:
             "state groups ready blocked delayed leases consumers failures dying letters bell "
             f"held:{consumer} more:{consumer} suspects"
         )
-        args: list[Any] = [self.prefix, self.stream.incarnation, consumer, number]
+        args: list[Any] = [self.prefix, self.incarnation, consumer, number]
         args += ["leave" if leave else "wake" if wake else "", want, scan, QUANTUM]
         if entry is None:
             args += ["", 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from meteor_py import keys
@@ -70,7 +70,7 @@ class SharedConfig:
         """As fields of the hash ``state``."""
         return {
             "group_cap": str(self.group_cap),
-            "lease_ms": str(max(int(self.lease_ttl * 1000), 1)),
+            "lease_ms": str(round(self.lease_ttl * 1000)),
             "max_deliveries": str(self.max_deliveries),
             "dead_letter": self.dead_letter or "",
             "on_poison": self.on_poison,
@@ -94,8 +94,12 @@ class SharedConfig:
 
     def differing(self, asked: dict[str, Any]) -> str | None:
         """The name of the first setting that is not as it was asked for."""
-        names = (field.name for field in fields(self) if field.name in asked)
-        return next((name for name in names if getattr(self, name) != asked[name]), None)
+        present, wanted = self._kept(), replace(SharedConfig(), **asked)._kept()
+        return next((name for name in asked if present[name] != wanted[name]), None)
+
+    def _kept(self) -> dict[str, Any]:
+        """All settings, as exact as they are kept."""
+        return asdict(SharedConfig.from_fields(self.to_fields()))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from meteor_py import keys
@@ -17,12 +21,17 @@ from meteor_py.scripts import (
     SHARED_PURGE,
     SHARED_RESUME,
 )
-from meteor_py.shared.books import Books
+from meteor_py.shared.books import Answer, Books, Entry
 from meteor_py.shared.check import find_flaws
+from meteor_py.shared.cold import cold_entry
 from meteor_py.shared.config import SharedConfig
+from meteor_py.shared.payloads import Payloads
 
 if TYPE_CHECKING:
+    from meteor_py.link import Link
     from meteor_py.stream import Stream
+
+_log = logging.getLogger(__name__)
 
 #: Records that are looked at in one step ahead.
 _AHEAD = 4_096
@@ -117,7 +126,7 @@ class SharedGroup:
         """
         books = self.books
         names = [books.meta, *books.keys("state ready blocked leases consumers letters")]
-        args = [self.stream.incarnation, books.prefix]
+        args = [books.incarnation, books.prefix]
         answer = books.check(self.stream.client.run(SHARED_LOOK, names, args))
         state = _fields(answer[1])
         confirmed, looked, end = int(answer[2]), int(state["next"]), self.stream.end().offset
@@ -158,9 +167,14 @@ class SharedGroup:
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
+            StoreUnavailable: Some of what is to be looked at is only there.
         """
-        if look_ahead:
-            self._look_ahead()
+        if look_ahead and not self._look_ahead(self.stream.end().offset):
+            _log.warning(
+                "As many records wait in shared group %r of stream %r as may, so not all of those "
+                "behind them were looked at.",
+                *(self.name, self.stream.name),
+            )
         owners = {consumer.id.encode(): consumer.name for consumer in self.describe().consumers}
         found: list[GroupState] = []
         cursor = b"0"
@@ -218,9 +232,13 @@ class SharedGroup:
     def fsck(self) -> list[str]:
         """Check the books for contradictions, and return a sentence for each; none is fine.
 
-        Reads all of them at one instant: for a large group the server is busy for a moment.
+        Reads all of them at one instant: for a large group the server is busy for a moment. Then
+        compares open records with the index, which takes as long as it takes to read that.
+
+        Raises:
+            GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
+            MeteorError: It changes too fast to be read at one instant.
         """
-        self.describe()  # raises if there is none
         return find_flaws(self.books)
 
     # -- changing ------------------------------------------------------------------------------
@@ -239,20 +257,29 @@ class SharedGroup:
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
+            StoreUnavailable: Some of what is to be looked at is only there.
         """
         name = check_group(group)
         if limit is not None:
             check_int("limit", limit, 1, 2**53)
-        self._look_ahead()
+        end, purged = self.stream.end().offset, 0
+        while True:  # ends: with nothing purged there is no more room for what comes behind it
+            is_all = self._look_ahead(end)
+            count = self._purge_waiting(name, None if limit is None else limit - purged)
+            purged += count
+            if is_all or not count or purged == limit:
+                return purged
+
+    def _purge_waiting(self, name: bytes, limit: int | None) -> int:
         books, client = self.books, self.stream.client
         names: list[Any] = [books.meta]
         names += books.keys("state groups ready blocked delayed failures suspects")
-        names.append(books.whole(b"waiting:" + name))
+        names += [waiting := books.whole(b"waiting:" + name), books.key("bell")]
         # Up to an offset, and not so many: that may be repeated when an answer is lost.
-        last = client.call("LINDEX", names[-1], -1 if limit is None else limit - 1)
+        last = client.call("LINDEX", waiting, -1 if limit is None else limit - 1)
         if last is None:
-            last = client.call("LINDEX", names[-1], -1)
-        args = [self.stream.incarnation, name, last, books.prefix]
+            last = client.call("LINDEX", waiting, -1)
+        args = [books.incarnation, name, last, books.prefix]
         purged, more = 0, last is not None
         while more:
             _, count, more = books.check(client.run(SHARED_PURGE, names, args))
@@ -272,7 +299,7 @@ class SharedGroup:
         names: list[Any] = [books.meta]
         names += books.keys("state groups ready blocked delayed failures")
         names += [books.whole(b"waiting:" + name), books.key("bell")]
-        args = [self.stream.incarnation, name, books.prefix]
+        args = [books.incarnation, name, books.prefix]
         return bool(books.check(self.stream.client.run(SHARED_RESUME, names, args))[1])
 
     def delete(self, *, force: bool = False) -> None:
@@ -296,26 +323,52 @@ class SharedGroup:
                 owner=consumers[0].name,
             )
         client, state = self.stream.client, self.books.key("state")
-        client.call("SREM", keys.shared_groups(self.stream.name), self.name)
         others: list[Any] = sorted(self.books.find() - {b"state"})
         names: list[Any] = [state, *map(self.books.whole, others)]
-        client.run(DELETE_STREAM, names, [self.stream.incarnation])
+        client.run(DELETE_STREAM, names, [client.call("HGET", state, "incarnation") or ""])
         # What a consumer has made in between: now that there is no state, none can make more.
         left = self.books.find()
         if left and b"state" not in left:
             client.call("UNLINK", *map(self.books.whole, sorted(left)))
+        # Last: who crashes before leaves a name that is in the way of nobody, and not a group that
+        # nobody sees.
+        client.call("SREM", keys.shared_groups(self.stream.name), self.name)
+        if client.call("EXISTS", state):  # it was begun anew meanwhile
+            client.call("SADD", keys.shared_groups(self.stream.name), self.name)
 
-    def _look_ahead(self) -> None:
-        """Look at all records, as consumers would, so that each is known to wait for its group."""
-        end = self.stream.end().offset
+    def _look_ahead(self, end: int) -> bool:
+        """Look at all records below ``end``, as consumers would: then each is known to wait.
+
+        Returns:
+            Whether all were looked at; if not, as many wait as may.
+        """
+        grouping = self.stream.config.grouping
+        assert grouping is not None, "else there is no shared group"
+        entry: Entry | None = None
         before = -1
-        while True:
-            answer = self.stream.client.use(
-                lambda link: self.books.step(link, "", 0, want=0, acks={}, scan=_AHEAD)
-            )
-            if answer.next >= end or answer.next == before:
-                return  # the rest is only in the store, or there is no room: consumers see to it
-            before = answer.next
+        with ExitStack() as opened:
+            payloads: Payloads | None = None
+            while True:
+                answer = self.stream.client.use(partial(self._look, entry))
+                for first, last in answer.lost:
+                    _log.warning(
+                        "Records %d to %d of stream %r were dropped by the ring before shared "
+                        "group %r had processed them, and no store has them.",
+                        *(first, last, self.stream.name, self.name),
+                    )
+                if answer.next >= end:
+                    return True
+                if answer.next == before and (entry is not None or not answer.cold):
+                    return False
+                before = answer.next
+                if not answer.cold:
+                    entry = None
+                    continue
+                payloads = payloads or opened.enter_context(closing(Payloads(self.stream)))
+                entry = cold_entry(payloads, grouping, answer, entry)
+
+    def _look(self, entry: Entry | None, link: Link) -> Answer:
+        return self.books.step(link, "", 0, want=0, acks={}, entry=entry, scan=_AHEAD)
 
     def __repr__(self) -> str:
         return f"<SharedGroup {self.name!r} of {self.stream.name!r}>"
@@ -342,7 +395,7 @@ def open_shared(
         raise ValueError("The dead letters of a stream cannot go to the stream itself.")
     first = str(stream.bounds()[0]) if start == InitialOffset.EARLIEST else ""
     create = "" if start == InitialOffset.NONE else "create"
-    args = [stream.incarnation, name, create, first]
+    args = [stream.incarnation, name, create, first, secrets.token_hex(8)]
     args += [item for pair in config.to_fields().items() for item in pair]
     names = [shared.books.meta, shared.books.key("state"), keys.shared_groups(stream.name)]
     answer = stream.client.run(
@@ -355,7 +408,9 @@ def open_shared(
             stream=stream.name,
             group=name,
         )
-    present = SharedConfig.from_fields(_fields(shared.books.check(answer)[1]))
+    state = _fields(shared.books.check(answer)[1])
+    shared.books.incarnation = state["incarnation"]
+    present = SharedConfig.from_fields(state)
     setting = present.differing(asked)
     if setting is not None:
         raise GroupConfigMismatch(

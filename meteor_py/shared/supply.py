@@ -28,6 +28,7 @@ from meteor_py.errors import (
 )
 from meteor_py.lease import now
 from meteor_py.shared.books import Answer, Books, Entry, Letter
+from meteor_py.shared.cold import cold_entry
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
 from meteor_py.shared.desk import Desk
 from meteor_py.shared.payloads import Payloads
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Records of the store that are put into the index at a time.
-_COLD = 4_096
 #: Seconds between two tries, doubled each time up to the second figure.
 _BACKOFF_S = (0.02, 0.64)
 #: Seconds after which somebody who waits while it holds all it may is told so.
@@ -142,7 +141,7 @@ class Supply:
         self._fetch()
         self.publish_letters()
         if answer.cold and not self._buffer:
-            self._entry = self._cold_entry(answer)
+            self._entry = cold_entry(self._payloads, self._grouping, answer, self._entry)
             return None
         self._entry = before if answer.cold else None
         return answer if self._buffer or not answer.granted else None  # all of them were lost
@@ -156,19 +155,6 @@ class Supply:
         found, lost = self._payloads.fetch(sorted(self.desk.granted))
         received = self.desk.receive(found, lost)
         self._buffer = deque(sorted([*self._buffer, *received], key=_offset))
-
-    def _cold_entry(self, answer: Answer) -> Entry:
-        """What the index does not have any more, from the store; or that it is nowhere."""
-        entry = self._entry
-        if entry is not None and entry.first <= answer.next < entry.stop:
-            return entry
-        try:
-            chunk = self._payloads.cold(answer.next, answer.cold)[0]
-        except RecordsLost as gap:
-            return Entry(answer.next, (), min(gap.last + 1, answer.cold))
-        size = min(len(chunk), answer.cold - answer.next, _COLD)
-        rows = chunk.slice(0, size).to_arrow()
-        return Entry(answer.next, self._grouping.index_rows(rows), answer.next + size)
 
     def _wait(self, answer: Answer, left_s: float) -> None:
         """Wait until there may be something."""

@@ -16,7 +16,7 @@ import click
 
 import meteor_py as meteor
 from meteor_cli import measure
-from meteor_cli.demo import crash, failover, sharing, spark
+from meteor_cli.demo import crash, failover, peers, sharing, spark
 from meteor_cli.output import progress, show_bytes
 from meteor_cli.rendering import as_text
 from meteor_cli.server import product_name
@@ -80,6 +80,8 @@ class Tour:
                 self._fail_over(stream, url)
             with self._stream(m, "carts", group_by="key") as stream:
                 self._share(stream, url)
+            with self._group(m, "workers") as group:
+                self._coordinate(group, url)
             self._crash()
             with self._stream(m, "ring", capacity=_RING) as stream:
                 self._overrun(stream)
@@ -224,6 +226,21 @@ class Tour:
         )
         self._how(f'>>> stream.shared_subscriber("{sharing.GROUP}")  # group_by="key"')
 
+    def _coordinate(self, group: meteor.PeerGroup, url: str) -> None:
+        with progress("three members, the leader is killed", peers.STEPS) as advance:
+            outcome = peers.coordinate(group, url, advance)
+        self._check(outcome.terms[1] > outcome.terms[0], "the next term is higher")
+        self._check(outcome.vote.passed, "those who are left agree")
+        self._check(outcome.acted == peers.MEMBERS - 1, "all of them act")
+        self._tell(
+            f"Killed the leader of {peers.MEMBERS} processes: another led in a higher term "
+            f"{self._figure(f'{outcome.pause_s:.2f} s')} later;",
+            f"a vote took {self._figure(f'{outcome.vote_s * 1000:.0f} ms')}, and then both acted "
+            f"within {self._figure(f'{outcome.spread_s * 1000:.2f} ms')}; clocks agree to "
+            f"{outcome.bound_s * 1000:.1f} ms",
+        )
+        self._how('>>> m.group("workers").join().leadership()  # propose(), propose_action()')
+
     def _crash(self) -> None:
         with progress("publishing, and the server is killed", crash.RECORDS) as advance:
             outcome = crash.crash(advance)
@@ -307,6 +324,15 @@ class Tour:
             yield stream
         finally:
             stream.delete(history=store is not None)
+
+    @contextmanager
+    def _group(self, m: meteor.Client, name: str) -> Iterator[meteor.PeerGroup]:
+        """A distributed group that is deleted in the end."""
+        group = m.group(name + self._suffix, ttl=peers.TTL_S)
+        try:
+            yield group
+        finally:
+            group.delete(force=True)
 
     def _check(self, holds: bool, what: str) -> None:
         if not holds:

@@ -6,7 +6,7 @@
 --       16 suspects
 -- ARGV  1 what the keys of the shared group begin with: those of other consumers, and the lists of
 --         waiting records, are found by what is in the state
---       2 incarnation  3 consumer, '' to only look ahead  4 number of this step, one above the last
+--       2 incarnation of stream and group  3 consumer, '' to only look ahead  4 number of this step, one above the last
 --       5 'leave', 'wake' to ring the bell if this consumer may have more, else ''  6 records wanted
 --       7 records to look at, at most  8 records to take of a group at a time  9 first offset of an
 --       entry for the index that it does not have any more, '' for none  10 how many strings that has, 'lost' if nobody has it: then 11 is the offset
@@ -34,11 +34,11 @@ local find, match, gmatch, sub = string.find, string.match, string.gmatch, strin
 local prefix, cid, looking = ARGV[1], ARGV[3], ARGV[3] == ''
 
 local m = call('HMGET', KEYS[1], 'incarnation', 'next', 'store', 'epoch')
-if m[1] ~= ARGV[2] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
+if m[1] ~= match(ARGV[2], '^[^.]*') then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
 local s = call('HMGET', KEYS[3], 'incarnation', 'next', 'group_cap', 'max_deliveries', 'lease_ms',
                'dead_letter', 'on_poison', 'default_group', 'ungrouped', 'max_waiting', 'waiting',
-               'bell')
-if s[1] ~= ARGV[2] then return {'NOGROUP'} end
+               'bell', 'last')
+if s[1] ~= ARGV[2] and match(s[1] or '', '^[^.]*') ~= ARGV[2] then return {'NOGROUP'} end
 local nxt, cap, tries, lease = tonumber(s[2]), tonumber(s[3]), tonumber(s[4]), tonumber(s[5])
 local letters, parks, default, free = s[6] ~= '', s[7] == 'park', s[8], s[9] == 'free'
 local room, waiting, bell = tonumber(s[10]), tonumber(s[11]), tonumber(s[12])
@@ -53,7 +53,15 @@ if not looking then
 end
 local clock = call('TIME')
 local now = clock[1] * 1000 + floor(clock[2] / 1000)
-if not looking then call('ZADD', KEYS[8], now + lease, cid) end
+if not looking then
+  -- If nobody was heard of for long, the server was away, or its clock was set: all keep their time.
+  local gap = now - (tonumber(s[13] or nil) or now)
+  if math.abs(gap) > lease / 2 then
+    local leases = call('ZRANGE', KEYS[8], 0, -1, 'WITHSCORES')
+    for i = 1, #leases, 2 do call('ZADD', KEYS[8], leases[i + 1] + gap, leases[i]) end
+  end
+  call('ZADD', KEYS[8], now + lease, cid)
+end
 
 -- Lua writes numbers with 14 digits, and offsets may have 16.
 local function text(o) return o < 1e14 and o or format('%.0f', o) end
@@ -215,14 +223,18 @@ end
 -- Offsets, rising, go back to where they were in the waiting list of their group.
 local function put_back(g, t, offsets)
   if #offsets == 0 then return end
-  local key, all = list_of(g), {}
-  while t.w > 0 do  -- only those that were returned before lie below
-    local head = tonumber(call('LINDEX', key, 0))
-    if head > offsets[#offsets] then break end
-    call('LPOP', key)
-    t.w = t.w - 1
-    waiting = waiting - 1
-    all[#all + 1] = head
+  local key, last, all = list_of(g), offsets[#offsets], {}
+  while t.w > #all do  -- only those that were returned before lie below
+    local heads = call('LRANGE', key, #all, #all + 255)
+    for _, head in ipairs(heads) do
+      if tonumber(head) > last then break end
+      all[#all + 1] = tonumber(head)
+    end
+    if tonumber(heads[#heads]) > last then break end
+  end
+  if #all > 0 then
+    call('LPOP', key, #all)
+    t.w, waiting = t.w - #all, waiting - #all
   end
   for _, o in ipairs(offsets) do all[#all + 1] = o end
   table.sort(all)
@@ -272,10 +284,15 @@ local function take_back(owner, reason)
     if reason and offsets[1] then
       -- What was done and not yet said is not known, so it may have died of a later one: from now
       -- on they come one at a time.
+      local number = text(offsets[1])
+      local suspected = call('SISMEMBER', KEYS[16], number) == 1
       for i, o in ipairs(offsets) do suspects[i] = text(o) end
       many('SADD', KEYS[16], suspects)
       any_suspects = true
-      if fail(offsets[1], g, t, reason) then table.remove(offsets, 1) end
+      -- It is not given up for a death before it has travelled alone.
+      if suspected or (tonumber(call('HGET', KEYS[10], number) or 0) or 0) + 1 ~= tries then
+        if fail(offsets[1], g, t, reason) then table.remove(offsets, 1) end
+      end
     end
     put_back(g, t, offsets)
     t.moved, dirty[g] = true, t

@@ -6,7 +6,7 @@ local refused, healed = {}, {}
 local names = {}
 for i = at + 1, at + 2 * acked, 2 do names[#names + 1] = ARGV[i] end
 for i = at + 2 * acked + 1, #ARGV, 3 do
-  if ARGV[i] ~= 'D' then names[#names + 1] = ARGV[i + 1] end
+  if ARGV[i + 1] ~= '' then names[#names + 1] = ARGV[i + 1] end
 end
 load(names)
 for i = at + 1, at + 2 * acked, 2 do
@@ -39,48 +39,76 @@ for i = at + 1, at + 2 * acked, 2 do
   end
 end
 
+-- What is done to records of a group is gathered, and written once for the group.
+local works = {}
+local function work_on(g, t)
+  local work = {offsets = t.c == cid and split(t.held) or {}, has = {}, back = {}, delay = 0}
+  for _, o in ipairs(work.offsets) do work.has[o] = true end
+  work.last = #work.offsets
+  works[g] = work
+  return work
+end
+local function settle(op, g, number, rest)
+  local o, t = tonumber(number), groups[g]
+  local work = works[g] or work_on(g, t)
+  if not work.has[o] then
+    refused[#refused + 1] = number
+    return
+  end
+  local back = work.back
+  if op == 'R' or op == 'U' or (op == 'X' and parks) then
+    while work.last > 0 and work.offsets[work.last] > o do  -- those behind it go with it
+      local behind = work.offsets[work.last]
+      if work.has[behind] then
+        work.has[behind] = nil
+        back[#back + 1] = behind
+      end
+      work.last = work.last - 1
+    end
+    if op ~= 'X' then work.delay = max(work.delay, tonumber(rest) or 0) end
+  end
+  work.has[o] = nil
+  local leaves = op == 'G'
+  if op == 'G' then
+    add('lost', 1)
+    healed[#healed + 1] = number
+  elseif op == 'X' then
+    leaves = give_up(o, g, t, rest, call('HINCRBY', KEYS[10], number, 1))
+    any_failures = true
+  elseif op ~= 'U' then
+    leaves = fail(o, g, t, 'It was delivered as often as it may be.')
+  end
+  if not leaves then back[#back + 1] = o end
+end
+local function settle_letter(number, counter)
+  if call('ZREM', KEYS[11], number) == 0 then return end
+  call('HDEL', KEYS[12], number)
+  healed[#healed + 1] = number
+  add(counter, 1)
+end
 for i = at + 2 * acked + 1, #ARGV, 3 do
-  local op, g = ARGV[i], ARGV[i + 1]
   local number, rest = match(ARGV[i + 2], '^(%d+):?(.*)$')
-  local o, t, held, found = tonumber(number), groups[g], {}, nil
-  if op == 'D' then
-    if call('ZREM', KEYS[11], number) == 1 then
-      call('HDEL', KEYS[12], number)
-      healed[#healed + 1] = number
-      add('dead', 1)
-    end
+  if ARGV[i] == 'D' then
+    settle_letter(number, 'dead')
+  elseif ARGV[i] == 'L' then
+    settle_letter(number, 'lost')
   else
-    if t.c == cid then held = split(t.held) end
-    for j, candidate in ipairs(held) do if candidate == o then found = j end end
-    if not found then
-      refused[#refused + 1] = number
-    else
-      local back = {}
-      local whole = op == 'R' or op == 'U' or (op == 'X' and parks)
-      if whole then
-        for j = #held, found + 1, -1 do table.insert(back, 1, table.remove(held)) end
-      end
-      table.remove(held, found)
-      local leaves = op == 'G'
-      if op == 'G' then
-        add('lost', 1)
-        healed[#healed + 1] = number
-      elseif op == 'X' then
-        leaves = give_up(o, g, t, rest, call('HINCRBY', KEYS[10], number, 1))
-        any_failures = true
-      elseif op ~= 'U' then
-        leaves = fail(o, g, t, 'It was delivered as often as it may be.')
-      end
-      if not leaves then table.insert(back, 1, o) end
-      put_back(g, t, back)
-      if whole and t.st == '' and #back > 0 and tonumber(rest) and tonumber(rest) > 0 then
-        t.st, woken = 'd', true  -- others shall know when to come
-        call('ZADD', KEYS[7], now + rest, g)
-      end
-      t.n, t.held = #held, join(held)
-      disown(t)
-      dirty[g] = t
+    settle(ARGV[i], ARGV[i + 1], number, rest)
+  end
+end
+for g, work in pairs(works) do
+  local t, left = groups[g], {}
+  if t.c == cid then
+    for _, o in ipairs(work.offsets) do if work.has[o] then left[#left + 1] = o end end
+    t.n, t.held = #left, join(left)
+    table.sort(work.back)
+    put_back(g, t, work.back)
+    if work.delay > 0 and #work.back > 0 and t.st ~= 'p' then
+      t.st, woken = 'd', true  -- others shall know when to come
+      call('ZADD', KEYS[7], max(now + work.delay, call('ZSCORE', KEYS[7], g) or 0), g)
     end
+    disown(t)
+    dirty[g] = t
   end
 end
 many('HDEL', KEYS[10], healed)

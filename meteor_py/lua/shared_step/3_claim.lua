@@ -34,8 +34,8 @@ for _, g in ipairs(due) do
 end
 place_all()
 
--- 3. Claim what waits, the oldest first. The last try of a record travels alone: if its consumer
--- dies of it, nothing else is suspected. Who meets one keeps its group, and gets nothing more
+-- 3. Claim what waits, the oldest first. The last try of a suspect travels alone: if its consumer
+-- dies of it, nothing else is blamed. Who meets one keeps its group, and gets nothing more
 -- before all else it holds is settled.
 local granted, got, failed, stop = {}, 0, {}, want == 0 and not looking
 local function grant(o, t)
@@ -44,7 +44,7 @@ local function grant(o, t)
   if t.fresh then t.fresh[#t.fresh + 1] = o else t.fresh = {o} end
   t.n, t.c = t.n + 1, cid
 end
-local holding = 0
+local holding, passed = 0, 0
 if not stop and (any_failures or alone ~= '') then
   write_held()
   holding = call('HLEN', KEYS[14]) - 1  -- there is a field that makes it a table
@@ -69,7 +69,7 @@ end
 local function take(g, t)
   local offsets = call('LPOP', list_of(g), min(quantum, want - got, cap - t.n))
   if not offsets then
-    t.passed = true
+    t.passed, passed = true, passed + 1
     return
   end
   t.w, waiting = t.w - #offsets, waiting - #offsets
@@ -78,9 +78,9 @@ local function take(g, t)
   local suspects = any_suspects and call('SMISMEMBER', KEYS[16], unpack(offsets)) or {}
   for i, number in ipairs(offsets) do
     local o, times = tonumber(number), tonumber(failures[i] or 0) or 0
-    local last_try = tries > 0 and times >= tries - 1
+    local last_try = suspects[i] == 1 and tries > 0 and times >= tries - 1
     if suspects[i] == 1 and t.n > 0 then  -- not before what it may be blamed for is settled
-      t.passed = true
+      t.passed, passed = true, passed + 1
       return leave_rest(g, t, offsets, i)
     end
     if last_try and (got > 0 or holding > 0) then
@@ -105,7 +105,7 @@ local function take(g, t)
 end
 
 while got < want and not stop do
-  local mine = call('ZRANGE', KEYS[15], 0, want - got - 1, 'WITHSCORES')
+  local mine = call('ZRANGE', KEYS[15], 0, want - got - 1 + passed, 'WITHSCORES')
   local ready = {}
   if alone == '' then ready = call('ZRANGE', KEYS[5], 0, want - got - 1, 'WITHSCORES') end
   local order, i, j = {}, 1, 1

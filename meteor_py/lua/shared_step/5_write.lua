@@ -31,8 +31,11 @@ for g, t in pairs(groups) do
 end
 many('HSET', KEYS[4], set)
 many('HDEL', KEYS[4], gone)
-local state = {}
-if nxt ~= nxt0 then state[1], state[2] = 'next', text(nxt) end
+local state = looking and {} or {'last', text(now)}
+if nxt ~= nxt0 then
+  state[#state + 1] = 'next'
+  state[#state + 1] = text(nxt)
+end
 if waiting ~= waiting0 then
   state[#state + 1] = 'waiting'
   state[#state + 1] = waiting
