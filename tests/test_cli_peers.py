@@ -15,7 +15,7 @@ import pytest
 import meteor_py as meteor_
 from meteor_cli.contracts import FIELDS, MEMBER_FIELDS, PEER_EVENTS
 from meteor_cli.peer_lines import tell
-from meteor_cli.peers import parse
+from meteor_cli.peer_messages import parse
 from meteor_py import Event, Membership, Message, PeerGroup
 from tests.commands import METEOR, Running, meteor, succeed
 from tests.conftest import ServerFactory

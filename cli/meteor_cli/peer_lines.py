@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meteor_cli.harmless import harmless, harmless_json
 from meteor_cli.output import Sink, counted, say
-from meteor_cli.peers import member_fields
+from meteor_cli.peer_access import member_fields
 
 if TYPE_CHECKING:
     from meteor_py import Event, PeerGroup, View

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meteor_py import keys, refusals
+from meteor_py.errors import MeteorError
 from meteor_py.link import Link
 from meteor_py.scripts import SHARED_JOIN, SHARED_STEP
 
@@ -31,6 +32,19 @@ class Entry(NamedTuple):
     strings: Sequence[bytes]
     #: The offset behind the records.
     stop: int
+    #: Why they are lost, if not because nobody has them.
+    cause: MeteorError | None = None
+
+
+class Stand(NamedTuple):
+    """Where a consumer stands."""
+
+    #: Of its last step.
+    number: int
+    #: The offsets that it holds of each group.
+    held: dict[bytes, list[int]]
+    #: How often those of them failed that did.
+    failures: dict[int, int]
 
 
 class Letter(NamedTuple):
@@ -110,8 +124,8 @@ class Books:
     def meta(self) -> str:
         return keys.meta(self.stream.name)
 
-    def join(self, link: Link, consumer: str, name: str = "") -> tuple[int, dict[bytes, list[int]]]:
-        """Join if there is a name; return the number of the last step, and what is held.
+    def join(self, link: Link, consumer: str, name: str = "") -> Stand:
+        """Join if there is a name; return where the consumer stands.
 
         Raises:
             Refused: It is taken for dead.
@@ -121,7 +135,12 @@ class Books:
         args = [self.incarnation, consumer, name, "join" if name else ""]
         answer = self.check(link.run(SHARED_JOIN, names, args))
         pairs = zip(answer[2][::2], answer[2][1::2], strict=True)
-        return int(answer[1]), {group: _offsets(held) for group, held in pairs if group and held}
+        counts = iter(map(int, answer[3] if len(answer) > 3 else ()))
+        return Stand(
+            int(answer[1]),
+            {group: _offsets(held) for group, held in pairs if group and held},
+            dict(zip(counts, counts, strict=True)),
+        )
 
     def step(
         self,
