@@ -77,6 +77,7 @@ def list_members(session: Session, group: str, as_json: bool) -> None:
     with opened_group(session, group) as opened:
         _, members, leader, _ = opened.snapshot()
         now_ms = round(opened.now() * 1000)
+        elects = opened.config.election != "none"
     lead = leader.id if leader else None
     if as_json:
         for member in members:
@@ -99,7 +100,7 @@ def list_members(session: Session, group: str, as_json: bool) -> None:
             for member in members
         ],
     )
-    if lead is None:
+    if lead is None and elects:
         say(f"group {group!r} has no leader now.")
 
 

@@ -250,6 +250,8 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
         if answer[0] == b"ALIVE":  # somebody has joined since
             raise self._has_members(answer[1])
         self.books.client.call("SREM", keys.PEERS, self.name)
+        if self.books.client.call("EXISTS", self.books.key("config")):  # begun anew meanwhile
+            self.books.client.call("SADD", keys.PEERS, self.name)
         if passing:
             self.books.client.call("UNLINK", *passing)
         self.close()

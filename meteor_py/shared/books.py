@@ -135,7 +135,7 @@ class Books:
         args = [self.incarnation, consumer, name, "join" if name else ""]
         answer = self.check(link.run(SHARED_JOIN, names, args))
         pairs = zip(answer[2][::2], answer[2][1::2], strict=True)
-        counts = iter(map(int, answer[3] if len(answer) > 3 else ()))
+        counts = iter(map(int, answer[3]))
         return Stand(
             int(answer[1]),
             {group: _offsets(held) for group, held in pairs if group and held},

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meteor_py import refusals
 from meteor_py.config import check_seconds
@@ -20,7 +20,7 @@ from meteor_py.errors import ConnectionFailed, MeteorError
 from meteor_py.grouping import Grouping
 from meteor_py.lease import BELIEF, now
 from meteor_py.line import Line
-from meteor_py.shared.books import Answer, Books, Entry, Letter, Refused, Settlement
+from meteor_py.shared.books import Answer, Books, Entry, Letter, Refused, Settlement, Stand
 from meteor_py.shared.config import SharedConfig
 from meteor_py.shared.record import SharedRecord, Standing
 from meteor_py.state import State
@@ -38,6 +38,19 @@ _ROUNDS = 5
 _TURN_S = 0.05
 #: Characters of a reason that are kept.
 _REASON_MAX = 1_000
+#: What a step says at most, acknowledged offsets and other settlements: the server does nothing
+#: else meanwhile.
+_ACKS_MAX = 2_000
+_OTHERS_MAX = 500
+
+
+class Gap(NamedTuple):
+    """Records that this consumer was to get, and nobody can."""
+
+    first: int
+    last: int
+    #: What is wrong with them; None if they are in neither ring nor store.
+    cause: MeteorError | None = None
 
 
 class Desk:
@@ -64,13 +77,17 @@ class Desk:
         self._acks: dict[bytes, list[int]] = {}
         self._others: list[Settlement] = []
         self._sent: tuple[dict[bytes, list[int]], list[Settlement]] = ({}, [])
-        self._in_doubt = False  # what became of the last step, or of what was granted
+        self._in_doubt = False  # what became of the last step
+        # Something was rewound while some was granted and not fetched, which may be with others
+        # now. Not the same as in doubt, which is so during every step.
+        self._stale = False
+        self._disowned = False
         self._consumer = ""
         self._left = False
         self._number = 0
         # Offsets of settlements that were refused, and what was lost, until somebody is told.
         self._refused: list[int] = []
-        self._lost: list[tuple[int, int]] = []
+        self._lost: list[Gap] = []
         #: What the tender has met, for the application.
         self.failure: MeteorError | None = None
         #: Letters to publish.
@@ -124,10 +141,20 @@ class Desk:
                     else:
                         self.release(record, 0.0, only_this=False)
 
-    def receive(self, records: dict[int, Record], lost: list[int]) -> list[SharedRecord]:
-        """Records that were granted and fetched; those that are lost are settled."""
+    def receive(
+        self,
+        records: Mapping[int, Record],
+        lost: Iterable[int],
+        unreadable: Mapping[int, MeteorError] | None = None,
+    ) -> list[SharedRecord]:
+        """Records that were granted and fetched; those that are lost or unreadable are settled.
+
+        None of them, while it is not known which are still this consumer's: see ``unsure``.
+        """
         received: list[SharedRecord] = []
         with self.state:
+            if self._stale:
+                return []
             rewinds = self._rewinds([*self._sent[1], *self._others])
             for offset, record in records.items():
                 failures = self.granted.pop(offset, None)
@@ -138,11 +165,12 @@ class Desk:
                 self._held[offset] = shared
                 insort_offset(self._groups.setdefault(group, []), offset)
                 received.append(shared)
-            for offset in lost:
+            causes = dict.fromkeys(lost) | dict(unreadable or {})
+            for offset, cause in causes.items():
                 if self.granted.pop(offset, None) is not None:
                     # Its group is not known without it: the server is asked.
                     self._others.append(Settlement("G", b"", offset))
-                    self._lost.append((offset, offset))
+                    self._lost.append(Gap(offset, offset, cause))
         return received
 
     def letter_published(self, letter: Letter) -> None:
@@ -162,20 +190,26 @@ class Desk:
             refused, self._refused = self._refused, []
         return sorted(refused)
 
-    def take_lost(self) -> tuple[int, int] | None:
-        """The first and last offset of a gap that nobody was told of, once."""
+    def take_lost(self) -> Gap | None:
+        """A gap that nobody was told of, once."""
         with self.state:
             if not self._lost:
                 return None
-            self._lost.sort()
-            first, last = self._lost.pop(0)
-            while self._lost and self._lost[0][0] <= last + 1:
-                last = max(last, self._lost.pop(0)[1])
-            return first, last
+            self._lost.sort(key=_first)
+            first, last, cause = self._lost.pop(0)
+            rest: list[Gap] = []
+            for gap in self._lost:
+                # Of one frame that cannot be read, some records may be another's.
+                if gap.cause is cause and (cause is not None or gap.first <= last + 1):
+                    last = max(last, gap.last)
+                else:
+                    rest.append(gap)
+            self._lost = rest
+            return Gap(first, last, cause)
 
-    def note_lost(self, first: int, last: int) -> None:
+    def note_lost(self, offset: int, cause: MeteorError | None) -> None:
         with self.state:
-            self._lost.append((first, last))
+            self._lost.append(Gap(offset, offset, cause))
 
     @property
     def holding(self) -> int:
@@ -185,7 +219,7 @@ class Desk:
     @property
     def unsure(self) -> bool:
         """Whether some of what was granted may be with others: exchange before it is fetched."""
-        return self._in_doubt and bool(self.granted)
+        return self._stale and bool(self.granted)
 
     @property
     def unsaid(self) -> bool:
@@ -238,32 +272,30 @@ class Desk:
         self.state = State()
         self._held, self._groups, self.granted = {}, {}, {}
         self._acks, self._others, self._in_doubt = {}, [], False
+        self._disowned = True
 
     def _exchange(
         self, link: Link, want: int, leave: bool, wake: bool, entry: Entry | None
     ) -> Answer:
-        for _ in range(_ROUNDS):
+        refusals_left = _ROUNDS
+        while refusals_left:  # ends: nothing new is claimed before all is said
             self._stand(link)
             self._name_lost(link)
-            with self.state:
-                self._sent = acks, others = self._acks, self._others
-                self._acks, self._others, self._told = {}, [], False
-                self._in_doubt = True  # until there is an answer
+            last = self._take_part()
             started = now()
-            sorted_acks = {group: sorted(offsets) for group, offsets in acks.items()}
+            acks, others = self._sent
+            step = partial(
+                *(self.books.step, link, self._consumer, self._number + 1),
+                acks={group: sorted(offsets) for group, offsets in acks.items()},
+                others=others,
+            )
             try:
-                answer = self.books.step(
-                    link,
-                    self._consumer,
-                    self._number + 1,
-                    want=want,
-                    leave=leave,
-                    wake=wake,
-                    entry=entry,
-                    acks=sorted_acks,
-                    others=others,
-                )
+                if last:
+                    answer = step(want=want, leave=leave, wake=wake, entry=entry)
+                else:
+                    answer = step(want=0)
             except Refused:
+                refusals_left -= 1
                 continue  # where do we stand?
             except ConnectionFailed as error:
                 if error.answered:
@@ -272,16 +304,35 @@ class Desk:
             except MeteorError:
                 self._unsend()
                 raise
-            self._apply(answer, started, left=leave)
-            return answer
+            self._apply(answer, started, left=leave and last, entry=entry)
+            if last:
+                return answer
         raise ConnectionFailed(
             f"The server does not agree with this consumer of {self.books.group!r} about its steps."
         )
 
-    def _apply(self, answer: Answer, started: float, *, left: bool) -> None:
+    def _take_part(self) -> bool:
+        """Take what the next step says; whether that is all.
+
+        Acknowledgements come first: one that was made before a rewind counts.
+        """
+        with self.state:
+            acks, more = self._acks, dict[bytes, list[int]]()
+            others = self._others
+            if sum(map(len, acks.values())) > _ACKS_MAX:
+                acks, more = _split(acks, _ACKS_MAX)
+                others = []
+            others = others[:_OTHERS_MAX]
+            self._sent = acks, others
+            self._acks, self._others, self._told = more, self._others[len(others) :], False
+            self._in_doubt = True  # until there is an answer
+            return not (self._acks or self._others)
+
+    def _apply(self, answer: Answer, started: float, *, left: bool, entry: Entry | None) -> None:
         with self.state:
             # What was rewound took with it whatever of its group was not fetched yet.
-            in_doubt = bool(self.granted and self._rewinds(self._sent[1]))
+            if self.granted and self._rewinds(self._sent[1]):
+                self._stale = True
             self._sent = {}, []
             self._number += 1
             self.spoke_at = started
@@ -289,13 +340,15 @@ class Desk:
             for offset in answer.granted:
                 self.granted[offset] = answer.failures.get(offset, 0)
             self._refused += answer.refused
-            self._lost += answer.lost
+            for first, last in answer.lost:
+                known = entry is not None and entry.first <= first and last < entry.stop
+                self._lost.append(Gap(first, last, entry.cause if known and entry else None))
             # One that is not published within a lease is told again.
             self.letters += [letter for letter in answer.letters if letter not in self.letters]
             if left:
                 self._take_all()
                 self._consumer, self._left = "", True
-            self._in_doubt = in_doubt  # last: a Ctrl-C may come in between
+            self._in_doubt = False  # last: a Ctrl-C may come in between
         for offset, failures in answer.dropped:
             _log.warning(
                 "Record %d of stream %r was given up by shared group %r after %d failures, and "
@@ -307,23 +360,24 @@ class Desk:
         """Be a consumer, and know the number of the last step and what is held."""
         if self._left:  # another thread was waiting for the line meanwhile
             raise ConnectionFailed(f"This consumer of {self.books.group!r} has left.")
-        if self._consumer and not self._in_doubt:
+        if self._consumer and not (self._in_doubt or self._stale):
             return
         try:
             if self._consumer:
-                self._compare(*self.books.join(link, self._consumer))
+                self._compare(self.books.join(link, self._consumer))
                 return
         except Refused:
             self._be_fenced()
         consumer = secrets.token_hex(6)
-        self._number = self.books.join(link, consumer, self.name)[0]
-        self._consumer, self._in_doubt = consumer, False
+        self._number = self.books.join(link, consumer, self.name).number
+        self._consumer, self._in_doubt, self._stale = consumer, False, False
 
-    def _compare(self, number: int, held: dict[bytes, list[int]]) -> None:
+    def _compare(self, stand: Stand) -> None:
+        number, held, failures = stand
         with self.state:
             if number <= self._number:
                 self._unsend()  # that step was not taken, or the server has lost it
-            self._sent, self._in_doubt, self._number = ({}, []), False, number
+            self._sent, self._number = ({}, []), number
             theirs = {offset for offsets in held.values() for offset in offsets}
             for offsets in self._acks.values():
                 theirs.difference_update(offsets)
@@ -335,7 +389,8 @@ class Desk:
             for offset in [offset for offset in self.granted if offset not in theirs]:
                 del self.granted[offset]
             for offset in sorted(theirs - self._held.keys() - self.granted.keys()):
-                self.granted[offset] = 0
+                self.granted[offset] = failures.get(offset, 0)
+            self._in_doubt, self._stale = False, False  # last: a Ctrl-C may come in between
 
     def _be_fenced(self) -> None:
         """Taken for dead: nothing is held any more, and what was not said will not count."""
@@ -345,14 +400,14 @@ class Desk:
                 self._refused += [other.offset for other in others if other.kind not in "GD"]
             self._sent, self._acks, self._others = ({}, []), {}, []
             self._take_all()
-            self._consumer, self._in_doubt = "", False
+            self._consumer, self._in_doubt, self._stale = "", False, False
 
     def _name_lost(self, link: Link) -> None:
         """Find the groups of records that could not be fetched."""
         if not any(other.kind == "G" and not other.group for other in self._others):
             return
         try:
-            _, held = self.books.join(link, self._consumer)
+            held = self.books.join(link, self._consumer).held
         except Refused:
             self._be_fenced()
             self._stand(link)
@@ -392,6 +447,8 @@ class Desk:
 
     def _leave(self, record: SharedRecord) -> None:
         """It is settled, if it was held."""
+        if self._disowned:
+            raise of_parent(self.books.stream.name)
         if record.standing is Standing.SETTLED:
             raise ValueError(f"Record {record.offset} was settled before.")
         if record.standing is not Standing.HELD:
@@ -426,6 +483,33 @@ class Desk:
         for record in list(self._held.values()):
             self._drop(record, Standing.TAKEN)
         self.granted.clear()
+
+
+def of_parent(stream: str) -> MeteorError:
+    """The error of a forked child that uses what it inherited."""
+    return MeteorError(
+        f"This shared subscriber of stream {stream!r} belongs to the parent process; open another "
+        "here with stream.shared_subscriber()."
+    )
+
+
+def _first(gap: Gap) -> int:
+    return gap.first
+
+
+def _split(
+    acks: dict[bytes, list[int]], size: int
+) -> tuple[dict[bytes, list[int]], dict[bytes, list[int]]]:
+    """So many of the offsets, and the rest."""
+    part: dict[bytes, list[int]] = {}
+    rest: dict[bytes, list[int]] = {}
+    for group, offsets in acks.items():
+        if size > 0:
+            part[group] = offsets[:size]
+        if len(offsets) > size:
+            rest[group] = offsets[size:]
+        size = max(size - len(offsets), 0)
+    return part, rest
 
 
 def insort_offset(offsets: list[int], offset: int) -> None:

@@ -1,0 +1,261 @@
+"""``meteor peers send``, ``ask`` and ``propose``: speak to the members of a distributed group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from meteor_cli.command import command
+from meteor_cli.completion import complete_peer_group, complete_target
+from meteor_cli.output import counted, print_facts, print_json, say
+from meteor_cli.peer_access import opened_group
+from meteor_cli.session import Session
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from meteor_py import Outcome, PeerGroup, Replies, Target
+
+#: Seconds that a member has to answer, and a group to vote.
+_ANSWER_S, _VOTE_S = 10.0, 5.0
+#: Seconds after which a vote whose outcome is not known by then is given up.
+_GRACE_S = 15.0
+
+_BODY = {
+    "BODY": """
+JSON: '{"id": 7}', 7, '"text"', null. What is no JSON is text as it stands.
+Without it, null.
+""".strip("\n")
+}
+
+
+_to = click.option(
+    "--to",
+    default="any",
+    metavar="WHOM",
+    shell_complete=complete_target,
+    help="any member, all, the leader, or the id of one: any.",
+)
+_timeout = click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True, max=86_400),
+    default=_ANSWER_S,
+    metavar="SECONDS",
+    help=f"How long to wait for it: {_ANSWER_S:g}.",
+)
+_priority = click.option(
+    "--priority",
+    type=click.IntRange(1, 256),
+    default=128,
+    metavar="N",
+    help="1 to 256; of those that wait, lower ones come first: 128.",
+)
+
+
+@command(
+    "send",
+    short_help="Send a message to members, and wait until it is handled.",
+    example="""\
+meteor peers send workers jobs '{"id": 7}'  # to any member
+meteor peers send workers reload --to all
+meteor peers send workers jobs hello --to worker-7 --tell""",
+    more=_BODY,
+)
+@click.argument("group", shell_complete=complete_peer_group)
+@click.argument("queue")
+@click.argument("body", required=False)
+@_to
+@click.option("--tell", is_flag=True, help="Only leave it: do not wait until it is handled.")
+@_priority
+@_timeout
+def send(
+    session: Session,
+    group: str,
+    queue: str,
+    body: str | None,
+    to: str,
+    tell: bool,
+    priority: int,
+    timeout: float,
+) -> None:
+    """Send a message to members of a group, and wait until it is handled.
+
+    QUEUE is the name under which they have a function for it: `@me.on(QUEUE)`.
+    """
+    with opened_group(session, group) as opened:
+        target = _target(opened, to)
+        verb = target.tell if tell else target.send
+        future: Future[Any] = verb(queue, parse(body), timeout=timeout, priority=priority)
+        future.result()
+    say(f"{'left for' if tell else 'handled by'} {_whom(to)}.")
+
+
+@command(
+    "ask",
+    example="""\
+meteor peers ask workers stats --to all
+meteor peers ask workers price '{"item": "book"}' --to leader --timeout 2""",
+    more=_BODY,
+)
+@click.argument("group", shell_complete=complete_peer_group)
+@click.argument("queue")
+@click.argument("body", required=False)
+@_to
+@_priority
+@_timeout
+def ask(
+    session: Session,
+    group: str,
+    queue: str,
+    body: str | None,
+    to: str,
+    priority: int,
+    timeout: float,
+) -> None:
+    """Ask members of a group, and print the answer as JSON.
+
+    With `--to all` an object for each member, on a line of its own: member, reply, error. The exit
+    status is 1 if one of them did not answer.
+    """
+    with opened_group(session, group) as opened:
+        target = _target(opened, to)
+        answer = target.ask(queue, parse(body), timeout=timeout, priority=priority).result()
+    if to == "all":
+        _print_replies(answer)
+    else:
+        print_json(_writable(answer))
+
+
+def _print_replies(replies: Replies) -> None:
+    for member in sorted(replies.values.keys() | replies.failed.keys()):
+        error = replies.failed.get(member)
+        reply = _writable(replies.values.get(member))
+        print_json({"member": member, "reply": reply, "error": str(error) if error else None})
+    if not replies.ok:
+        total = len(replies.values) + len(replies.failed)
+        say(f"{len(replies.failed)} of {counted(total, 'member')} did not answer.")
+        raise click.exceptions.Exit(1)
+
+
+class _KindType(click.ParamType["str | int"]):
+    """Who must say yes."""
+
+    name = "kind"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> str | int:
+        if value in ("majority", "consensus"):
+            return str(value)
+        if str(value).isdecimal() and 1 <= int(value) <= 1_000:
+            return int(value)
+        raise click.BadParameter(
+            f"{value!r} is neither majority nor consensus nor a number.", context, param
+        )
+
+
+@command(
+    "propose",
+    example="""\
+meteor peers propose workers '{"limit": 7}' && echo agreed
+meteor peers propose workers upgrade --kind consensus --timeout 30""",
+    short_help="Have the members vote, and print the outcome.",
+    more={"TOPIC": _BODY["BODY"]},
+)
+@click.argument("group", shell_complete=complete_peer_group)
+@click.argument("topic", required=False)
+@click.option(
+    "--kind",
+    type=_KindType(),
+    default="majority",
+    metavar="KIND",
+    help="Who must say yes: majority, consensus (all), or so many: majority.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True, max=86_400),
+    default=_VOTE_S,
+    metavar="SECONDS",
+    help=f"How long they may take to vote: {_VOTE_S:g}.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def propose(
+    session: Session, group: str, topic: str | None, kind: Any, timeout: float, as_json: bool
+) -> None:
+    """Have all members that are alive vote on something, and print the outcome.
+
+    The exit status is 0 if it has passed, else 1.
+    """
+    with opened_group(session, group) as opened:
+        future = opened.propose(parse(topic), kind=kind, timeout=timeout)
+        outcome = future.result(timeout + _GRACE_S)
+    if as_json:
+        print_json(_outcome_fields(group, outcome))
+    else:
+        _print_outcome(outcome)
+    if not outcome.passed:
+        raise click.exceptions.Exit(1)
+
+
+def _print_outcome(outcome: Outcome) -> None:
+    why = {
+        "passed": "passed",
+        "rejected": "did not pass",
+        "left": "did not pass: somebody left whose vote was needed",
+        "timeout": "did not pass: not enough had voted in time",
+    }
+    facts: dict[str, object] = {"outcome": why[outcome.reason]}
+    for name in ("yes", "no", "abstained", "missing"):
+        members = getattr(outcome, name)
+        shown = f"{len(members)}: {', '.join(members)}" if members else "0"
+        if members or name in ("yes", "no"):
+            facts[name] = shown
+    print_facts(facts)
+
+
+def _target(group: PeerGroup, to: str) -> Target:
+    match to:
+        case "any":
+            return group.any
+        case "all":
+            return group.all
+        case "leader":
+            return group.leader_proxy
+    return group.member(to)
+
+
+def _whom(to: str) -> str:
+    words = {"any": "a member", "all": "all members", "leader": "the leader"}
+    return words.get(to) or f"member {to!r}"
+
+
+def parse(text: str | None) -> Any:
+    """A body or topic as it is written on the command line."""
+    import msgspec
+
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError):
+        return text
+
+
+def _writable(value: object) -> object:
+    """Of an answer in bytes the same form as of records."""
+    from meteor_cli.jsonl import to_data
+
+    return to_data(value) if isinstance(value, bytes) else value
+
+
+def _outcome_fields(group: str, outcome: Outcome) -> dict[str, Any]:
+    import msgspec
+
+    fields: dict[str, Any] = {"group": group}
+    fields |= msgspec.to_builtins(outcome, builtin_types=(bytes,))
+    fields["decided"] = round(outcome.decided * 1000)
+    fields["topic"] = _writable(outcome.topic)
+    for name in ("action", "at"):
+        del fields[name]  # what is proposed here is no action
+    return fields
