@@ -105,6 +105,13 @@ def corrupt(stream: str, first: int, last: int, place: str, problem: str) -> Seg
     )
 
 
+def of_parent(stream: str) -> MeteorError:
+    return MeteorError(
+        f"This shared subscriber of stream {stream!r} belongs to the parent process; open another "
+        "here with stream.shared_subscriber()."
+    )
+
+
 def store_unavailable(stream: str, store: str, done: str, error: BaseException) -> StoreUnavailable:
     return StoreUnavailable(
         f"The store of stream {stream!r} at {store} cannot be {done} now: "

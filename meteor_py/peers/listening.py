@@ -18,6 +18,10 @@ from meteor_py.peers.watch import Caller
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
+#: Events that may wait for who watches.
+_QUEUE_MAX = 10_000
+
+
 class Listening:
     """What a group handle tells to its process."""
 
@@ -117,13 +121,22 @@ class Listening:
             except queue.Empty:
                 return
             if event is None:
-                return
+                break
             yield event
+        if events.behind:
+            raise PeerError(
+                f"Who watches group {self.name!r} was {_QUEUE_MAX:,} events behind, and is told no "
+                "more; watch again from a snapshot.",
+                group=self.name,
+            )
 
     def _spread(self, event: Event) -> None:
         self._tell("event", event)
         for events in list(self._queues):
-            events.put(event)
+            if events.qsize() >= _QUEUE_MAX:
+                events.behind = True
+                self._queues.discard(events)
+            events.put(None if events.behind else event)
 
     def _end_watching(self) -> None:
         for events in list(self._queues):
@@ -146,3 +159,6 @@ class _Queue(queue.Queue["Event | None"]):
     """The events of one who watches; hashable, to be kept by a weak reference."""
 
     __hash__ = object.__hash__
+
+    #: Too many events wait in it: it gets no more.
+    behind = False

@@ -25,6 +25,8 @@ WATCH_PREFIX = "meteor-watch"
 _BACKOFF_S = (0.02, 0.64)
 #: Events that are read at a time.
 _COUNT = 500
+#: Calls that may wait for those before them.
+_CALLS_MAX = 10_000
 
 
 class Watch:
@@ -118,6 +120,7 @@ class Caller:
         self._state = State()
         self._ended = False
         self._held = 0
+        self._missed = 0  # calls, since one that hangs has let so many wait
         self._thread = threading.Thread(target=self._run, name=f"meteor-caller-{name}", daemon=True)
 
     def start(self) -> None:
@@ -125,6 +128,9 @@ class Caller:
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
         with self._state:
+            if len(self._calls) >= _CALLS_MAX:
+                self._missed += 1
+                return
             self._calls.append((function, arguments))
             self._state.notify_all()
 
@@ -157,6 +163,12 @@ class Caller:
                 if self._ended:
                     return
                 function, arguments = self._calls.popleft()
+                missed, self._missed = self._missed, 0
+            if missed:
+                _log.error(
+                    "The callbacks of a group were %d events behind: %d calls were left out.",
+                    *(_CALLS_MAX, missed),
+                )
             try:
                 function(*arguments)
             except Exception:

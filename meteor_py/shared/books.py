@@ -35,6 +35,9 @@ class Entry(NamedTuple):
     #: Why they are lost, if not because nobody has them.
     cause: MeteorError | None = None
 
+    def covers(self, offset: int) -> bool:
+        return self.first <= offset < self.stop
+
 
 class Stand(NamedTuple):
     """Where a consumer stands."""

@@ -26,7 +26,7 @@ def cold_entry(
     Raises:
         ConnectionFailed, StoreUnavailable: Not now.
     """
-    if before is not None and before.first <= answer.next < before.stop:
+    if before is not None and before.covers(answer.next):
         return before
     try:
         chunk = payloads.cold(answer.next, answer.cold)[0]

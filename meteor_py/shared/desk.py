@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from meteor_py import refusals
 from meteor_py.config import check_seconds
@@ -22,6 +22,7 @@ from meteor_py.lease import BELIEF, now
 from meteor_py.line import Line
 from meteor_py.shared.books import Answer, Books, Entry, Letter, Refused, Settlement, Stand
 from meteor_py.shared.config import SharedConfig
+from meteor_py.shared.gaps import Gap, Gaps, Unreadable
 from meteor_py.shared.record import SharedRecord, Standing
 from meteor_py.state import State
 
@@ -42,15 +43,6 @@ _REASON_MAX = 1_000
 #: else meanwhile.
 _ACKS_MAX = 2_000
 _OTHERS_MAX = 500
-
-
-class Gap(NamedTuple):
-    """Records that this consumer was to get, and nobody can."""
-
-    first: int
-    last: int
-    #: What is wrong with them; None if they are in neither ring nor store.
-    cause: MeteorError | None = None
 
 
 class Desk:
@@ -87,7 +79,7 @@ class Desk:
         self._number = 0
         # Offsets of settlements that were refused, and what was lost, until somebody is told.
         self._refused: list[int] = []
-        self._lost: list[Gap] = []
+        self._lost = Gaps()
         #: What the tender has met, for the application.
         self.failure: MeteorError | None = None
         #: Letters to publish.
@@ -145,7 +137,7 @@ class Desk:
         self,
         records: Mapping[int, Record],
         lost: Iterable[int],
-        unreadable: Mapping[int, MeteorError] | None = None,
+        unreadable: Mapping[int, Unreadable] | None = None,
     ) -> list[SharedRecord]:
         """Records that were granted and fetched; those that are lost or unreadable are settled.
 
@@ -165,12 +157,12 @@ class Desk:
                 self._held[offset] = shared
                 insort_offset(self._groups.setdefault(group, []), offset)
                 received.append(shared)
-            causes = dict.fromkeys(lost) | dict(unreadable or {})
+            causes: dict[int, Unreadable | None] = {**dict.fromkeys(lost), **(unreadable or {})}
             for offset, cause in causes.items():
                 if self.granted.pop(offset, None) is not None:
                     # Its group is not known without it: the server is asked.
                     self._others.append(Settlement("G", b"", offset))
-                    self._lost.append(Gap(offset, offset, cause))
+                    self._lost.add(offset, offset, cause)
         return received
 
     def letter_published(self, letter: Letter) -> None:
@@ -193,23 +185,11 @@ class Desk:
     def take_lost(self) -> Gap | None:
         """A gap that nobody was told of, once."""
         with self.state:
-            if not self._lost:
-                return None
-            self._lost.sort(key=_first)
-            first, last, cause = self._lost.pop(0)
-            rest: list[Gap] = []
-            for gap in self._lost:
-                # Of one frame that cannot be read, some records may be another's.
-                if gap.cause is cause and (cause is not None or gap.first <= last + 1):
-                    last = max(last, gap.last)
-                else:
-                    rest.append(gap)
-            self._lost = rest
-            return Gap(first, last, cause)
+            return self._lost.take()
 
-    def note_lost(self, offset: int, cause: MeteorError | None) -> None:
+    def note_lost(self, offset: int, cause: Unreadable | None) -> None:
         with self.state:
-            self._lost.append(Gap(offset, offset, cause))
+            self._lost.add(offset, offset, cause)
 
     @property
     def holding(self) -> int:
@@ -341,8 +321,7 @@ class Desk:
                 self.granted[offset] = answer.failures.get(offset, 0)
             self._refused += answer.refused
             for first, last in answer.lost:
-                known = entry is not None and entry.first <= first and last < entry.stop
-                self._lost.append(Gap(first, last, entry.cause if known and entry else None))
+                self._lost.add(first, last, entry.cause if entry and entry.covers(first) else None)
             # One that is not published within a lease is told again.
             self.letters += [letter for letter in answer.letters if letter not in self.letters]
             if left:
@@ -448,7 +427,7 @@ class Desk:
     def _leave(self, record: SharedRecord) -> None:
         """It is settled, if it was held."""
         if self._disowned:
-            raise of_parent(self.books.stream.name)
+            raise refusals.of_parent(self.books.stream.name)
         if record.standing is Standing.SETTLED:
             raise ValueError(f"Record {record.offset} was settled before.")
         if record.standing is not Standing.HELD:
@@ -483,18 +462,6 @@ class Desk:
         for record in list(self._held.values()):
             self._drop(record, Standing.TAKEN)
         self.granted.clear()
-
-
-def of_parent(stream: str) -> MeteorError:
-    """The error of a forked child that uses what it inherited."""
-    return MeteorError(
-        f"This shared subscriber of stream {stream!r} belongs to the parent process; open another "
-        "here with stream.shared_subscriber()."
-    )
-
-
-def _first(gap: Gap) -> int:
-    return gap.first
 
 
 def _split(

@@ -6,24 +6,44 @@ group get theirs out of the same frames, a few at a time.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meteor_py import keys
 from meteor_py.config import FRAME_RECORDS_MAX
 from meteor_py.cursor import Cursor
-from meteor_py.errors import ConnectionFailed, RecordsLost, SegmentCorrupt
+from meteor_py.errors import (
+    ConnectionFailed,
+    CorruptFrameError,
+    RecordsLost,
+    SegmentCorrupt,
+    StreamCorrupt,
+    UnsupportedFrameError,
+)
 from meteor_py.frame import decode, entry_span
 from meteor_py.link import Link
 from meteor_py.record import Chunk, Record
+from meteor_py.shared.gaps import Unreadable
 
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
-#: Frames that are kept, and that are asked for at a time.
+#: Frames that are kept, and that are asked for at a time; more of them if they are small, up to so
+#: many, and so many records.
 _KEEP = 16
 _ASK = 64
+_KEEP_RECORDS = 4_096
+
+
+class Fetched(NamedTuple):
+    """What became of the offsets that were asked for."""
+
+    found: dict[int, Record]
+    #: In neither ring nor store.
+    lost: list[int]
+    #: There, and not to be read: why.
+    unreadable: dict[int, Unreadable]
 
 
 class Payloads:
@@ -39,31 +59,45 @@ class Payloads:
         # asked for with two of its records travels twice.
         self._size = FRAME_RECORDS_MAX
 
-    def fetch(self, offsets: Sequence[int]) -> tuple[dict[int, Record], list[int]]:
-        """The records, and the offsets of those that are in neither ring nor store.
+    def fetch(self, offsets: Sequence[int]) -> Fetched:
+        """The records, a few frames at a time: of the others in them nothing is kept.
 
         Args:
             offsets: In rising order.
 
         Raises:
             ConnectionFailed, StoreUnavailable: Not now.
-            CorruptFrameError, UnsupportedFrameError, SegmentCorrupt: As for every reader.
         """
-        self._trim(offsets)
-        missing = [offset for offset in offsets if self._find(offset) is None]
+        fetched = Fetched({}, [], {})
         dropped: set[int] = set()  # by the ring
-        while missing:
-            dropped |= self._ask(missing)
-            missing = [o for o in missing if o not in dropped and self._find(o) is None]
-        found: dict[int, Record] = {}
-        lost: list[int] = []
-        for offset in offsets:
-            record = self._find(offset) or self._dig(offset)
-            if record is None:
-                lost.append(offset)
-            else:
-                found[offset] = record
-        return found, lost
+        at = 0
+        while at < len(offsets):  # ends: a round is done with the first that is left, at least
+            left = offsets[at:]
+            self._trim(left)
+            dropped |= self._ask([o for o in left if o not in dropped], fetched.unreadable)
+            at += self._gather(left, dropped, fetched)
+        return fetched
+
+    def _gather(self, offsets: Sequence[int], dropped: set[int], fetched: Fetched) -> int:
+        """Add what is at hand, or in the store; return how many of the first are done with."""
+        dug = 0
+        for number, offset in enumerate(offsets):
+            if offset in fetched.unreadable:
+                continue
+            record = self._find(offset)
+            if record is None and offset in dropped:
+                if dug == _KEEP:
+                    return number
+                dug += 1
+                record = self._dig(offset, offsets, fetched.unreadable)
+                if record is None and offset not in fetched.unreadable:
+                    fetched.lost.append(offset)
+                    continue
+            if record is not None:
+                fetched.found[offset] = record
+            elif offset not in fetched.unreadable:
+                return number  # not asked for yet
+        return len(offsets)
 
     def forget(self) -> None:
         """Fetch all anew: offsets may mean other records now."""
@@ -97,34 +131,53 @@ class Payloads:
 
     # -- the ring ------------------------------------------------------------------------------
 
-    def _ask(self, missing: Sequence[int]) -> set[int]:
-        """Fetch frames of some, as far as it is known how large frames are.
+    def _ask(self, offsets: Sequence[int], unreadable: dict[int, Unreadable]) -> set[int]:
+        """Fetch frames of the first that are missing, as many as is good to have at a time.
 
         Returns:
             The offsets of those that the ring does not have.
         """
         wanted: list[int] = []
-        for offset in missing:
-            if not wanted or offset >= wanted[-1] + self._size:
+        limit = max(_KEEP, min(_ASK, _KEEP_RECORDS // self._size))
+        for offset in offsets:
+            if wanted and offset < wanted[-1] + self._size:
+                continue  # in the same frame, as far as is known
+            if offset not in unreadable and self._find(offset) is None:
                 wanted.append(offset)
-                if len(wanted) == _ASK:
+                if len(wanted) == limit:
                     break
+        if not wanted:
+            return set()
         log = keys.log(self._stream.name)
         answers = self._call([("XRANGE", log, f"{o}-0", "+", "COUNT", 1) for o in wanted])
         dropped: set[int] = set()
         sizes: list[int] = []
         for offset, entries in zip(wanted, answers, strict=True):
-            first, last = (
-                entry_span(self._stream.name, entries[0][0]) if entries else (offset + 1, 0)
-            )
-            if first > offset:
-                dropped.update(o for o in missing if offset <= o < first)
+            span = entry_span(self._stream.name, entries[0][0]) if entries else None
+            if span is None or span[0] > offset:
+                dropped.update(_between(offsets, offset, span and span[0]))
                 continue
-            sizes.append(last - first + 1)
+            sizes.append(span[1] - span[0] + 1)
             if self._find(offset) is None:
-                self._keep(decode(self._stream.name, entries)[0])
+                try:
+                    self._keep(self._decode(entries, *span))
+                except (CorruptFrameError, UnsupportedFrameError) as error:
+                    unreadable |= dict.fromkeys(_between(offsets, span[0], span[1] + 1), error)
         self._size = max(sizes, default=self._size)
+        first = wanted[0]
+        if first not in unreadable and self._find(first) is None:
+            dropped.add(first)  # whatever the ring has there: not this record
         return dropped
+
+    def _decode(
+        self, entries: list[tuple[bytes, list[bytes]]], first: int, last: int
+    ) -> Chunk:
+        try:
+            return decode(self._stream.name, entries)[0]
+        except StreamCorrupt as error:
+            raise CorruptFrameError(
+                str(error), stream=self._stream.name, first=first, last=last
+            ) from error
 
     def _call(
         self, commands: Sequence[tuple[object, ...]]
@@ -139,11 +192,17 @@ class Payloads:
 
     # -- the store -----------------------------------------------------------------------------
 
-    def _dig(self, offset: int) -> Record | None:
+    def _dig(
+        self, offset: int, offsets: Sequence[int], unreadable: dict[int, Unreadable]
+    ) -> Record | None:
         """A record that the ring has dropped, from the store; None if that has not got it."""
         try:
             chunks = self._read(offset, 1)
         except RecordsLost:
+            return None
+        except SegmentCorrupt as error:
+            unreadable[offset] = error
+            unreadable |= dict.fromkeys(_between(offsets, offset, error.last + 1), error)
             return None
         for chunk in chunks:
             self._keep(chunk)
@@ -180,9 +239,16 @@ class Payloads:
         return records[offset - first] if offset < first + len(records) else None
 
     def _keep(self, chunk: Chunk) -> None:
-        if chunk.first not in self._frames:
-            insort(self._firsts, chunk.first)
-        self._frames[chunk.first] = list(chunk.rows())
+        """In place of what overlaps it: the store cuts records into other pieces than the ring."""
+        start, stop = chunk.first, chunk.first + len(chunk)
+        at = bisect_left(self._firsts, start)
+        if at and self._firsts[at - 1] + len(self._frames[self._firsts[at - 1]]) > start:
+            at -= 1
+        end = bisect_left(self._firsts, stop)
+        for first in self._firsts[at:end]:
+            del self._frames[first]
+        self._firsts[at:end] = [start]
+        self._frames[start] = list(chunk.rows())
 
     def _trim(self, wanted: Sequence[int]) -> None:
         """Drop frames that are not wanted now: the oldest if there are many, all of one record."""
@@ -198,3 +264,9 @@ class Payloads:
             if number < many or len(self._frames[first]) == 1:
                 del self._frames[first]
         self._firsts = sorted(self._frames)
+
+
+def _between(offsets: Sequence[int], start: int, stop: int | None) -> Sequence[int]:
+    """Those from ``start`` to before ``stop``."""
+    end = len(offsets) if stop is None else bisect_left(offsets, stop)
+    return offsets[bisect_left(offsets, start) : end]
