@@ -71,18 +71,19 @@ key                            type    what, who writes it, who deletes it
 ``meteor:{s}:shared:<g>:...``          The books of one shared group, in the parts below. Written by
                                        ``shared_step`` unless it says otherwise; deleted, all at
                                        once, by ``SharedGroup.delete``.
-``...:state``                  hash    ``incarnation`` of the stream; ``start``, where it began;
+``...:state``                  hash    ``incarnation`` of the stream, a dot, and a random id of
+                                       this life of the group; ``start``, where it began;
                                        ``next``, all below was looked at; ``waiting``, how many
                                        records wait; ``bell``, the number of its last ringing;
-                                       settings (shared/config.py); counters ``acked``, ``dead``,
+                                       ``last``, when a consumer was last heard of (ms); settings (shared/config.py); counters ``acked``, ``dead``,
                                        ``lost``, ``purged``, ``returned``, ``reaped``; the last gap,
                                        ``lost_last``. Begun by ``shared_open``; also written by
                                        ``shared_purge`` and ``shared_resume``.
 ``...:groups``                 hash    For each group of records with something open
-                                       ``owner[:waiting:state]``: the consumer that holds some, or
-                                       nobody; how many wait; ``d`` delayed, ``p`` parked. A field
-                                       goes with the last record. Also ``shared_purge``,
-                                       ``shared_resume``.
+                                       ``owner[:waiting:state:head]``: the consumer that holds
+                                       some, or nobody; how many wait; ``d`` delayed, ``p`` parked;
+                                       the offset of the first that waits. A field goes with the
+                                       last record. Also ``shared_purge``, ``shared_resume``.
 ``...:ready``                  zset    Groups that are free and have waiting records, by the offset
                                        of the first. Also ``shared_purge``, ``shared_resume``.
 ``...:blocked``                zset    The same for groups that are delayed or parked.
@@ -95,15 +96,15 @@ key                            type    what, who writes it, who deletes it
                                        one (``reserved``), and a name for people.
 ``...:failures``               hash    Offsets of open records that have failed: how often. A field
                                        goes when its record is settled.
-``...:suspects``               set     Offsets of open records that were with a consumer when it died:
-                                       of a group they are given out one at a time.
+``...:suspects``               set     Offsets of open records that were with a consumer when it
+                                       died: of a group they are given out one at a time.
 ``...:letters``                hash    Offsets of records that were given up, and are not published
                                        as dead letters yet: ``failures:bytes of group:``, then group
                                        and reason.
 ``...:dying``                  zset    The same offsets, by the time (ms) from which on the letter
                                        is given to whoever comes.
 ``...:bell``                   stream  The last eight ringings: consumers wait for one. Also
-                                       ``shared_resume``.
+                                       ``shared_purge``, ``shared_resume``.
 ``...:held:<consumer>``        hash    What a consumer holds: for each group ``offset,offset...``,
                                        rising; empty if the group is kept for a last try. Deleted
                                        when it leaves, or is dead.

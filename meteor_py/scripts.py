@@ -2,9 +2,12 @@
 
 Each lives in ``lua/<name>.lua``, or in the parts of ``lua/<name>/`` one after the other, with its
 purpose, keys, arguments, answers and the reason for being atomic at its head; those of distributed
-groups have ``lua/peers/books.lua`` before them. A script answers with
-a list whose first item is a fixed code; an error reply therefore always comes from the server,
-before or instead of the script.
+groups have ``lua/peers/books.lua`` before them. A script answers with a list whose first item is a
+fixed code; an error reply therefore always comes from the server, before or instead of the script.
+
+``shared_step`` is far longer than the others: settling, the death of others, claiming and looking
+ahead change the same groups, and must be seen as one by everybody; as scripts of their own each
+would read and write these groups again, and a consumer would pay for four round trips, not for one.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class Stream(Handle):
             GroupNotFound: There is none of that name.
         """
         shared = SharedGroup(self, name)
-        shared.describe()
+        shared.books.require()
         return shared
 
     def read(

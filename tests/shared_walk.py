@@ -332,7 +332,8 @@ class Walk(Model):
             assert letter.failures == self.failures[letter.offset]
         if bury_letters:
             self.bury(hand, letters)
-        found, lost = hand.payloads.fetch(sorted(hand.desk.granted))
+        found, lost, unreadable = hand.payloads.fetch(sorted(hand.desk.granted))
+        assert not unreadable
         for record in hand.desk.receive(found, lost):
             assert record.group == self.group_of[record.offset]
             hand.held[record.offset] = record
@@ -394,7 +395,7 @@ class Walk(Model):
 
     def bury(self, hand: Hand, letters: list[Any]) -> None:
         for letter in letters:
-            found, _ = hand.payloads.fetch([letter.offset])
+            found = hand.payloads.fetch([letter.offset]).found
             if letter.offset in found:
                 target = self.client.stream(LETTERS, create=False)
                 record = found[letter.offset]

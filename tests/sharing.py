@@ -230,7 +230,8 @@ class Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._consumer.stop()
+        if self.thread.is_alive():
+            self._consumer.stop()
         self.join()
 
     def join(self) -> None:

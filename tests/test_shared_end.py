@@ -87,7 +87,8 @@ sub = client.stream("orders").shared_subscriber("billing")
 pid = os.fork()
 if pid == 0:
     told = []
-    for call in (sub.poll, sub.commit, sub.rollback, sub.flush, lambda: sub.run(print)):
+    calls = [sub.poll, sub.commit, sub.rollback, sub.flush, lambda: sub.run(print)]
+    for call in (*calls, record.ack, record.release, record.reject):
         try:
             call()
         except meteor.MeteorError as error:
@@ -107,7 +108,7 @@ def test_a_forked_child_refuses_everything_and_its_end_changes_nothing(url: str)
         queue.consumer().close()
         program = Process("-W", "ignore", "-c", _FORKS, url)
         try:
-            assert program.read() == str([True] * 5)
+            assert program.read() == str([True] * 8)
             assert program.read() == "done"
             assert program.wait() == 0
         finally:

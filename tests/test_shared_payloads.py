@@ -202,6 +202,32 @@ def test_the_letter_of_a_record_that_is_gone_cannot_be_written_and_it_is_named_l
         eventually(all_named)
         assert lost == [(0, 20)]
         assert list(queue.client.stream("dead").read()) == []
+        found = queue.shared.describe()
+        assert (found.lost, found.dead, found.dying) == (21, 0, 0)
+
+
+def test_a_letter_whose_key_is_too_long_for_a_group_is_in_none_and_keeps_its_key(
+    any_url: str,
+) -> None:
+    with Queue(any_url, group_by="header:cart", dead_letter="dead") as queue:
+        letters = queue.client.stream("dead", group_by="key")
+        with queue.stream.publisher() as pub:
+            for key in (b"k" * 256, b"k" * 257, b"k" * 5_000):
+                pub.publish(b"v", key=key, headers={"cart": b"7"})
+        c1 = queue.consumer()
+        for record in c1.poll(5):
+            record.reject("no")
+        c1.flush()
+        c1.poll(0)
+        with letters.shared_subscriber("readers") as sub:
+            found = {len(record.key or b""): record.group for record in drain(sub)}
+            assert found == {
+                256: b"k" * 256,
+                257: b"meteor.no-group",
+                5_000: b"meteor.no-group",
+            }
+            assert sub.confirmed == 3
+        assert letters.shared_group("readers").fsck() == []
 
 
 # From the store
@@ -295,18 +321,26 @@ def test_what_has_expired_from_the_store_is_named_and_the_rest_comes(archived: Q
     assert sorted(offsets(drain(c1))) == [*range(first, 1000)]
 
 
-def test_purging_reaches_what_only_the_store_has_once_somebody_has_looked(archived: Queue) -> None:
+@pytest.mark.parametrize("size", [7, 4_096])
+def test_purging_and_looking_ahead_reach_what_only_the_store_has(
+    archived: Queue, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(cold, "_COLD", size)
+    monkeypatch.setattr(group, "_AHEAD", size)
     c1 = archived.consumer(prefetch=10)
-    archive(archived, "ABABABABAB", 50)
+    archive(archived, "ABABABABAC", 50)
     records = c1.poll(5)
-    archived.shared.purge("B")
-    found = [*records, *drain(c1)]
+    assert archived.shared.describe().looked < 100
+    assert archived.shared.purge("B") == 196  # four are held
+    assert {name: state.count for name, state in archived.groups().items()} == {
+        **{"A": 250, "B": 4, "C": 50}
+    }
+    assert archived.shared.describe().lost == 0
     c1.commit()
-    archived.shared.purge("B")
-    found += drain(c1)
+    found = [*records, *drain(c1)]
+    assert sorted(offsets(found)) == [o for o in range(500) if o < 10 or o % 2 == 0 or o % 10 == 9]
     c1.flush()
     assert archived.shared.confirmed == 500
-    assert [o for o in offsets(found) if o % 2 == 0] == [*range(0, 500, 2)]
 
 
 # Servers

@@ -97,7 +97,7 @@ def test_one_that_is_taken_for_dead_with_a_lost_payload_goes_on(url: str) -> Non
         desk.exchange(5)
         assert sorted(desk.granted) == [0, 1, 2, 3, 4]
         queue.publish("B" * 30)
-        found, lost = late._supply._payloads.fetch(sorted(desk.granted))
+        found, lost, _ = late._supply._payloads.fetch(sorted(desk.granted))
         desk.receive(found, lost)
         assert lost
         expire(late)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meteor_py import keys, refusals
-from meteor_py.errors import MeteorError
+from meteor_py.errors import AccessDenied, MeteorError, ServerRefused
 from meteor_py.link import Link
 from meteor_py.scripts import SHARED_JOIN, SHARED_STEP
 
@@ -63,7 +63,7 @@ class Settlement(NamedTuple):
     """What is to be done with a record that is not acknowledged."""
 
     #: "R" rewind its group to it, "U" that without a failure, "Q" return only it, "X" reject, "G"
-    #: gone, "D" letter published.
+    #: gone, "D" letter published, "L" its record lost.
     kind: str
     group: bytes
     offset: int
@@ -122,6 +122,25 @@ class Books:
             found.update(key[size:] for key in part)
             if cursor == b"0":
                 return found
+
+    def require(self) -> None:
+        """Raise if there is no such group. What is wrong in its books is no matter here.
+
+        Raises:
+            GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
+        """
+        call = self.stream.client.call
+        found = call("HGET", self.meta, "incarnation")
+        if found != self.stream.incarnation.encode():
+            raise refusals.gone(self.stream.name, b"INCARNATION" if found else b"NOSTREAM")
+        try:
+            state = call("HGET", self.key("state"), "incarnation") or b""
+        except AccessDenied:
+            raise
+        except ServerRefused:
+            return  # it is no hash
+        if self.incarnation not in (state.decode(), state.decode().partition(".")[0]):
+            raise refusals.no_group(self.stream.name, self.group)
 
     @property
     def meta(self) -> str:

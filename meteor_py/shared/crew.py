@@ -49,6 +49,7 @@ class Crew:
         self._begun: dict[SharedRecord, float] = {}  # at work, and since when
         self._hung: set[bytes] = set()  # groups whose handler has been at work for too long
         self._stopped = False
+        self._caller: int | None = None  # the thread that has called run()
         self._failure: BaseException | None = None  # what no handler should raise
         name = f"meteor-crew-{subscriber.stream.name}"
         self._threads = [
@@ -57,12 +58,15 @@ class Crew:
         ]
 
     def run(self) -> None:
-        """Fetch records and share them out, until stopped."""
+        """Fetch records and share them out, until stopped, or closed."""
+        self._caller = threading.get_ident()
+        # What the application has taken by itself before is its own.
+        taken = {record for record in self._supply.handed if record.standing is Standing.HELD}
         for thread in self._threads:
             thread.start()
         away_since: float | None = None
         try:
-            while not self._stopped:
+            while not (self._stopped or self._supply.halted):
                 try:
                     if not self._all_hang():
                         self._share_out(self._subscriber.poll(_POLL_S))
@@ -81,7 +85,12 @@ class Crew:
             self.stop()
             for thread in self._threads:
                 thread.join()
-            self._supply.keep(record for queue in self._groups.values() for record in queue)
+            # Also what a Ctrl-C has kept from being shared out.
+            self._supply.keep(
+                record
+                for record in self._supply.handed
+                if record.standing is Standing.HELD and record not in taken
+            )
         if self._failure is not None:
             raise self._failure
         try:
@@ -94,6 +103,10 @@ class Crew:
         with self._state:
             self._stopped = True
             self._state.notify_all()
+
+    def is_caller(self) -> bool:
+        """Whether this is the thread that runs it."""
+        return self._caller == threading.get_ident()
 
     def end(self, timeout_s: float) -> None:
         """Stop, and wait for the handlers that are at work; not for oneself."""
@@ -160,6 +173,7 @@ class Crew:
                     self._process(record)
                 except BaseException as error:  # as of sys.exit(): for who has called run()
                     self._failure = error
+                    self._release(record)  # else those behind it would overtake it
                     self.stop()
                 finally:
                     with self._state:

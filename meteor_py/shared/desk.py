@@ -165,9 +165,10 @@ class Desk:
                     self._lost.add(offset, offset, cause)
         return received
 
-    def letter_published(self, letter: Letter) -> None:
+    def settle_letter(self, letter: Letter, *, lost: bool) -> None:
+        """It is published; or its record is lost, and there is nothing to publish."""
         with self.state:
-            self._others.append(Settlement("D", b"", letter.offset))
+            self._others.append(Settlement("L" if lost else "D", b"", letter.offset))
             self._say()
 
     def raise_failure(self) -> None:
@@ -264,16 +265,18 @@ class Desk:
             last = self._take_part()
             started = now()
             acks, others = self._sent
-            step = partial(
-                *(self.books.step, link, self._consumer, self._number + 1),
-                acks={group: sorted(offsets) for group, offsets in acks.items()},
-                others=others,
-            )
             try:
-                if last:
-                    answer = step(want=want, leave=leave, wake=wake, entry=entry)
-                else:
-                    answer = step(want=0)
+                answer = self.books.step(
+                    link,
+                    self._consumer,
+                    self._number + 1,
+                    want=want if last else 0,
+                    leave=leave and last,
+                    wake=wake and last,
+                    entry=entry if last else None,
+                    acks={group: sorted(offsets) for group, offsets in acks.items()},
+                    others=others,
+                )
             except Refused:
                 refusals_left -= 1
                 continue  # where do we stand?
@@ -376,7 +379,7 @@ class Desk:
         with self.state:
             for acks, others in (self._sent, (self._acks, self._others)):
                 self._refused += [offset for offsets in acks.values() for offset in offsets]
-                self._refused += [other.offset for other in others if other.kind not in "GD"]
+                self._refused += [other.offset for other in others if other.kind not in "GDL"]
             self._sent, self._acks, self._others = ({}, []), {}, []
             self._take_all()
             self._consumer, self._in_doubt, self._stale = "", False, False

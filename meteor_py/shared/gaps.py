@@ -36,10 +36,14 @@ class Gap(NamedTuple):
                 first=first,
                 last=last,
             )
-        why = "the store has damaged ones" if isinstance(cause, SegmentCorrupt) else (
-            "a newer version of meteor-py wrote them"
-            if isinstance(cause, UnsupportedFrameError)
-            else "their bytes are not what a publisher wrote"
+        why = (
+            "the store has damaged ones"
+            if isinstance(cause, SegmentCorrupt)
+            else (
+                "a newer version of meteor-py wrote them"
+                if isinstance(cause, UnsupportedFrameError)
+                else "their bytes are not what a publisher wrote"
+            )
         )
         error = type(cause)(
             f"Records {first} to {last} of stream {stream!r} cannot be read: {why}. Shared group "

@@ -74,7 +74,8 @@ class Payloads:
         while at < len(offsets):  # ends: a round is done with the first that is left, at least
             left = offsets[at:]
             self._trim(left)
-            dropped |= self._ask([o for o in left if o not in dropped], fetched.unreadable)
+            if left[0] not in dropped and self._find(left[0]) is None:
+                dropped |= self._ask([o for o in left if o not in dropped], fetched.unreadable)
             at += self._gather(left, dropped, fetched)
         return fetched
 
@@ -146,8 +147,6 @@ class Payloads:
                 wanted.append(offset)
                 if len(wanted) == limit:
                     break
-        if not wanted:
-            return set()
         log = keys.log(self._stream.name)
         answers = self._call([("XRANGE", log, f"{o}-0", "+", "COUNT", 1) for o in wanted])
         dropped: set[int] = set()
@@ -155,7 +154,7 @@ class Payloads:
         for offset, entries in zip(wanted, answers, strict=True):
             span = entry_span(self._stream.name, entries[0][0]) if entries else None
             if span is None or span[0] > offset:
-                dropped.update(_between(offsets, offset, span and span[0]))
+                dropped.update(_between(offsets, offset, None if span is None else span[0]))
                 continue
             sizes.append(span[1] - span[0] + 1)
             if self._find(offset) is None:
@@ -169,9 +168,7 @@ class Payloads:
             dropped.add(first)  # whatever the ring has there: not this record
         return dropped
 
-    def _decode(
-        self, entries: list[tuple[bytes, list[bytes]]], first: int, last: int
-    ) -> Chunk:
+    def _decode(self, entries: list[tuple[bytes, list[bytes]]], first: int, last: int) -> Chunk:
         try:
             return decode(self._stream.name, entries)[0]
         except StreamCorrupt as error:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from meteor_py import refusals
 from meteor_py.closing import Closing
 from meteor_py.codec import Codec
 from meteor_py.config import check_int, check_seconds
@@ -34,17 +35,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Records of the store that are put into the index at a time.
-_COLD = 4_096
 #: Seconds that iterating goes on without a server before it gives up.
 _RECONNECT_S = 30.0
-#: Seconds between two tries, doubled each time up to the second figure.
-_BACKOFF_S = (0.02, 0.64)
-#: Seconds after which somebody who waits while it holds all it may is told so.
-_STUCK_S = 10.0
 #: Seconds for which the end of a program waits for what is settled to be said.
 _EXIT_S = 5.0
-_ID_MAX = 2**64 - 1
 
 
 class SharedSubscriber(Closing):
@@ -80,6 +74,8 @@ class SharedSubscriber(Closing):
         self._desk = self._supply.desk
         self._tender = Tender(self._desk, config.max_poll_interval)
         self._crew: Crew | None = None
+        self._crew_lock = threading.RLock()  # a signal handler may stop() or close()
+        self._stop_next = False  # stop() was called when there was nothing to stop
         self._closed = False
         self._pid = os.getpid()
         self._close_lock = threading.RLock()
@@ -106,19 +102,28 @@ class SharedSubscriber(Closing):
             Fenced: Something that was settled here had been given to others; raised once.
             RecordsLost: Records are gone from the ring before they were delivered, and are not in a
                 store; raised once for each gap, and the next poll goes on.
+            CorruptFrameError, UnsupportedFrameError, SegmentCorrupt: Records are there and cannot
+                be read; the same.
             StreamNotFound, LogTruncated, GroupNotFound: It was deleted.
             ConnectionFailed: The server could not be reached until the timeout.
+            MeteorError: ``run()`` is at work, in another thread.
         """
         check_seconds("timeout", timeout, zero=True)
         check_int("max_records", max_records, 1, PREFETCH_MAX)
         self._check_open()
+        crew = self._crew
+        if crew is not None and not crew.is_caller():
+            raise MeteorError(
+                f"run() takes the records of this shared subscriber of stream {self.stream.name!r};"
+                " poll another, which stream.shared_subscriber() opens."
+            )
         self._tender.polling = True
         try:
             self._supply.fill(timeout)
-            return self._supply.hand_out(max_records)
         finally:
             self._desk.alive_at = now()
             self._tender.polling = False
+        return self._supply.hand_out(max_records)  # last: a Ctrl-C behind it would lose them
 
     def __iter__(self) -> Iterator[SharedRecord]:
         """Records one by one, without end; ends when the subscriber is closed.
@@ -149,21 +154,39 @@ class SharedSubscriber(Closing):
             concurrency: How many at a time.
 
         Raises:
-            MeteorError: As ``poll``, but for what the server being away explains.
+            MeteorError: As ``poll``, but for what the server being away explains; or there is one
+                ``run()`` at work already.
         """
         self._check_open()
         check_int("concurrency", concurrency, 1, 1_000)
-        self._crew = Crew(self, self._supply, handler, concurrency)
+        crew = Crew(self, self._supply, handler, concurrency)
+        with self._crew_lock:
+            self._check_open(closing=True)
+            if self._crew is not None:
+                raise MeteorError(
+                    f"This shared subscriber of stream {self.stream.name!r} is in run() already; "
+                    "raise its concurrency, or open another with stream.shared_subscriber()."
+                )
+            if self._stop_next:
+                self._stop_next = False
+                return
+            self._crew = crew
         try:
-            self._crew.run()
+            crew.run()
         finally:
-            self._crew = None
+            with self._crew_lock:
+                self._crew = None
 
     def stop(self) -> None:
-        """Let ``run()`` return, once the handlers that are at work have; from any thread."""
-        crew = self._crew
-        if crew is not None:
-            crew.stop()
+        """Let ``run()`` return, once the handlers that are at work have; from any thread.
+
+        Before a ``run()``, the next one returns at once.
+        """
+        with self._crew_lock:
+            if self._crew is not None:
+                self._crew.stop()
+            else:
+                self._stop_next = True
 
     # -- settling ------------------------------------------------------------------------------
 
@@ -236,8 +259,9 @@ class SharedSubscriber(Closing):
         """
         check_seconds("timeout", timeout, zero=True)
         if self._pid == os.getpid():
-            self._supply.halt()
-            crew = self._crew
+            with self._crew_lock:  # so no run() begins behind it
+                self._supply.halt()
+                crew = self._crew
             if crew is not None:
                 crew.end(timeout)
             self._close(timeout)
@@ -283,13 +307,11 @@ class SharedSubscriber(Closing):
                 if self._desk.unsaid:
                     raise  # else there is nobody, and nothing, to leave
 
-    def _check_open(self) -> None:
+    def _check_open(self, *, closing: bool = False) -> None:
+        """Raise if it is the parent's, or closed, or (``closing``) about to be."""
         if self._pid != os.getpid():
-            raise MeteorError(
-                f"This shared subscriber of stream {self.stream.name!r} belongs to the parent "
-                "process; open another here with stream.shared_subscriber()."
-            )
-        if self._closed:
+            raise refusals.of_parent(self.stream.name)
+        if self._closed or (closing and self._supply.halted):
             raise MeteorError(
                 f"This shared subscriber of stream {self.stream.name!r} is closed; open another "
                 "with stream.shared_subscriber()."

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from meteor_py import keys, refusals
@@ -21,7 +22,6 @@ from meteor_py.errors import (
     LogTruncated,
     MeteorError,
     OutOfMemory,
-    RecordsLost,
     StoreUnavailable,
     StreamFull,
     StreamNotFound,
@@ -31,6 +31,7 @@ from meteor_py.shared.books import Answer, Books, Entry, Letter
 from meteor_py.shared.cold import cold_entry
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
 from meteor_py.shared.desk import Desk
+from meteor_py.shared.gaps import Gap
 from meteor_py.shared.payloads import Payloads
 from meteor_py.shared.record import SharedRecord, Standing
 
@@ -41,6 +42,13 @@ _log = logging.getLogger(__name__)
 
 #: Seconds between two tries, doubled each time up to the second figure.
 _BACKOFF_S = (0.02, 0.64)
+#: Records that are claimed in a step at most: the server does nothing else meanwhile.
+_CLAIM_MAX = 1_024
+#: Rounds that a poll may take though its time is up, as long as each is done with some records that
+#: are not for it; it goes on at the next poll.
+_ROUNDS_MIN = 8
+#: Times that what was granted is made sure of and fetched again, when some was rewound meanwhile.
+_AGAIN = 5
 #: Seconds after which somebody who waits while it holds all it may is told so.
 _STUCK_S = 10.0
 _ID_MAX = 2**64 - 1
@@ -101,7 +109,8 @@ class Supply:
         deadline = time.monotonic() + timeout_s
         failures = 0
         failure: MeteorError | None = None
-        looked = again = False
+        rounds = 0
+        again = False
         while not self.halted:
             self.raise_refusals()
             self.desk.raise_failure()
@@ -109,14 +118,14 @@ class Supply:
             if self._buffer and now() < self.desk.valid_until:
                 return
             left = max(deadline - time.monotonic(), 0.0)
-            if looked and left == 0 and not again:
+            if rounds and left == 0 and not (again and rounds < _ROUNDS_MIN):
                 if failure is not None:
                     raise failure
                 return
-            looked, again = True, False
+            rounds, again = rounds + 1, False
             try:
                 answer = self._claim()
-                again = answer is None  # ends: each time, some records are done with
+                again = answer is None
                 if not self._buffer and answer is not None:
                     self._wait(answer, max(deadline - time.monotonic(), 0.0))
                 failure, failures = None, 0
@@ -130,30 +139,41 @@ class Supply:
     def _claim(self) -> Answer | None:
         """Exchange with the server, and fetch what was granted; None if that is to be repeated."""
         before = self._entry
-        want = max(self.config.prefetch - self.desk.holding, 0)
-        answer = self.exchange(want)
-        while self.desk.unsure:
-            want, answer = 0, self.exchange(0)
-        self._asked = want > 0
-        if answer.epoch != self._epoch:
-            self._epoch = answer.epoch
-            self._payloads.forget()
-        self._fetch()
+        answer = self._take()
+        self._fetch(answer.epoch)
+        for _ in range(_AGAIN):
+            if not self.desk.unsure:
+                break
+            answer = self.exchange(0)
+            self._fetch(answer.epoch)
         self.publish_letters()
         if answer.cold and not self._buffer:
             self._entry = cold_entry(self._payloads, self._grouping, answer, self._entry)
             return None
         self._entry = before if answer.cold else None
-        return answer if self._buffer or not answer.granted else None  # all of them were lost
+        done = self._buffer or not (answer.granted or self.desk.unsure)
+        return answer if done else None  # all of them were lost
+
+    def _take(self) -> Answer:
+        """Have as much granted as may be held, if there is that much."""
+        while True:  # ends: each time as much as was asked for is held
+            room = max(self.config.prefetch - self.desk.holding, 0)
+            want = min(room, _CLAIM_MAX)
+            answer = self.exchange(want)
+            self._asked = want > 0
+            if want == room or len(answer.granted) < want:
+                return answer
 
     def exchange(self, want: int) -> Answer:
         return self.desk.exchange(want, entry=self._entry)
 
-    def _fetch(self) -> None:
+    def _fetch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._payloads.forget()
         if not self.desk.granted:
             return
-        found, lost = self._payloads.fetch(sorted(self.desk.granted))
-        received = self.desk.receive(found, lost)
+        received = self.desk.receive(*self._payloads.fetch(sorted(self.desk.granted)))
         self._buffer = deque(sorted([*self._buffer, *received], key=_offset))
 
     def _wait(self, answer: Answer, left_s: float) -> None:
@@ -201,39 +221,39 @@ class Supply:
             self._buffer = deque(held)
 
     def hand_out(self, max_records: int) -> list[SharedRecord]:
-        count = min(max_records, len(self._buffer))
-        records = [self._buffer.popleft() for _ in range(count)]
-        if len(self._handed) + count > 2 * self.config.prefetch:
-            self._handed = [r for r in self._handed if r.standing is Standing.HELD]
-        self._handed += records
-        return records
+        """Records of the buffer; if a Ctrl-C comes before the end of it, they are there again."""
+        records = list(islice(self._buffer, max_records))
+        try:
+            if len(self._handed) + len(records) > 2 * self.config.prefetch:
+                self._handed = [r for r in self._handed if r.standing is Standing.HELD]
+            self._handed += records
+            for _ in records:
+                self._buffer.popleft()
+            return records
+        except BaseException:
+            self.keep(records)
+            raise
 
     def keep(self, records: Iterable[SharedRecord]) -> None:
         """Hand these out again, before others."""
-        self._buffer = deque(sorted([*self._buffer, *records], key=_offset))
+        kept = dict.fromkeys([*records, *self._buffer])
+        self._buffer = deque(sorted(kept, key=_offset))
 
     def raise_refusals(self) -> None:
         """Tell the application, once, what did not count, and what is lost."""
         while (gap := self.desk.take_lost()) is not None:
-            self._tell_lost(*gap)
+            self._tell_lost(gap)
         refused = self.desk.take_refused()
         if refused:
             raise refusals.taken(self.stream.name, self.group, refused)
 
-    def _tell_lost(self, first: int, last: int) -> None:
-        gap = RecordsLost(
-            f"Records {first} to {last} of stream {self.stream.name!r} were dropped by the ring "
-            f"before shared group {self.group!r} had processed them, and no store has them; a "
-            "larger capacity, or a store, gives more time. The next poll goes on behind them.",
-            stream=self.stream.name,
-            first=first,
-            last=last,
-        )
+    def _tell_lost(self, gap: Gap) -> None:
+        error = gap.error(self.stream.name, self.group)
         if self.config.on_gap == "raise":
-            raise gap
-        _log.warning("Skipping a gap: %s", gap)
+            raise error
+        _log.warning("Skipping a gap: %s", error)
         if self.config.on_gap_skipped is not None:
-            self.config.on_gap_skipped(first, last)
+            self.config.on_gap_skipped(gap.first, gap.last)
 
     def publish_letters(self) -> None:
         """Publish the dead letters that the server has given this consumer to publish.
@@ -245,7 +265,7 @@ class Supply:
             letter = desk.letters[0]
             opened = self._letters is not None
             try:
-                self._publish_letter(letter)
+                is_there = self._publish_letter(letter)
             except (OutOfMemory, StreamFull) as error:
                 if self._unpublished != letter.offset:
                     _log.warning("The dead letter of record %d must wait: %s", letter.offset, error)
@@ -257,15 +277,16 @@ class Supply:
                     continue
                 raise
             desk.letters.pop(0)
-            desk.letter_published(letter)
+            desk.settle_letter(letter, lost=not is_there)
 
-    def _publish_letter(self, letter: Letter) -> None:
+    def _publish_letter(self, letter: Letter) -> bool:
+        """Publish it; False if its record is gone, or cannot be read."""
         assert self.settings.dead_letter is not None, "only then are there letters"
-        found, _ = self._payloads.fetch([letter.offset])
-        record = found.get(letter.offset)
+        fetched = self._payloads.fetch([letter.offset])
+        record = fetched.found.get(letter.offset)
         if record is None:
-            self.desk.note_lost(letter.offset, letter.offset)
-            return
+            self.desk.note_lost(letter.offset, fetched.unreadable.get(letter.offset))
+            return False
         if self._letters is None:
             self._letters = open_letters(self.stream.client, self.settings.dead_letter)
         bury(
@@ -274,6 +295,7 @@ class Supply:
             tries=letter.failures,
             timeout_s=0.0,  # once: the application waits for its records
         )
+        return True
 
 
 def _offset(record: SharedRecord) -> int:
