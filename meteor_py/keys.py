@@ -75,8 +75,9 @@ key                            type    what, who writes it, who deletes it
                                        this life of the group; ``start``, where it began;
                                        ``next``, all below was looked at; ``waiting``, how many
                                        records wait; ``bell``, the number of its last ringing;
-                                       ``last``, when a consumer was last heard of (ms); settings (shared/config.py); counters ``acked``, ``dead``,
-                                       ``lost``, ``purged``, ``returned``, ``reaped``; the last gap,
+                                       ``last``, when a consumer was last heard of (ms); settings
+                                       (shared/config.py); counters ``acked``, ``dead``, ``lost``,
+                                       ``purged``, ``returned``, ``reaped``; the last gap,
                                        ``lost_last``. Begun by ``shared_open``; also written by
                                        ``shared_purge`` and ``shared_resume``.
 ``...:groups``                 hash    For each group of records with something open

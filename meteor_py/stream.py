@@ -158,34 +158,34 @@ class Stream(Handle):
     ) -> SharedSubscriber:
         """Open a consumer of a shared group; close it, or use ``with``.
 
-        The consumers of one shared group work in parallel. Records that have the same key, or
-        header (``group_by`` of the stream), are processed in order, by one of them at a time.
-        Settings from ``group_cap`` to ``ungrouped`` are those of the group: they count when it
-        begins, and must be the same, or left out, later.
+        The consumers of one shared group work in parallel. Records of one group, those that have
+        the same key or header (``group_by`` of the stream), are processed in order, by one of them
+        at a time. Settings from ``group_cap`` to ``ungrouped`` are those of the shared group: they
+        count when it begins, and must be the same, or left out, later.
 
         Args:
             group: The name of the shared group. It begins when its first consumer is opened.
             prefetch: Records that this consumer holds at most, handed out or not.
-            group_cap: Records of one key that a consumer holds at most (32).
+            group_cap: Records of one group that a consumer holds at most (32).
             lease_ttl: Seconds after which the records of one that has died go to others (10).
             max_deliveries: Failures after which a record is given up (5); 0 = never.
             dead_letter: The name of the stream that takes those; else they are logged and counted.
-            on_poison: Then "skip" (default) goes on with the next of its key; "park" stops that key
-                until ``resume()``.
+            on_poison: Then "skip" (default) goes on with the next of its group; "park" stops that
+                group until ``resume()``.
             default_group: The group of records that have none ("meteor.no-group").
             ungrouped: "default", or "free": records without a group are not kept in order.
-            initial_offset: Where a new group begins: EARLIEST (which AUTO is here) or LATEST; NONE:
-                the group must exist.
+            initial_offset: Where a new shared group begins: EARLIEST (which AUTO is here) or
+                LATEST; NONE: it must exist.
             max_poll_interval: Seconds without a sign of the application, polls or settled records,
                 after which others are given what it holds; also for a handler of ``run()``.
-            on_gap: "raise" ``RecordsLost``, once, when records are gone before they were delivered,
-                or "skip".
-            on_gap_skipped: Called with the first and last offset of what is gone.
+            on_gap: "raise", once, when records are gone before they were delivered
+                (``RecordsLost``) or cannot be read (as ``poll()`` says), or "skip" them.
+            on_gap_skipped: Called with the first and last offset of those.
             codec: How to decode values; None = as the stream says.
 
         Raises:
             MeteorError: The stream has no ``group_by``.
-            GroupConfigMismatch: The group exists with other settings, or for one reader at a time.
+            GroupConfigMismatch: It exists with other settings, or for one reader at a time.
             GroupNotFound: NONE, and it does not exist.
             ValueError, TypeError: A setting out of its range, or of the wrong type.
         """

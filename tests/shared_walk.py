@@ -237,9 +237,9 @@ class Walk(Model):
     def purge(self) -> None:
         group = self.rng.choice(self.names)
         limit = self.rng.choice([None, 1, 5])
-        waiting = self.waiting(group)
-        self.lose_unseen()
+        waiting, looked = self.waiting(group), self.shared.describe().looked
         purged = self.shared.purge(group, limit)
+        self.lose_unseen(looked)
         gone = [o for o in waiting if o not in self.fate][:limit]
         if self.room == 1_000_000:
             assert purged == len(gone)
@@ -265,8 +265,9 @@ class Walk(Model):
                 del self.stopped[group]
 
     def look_ahead(self) -> None:
-        self.lose_unseen()
+        looked = self.shared.describe().looked
         states = self.shared.groups(look_ahead=True)
+        self.lose_unseen(looked)
         if self.room < 1_000_000:
             return
         open_now = Counter(self.group_of[o] for o in self.open() if o not in self.dying)
@@ -360,12 +361,10 @@ class Walk(Model):
                 self.close_record(offset, "lost")
         self.next = answer.next
 
-    def lose_unseen(self) -> None:
-        """Who looks ahead finds out what the ring has dropped before anybody looked at it."""
-        state = self.shared.describe()
-        if state.waiting < self.room and state.looked < self.stream.end().offset:
-            for offset in range(state.looked, self.stream.bounds()[0]):
-                self.close_record(offset, "lost")
+    def lose_unseen(self, looked: int) -> None:
+        """Who has looked ahead has found out what the ring had dropped before anybody looked."""
+        for offset in range(looked, min(self.shared.describe().looked, self.stream.bounds()[0])):
+            self.close_record(offset, "lost")
 
     def check_grants(self, hand: Hand, answer: Answer) -> None:
         last_tries = 0

@@ -21,6 +21,7 @@ from meteor_py import (
 )
 from meteor_py.shared.config import WAITING_MAX
 from tests.commands import METEOR, Running, meteor, succeed
+from tests.reading import everything
 from tests.terminal import Terminal
 from tests.waiting import eventually
 
@@ -119,6 +120,24 @@ def test_an_id_is_given_as_it_is_shown_or_in_hex(
     assert sub.fsck() == []
 
 
+def test_a_dry_run_of_a_purge_changes_nothing_and_says_what_is_not_known(
+    url: str, stream: Stream
+) -> None:
+    with stream.shared_subscriber("billing", prefetch=1) as sub:
+        sub.poll(20)
+        command = ["shared", "purge", "carts", "billing", "b", "--dry-run"]
+        before = everything(stream.client.redis)
+        done = succeed(url, *command)
+        assert "11 records have not been looked at, and may be of any group" in done.err
+        assert "nothing of b waits" in done.err
+        assert everything(stream.client.redis).keys() == before.keys()
+        assert sub._shared.describe().looked == 1
+        sub.groups(look_ahead=True)
+        done = succeed(url, *command)
+        assert "not been looked at" not in done.err
+        assert "would be purged from shared group 'billing': 4 waiting records of b" in done.err
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -173,6 +192,19 @@ def test_a_check_finds_contradictions(url: str, stream: Stream, sub: SharedSubsc
     done = meteor(url, "shared", "fsck", "carts", "billing", "--json")
     assert done.objects[0]["flaw"] == "99 records are said to wait, and 10 do."
     stream.client.redis.hset("meteor:{carts}:shared:billing:state", "waiting", "10")
+
+
+def test_books_that_cannot_be_read_are_said_in_a_sentence(url: str, stream: Stream) -> None:
+    with stream.shared_subscriber("billing"):
+        pass
+    redis = stream.client.redis
+    redis.hdel("meteor:{carts}:shared:billing:state", "group_cap")
+    redis.hset("meteor:{carts}:shared:billing:consumers", "abc", "x")
+    done = meteor(url, "shared", "fsck", "carts", "billing")
+    assert done.code == 1
+    assert "Consumer b'abc' has an entry that cannot be read: b'x'." in done.lines
+    assert "The setting 'group_cap' is missing." in done.lines
+    assert "4 contradictions" in done.err
 
 
 def test_a_dead_consumer_counts_no_more(url: str, stream: Stream) -> None:

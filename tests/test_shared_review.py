@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import meteor_py as meteor
-from meteor_py import keys
 from meteor_py.errors import ConnectionFailed
 from meteor_py.shared import crew, desk, supply
 from meteor_py.shared.payloads import Payloads
 from meteor_py.shared.record import Standing
 from tests.reading import background
-from tests.servers import plain_client
-from tests.sharing import STREAM, Queue, Runner, drain, offsets
+from tests.sharing import Queue, Runner, offsets
+from tests.test_shared_unreadable import archive
 from tests.waiting import eventually
 
 
@@ -62,6 +62,25 @@ def test_what_is_being_fetched_is_not_handed_out_once_the_server_has_it_back(
         assert found[0].group == b"B"
         if how == "release":
             assert offsets(consumer.poll(5)) == [0, 1]
+
+
+def test_what_was_rewound_while_it_was_fetched_is_claimed_again_without_waiting(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(url, "A") as queue:
+        consumer = queue.consumer()
+        (first,) = consumer.poll(5)
+        queue.publish("A")
+
+        def fail() -> None:
+            first.release()
+            consumer._desk.exchange()
+
+        after_fetch(monkeypatch, consumer, fail)
+        waits: list[object] = []
+        monkeypatch.setattr(consumer._supply._payloads, "wait", lambda *args: waits.append(args))
+        assert offsets(consumer.poll(5)) == [0, 1]
+        assert not waits
 
 
 def test_groups_stay_in_order_while_handlers_fail_and_more_is_published(
@@ -199,126 +218,6 @@ def test_a_piece_of_the_store_that_overlaps_a_frame_is_replaced_by_it(any_url: s
         assert payloads._firsts == [0]
 
 
-# Records that cannot be read
-
-
-def rewrite(url: str, number: int, change: Callable[[dict[bytes, bytes]], object]) -> None:
-    """Change the fields of one entry of the log."""
-    log = keys.log(STREAM)
-    with plain_client(url) as plain:
-        entries = plain.xrange(log)
-        plain.delete(log)
-        for at, (entry_id, fields) in enumerate(entries):
-            if at == number:
-                change(fields)
-            plain.xadd(log, fields, id=entry_id)
-
-
-def damage(fields: dict[bytes, bytes]) -> None:
-    fields[b"crc"] = b"1"
-
-
-def renew(fields: dict[bytes, bytes]) -> None:
-    del fields[b"crc"]
-    (name,) = fields.keys() - {b"t"}
-    fields[b"9" + name[1:]] = fields.pop(name)
-
-
-def make_foreign(fields: dict[bytes, bytes]) -> None:
-    fields[b"more"] = b"of it"
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (damage, meteor.CorruptFrameError),
-        (renew, meteor.UnsupportedFrameError),
-        (make_foreign, meteor.CorruptFrameError),
-    ],
-)
-def test_a_frame_that_cannot_be_read_is_named_once_and_the_others_are_delivered(
-    url: str, change: Callable[[dict[bytes, bytes]], object], error: type[meteor.ReadError]
-) -> None:
-    with Queue(url, settings={"checksum": True}) as queue:
-        for _ in range(3):
-            queue.publish("AB", frame=2)
-        rewrite(url, 1, change)
-        consumer = queue.consumer()
-        with pytest.raises(error) as raised:
-            consumer.poll(5)
-        assert (raised.value.first, raised.value.last) == (2, 3)  # type: ignore[attr-defined]
-        assert "seek" not in str(raised.value)
-        assert offsets(drain(consumer)) == [0, 1, 4, 5]
-        consumer.flush()
-        state = queue.shared.describe()
-        assert (state.confirmed, state.acked, state.lost) == (6, 4, 2)
-
-
-def test_a_frame_that_cannot_be_read_may_be_skipped(url: str) -> None:
-    gaps: list[tuple[int, int]] = []
-    with Queue(url, settings={"checksum": True}) as queue:
-        for _ in range(3):
-            queue.publish("AB", frame=2)
-        rewrite(url, 0, damage)
-        consumer = queue.consumer(on_gap="skip", on_gap_skipped=lambda *gap: gaps.append(gap))
-        assert offsets(drain(consumer)) == [2, 3, 4, 5]
-        assert gaps == [(0, 1)]
-
-
-def test_the_letter_of_a_record_that_cannot_be_read_is_named_and_not_tried_again(url: str) -> None:
-    with Queue(url, "AB", settings={"checksum": True}, dead_letter="dead") as queue:
-        consumer = queue.consumer()
-        first, second = consumer.poll(5)
-        rewrite(url, 0, damage)
-        consumer._supply._payloads.forget()
-        first.reject("why")
-        second.ack()
-        with pytest.raises(meteor.CorruptFrameError):
-            eventually(lambda: consumer.poll(0))
-        consumer.flush()
-        assert queue.shared.confirmed == 2
-
-
-@pytest.mark.parametrize("looked", [False, True])
-def test_what_is_damaged_in_the_store_is_named_once_and_the_others_are_delivered(
-    url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, looked: bool
-) -> None:
-    settings = {"capacity": 20, "store": str(tmp_path), "max_unarchived": 200_000}
-    with Queue(url, settings=settings) as queue:
-        queue.publish("AB" * 10, frame=5)
-        consumer = queue.consumer()
-        if looked:
-            queue.shared.groups(look_ahead=True)
-        archive(queue)
-        real = Payloads._read
-
-        def read(self: Payloads, offset: int, records: int) -> Any:
-            if offset < 7:
-                raise meteor.SegmentCorrupt("Bad.", stream=STREAM, first=0, last=6)
-            return real(self, offset, records)
-
-        monkeypatch.setattr(Payloads, "_read", read)
-        with pytest.raises(meteor.SegmentCorrupt) as raised:
-            consumer.poll(5)
-        assert (raised.value.first, raised.value.last) == (0, 6)
-        assert "skip_gap" not in str(raised.value)
-        assert sorted(offsets(drain(consumer))) == [*range(7, queue.stream.end().offset)]
-        consumer.flush()
-        assert queue.shared.describe().lost == 7
-
-
-def archive(queue: Queue) -> None:
-    """Have the ring drop what was published before."""
-
-    def dropped() -> bool:
-        queue.publish("CCCCC", frame=5)
-        queue.stream.store.flush()
-        entries = queue.client.call("XRANGE", keys.log(STREAM), "-", "+", "COUNT", 1)
-        return int(entries[0][0].split(b"-")[0]) >= 25
-
-    eventually(dropped)
-
-
 def test_a_poll_that_only_looks_does_not_go_through_all_of_the_store(
     url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +278,16 @@ def test_a_run_that_begins_while_it_is_closed_says_so(
         assert "closed" in str(runner.error)
 
 
+def test_a_close_that_gets_no_further_than_its_first_line_ends_a_run(url: str) -> None:
+    with Queue(url) as queue:
+        consumer = queue.consumer()
+        with Runner(consumer, lambda record: None) as runner:
+            eventually(lambda: consumer._tender.polling)
+            consumer._supply.halt()
+            runner.join()
+        assert runner.error is None
+
+
 def test_a_stop_before_a_run_is_for_that_run(url: str) -> None:
     with Queue(url, "A") as queue:
         consumer = queue.consumer()
@@ -431,16 +340,20 @@ def test_what_a_ctrl_c_keeps_from_being_shared_out_is_there_for_the_next_run(
 
 
 def test_a_ctrl_c_while_records_are_handed_out_leaves_them_for_the_next_poll(url: str) -> None:
-    class Interrupting(list[meteor.SharedRecord]):
-        def __iadd__(self, other: Any) -> Any:
-            raise KeyboardInterrupt
+    interrupts = [KeyboardInterrupt]
+
+    class Interrupting(deque[meteor.SharedRecord]):
+        def popleft(self) -> meteor.SharedRecord:
+            if len(self) == 2 and interrupts:
+                raise interrupts.pop()
+            return super().popleft()
 
     with Queue(url, "ABA") as queue:
         consumer = queue.consumer()
-        consumer._supply._handed = Interrupting()
+        consumer._supply.fill(5)
+        consumer._supply._buffer = Interrupting(consumer._supply._buffer)
         with pytest.raises(KeyboardInterrupt):
             consumer.poll(5)
-        consumer._supply._handed = []
         assert offsets(consumer.poll(5)) == [0, 1, 2]
         consumer.commit()
         assert queue.shared.confirmed == 3

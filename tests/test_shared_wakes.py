@@ -158,6 +158,19 @@ def test_by_resuming_a_parked_group(open_queue: Callable[..., Queue]) -> None:
     assert woken(queue, c1, lambda: queue.shared.resume("A")) == [0, 1]
 
 
+def test_by_a_purge_that_makes_room_for_what_nobody_could_look_at(
+    open_queue: Callable[..., Queue],
+) -> None:
+    queue = open_queue()
+    c1, c2 = queue.consumer(prefetch=1), queue.consumer()
+    queue.publish("A" * 10 + "B", frame=10)
+    queue.client.call("HSET", queue.key("state"), "max_waiting", 5)
+    assert offsets(c1.poll(5)) == [0]
+    assert c2.poll(0) == []
+    assert queue.shared.describe().looked == 10
+    assert woken(queue, c2, lambda: queue.shared.purge("A", limit=8)) == [10]
+
+
 def test_by_the_death_of_another(open_queue: Callable[..., Queue]) -> None:
     queue = open_queue("A", lease_ttl=1.0)
     c1, c2 = queue.consumers(2)

@@ -222,7 +222,9 @@ meteor shared purge carts billing 'cart-\xff' --limit 1""".strip(),
     "--limit", type=click.IntRange(min=1), metavar="N", help="At most so many, the oldest: all."
 )
 @_hex
-@click.option("--dry-run", is_flag=True, help="Only show what would be purged.")
+@click.option(
+    "--dry-run", is_flag=True, help="Only show what would be purged, as far as that is known."
+)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def purge(
     session: Session,
@@ -240,7 +242,10 @@ def purge(
     """
     name = show_id(id)
     with _opened(session, stream, group) as opened:
-        state = next((one for one in opened.groups(look_ahead=True) if one.id == id), None)
+        found = opened.groups(look_ahead=not dry_run)  # which writes
+        state = next((one for one in found if one.id == id), None)
+        if dry_run:
+            _say_unknown(opened)
         waiting = state.waiting if state else 0
         stay = f"; {_held(state)}" if state and state.acquired else ""
         if not waiting:
@@ -256,6 +261,13 @@ def purge(
         ask(f"Shared group {group!r} of stream {stream!r} will not process {what}{stay}.", yes=yes)
         purged = opened.purge(id, count)  # no more than was shown, however long that took
     say(f"purged from shared group {group!r}: {counted(purged, 'record')} of {name}{stay}.")
+
+
+def _say_unknown(shared: SharedGroup) -> None:
+    unknown = shared.stream.end().offset - shared.describe().looked
+    if unknown > 0:
+        verb = "has" if unknown == 1 else "have"
+        say(f"{counted(unknown, 'record')} {verb} not been looked at, and may be of any group.")
 
 
 def _held(state: GroupState) -> str:

@@ -107,7 +107,7 @@ class Actions:
             if now() - late < task.handler.since:
                 return  # it was over before there was a handler
             if not task.handler.run_late:
-                task.voter.missed(self._action(task))
+                self.miss(task)
                 return
         else:
             self._group.hurry()
@@ -120,6 +120,11 @@ class Actions:
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
             self._state.notify_all()
+
+    def miss(self, task: Task) -> None:
+        """Tell that something is not done."""
+        self._group.now()  # the clock is known
+        task.voter.missed(self._action(task))
 
     def close(self) -> None:
         """Do nothing any more; wait for what is being done."""
@@ -179,7 +184,7 @@ class Actions:
                 task.voter.missed(action)
             else:
                 handler.function(action)
-        except Exception:
+        except BaseException:  # also SystemExit: nobody would learn of it
             _log.exception("Action %r of group %r failed.", action.name, self._group.name)
 
     def _action(self, task: Task) -> Action:

@@ -129,22 +129,24 @@ class Ballots:
         return future
 
     def _put_to_vote(self, poll: str, motion: Motion, by: Membership | None) -> float:
-        args = [
-            *(poll, motion.kind, max(int(motion.timeout * 1000), 1)),
-            *("" if motion.at is None else motion.at, int(LEAD_S * 1000)),
-            *(motion.action, motion.topic),
-            *(("", "") if by is None else (by.id, by.session)),
-            "1" if motion.require_leader else "0",
-            "" if motion.max_error is None else motion.max_error,
-        ]
+        deadline = now() + motion.timeout
+
+        def put() -> list[Any]:
+            args = [
+                *(poll, motion.kind, max(int(motion.timeout * 1000), 1)),
+                *("" if motion.at is None else motion.at, int(LEAD_S * 1000)),
+                *(motion.action, motion.topic),
+                *(("", "") if by is None else (by.id, by.session)),
+                "1" if motion.require_leader else "0",
+                "" if motion.max_error is None else motion.max_error,
+            ]
+            return self.run(PEERS_PROPOSE, args, deadline)
+
         try:
-            answer = self.run(PEERS_PROPOSE, args, now() + motion.timeout)
+            answer = put() if by is None else by.do(put, deadline)
         except ConnectionFailed as error:
             error.add_note(f"It may be that poll {poll} was begun; on_decision will tell of it.")
             raise
-        if answer[0] == b"FENCED" and by is not None:
-            by.reason = by.reason or "expelled, or joined again elsewhere"
-            raise by.lost_error()
         if answer[0] != b"OK":
             raise self._refusal(answer, motion)
         return int(answer[1]) / 1000
@@ -233,7 +235,7 @@ class Ballots:
                     _log.warning(
                         "A vote of group %r means nothing here: %s", self._group.name, error
                     )
-                except Exception:
+                except BaseException:  # also SystemExit: of a callback of a future
                     if not self._ended:
                         _log.exception("The ballots of group %r failed.", self._group.name)
 

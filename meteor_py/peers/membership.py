@@ -6,11 +6,13 @@ import logging
 import os
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from meteor_py.backoff import pause_s
 from meteor_py.closing import Closing
 from meteor_py.errors import ConnectionFailed, MembershipLost, MeteorError, PeerError
 from meteor_py.lease import BELIEF, now
@@ -23,6 +25,7 @@ from meteor_py.peers.receiving import Receiving
 from meteor_py.peers.target import Sending
 from meteor_py.peers.term import Term
 from meteor_py.peers.voter import Voter, Voting
+from meteor_py.peers.work import Work
 from meteor_py.scripts import PEERS_JOIN, PEERS_LEAVE, PEERS_UPDATE
 from meteor_py.state import State
 
@@ -34,9 +37,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 #: Seconds at most that leaving waits for what leads to end.
-_WORK_S = 5.0
-#: Seconds after which what leads and failed lets others try.
-_FAILED_S = 1.0
+WORK_S = 5.0
+#: Seconds at most that one who was expelled, and does not know it yet, is waited for.
+_BACK_S = 5.0
+_BACKOFF_S = (0.01, 0.16)
+#: Ids of a member without a name that are remembered after it got another.
+_FORMER_MAX = 16
 
 
 class Membership(Closing, Proposing, Voting, Sending, Receiving):
@@ -67,9 +73,15 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         #: Terms up to this number are over for it: no late news makes it believe in them.
         self._over = 0
         self._state = State()
-        #: What leads, and the threads that do it now, or did last.
-        self._leaders: dict[Callable[[Term], object], threading.Thread | None] = {}
+        #: Its ids before this one: each time that it was expelled, it got another.
+        self.former_ids: deque[str] = deque(maxlen=_FORMER_MAX)
+        #: What leads.
+        self._works: dict[Callable[[Term], object], Work] = {}
+        #: How many wait for what leads to end before the office is laid down.
+        self._handing_over = 0
         self._how = ""
+        #: When it left: until then the server keeps a leader that is heard of no more.
+        self._kept_until = 0.0
         self._pid = os.getpid()
         self.voter = Voter(self)
 
@@ -86,12 +98,15 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         Raises:
             MembershipLost: It is not a member any more.
             TypeError: It cannot be written as JSON.
-            ValueError: It is too long.
+            ValueError: It is too long, or has a number that JSON has not (NaN, infinity).
         """
         self._check_owned()
         data = dump_metadata(metadata)
-        answer = self.group.books.run(PEERS_UPDATE, [self.id, self.session, "metadata", data])
-        self._check(answer)
+        books = self.group.books
+        self.do(
+            lambda: books.run(PEERS_UPDATE, [self.id, self.session, "metadata", data]),
+            now() + _BACK_S,
+        )
         self._metadata = data
 
     # -- leading -------------------------------------------------------------------------------
@@ -129,49 +144,55 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         try:
             yield term
         finally:
-            self._resign(term)
+            self.resign_from(term)
 
     def as_leader(self, function: Callable[[Term], object]) -> Callable[[Term], object]:
         """Call a function with the term whenever it is elected, in a thread of its own.
 
         One call at a time: it should end when ``term.lost`` is set, and the next waits for that.
-        When it returns, the office stays; if it raises, others may try.
+        When it returns, the office stays; if it raises, also ``SystemExit``, others may try.
         """
         self._check_owned()
         with self._state:
-            self._leaders.setdefault(function, None)
-            term = self.term
-            if term is not None:
-                self._lead(function, term)
+            if function not in self._works:
+                self._works[function] = work = Work(self, function)
+                term = self.term
+                if term is not None:
+                    work.begin(term)
         return function
 
     def resign(self) -> bool:
         """Lay down the office, if it is the leader, and go to the back of the queue.
 
-        Alone it is elected again at once, in another term.
+        Waits for what leads to end, up to 5 seconds: nobody else is elected before. Alone it is elected again at once, in another term.
 
         Returns:
             Whether it was the leader.
         """
         self._check_owned()
         term = self.term
-        return term is not None and self._resign(term)
+        return term is not None and self.resign_from(term)
 
-    def _resign(self, term: Term) -> bool:
+    def resign_from(self, term: Term) -> bool:
+        """Lay down one term; tell whether it had not ended before."""
         if self.foreign:
             return False
-        left_s = term.remaining
         with self._state:
+            is_over = term.remaining <= 0
             self.lose_term(term)  # first: nobody may believe in it while another is elected
             self._over = max(self._over, term.number)
-        if left_s <= 0 or self.lost.is_set():
-            return False  # should the server think otherwise, the heart will tell it
-        self._await_leaders(left_s)
+            if is_over or self.lost.is_set():
+                return False  # should the server think otherwise, the heart will tell it
+            self._handing_over += 1  # until then the heart must not tell it
         try:
+            self._await_works(lambda: self.valid_until)
             return self.lay_down(term.number)
         except ConnectionFailed as error:
             _log.warning("%r could not say yet that it resigns: %s", self, error)
             return True
+        finally:
+            with self._state:
+                self._handing_over -= 1
 
     def lay_down(self, number: int, link: Link | None = None) -> bool:
         """Tell the server that it does not lead any more in a term."""
@@ -179,38 +200,21 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         answer = self.group.books.run(PEERS_UPDATE, args, link)
         return answer[0] == b"OK" and bool(answer[1])
 
-    def _lead(self, function: Callable[[Term], object], term: Term) -> None:
-        thread = threading.Thread(
-            target=self._run_leader,
-            args=(function, term, self._leaders[function]),
-            name=f"meteor-leader-{self.group.name}",
-            daemon=True,
-        )
-        thread.start()
-        self._leaders[function] = thread
-        self.group.own(thread)
+    def _await_works(self, until: Callable[[], float]) -> None:
+        """Wait for what leads to end, while nobody else is elected: until a time by ``now()`` that
+        moves on as the server is heard of, but not too long."""
+        deadline = now() + WORK_S
+        for work in list(self._works.values()):
+            thread = work.thread
+            if thread is None or thread is threading.current_thread():
+                continue
+            while thread.is_alive() and (left_s := min(deadline, until()) - now()) > 0:
+                thread.join(left_s)
 
-    def _run_leader(
-        self, function: Callable[[Term], object], term: Term, before: threading.Thread | None
-    ) -> None:
-        if before is not None:
-            before.join()
-        if not term.valid:
-            return
-        try:
-            function(term)
-        except Exception:
-            _log.exception("What leads group %r failed.", self.group.name)
-            if not term.lost.wait(min(_FAILED_S, self.group.config.ttl / 3)):
-                self._resign(term)
-
-    def _await_leaders(self, timeout_s: float) -> bool:
-        """Wait for what leads to end; nobody else is elected meanwhile, if that is not too long."""
-        deadline = now() + min(timeout_s, _WORK_S)
-        for thread in list(self._leaders.values()):
-            if thread is not None and thread is not threading.current_thread():
-                thread.join(max(deadline - now(), 0.0))
-        return not any(thread and thread.is_alive() for thread in self._leaders.values())
+    @property
+    def works(self) -> bool:
+        """Whether something leads, or has not ended yet."""
+        return any(work.thread is not None for work in self._works.values())
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -237,23 +241,30 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
             error.add_note(f"While leaving group {self.group.name!r}: {failure}")
 
     def _go(self, how: str) -> bool:
-        """Leave; tell whether the server knows. In this order: nobody believes in a term that is
-        given up, what leads has ended, another is elected."""
+        """Leave; tell whether the server knows."""
+        told = self.begin_to_go(how) and self.finish_going()
+        self.join_inbox(0.0 if self.foreign else WORK_S)
+        return told
+
+    def begin_to_go(self, how: str) -> bool:
+        """Be no member any more, here; whether it was one. In this order: nobody believes in a
+        term that is given up, what leads has ended, another is elected."""
         if self.foreign or self.lost.is_set():
-            self.join_inbox(0.0 if self.foreign else _WORK_S)
             return False
-        term = self._term
-        left_s = 0.0 if term is None else term.remaining
         self._how = how
+        with self._state:
+            self._kept_until = 0.0 if self._term is None else self.valid_until
         self.lose("left")
-        self._await_leaders(left_s)
+        return True
+
+    def finish_going(self) -> bool:
+        """When what leads has ended, tell the server; whether that knows it now."""
+        self._await_works(lambda: self._kept_until)
         try:
             self.withdraw()
         except (ConnectionFailed, PeerError) as error:
             _log.warning("%r could not say that it leaves: %s", self, error)
             return False
-        finally:
-            self.join_inbox(_WORK_S)
         return True
 
     def withdraw(self, link: Link | None = None) -> None:
@@ -298,7 +309,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
                 self.lose_term(term)
             if leads:
                 self._elected(beat.term)
-                return beat.term <= self._over
+                return beat.term <= self._over and not self._handing_over
             self._over = max(self._over, beat.term)
             return False
 
@@ -325,8 +336,8 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
             self.lose_term(known)
         self._term = term = Term(self, number)
         self._state.notify_all()
-        for function in self._leaders:
-            self._lead(function, term)
+        for work in self._works.values():
+            work.begin(term)
 
     def lose_term(self, term: Term) -> None:
         """It does not lead any more, in that term."""
@@ -363,7 +374,28 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
             self.recovering = True
             self._over = 0
             if not self.persistent:
+                self.former_ids.append(self.id)
                 self.id = new_id()
+
+    def do(self, call: Callable[[], list[Any]], deadline: float) -> list[Any]:
+        """Have the server do something for it; again, until a time by ``now()``, if that says it
+        is not a member: expelled ones join again by themselves.
+
+        Raises:
+            MembershipLost: It has not until then, or it is one no more for good.
+        """
+        failures = 0
+        while not self.lost.is_set():
+            answer = call()
+            if answer[0] != b"FENCED":
+                return answer
+            failures += 1
+            pause = pause_s(failures, *_BACKOFF_S)
+            if now() + pause >= deadline:
+                break
+            self.group.hurry()
+            self.lost.wait(pause)
+        raise self.lost_error()
 
     def lost_error(self) -> MeteorError:
         reason = self.reason or "expelled, or joined again elsewhere"
@@ -392,10 +424,6 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
     def _renew(self, sent: float) -> None:
         self.check_belief()  # who was not sure for a moment begins another term
         self.valid_until = max(self.valid_until, sent + self.group.config.ttl * BELIEF)
-
-    def _check(self, answer: list[Any]) -> None:
-        if answer[0] == b"FENCED":
-            raise self.lost_error()
 
     def _check_owned(self) -> None:
         if self.foreign:

@@ -116,7 +116,7 @@ class Voter:
             return "y" if proposal.action in self._handlers else "n"
         try:
             vote = self._vote(proposal)
-        except Exception:
+        except BaseException:  # also SystemExit: a vote that is awaited
             _log.exception("The vote of %r failed, which is a no.", self._membership)
             return "n"
         return "a" if vote is None else "y" if vote else "n"
@@ -138,13 +138,21 @@ class Voter:
         """Something is to be done; in any thread."""
         handler = self._handlers.get(outcome.action or "")
         membership = self._membership
+        actions = membership.group.ballots.actions
         with self._state:
-            if handler is None or outcome.at is None or membership.id not in outcome.voters:
+            if handler is None or outcome.at is None:
+                return
+            was_asked = membership.id in outcome.voters
+            if not was_asked and not set(membership.former_ids).intersection(outcome.voters):
                 return
             if outcome.poll in self._acted or membership.lost.is_set():
                 return
             remember(self._acted, outcome.poll)
-        membership.group.ballots.actions.schedule(Task(outcome.at, outcome, handler, self))
+        task = Task(outcome.at, outcome, handler, self)
+        if was_asked:
+            actions.schedule(task)
+        else:
+            actions.miss(task)  # it was expelled since, and is another member now
 
     @property
     def gone(self) -> bool:
@@ -152,8 +160,8 @@ class Voter:
         return self._membership.lost.is_set()
 
     def missed(self, action: Action) -> None:
-        """Tell that something was not done, as its time was over."""
-        _log.warning("%r missed %r by %.3f s.", self._membership, action.name, action.late)
+        """Tell that something is not done here."""
+        _log.warning("%r misses %r (%+.3f s).", self._membership, action.name, action.late)
         for function in self._missed:
             if self._caller is not None:
                 self._caller.call(function, action)
@@ -225,6 +233,7 @@ class Voting:
         return register
 
     def on_missed(self, function: _F) -> _F:
-        """Call a function with each ``Action`` that was not run, as its time was over."""
+        """Call a function with each ``Action`` that is not run here: its time was over, or this
+        member, without a name, was taken for dead since it was asked, and is another one now."""
         self.voter.add_missed(function)
         return function

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meteor_py.errors import RecordsLost, SegmentCorrupt
+from meteor_py.errors import RecordsLost
 from meteor_py.grouping import Grouping
 from meteor_py.shared.books import Answer, Entry
 from meteor_py.shared.payloads import Payloads
@@ -21,10 +21,11 @@ def cold_entry(
         before: What that step was given; it may not be used up.
 
     Returns:
-        The entry; without strings if nobody has the records, or they are damaged.
+        The entry; without strings if nobody has the records.
 
     Raises:
         ConnectionFailed, StoreUnavailable: Not now.
+        SegmentCorrupt: They are damaged.
     """
     if before is not None and before.covers(answer.next):
         return before
@@ -32,9 +33,6 @@ def cold_entry(
         chunk = payloads.cold(answer.next, answer.cold)[0]
     except RecordsLost as gap:
         return Entry(answer.next, (), min(gap.last + 1, answer.cold))
-    except SegmentCorrupt as error:
-        stop = min(max(error.last, answer.next) + 1, answer.cold)
-        return Entry(answer.next, (), stop, error)
     size = min(len(chunk), answer.cold - answer.next, _COLD)
     rows = chunk.slice(0, size).to_arrow()
     return Entry(answer.next, grouping.index_rows(rows), answer.next + size)

@@ -165,8 +165,8 @@ class Desk:
                     self._lost.add(offset, offset, cause)
         return received
 
-    def settle_letter(self, letter: Letter, *, lost: bool) -> None:
-        """It is published; or its record is lost, and there is nothing to publish."""
+    def letter_published(self, letter: Letter, *, lost: bool = False) -> None:
+        """Nothing is left to publish; because its record is lost, perhaps."""
         with self.state:
             self._others.append(Settlement("L" if lost else "D", b"", letter.offset))
             self._say()

@@ -22,6 +22,7 @@ from meteor_py.errors import (
     LogTruncated,
     MeteorError,
     OutOfMemory,
+    SegmentCorrupt,
     StoreUnavailable,
     StreamFull,
     StreamNotFound,
@@ -144,11 +145,11 @@ class Supply:
         for _ in range(_AGAIN):
             if not self.desk.unsure:
                 break
-            answer = self.exchange(0)
+            answer, self._asked = self.exchange(0), False  # what was rewound may be had again
             self._fetch(answer.epoch)
         self.publish_letters()
         if answer.cold and not self._buffer:
-            self._entry = cold_entry(self._payloads, self._grouping, answer, self._entry)
+            self._entry = self._cold_entry(answer)
             return None
         self._entry = before if answer.cold else None
         done = self._buffer or not (answer.granted or self.desk.unsure)
@@ -163,6 +164,13 @@ class Supply:
             self._asked = want > 0
             if want == room or len(answer.granted) < want:
                 return answer
+
+    def _cold_entry(self, answer: Answer) -> Entry:
+        try:
+            return cold_entry(self._payloads, self._grouping, answer, self._entry)
+        except SegmentCorrupt as error:  # nobody knows their groups, so they are given up
+            stop = min(max(error.last, answer.next) + 1, answer.cold)
+            return Entry(answer.next, (), stop, error)
 
     def exchange(self, want: int) -> Answer:
         return self.desk.exchange(want, entry=self._entry)
@@ -277,7 +285,7 @@ class Supply:
                     continue
                 raise
             desk.letters.pop(0)
-            desk.settle_letter(letter, lost=not is_there)
+            desk.letter_published(letter, lost=not is_there)
 
     def _publish_letter(self, letter: Letter) -> bool:
         """Publish it; False if its record is gone, or cannot be read."""
