@@ -34,7 +34,8 @@ from meteor_py.link import Argument, Link, connection_options
 from meteor_py.meta import Meta
 from meteor_py.peers.codec import Format, PeerCodec, find_codec
 from meteor_py.peers.config import UNSET, Election, Unset
-from meteor_py.peers.group import PeerGroup, open_group
+from meteor_py.peers.group import PeerGroup
+from meteor_py.peers.opening import open_group
 from meteor_py.peers.registry import close_groups
 from meteor_py.publisher import close_publishers
 from meteor_py.scripts import ALL, CREATE_STREAM, Script
@@ -205,7 +206,7 @@ class Client(Closing):
         *,
         instance: str | None = None,
         ttl: float | None = None,
-        member_expiration: float | None = None,
+        member_expiration: float | Unset | None = UNSET,
         election: Election | Unset | None = UNSET,
         min_size: int | None = None,
         max_inbox: int | None = None,
@@ -217,10 +218,11 @@ class Client(Closing):
         Who opens it first chooses its settings; those that are not given are not compared.
 
         Args:
-            name: 1 to 128 of A-Z a-z 0-9 . _ -
+            name: 1 to 128 of A-Z a-z 0-9 . _ -; or name/instance, as ``groups()`` has it.
             instance: One of several groups of that name, apart from each other.
             ttl: Seconds of silence after which a member is taken for dead (10).
-            member_expiration: Seconds after which a named member that is dead is removed (never).
+            member_expiration: Seconds after which a named member that is dead is removed; None,
+                the default, is never.
             election: Who leads: the "oldest" member (default), a "random" one, or None: nobody.
             min_size: Members that must be alive before a leader is elected (1).
             max_inbox: Messages of a member that may wait (10,000).
@@ -233,14 +235,12 @@ class Client(Closing):
             PeerGroupNotFound: It does not exist, and ``create`` is false.
             ValueError, TypeError: A setting out of its range, or of the wrong type.
         """
-        given = {
-            "ttl": ttl,
-            "member_expiration": member_expiration,
-            "election": None if isinstance(election, Unset) else election or "none",
-            "min_size": min_size,
-            "max_inbox": max_inbox,
-        }
-        asked = {key: value for key, value in given.items() if value is not None}
+        given = {"ttl": ttl, "min_size": min_size, "max_inbox": max_inbox}
+        asked: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        if not isinstance(member_expiration, Unset):
+            asked["member_expiration"] = member_expiration
+        if not isinstance(election, Unset):
+            asked["election"] = election or "none"
         return open_group(self, name, instance, asked, find_codec(codec), create)
 
     def groups(self) -> list[str]:

@@ -29,7 +29,7 @@
     │   ├── OutcomeUnknown          may or may not be in the log
     │   └── NotReplicated           in the log, but not on enough replicas in time
     ├── PeerError                   .group: of a distributed group
-    │   ├── PeerGroupNotFound       create=False, and there is no such group
+    │   ├── PeerGroupNotFound       there is no such group, or not any more
     │   ├── MemberTaken             somebody has that name
     │   ├── MembershipLost          expelled, removed, or replaced by the same name elsewhere
     │   ├── StaleTerm               not the leader of that term any more
@@ -242,11 +242,11 @@ class PeerError(MeteorError):
 
 
 class PeerGroupNotFound(PeerError):
-    """There is no distributed group of that name, and none was to be begun."""
+    """There is no such distributed group: none was to be begun, or it was deleted, or lost."""
 
 
 class MemberTaken(PeerError):
-    """Another member has that name, and is alive."""
+    """Another member has that name, and is alive; or it is the id of one without a name."""
 
 
 class MembershipLost(PeerError):

@@ -123,11 +123,15 @@ key                            type    what, who writes it, who deletes it
                                        the number of the last event, and ``mark``, which of that
                                        number it was; ``term``, ``leader`` and its ``session``;
                                        ``joins``, how many have joined; ``last``, when a script ran
-                                       last (ms); ``graces``, how often all got more time.
+                                       last (ms); ``graces``, how often all got more time;
+                                       ``moves``, which numbers what is for anybody; ``stranded``,
+                                       whether the dead have some of it.
 ``...:members``                hash    For each member ``index:session:persistent:alive:priority:
                                        joined:metadata``.
 ``...:deadlines``              zset    Members that are alive, by the time (ms) at which they are
                                        taken for dead.
+``...:graced``                 zset    Those of them who got more time, and were not heard of since,
+                                       by when (ms).
 ``...:expirations``            zset    Named members that are dead, by the time (ms) at which they
                                        are removed.
 ``...:candidates``             zset    Who can be elected, the first first.
@@ -136,13 +140,17 @@ key                            type    what, who writes it, who deletes it
 ``...:events``                 stream  The last ten thousand events or so, with the ID ``<view>-0``.
 ``...:guarded``                hash    What leaders wrote with ``term.guard``.
 ``...:inbox:<member>``         stream  Messages to a member that are not settled. Goes with it.
+``...:movable:<member>``       zset    Places in its inbox of what is for anybody, in their order.
+``...:awaited:<member>``       zset    ``place id`` of what somebody waits for, by how long (ms).
 ``...:message:<id>``           hash    Who has got a message, and the answers. Expires a minute
                                        after nobody waits for it any more.
 ``...:replies:<session>``      stream  Messages of a handle that are answered. Expires in an hour.
 ``...:dead``                   stream  Messages that nobody could take.
 ``...:polls``                  zset    Votes that are open, by their end (ms).
 ``...:limits``                 zset    Those of them on an action, by the latest end (ms).
-``...:pending``                hash    Actions that are decided on, or voted on: ``poll:when``.
+``...:pending``                hash    Actions that are decided on, or voted on, by their names:
+                                       ``poll:when``; ``...:agenda``, a zset, has the names by when.
+                                       Dropped an hour after that.
 ``...:poll:<id>``              hash    One vote; ``...:votes:<id>``, a hash, has who voted, and how.
                                        Both expire an hour after it is decided, and done.
 ``meteor:streams``             set     The names of all streams, in a slot of its own: written

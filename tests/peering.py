@@ -25,6 +25,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py import keys, scripts
 from meteor_py.lease import now
+from meteor_py.peers.books import PARTS
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.event import Event
 from meteor_py.peers.group import PeerGroup
@@ -83,8 +84,7 @@ class Peers:
     def open(self, **settings: Any) -> dict[bytes, bytes]:
         config = PeersConfig(**({"ttl": 1.0} | settings))
         fields = [item for pair in config.to_fields().items() for item in pair]
-        parts = ("config", "state", "members", "deadlines", "expirations", "candidates", "events")
-        names = [self.prefix + part for part in parts]
+        names = [self.prefix + part for part in PARTS]
         flat = self.client.run(scripts.PEERS_OPEN, names, [os.urandom(8).hex(), *fields])
         return dict(zip(flat[::2], flat[1::2], strict=True))
 

@@ -21,8 +21,7 @@ def opened_group(session: Session, name: str) -> Iterator[PeerGroup]:
 
 def open_existing(m: Client, name: str) -> PeerGroup:
     """The group NAME or NAME/INSTANCE."""
-    kind, slash, instance = name.partition("/")
-    return m.group(kind, instance=instance if slash else None, create=False)
+    return m.group(name, create=False)
 
 
 def member_fields(member: Member, leader: str | None) -> dict[str, Any]:

@@ -42,11 +42,11 @@ def list_peers(session: Session, as_json: bool) -> None:
             books = Books(m, name)
             try:
                 found.append((name, books.look(), _settings(books.settings())))
-            except PeerGroupNotFound:
-                continue  # deleted a moment ago
             except ConnectionFailed:
                 raise
             except (MeteorError, ValueError) as error:
+                if isinstance(error, PeerGroupNotFound) and name not in m.groups():
+                    continue  # deleted a moment ago
                 say(f"group {name!r} is left out: {explain(error)}")
                 is_all = False
     if as_json:

@@ -13,7 +13,7 @@ local answers = {}
 for i = 2, #ARGV do
   local m = read_member(ARGV[i])
   local here = m and m.alive == '1' and m.session == ARGV[1]
-  if here then call('ZADD', DEADLINES, int(now + TTL), ARGV[i]) end
+  if here then renew(ARGV[i]) end
   answers[#answers + 1] = here and 1
     or m and m.session ~= '-' .. ARGV[1] and 3
     or not m and call('ZSCORE', P .. 'removed', ARGV[i]) and 2 or 0

@@ -8,10 +8,13 @@
 
 local members = call('ZCARD', DEADLINES)
 if members > 0 and ARGV[1] ~= 'force' then return {'ALIVE', members} end
-for _, id in ipairs(call('HKEYS', MEMBERS)) do call('DEL', P .. 'inbox:' .. id) end
+for _, id in ipairs(call('HKEYS', MEMBERS)) do
+  call('DEL', P .. 'inbox:' .. id, P .. 'movable:' .. id, P .. 'awaited:' .. id)
+end
 for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
   call('DEL', P .. 'poll:' .. id, P .. 'votes:' .. id)
 end
-for _, part in ipairs({'guarded', 'pending', 'removed', 'dead', 'config'}) do call('DEL', P .. part) end
-call('DEL', STATE, MEMBERS, DEADLINES, EXPIRATIONS, CANDIDATES, EVENTS, POLLS, LIMITS)
+for _, part in ipairs({'guarded', 'removed', 'dead', 'config'}) do call('DEL', P .. part) end
+call('DEL', STATE, MEMBERS, DEADLINES, EXPIRATIONS, CANDIDATES, EVENTS, POLLS, LIMITS, PENDING,
+     AGENDA, GRACED)
 return {'OK'}

@@ -12,7 +12,7 @@
 local id, sid, persistent, priority, metadata = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local m = read_member(id)
 if m and m.session == sid and m.alive == '1' then  -- a repeat: the answer was lost
-  call('ZADD', DEADLINES, int(now + TTL), id)
+  renew(id)
   return {'OK', tonumber(m.index), TTL}
 end
 if m and (m.persistent == '0' or persistent == '0' or (m.alive == '1' and ARGV[6] ~= 'takeover')) then
@@ -24,7 +24,7 @@ local index = call('HINCRBY', STATE, 'joins', 1)
 local joined = m and m.joined or int(now)
 write_member(id, {index = int(index), session = sid, persistent = persistent, alive = '1',
                   priority = priority, joined = joined, metadata = metadata})
-call('ZADD', DEADLINES, int(now + TTL), id)
+renew(id)
 call('ZADD', CANDIDATES, int(-priority * 1e12 + index), id)
 call('ZREM', EXPIRATIONS, id)
 call('ZREM', P .. 'removed', id)
@@ -32,4 +32,10 @@ emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index
      'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)
 if leader == id then depose('taken over') end
 elect()
+-- What was for anybody, when there was nobody but the dead.
+if call('HDEL', STATE, 'stranded') == 1 then
+  for _, one in ipairs(call('HKEYS', MEMBERS)) do
+    if late(one) then drain(one, false) end
+  end
+end
 return {'OK', index, TTL}

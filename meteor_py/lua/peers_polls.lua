@@ -5,7 +5,8 @@
 -- ARGV  1 'poll' or 'member'  2 its id
 -- Returns {'OK', ms left to vote in, fields and values of a poll, as in its events, ...}; nothing if
 --   there is none; or {'NOGROUP'}. Of a member: those that it was asked in and has not voted, and
---   those that agreed on something to be done, which it was asked in; 200 of each at most.
+--   those that agreed on something to be done, which it was asked in: those to
+--   come, and then those of the last hour, the nearest first; 200 of each at most.
 -- Atomic because it also closes what is over, so that somebody does.
 
 local answer = {'OK'}
@@ -21,15 +22,23 @@ if ARGV[1] == 'poll' then
   add(ARGV[2])
   return answer
 end
-for _, id in ipairs(call('ZRANGE', POLLS, 0, 999)) do
-  if #answer < 400 and call('HGET', P .. 'votes:' .. id, ARGV[2]) == '-' then add(id) end
+for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
+  if call('HGET', P .. 'votes:' .. id, ARGV[2]) == '-' then add(id) end
 end
-local pending = call('HVALS', PENDING)
-for i = 1, min(#pending, 200) do
-  local id = match(pending[i], '^(.-):')
-  if call('HGET', P .. 'poll:' .. id, 'result') == 'yes'
+prune()
+local most = #answer + 400
+local function add_agreed(name)
+  local id = match(call('HGET', PENDING, name) or '', '^(.-):')
+  if id and #answer < most and call('HGET', P .. 'poll:' .. id, 'result') == 'yes'
      and call('HEXISTS', P .. 'votes:' .. id, ARGV[2]) == 1 then
     add(id)
   end
+end
+for _, name in ipairs(call('ZRANGEBYSCORE', AGENDA, int(now), '+inf', 'LIMIT', 0, 1000)) do
+  add_agreed(name)
+end
+for _, name in ipairs(call('ZRANGE', AGENDA, '(' .. int(now), '-inf', 'BYSCORE', 'REV',
+                           'LIMIT', 0, 200)) do
+  add_agreed(name)
 end
 return answer

@@ -23,24 +23,29 @@ local voters = alive()
 if #voters == 0 then return {'NOMEMBER'} end
 -- Whoever leaves is struck off all of them, in one step.
 local open = call('ZCARD', POLLS)
-if open >= 1000 then return {'FULL', open} end
+if open >= 100 then return {'FULL', open} end
 local limit = ARGV[4] ~= '' and ARGV[4] - ARGV[5]
 if limit and limit <= now then return {'TOOLATE', now} end
 if ARGV[6] ~= '' then
+  prune()
   local pending, at = match(call('HGET', PENDING, ARGV[6]) or '', '^(.-):(%d+)$')
   if pending and tonumber(at) > now then return {'PENDING', pending} end
   call('HSET', PENDING, ARGV[6], ARGV[1] .. ':' .. ARGV[4])
-  call('PEXPIRE', PENDING, int(max(call('PTTL', PENDING), ARGV[4] - now + 3600000)))
+  call('ZADD', AGENDA, ARGV[4], ARGV[6])
+  local keep = int(max(call('PTTL', PENDING), ARGV[4] - now + HOUR))
+  call('PEXPIRE', PENDING, keep)
+  call('PEXPIRE', AGENDA, keep)
 end
 local quorum = tonumber(ARGV[2])
 if not quorum then quorum = ARGV[2] == 'consensus' and #voters or math.floor(#voters / 2) + 1 end
 local ends = min(now + ARGV[3], limit or math.huge)
 call('HSET', key, 'rule', ARGV[2], 'quorum', int(quorum), 'until', int(ends), 'voters', #voters,
+     'yes', 0, 'open', #voters,
      'topic', ARGV[7], 'when', ARGV[4], 'by', ARGV[8], 'name', ARGV[6], 'error', ARGV[11])
 for _, id in ipairs(voters) do call('HSET', P .. 'votes:' .. ARGV[1], id, '-') end
 call('ZADD', POLLS, int(ends), ARGV[1])
 if limit then call('ZADD', LIMITS, int(limit), ARGV[1]) end
 emit('proposed', 'poll', ARGV[1], 'rule', ARGV[2], 'quorum', int(quorum), 'until', int(ends),
      'topic', ARGV[7], 'when', ARGV[4], 'name', ARGV[6], 'by', ARGV[8], 'error', ARGV[11])
-if quorum > #voters then count(ARGV[1], 'rejected') end
+if quorum > #voters then decide(ARGV[1], 'no', 'rejected') end
 return {'OK', ends - now, #voters}

@@ -37,13 +37,12 @@ if #target == 0 then return {'NOMEMBER'} end
 local function full(id)
   local inbox, most = P .. 'inbox:' .. id, tonumber(ARGV[11])
   if call('XLEN', inbox) < most then return false end
-  for _, entry in ipairs(call('XRANGE', inbox, '-', '+', 'COUNT', 64)) do
-    local f = {}
-    for i = 1, #entry[2], 2 do f[entry[2][i]] = entry[2][i + 1] end
-    if f.verb ~= 'tell' and tonumber(f['until']) < now then
-      call('XDEL', inbox, entry[1])
-      complete(f.id, id, 'expired', ':')
-    end
+  local awaited = P .. 'awaited:' .. id
+  local over = call('ZRANGEBYSCORE', awaited, '-inf', '(' .. int(now), 'LIMIT', 0, 64)
+  for i = 1, #over do
+    local place, message = match(over[i], '^(.-) (.*)$')
+    discard(id, place, message)
+    complete(message, id, 'expired', ':')
   end
   return call('XLEN', inbox) >= most
 end
@@ -53,10 +52,9 @@ end
 call('HSET', key, 'from', ARGV[2], 'verb', ARGV[5], 'need', #target, 'to', table.concat(target, '\n'))
 call('PEXPIRE', key, int(ARGV[12] + 60000))
 local office = sender and leader == ARGV[3] and '1' or '0'
-for _, id in ipairs(target) do
-  deliver(id, {'id', ARGV[1], 'queue', ARGV[4], 'verb', ARGV[5], 'to', to, 'from', ARGV[3],
-               'leader', office, 'priority', ARGV[10], 'random', ARGV[8], 'tries', '0',
-               'sent', int(now), 'until', int(now + ARGV[12]), 'type', ARGV[13],
-               'body', ARGV[14]})
-end
+local fields = {'id', ARGV[1], 'queue', ARGV[4], 'verb', ARGV[5], 'to', to, 'from', ARGV[3],
+                'leader', office, 'priority', ARGV[10], 'random', ARGV[8], 'tries', '0',
+                'sent', int(now), 'until', int(now + ARGV[12]), 'type', ARGV[13], 'body', ARGV[14]}
+local f = pairs_of(fields)
+for _, id in ipairs(target) do deliver(id, f, fields) end
 return {'OK', unpack(target)}

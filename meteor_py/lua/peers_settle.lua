@@ -19,10 +19,7 @@ for i = 1, #fields, 2 do
   -- After a fail-over another message may have the place of the one that was lost.
   if fields[i] == 'id' and fields[i + 1] ~= ARGV[4] then return {'OK', 0} end
 end
-call('XDEL', inbox, ARGV[3])
-if ARGV[5] == 'unknown' then
-  call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'member', ARGV[1], 'reason', ARGV[7],
-       unpack(fields))
-end
+discard(ARGV[1], ARGV[3], ARGV[4])
+if ARGV[5] == 'unknown' then bury(ARGV[1], ARGV[7], fields) end
 complete(ARGV[4], ARGV[1], ARGV[5], ARGV[6] .. ':' .. ARGV[7])
 return {'OK', 1}

@@ -12,8 +12,6 @@ if not m or m.session ~= ARGV[3] then return {'FENCED'} end
 -- Of many that end at once some may not be closed yet: those take no vote either.
 local ends, limit = call('ZSCORE', POLLS, ARGV[1]), call('ZSCORE', LIMITS, ARGV[1])
 if not ends or tonumber(ends) <= now or (limit and tonumber(limit) <= now) then return {'OK', 0} end
-local votes = P .. 'votes:' .. ARGV[1]
-if call('HGET', votes, ARGV[2]) ~= '-' then return {'OK', 0} end
-call('HSET', votes, ARGV[2], ARGV[4])
-count(ARGV[1], 'rejected')
+if call('HGET', P .. 'votes:' .. ARGV[1], ARGV[2]) ~= '-' then return {'OK', 0} end
+tally(ARGV[1], {member = ARGV[2], says = ARGV[4]}, 'rejected')
 return {'OK', 1}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meteor_py import keys
-from meteor_py.errors import OutOfMemory, PeerError, PeerGroupNotFound
+from meteor_py.errors import OutOfMemory, PeerGroupNotFound
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.member import Member, read_member
 from meteor_py.scripts import PEERS_BEAT, PEERS_LOOK, PEERS_OPEN, Script
@@ -65,11 +65,15 @@ class Look:
 NOTHING = Look("", 0, "", 0, "", "", {})
 
 
-#: The keys of a group that is begun: the settings first, then what a part of may be lost.
-_PARTS = ("config", "state", "members", "deadlines", "expirations", "candidates", "events")
+#: The keys of a group that is begun, in the order that ``peers_open`` wants: what a part of may be
+#: lost. What leaders wrote, who was removed, and dead letters outlive that.
+PARTS = (
+    *("config", "state", "members", "polls", "limits", "pending", "agenda"),
+    *("deadlines", "graced", "expirations", "candidates", "events"),
+)
 
 #: Parts of a group of which there are many, each for a while.
-_PASSING = ("message", "replies", "poll", "votes")
+_PASSING = ("message", "replies", "poll", "votes", "inbox", "movable", "awaited")
 
 
 class Books:
@@ -91,7 +95,7 @@ class Books:
             return self.settings()
         way = self.client if link is None else link
         fields = [item for pair in config.to_fields().items() for item in pair]
-        names = [self.key(part) for part in _PARTS]
+        names = [self.key(part) for part in PARTS]
         try:
             way.call("SADD", keys.PEERS, self.name)
             flat = way.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
@@ -116,7 +120,7 @@ class Books:
         return _read_config(flat)
 
     def passing(self) -> list[bytes]:
-        """The keys of messages and votes, which would expire by themselves."""
+        """The keys of messages and votes: most would expire by themselves, or go with a member."""
         parts = tuple(self.key(f"{part}:").encode() for part in _PASSING)
         found: set[bytes] = set()
         cursor = b"0"
@@ -130,14 +134,14 @@ class Books:
         """Run a script that may be repeated, and return its answer.
 
         Raises:
-            PeerError: The group is gone from the server.
+            PeerGroupNotFound: The group is gone from the server.
         """
         names = [self.prefix]
         answer: list[Any] = (
             self.client.run(script, names, args) if link is None else link.run(script, names, args)
         )
         if answer[0] == b"NOGROUP":
-            raise PeerError(
+            raise PeerGroupNotFound(
                 f"The server has lost the group {self.name!r}, or it was deleted; open it again "
                 "with client.group().",
                 group=self.name,

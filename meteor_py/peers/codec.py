@@ -7,6 +7,7 @@ the types.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -92,8 +93,19 @@ class PeerCodec:
         """The type of a value, and its bytes.
 
         Raises:
-            TypeError: The format cannot write it.
+            TypeError, ValueError: The format, or the type's own function, cannot write it. JSON
+                has no NaN and no infinity; "msgpack" has.
         """
+        try:
+            return self._encode(value)
+        except (TypeError, ValueError):
+            raise
+        except Exception as error:  # OverflowError, RecursionError, or whatever an encode raises
+            raise ValueError(
+                f"This {type(value).__name__} cannot be written ({type(error).__name__}: {error})."
+            ) from error
+
+    def _encode(self, value: Any) -> tuple[str, bytes]:
         kind = self._by_type.get(type(value))
         if kind is not None:
             data = kind.encode(value)
@@ -135,8 +147,37 @@ class PeerCodec:
         )
 
 
+def encode_json(value: Any) -> bytes:
+    """JSON, which has no NaN and no infinity: they would be null, and None for who gets them.
+
+    Raises:
+        TypeError: It cannot be written as JSON.
+        ValueError: Something in it is not a finite number.
+    """
+    data: bytes = msgspec.json.encode(value)
+    if b"null" in data and _has_infinite(value):  # rarely looked at
+        raise ValueError('NaN and infinity cannot be written as JSON; codec="msgpack" has them.')
+    return data
+
+
+def _has_infinite(value: Any) -> bool:
+    try:
+        waiting = [msgspec.to_builtins(value)]
+    except TypeError:  # msgspec.Raw: that is JSON already
+        return False
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, float) and not math.isfinite(one):
+            return True
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, (list, tuple)):
+            waiting += one
+    return False
+
+
 _ENCODERS: dict[str, Callable[[Any], bytes]] = {
-    "json": msgspec.json.encode,
+    "json": encode_json,
     "msgpack": msgspec.msgpack.encode,
 }
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
@@ -150,7 +191,7 @@ def _by_format(
     format: Literal["json", "msgpack"], type: type[_T]
 ) -> tuple[Callable[[_T], bytes], Callable[[bytes], _T]]:
     if format == "json":
-        return msgspec.json.encode, msgspec.json.Decoder(type).decode
+        return encode_json, msgspec.json.Decoder(type).decode
     return msgspec.msgpack.encode, msgspec.msgpack.Decoder(type).decode
 
 

@@ -8,13 +8,18 @@ import secrets
 import threading
 import time
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from meteor_py import keys
 from meteor_py.closing import Closing
 from meteor_py.config import check_choice, check_int, check_seconds
-from meteor_py.errors import ConnectionFailed, MemberTaken, MeteorError, PeerError
+from meteor_py.errors import (
+    ConnectionFailed,
+    MemberTaken,
+    MeteorError,
+    PeerError,
+    PeerGroupNotFound,
+)
 from meteor_py.peers import registry
 from meteor_py.peers.ballots import Ballots
 from meteor_py.peers.books import NOTHING, Beat, Books
@@ -27,12 +32,13 @@ from meteor_py.peers.listening import Listening
 from meteor_py.peers.mail import Mail
 from meteor_py.peers.member import Member, Status, dump_metadata
 from meteor_py.peers.membership import Membership, new_id
+from meteor_py.peers.opening import delete_group
 from meteor_py.peers.picture import Moment, Picture, View
 from meteor_py.peers.proposal import Outcome
 from meteor_py.peers.proposing import Proposing
 from meteor_py.peers.target import Sending
 from meteor_py.peers.watch import Caller, Watch
-from meteor_py.scripts import PEERS_DELETE, PEERS_LEAVE
+from meteor_py.scripts import PEERS_LEAVE
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
@@ -82,7 +88,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
         self._behind: tuple[Moment, float] | None = None
         self._closed = False
         self._pid = os.getpid()
-        self.caller = Caller(name)
+        self.caller = Caller(name, self._look_anew)
         self.mail = Mail(self, codec or PeerCodec())
         self.ballots = Ballots(self)
         self._heart = Heart(self)
@@ -155,7 +161,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
         Args:
             name: A name makes it persistent: it stays a member when its process dies, what is sent
                 to it waits, and it goes on when it joins again, here or elsewhere.
-            metadata: Whatever it wants to say of itself: JSON.
+            metadata: Whatever it wants to say of itself: JSON, up to 4 KiB.
             priority: Who has a higher one leads before others: -1,000 to 1,000.
             on_conflict: If somebody alive has the name: "takeover" replaces it, which is what a
                 restart wants; "fail", or "wait" until it is free.
@@ -164,7 +170,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
         The callbacks for it are called when it has joined, and others have to wait for that.
 
         Raises:
-            MemberTaken: Somebody alive has the name.
+            MemberTaken: Somebody alive has the name, or a member without one has that id.
             PeerError: The group has as many members as it can.
             TimeoutError: It was not free in time.
             ValueError, TypeError: A name or a setting that cannot be.
@@ -184,21 +190,25 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
                 if self._join(membership, on_conflict, data):
                     return membership
             if on_conflict != "wait":
-                raise MemberTaken(
-                    f"Somebody in group {self.name!r} has the name {name!r}, and is alive; choose "
-                    'another, or take it over with on_conflict="takeover".',
-                    group=self.name,
-                )
+                raise self._taken(name, on_conflict)
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"The name {name!r} was not free within {timeout:g} seconds.")
             time.sleep(_WAIT_S)
             self._check_open()
 
+    def _taken(self, name: str | None, on_conflict: str) -> MemberTaken:
+        if on_conflict == "takeover":
+            why = "That is the id of a member that joined without a name; choose another."
+        else:
+            why = 'Choose another, or take it over with on_conflict="takeover".'
+        text = f"Somebody in group {self.name!r} has the name {name!r}, and is alive. {why}"
+        return MemberTaken(text, group=self.name)
+
     def _join(self, membership: Membership, on_conflict: str, data: bytes) -> bool:
         how = "takeover" if on_conflict == "takeover" else "fail"
         try:
             joined = membership.join(how, data)
-        except PeerError:
+        except PeerGroupNotFound:
             if self.books.open(self.config) != self.config:  # else it was deleted: begun anew
                 raise
             joined = membership.join(how, data)
@@ -239,29 +249,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
             PeerError: Some are.
         """
         self._check_open()
-        mine = {membership.session for membership in self.memberships()}
-        alive = [m for m in self.books.look().members.values() if m.alive and m.session not in mine]
-        if alive and not force:
-            raise self._has_members(len(alive))
-        for membership in self.memberships():
-            membership.leave()
-        passing = self.books.passing()
-        answer = self.books.run(PEERS_DELETE, ["force" if force else ""])
-        if answer[0] == b"ALIVE":  # somebody has joined since
-            raise self._has_members(answer[1])
-        self.books.client.call("SREM", keys.PEERS, self.name)
-        if self.books.client.call("EXISTS", self.books.key("config")):  # begun anew meanwhile
-            self.books.client.call("SADD", keys.PEERS, self.name)
-        if passing:
-            self.books.client.call("UNLINK", *passing)
-        self.close()
-
-    def _has_members(self, number: int) -> PeerError:
-        return PeerError(
-            f"Group {self.name!r} has {number} members that are alive; have them leave, or delete "
-            "it with force=True.",
-            group=self.name,
-        )
+        delete_group(self, force=force)
 
     def close(self) -> None:
         """Leave with all who joined here (named ones may come back), and look on no more."""
@@ -270,21 +258,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
             return
         self._closed = True
         registry.forget(self)
-        patience = time.monotonic() + self.books.client.timeout_s
-        for membership in self.memberships():
-            if time.monotonic() > patience:
-                membership.lose("left")  # the server does not answer; the rest is missed in time
-                continue
-            try:
-                membership.close()
-            except MeteorError as error:
-                _log.warning("%r could not say that it leaves: %s", membership, error)
-        deadline = time.monotonic() + _JOIN_S
-        for thread in list(self._threads):
-            if thread is not threading.current_thread():
-                thread.join(max(deadline - time.monotonic(), 0.0))
-                if thread.is_alive():
-                    _log.warning("What leads group %r does not end.", self.name)
+        self._leave_all()
         self.mail.close()
         self.ballots.close()
         for part in (self._heart, self._watch, self.caller):
@@ -293,6 +267,27 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
         for part in (self._heart, self._watch, self.caller):
             if not part.join(_JOIN_S):
                 _log.warning("A thread of group %r does not end.", self.name)
+
+    def _leave_all(self) -> None:
+        """All at once: nobody stays a member because another one's handler takes its time."""
+        going = [
+            membership
+            for membership in self.memberships()
+            if membership.begin_to_go("stay" if membership.persistent else "")
+        ]
+        patience = time.monotonic() + self.books.client.timeout_s
+        for membership in sorted(going, key=lambda one: one.works):  # a leader's work may take long
+            told = membership.finish_going()
+            if not told and time.monotonic() > patience:
+                break  # the server does not answer; the others are missed in time
+        deadline = time.monotonic() + _JOIN_S
+        for membership in going:
+            membership.join_inbox(max(deadline - time.monotonic(), 0.0))
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0.0))
+                if thread.is_alive():
+                    _log.warning("What leads group %r does not end.", self.name)
 
     @property
     def closed(self) -> bool:
@@ -355,7 +350,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
             before = self.moment()
             try:
                 look = self.books.look(link)
-            except PeerError:
+            except PeerGroupNotFound:
                 look = NOTHING
             with self.lock:
                 if self.moment() == before:
@@ -363,6 +358,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
                     for event in self.picture.resync(look, reset=reset):
                         self._take_in(event, known.get(event.member or ""))
                     self.ballots.resync()
+                    self._watch.read_anew()
                     return
 
     def apply(self, event: Event) -> None:
@@ -463,27 +459,3 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
             )
         if self._closed:
             raise MeteorError(f"This handle of group {self.name!r} is closed; open another.")
-
-
-def open_group(
-    client: Client,
-    name: str,
-    instance: str | None,
-    asked: dict[str, Any],
-    codec: PeerCodec | None = None,
-    create: bool = True,
-) -> PeerGroup:
-    """Open a group, and begin it if it does not exist. For what it raises see ``Client.group``."""
-    keys.check_name(name, "group")
-    if instance is not None:
-        name = f"{name}/{keys.check_name(instance, 'group')}"
-    config = replace(PeersConfig(), **asked)
-    present = Books(client, name).open(config, create=create)
-    setting = present.differing(asked)
-    if setting is not None:
-        raise PeerError(
-            f"Group {name!r} exists with {setting}={getattr(present, setting)!r}, not "
-            f"{asked[setting]!r}; leave the setting out.",
-            group=name,
-        )
-    return PeerGroup(client, name, present, codec)

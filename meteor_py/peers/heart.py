@@ -6,10 +6,11 @@ import logging
 import math
 import random
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from meteor_py.backoff import pause_s
-from meteor_py.errors import ConnectionFailed, PeerError
+from meteor_py.errors import ConnectionFailed, PeerGroupNotFound
 from meteor_py.lease import now
 from meteor_py.peers.books import Beat, Here
 from meteor_py.peers.membership import Membership
@@ -38,6 +39,8 @@ class Heart:
         self._state = State()
         self._ended = False
         self._hurry = False
+        #: Members that could not be told of last time, for whatever reason.
+        self._failing: weakref.WeakSet[Membership] = weakref.WeakSet()
         #: When somebody will be overdue, if it is not heard of before.
         self._overdue_at = math.inf
         self._thread = threading.Thread(
@@ -115,23 +118,35 @@ class Heart:
         for membership in memberships:
             # Who waits for an answer must notice in time that it cannot believe any more.
             self._link.timeout_s = max(min(self._timeout_s, ends - now()), 0.05)
-            if membership.recovering:
-                self._recover(membership)
-                continue
-            session, member = membership.session, membership.id
-            sent, beat = self._ask(session, [member])
-            if session != membership.session:
-                continue
-            if beat.here[0] is not Here.YES:
-                self._dropped(membership, beat.here[0])
-            elif membership.heard(sent, beat):
-                membership.lay_down(beat.term, self._link)  # the server was not told before
+            try:
+                self._beat_for(membership)
+            except ConnectionFailed:
+                raise
+            except Exception as error:  # the others must be heard of all the same
+                if not self._ended and membership not in self._failing:
+                    _log.exception("%r is not heard of: %s", membership, error)
+                self._failing.add(membership)
+            else:
+                self._failing.discard(membership)
         if not memberships:
             self._link.timeout_s = self._timeout_s
             try:
                 self._ask("", [])
-            except PeerError:
+            except PeerGroupNotFound:
                 group.resync(link=self._link)  # nobody is there; who joins begins it anew
+
+    def _beat_for(self, membership: Membership) -> None:
+        if membership.recovering:
+            self._recover(membership)
+            return
+        session, member = membership.session, membership.id
+        sent, beat = self._ask(session, [member])
+        if session != membership.session:
+            return
+        if beat.here[0] is not Here.YES:
+            self._dropped(membership, beat.here[0])
+        elif membership.heard(sent, beat):
+            membership.lay_down(beat.term, self._link)  # the server was not told before
 
     def _ask(self, session: str, members: list[str]) -> tuple[float, Beat]:
         """A sign of life: when it was sent, and the answer."""
@@ -140,7 +155,7 @@ class Heart:
         sent = now()
         try:
             beat = group.books.beat(self._link, session, members)
-        except PeerError:
+        except PeerGroupNotFound:
             if not members:
                 raise
             group.books.open(group.config, self._link)
@@ -165,7 +180,7 @@ class Heart:
         """It was taken for dead, or the server has lost the group: join again."""
         try:
             joined = membership.join("fail", link=self._link)
-        except PeerError:
+        except PeerGroupNotFound:
             self._group.books.open(self._group.config, self._link)  # the group is gone, too
             joined = membership.join("fail", link=self._link)
         if not joined:

@@ -8,6 +8,7 @@ more than its desk may hold is *behind*: it is read on, from its own place, when
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from meteor_py import keys
 from meteor_py.backoff import pause_s
 from meteor_py.config import check_choice, check_int, check_seconds
-from meteor_py.errors import ConnectionFailed, MeteorError, PeerError
+from meteor_py.errors import ConnectionFailed, MeteorError, PeerGroupNotFound
 from meteor_py.lease import now
 from meteor_py.peers.box import START, Ack, Box, Key
 from meteor_py.peers.codec import UnknownType
@@ -161,21 +162,22 @@ class Inbox:
             except BaseException as error:  # also SystemExit: others wait in this queue
                 _log.warning("The handler of %r failed.", box.queue, exc_info=True)
                 if message.deliveries == turn:
-                    reason = f"{type(error).__name__}: {error}".encode(errors="replace")
-                    self.settle(message, "failed", "", reason, patient=True)
+                    self.settle(message, "failed", "", _reason(error), patient=True)
             else:
                 if box.ack == "auto" and message.deliveries == turn:  # else it is to come again
                     self._reply_to(message, value)
-        except Exception:
+        except BaseException:  # also SystemExit: of a codec's function
             _log.exception("Message %s of queue %r was not settled.", message.id, box.queue)
 
     def _reply_to(self, message: Message, value: object) -> None:
         try:
-            self.reply(message, value, patient=True)
-        except (TypeError, ValueError) as error:
+            kind, data = self._encode(message, value)
+        except BaseException as error:  # whatever it is: somebody waits
             _log.warning("What the handler of %r returned cannot be sent.", message.queue)
-            reason = f"What it returned cannot be sent: {error}".encode()
+            reason = b"What it returned cannot be sent: " + _reason(error)
             self.settle(message, "failed", "", reason, patient=True)
+        else:
+            self.settle(message, "ok", kind, data, patient=True)
 
     def _open(self, message: Message) -> bool:
         """Decode it; False if it is over, or cannot be read here, and is settled so."""
@@ -191,16 +193,21 @@ class Inbox:
             message.body = self._group.mail.codec.decode(message.kind, message.data)
         except UnknownType as error:
             _log.error("Message %s goes to the dead letters: %s", message.id, error)
-            self.settle(message, "unknown", "", str(error).encode(), patient=True)
+            reason = str(error).encode(errors="replace")
+            self.settle(message, "unknown", "", reason, patient=True)
             return False
         return True
 
-    def reply(self, message: Message, value: object, *, patient: bool = False) -> bool:
+    def reply(self, message: Message, value: object) -> bool:
+        return self.settle(message, "ok", *self._encode(message, value))
+
+    def _encode(self, message: Message, value: object) -> tuple[str, bytes]:
+        """An answer, if somebody asked for one."""
         if message.verb != "ask":
-            return self.settle(message, "ok", "", b"", patient=patient)
+            return "", b""
         kind, data = self._group.mail.codec.encode(value)
         check_size(data)
-        return self.settle(message, "ok", kind, data, patient=patient)
+        return kind, data
 
     def put_back(self, message: Message, delay: float) -> bool:
         with self._state:
@@ -253,7 +260,7 @@ class Inbox:
             try:
                 with self._settling:
                     answer = self._group.books.run(PEERS_SETTLE, args, self._out)
-            except PeerError:
+            except PeerGroupNotFound:
                 return None  # the server has lost the whole group
             except MeteorError as error:
                 failures += 1
@@ -391,7 +398,7 @@ class Inbox:
             return 0.0
         times = [self._link.block_max_s]
         times += [_FULL_S for box in boxes if not box.live]
-        times += [box.timeout for box in boxes if box.timeout is not None and box.held]
+        times += [_patience_s(box) for box in boxes if box.timeout is not None]
         return min(times)
 
     def _catch_up(self, box: Box, key: str) -> None:
@@ -453,6 +460,26 @@ class Inbox:
                         self.settle(message, "failed", "", reason.encode())
                     except MeteorError as error:
                         _log.warning("An overdue message was not failed: %s", error)
+
+
+def _patience_s(box: Box) -> float:
+    """Seconds after which a message of a queue can be overdue."""
+    assert box.timeout is not None, "it has a time"
+    times = [math.inf]
+    for message in list(box.held.values()):
+        # One that waits may be taken now; then it is looked at again with what is left.
+        at = message.overdue_at
+        times.append(box.timeout if at is None else max(at - now(), _FULL_S))
+    return min(times)
+
+
+def _reason(error: BaseException) -> bytes:
+    """Why a handler failed, for who asked."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # its own text cannot be made
+        text = type(error).__name__
+    return text.encode(errors="replace")
 
 
 def _queue_of(flat: list[Any]) -> str:

@@ -74,9 +74,11 @@ class Listening:
         return self._listen("event", function)
 
     def on_reset(self, function: _F) -> _F:
-        """Call a function, without arguments, when the server has lost what was known of the group.
+        """Call a function, without arguments, when all has to be looked at anew.
 
-        What has changed by that is told after it. Members that joined here join again.
+        The server has lost what was known of the group: what has changed by that is told after it,
+        and members that joined here join again. Or callbacks took so long that 10,000 calls waited,
+        and further ones were left out.
         """
         return self._listen("reset", function)
 
@@ -145,6 +147,9 @@ class Listening:
     def _tell(self, what: str, *arguments: Any) -> None:
         for function in self._listeners.get(what, ()):
             self.caller.call(function, *arguments)
+
+    def _look_anew(self) -> list[Callable[..., object]]:
+        return list(self._listeners.get("reset", ()))
 
     def _listen(self, what: str, function: _F) -> _F:
         with self.lock:

@@ -123,8 +123,11 @@ class Mail:
     def _await(self, message: _Pending, deadline: float) -> None:
         """Before it is stored: the answer may be there before we know that it is."""
         with self._state:
+            # A callback of an answer would wait for the thread that it is called in.
+            is_callback = threading.current_thread() is self._thread
             free = self._state.wait_for(
-                lambda: len(self._pending) < PENDING_MAX or self._ended, deadline - now()
+                lambda: len(self._pending) < PENDING_MAX or self._ended,
+                0.0 if is_callback else deadline - now(),
             )
             if self._ended:
                 raise self._closed_error()
@@ -210,6 +213,8 @@ class Mail:
         if member:
             text = f"There is no member {member!r} in group {name!r}."
             return MemberUnknown(text, group=name, member=member)
+        if self.group.picture.members:
+            return MemberUnknown(f"Nobody in group {name!r} is alive.", group=name)
         return MemberUnknown(f"Nobody is in group {name!r}.", group=name)
 
     # -- answers -------------------------------------------------------------------------------
@@ -388,3 +393,7 @@ def _end(future: Future[Any], error: BaseException | None = None, result: Any = 
             future.set_result(result)
     except InvalidStateError:
         pass  # its time was over first
+    except BaseException:  # of a callback: what is an Exception was logged already
+        if threading.current_thread() is threading.main_thread():
+            raise
+        _log.exception("A callback of an answer failed.")

@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 
-#: Bytes of metadata at most.
-METADATA_MAX = 65_536
+from meteor_py.peers.codec import encode_json
+
+#: Bytes of metadata at most: ten thousand events may carry them.
+METADATA_MAX = 4_096
 
 
 class Status(enum.StrEnum):
@@ -48,9 +50,9 @@ def dump_metadata(metadata: Any) -> bytes:
 
     Raises:
         TypeError: It cannot be written as JSON.
-        ValueError: It is too long.
+        ValueError: It is too long, or has a number that JSON has not (NaN, infinity).
     """
-    data = msgspec.json.encode(metadata)
+    data = encode_json(metadata)
     if len(data) > METADATA_MAX:
         raise ValueError(
             f"The metadata of a member has at most {METADATA_MAX:,} bytes as JSON, not "

@@ -164,7 +164,8 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
     def resign(self) -> bool:
         """Lay down the office, if it is the leader, and go to the back of the queue.
 
-        Waits for what leads to end, up to 5 seconds: nobody else is elected before. Alone it is elected again at once, in another term.
+        Waits for what leads to end, up to 5 seconds: nobody else is elected before. Alone it is
+        elected again at once, in another term.
 
         Returns:
             Whether it was the leader.
@@ -253,7 +254,8 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
             return False
         self._how = how
         with self._state:
-            self._kept_until = 0.0 if self._term is None else self.valid_until
+            leads = self._term is not None or self._handing_over
+            self._kept_until = self.valid_until if leads else 0.0
         self.lose("left")
         return True
 

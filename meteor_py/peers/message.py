@@ -85,7 +85,7 @@ class Message:
 
     def fail(self, reason: str = "") -> bool:
         """It cannot be done; who sent or asked gets ``HandlerFailed`` with the reason."""
-        return self._box.inbox.settle(self, "failed", "", str(reason).encode())
+        return self._box.inbox.settle(self, "failed", "", str(reason).encode(errors="replace"))
 
     def retry(self, delay: float = 0.0) -> bool:
         """Have it handled again, not before ``delay`` seconds are over, unless it expires.

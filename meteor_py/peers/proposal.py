@@ -73,8 +73,7 @@ def dump_topic(topic: Any, codec: PeerCodec) -> bytes:
     """A topic as it is kept: its type, and its bytes.
 
     Raises:
-        TypeError: The codec cannot write it.
-        ValueError: It is too large.
+        TypeError, ValueError: The codec cannot write it, or it is too large.
     """
     kind, data = codec.encode(topic)
     if len(data) > TOPIC_MAX:

@@ -57,7 +57,7 @@ class Proposing:
 
         Raises:
             NoLeader: There must be a leader, and is none.
-            PeerError: Nobody is alive to vote, or a thousand votes are open.
+            PeerError: Nobody is alive to vote, or a hundred votes are open.
             MembershipLost: Whoever proposes is not a member any more.
             ConnectionFailed: The server was away for ``timeout``.
             ValueError, TypeError: A setting that cannot be.

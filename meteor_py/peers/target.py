@@ -37,7 +37,9 @@ class Target:
     - ``MessageExpired``: nothing came in time. It may still be handled, or have been.
     - ``MembershipLost``: who sends it is not a member any more.
 
-    What is wrong with an argument is raised at once, as ``ValueError`` or ``TypeError``.
+    What is wrong with an argument is raised at once, as ``ValueError`` or ``TypeError``; so is
+    whatever goes wrong when the codec writes the body. From a callback of another answer nothing
+    waits for room among the 10,000 that a handle may have open: it fails at once.
     """
 
     def __init__(self, mail: Mail, sender: Membership | None, to: To, member: str = "") -> None:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ WATCH_PREFIX = "meteor-watch"
 _BACKOFF_S = (0.02, 0.64)
 #: Events that are read at a time.
 _COUNT = 500
+#: Before all answers.
+_FIRST = "0-0"
 #: Calls that may wait for those before them.
 _CALLS_MAX = 10_000
 
@@ -37,13 +39,19 @@ class Watch:
         self._link = group.books.client.open_link()
         self._ended = False
         #: Where it reads on among the answers to messages.
-        self._answers = "0-0"
+        self._answers = _FIRST
+        self._anew = False
         self._thread = threading.Thread(
             target=self._run, name=f"{WATCH_PREFIX}-{group.name}", daemon=True
         )
 
     def start(self) -> None:
         self._thread.start()
+
+    def read_anew(self) -> None:
+        """Read all answers that are there, soon: the server may have begun their stream anew, and
+        its clock, which numbers them, be behind. Those that are known do no harm."""
+        self._anew = True
 
     def end(self) -> None:
         self._ended = True
@@ -65,6 +73,7 @@ class Watch:
                 self._read()
                 failures = 0
             except ConnectionFailed:
+                self.read_anew()  # it may be another server
                 failures += 1
                 time.sleep(0.0 if self._ended else pause_s(failures, *_BACKOFF_S))
             except Exception:
@@ -79,6 +88,9 @@ class Watch:
         events, answers = group.books.key("events"), group.books.key(f"replies:{group.session}")
         block_s = min(self._link.block_max_s, group.config.ttl / 2)
         view = group.picture.view
+        if self._anew:
+            self._anew = False
+            self._answers = _FIRST
         self._link.connect()
         if self._ended:
             return  # whoever ended it may have found no connection to interrupt
@@ -113,9 +125,16 @@ class Watch:
 
 
 class Caller:
-    """Calls the functions of the application, one after the other, in a thread of its own."""
+    """Calls the functions of the application, one after the other, in a thread of its own.
 
-    def __init__(self, name: str) -> None:
+    When too many wait, further calls are left out, and in their place those are made that
+    ``instead`` gives.
+    """
+
+    def __init__(
+        self, name: str, instead: Callable[[], Iterable[Callable[[], object]]] = tuple
+    ) -> None:
+        self._instead = instead
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._state = State()
         self._ended = False
@@ -129,6 +148,8 @@ class Caller:
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
         with self._state:
             if len(self._calls) >= _CALLS_MAX:
+                if not self._missed:
+                    self._calls.append((self._make_up, ()))
                 self._missed += 1
                 return
             self._calls.append((function, arguments))
@@ -163,13 +184,17 @@ class Caller:
                 if self._ended:
                     return
                 function, arguments = self._calls.popleft()
-                missed, self._missed = self._missed, 0
-            if missed:
-                _log.error(
-                    "The callbacks of a group were %d events behind: %d calls were left out.",
-                    *(_CALLS_MAX, missed),
-                )
             try:
                 function(*arguments)
-            except Exception:
+            except BaseException:  # also SystemExit: there would be no more calls
                 _log.exception("A callback of a group failed.")
+
+    def _make_up(self) -> None:
+        """In the place of calls that were left out."""
+        with self._state:
+            missed, self._missed = self._missed, 0
+            self._calls.extendleft((function, ()) for function in reversed([*self._instead()]))
+        _log.error(
+            "The callbacks of a group were %d events behind: %d calls were left out.",
+            *(_CALLS_MAX, missed),
+        )

@@ -9,13 +9,16 @@ local P = KEYS[1]
 local STATE, MEMBERS = P .. 'state', P .. 'members'
 local DEADLINES, EXPIRATIONS = P .. 'deadlines', P .. 'expirations'
 local CANDIDATES, EVENTS = P .. 'candidates', P .. 'events'
-local POLLS, LIMITS, PENDING = P .. 'polls', P .. 'limits', P .. 'pending'
+local POLLS, LIMITS = P .. 'polls', P .. 'limits'
+local PENDING, AGENDA, GRACED = P .. 'pending', P .. 'agenda', P .. 'graced'
+local HOUR = 3600000
 
 local function int(x) return format('%.0f', x) end
 
-local c = call('HMGET', P .. 'config', 'ttl', 'expiration', 'election', 'min_size')
+local c = call('HMGET', P .. 'config', 'ttl', 'expiration', 'election', 'min_size', 'max_inbox')
 if not c[1] then return {'NOGROUP'} end
 local TTL, EXPIRATION, ELECTION, MIN_SIZE = tonumber(c[1]), tonumber(c[2]), c[3], tonumber(c[4])
+local MAX_INBOX = tonumber(c[5])
 local s = call('HMGET', STATE, 'last', 'leader', 'term', 'session', 'life', 'mark')
 if not s[5] then return {'NOGROUP'} end
 local last, leader, term, session = tonumber(s[1] or nil), s[2] or '', tonumber(s[3] or 0), s[4] or ''
@@ -23,7 +26,8 @@ local life, mark = s[5], s[6] or ''
 
 -- If nothing was heard for long, the server was away, or its clock was set: then members have all the
 -- time again to be heard of, and the rest keeps the time that it had left. A small step back stands
--- still.
+-- still. Once only, until a member is heard of: else those who are late again and again themselves, or
+-- look in now and then, would keep one alive for ever who is dead.
 local micros
 local function read_clock()
   local time = call('TIME')
@@ -31,8 +35,16 @@ local function read_clock()
   local now = time[1] * 1000 + math.floor(time[2] / 1000)
   local gap = now - (last or now)
   if math.abs(gap) > TTL / 2 then
-    local members = call('ZRANGE', DEADLINES, 0, -1)
-    for i = 1, #members do call('ZADD', DEADLINES, int(now + TTL), members[i]) end
+    local members = call('ZRANGE', DEADLINES, 0, -1, 'WITHSCORES')
+    for i = 1, #members, 2 do
+      local id = members[i]
+      if not call('ZSCORE', GRACED, id) then
+        call('ZADD', DEADLINES, int(now + TTL), id)
+        call('ZADD', GRACED, int(now), id)
+      elseif gap < 0 then
+        call('ZADD', DEADLINES, int(members[i + 1] + gap), id)
+      end
+    end
     for _, key in ipairs({EXPIRATIONS, POLLS}) do
       local all = call('ZRANGE', key, 0, -1, 'WITHSCORES')
       for i = 1, #all, 2 do call('ZADD', key, int(all[i + 1] + gap), all[i]) end
@@ -72,20 +84,41 @@ local function write_member(id, m)
        .. ':' .. m.priority .. ':' .. m.joined .. ':' .. m.metadata)
 end
 
+-- Who was heard of.
+local function renew(id)
+  call('ZADD', DEADLINES, int(now + TTL), id)
+  call('ZREM', GRACED, id)
+end
+-- Of many who are overdue at once some may still be there: those do not count.
+local function alive(most)
+  return call('ZRANGEBYSCORE', DEADLINES, int(now), '+inf', 'LIMIT', 0, int(most or -1))
+end
+local function late(id)
+  local deadline = call('ZSCORE', DEADLINES, id)
+  return not deadline or tonumber(deadline) < now
+end
+
 -- The leader: the first of the candidates, by priority, and then the oldest, or any.
 -- Who resigns ('not_id') comes last, whatever its priority.
 local function candidate(not_id)
-  local first = call('ZRANGE', CANDIDATES, 0, 1, 'WITHSCORES')
-  local i = first[1] == not_id and first[3] and 3 or 1
-  if not first[i] or ELECTION == 'oldest' then return first[i] end
-  local level = math.floor(first[i + 1] / 1e12)
-  local same = call('ZRANGEBYSCORE', CANDIDATES, int(level * 1e12), '(' .. int((level + 1) * 1e12))
-  local n = micros % #same + 1
-  if same[n] == not_id and #same > 1 then n = n % #same + 1 end
-  return same[n]
+  local same, level, resigned = {}, nil, nil
+  local all = call('ZRANGE', CANDIDATES, 0, -1, 'WITHSCORES')
+  for i = 1, #all, 2 do
+    local id, its_level = all[i], math.floor(all[i + 1] / 1e12)
+    if level and its_level ~= level then break end
+    local can = not late(id)
+    if can and id == not_id then
+      resigned = id
+    elseif can then
+      if ELECTION == 'oldest' then return id end
+      level = its_level
+      same[#same + 1] = id
+    end
+  end
+  return same[micros % max(#same, 1) + 1] or resigned
 end
 local function elect(not_id)
-  if ELECTION == 'none' or leader ~= '' or call('ZCARD', DEADLINES) < MIN_SIZE then return end
+  if ELECTION == 'none' or leader ~= '' or #alive(MIN_SIZE) < MIN_SIZE then return end
   local id = candidate(not_id)
   local m = id and read_member(id)
   if not m then return end
@@ -112,36 +145,104 @@ local function complete(id, member, ok, value)
   if m[2] ~= 'tell' and got == tonumber(m[3]) then
     local replies = P .. 'replies:' .. m[1]
     call('XADD', replies, 'MAXLEN', '~', 10000, '*', 'id', id)
-    call('PEXPIRE', replies, 3600000)
+    call('PEXPIRE', replies, HOUR)
   end
 end
-local function deliver(member, fields) call('XADD', P .. 'inbox:' .. member, '*', unpack(fields)) end
-local function alive() return call('ZRANGE', DEADLINES, 0, -1) end
+-- Beside an inbox lie the places in it of what is for anybody, in order, and of what somebody waits
+-- for, by the end of that: so neither is looked for among large messages that it does not concern.
+local function deliver(member, f, fields)
+  local place = call('XADD', P .. 'inbox:' .. member, '*', unpack(fields))
+  if f.to == 'any' then
+    call('ZADD', P .. 'movable:' .. member, int(call('HINCRBY', STATE, 'moves', 1)), place)
+  end
+  if f.verb ~= 'tell' then
+    call('ZADD', P .. 'awaited:' .. member, f['until'], place .. ' ' .. f.id)
+  end
+end
+local function discard(member, place, id)
+  call('XDEL', P .. 'inbox:' .. member, place)
+  call('ZREM', P .. 'movable:' .. member, place)
+  call('ZREM', P .. 'awaited:' .. member, place .. ' ' .. id)
+end
+local function pairs_of(flat)
+  local f = {}
+  for i = 1, #flat, 2 do f[flat[i]] = flat[i + 1] end
+  return f
+end
+local function bury(member, reason, fields)
+  call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'member', member, 'reason', reason,
+       unpack(fields))
+end
 
--- What lies in the inbox of somebody who is gone: what was for anybody goes to another.
+-- Those who get what was for anybody. Who has as much as it may have gets it only if all have: what
+-- was taken in is not refused later.
+local function choose(others, number)
+  while #others.roomy > 0 do
+    local n = number % #others.roomy + 1
+    local id = others.roomy[n]
+    others.size[id] = others.size[id] or call('XLEN', P .. 'inbox:' .. id)
+    if others.size[id] < MAX_INBOX then
+      others.size[id] = others.size[id] + 1
+      return id
+    end
+    others.roomy[n] = others.roomy[#others.roomy]
+    others.roomy[#others.roomy] = nil
+  end
+  return others.all[number % #others.all + 1]
+end
+local function move(id, others, place)
+  local entry = call('XRANGE', P .. 'inbox:' .. id, place, place)[1]
+  if not entry then  -- a part of the group was deleted
+    call('ZREM', P .. 'movable:' .. id, place)
+    return
+  end
+  local fields = entry[2]
+  local f = pairs_of(fields)
+  discard(id, place, f.id)
+  local tries = tonumber(f.tries) + 1
+  if #others.all == 0 or tries > 16 then
+    bury(id, #others.all == 0 and 'nobody is left' or 'it was given to too many', fields)
+    complete(f.id, id, 'left', '')
+    return
+  end
+  for i = 1, #fields, 2 do
+    if fields[i] == 'tries' then fields[i + 1] = int(tries) end
+  end
+  deliver(choose(others, tonumber(f.random) + tries), f, fields)
+end
+
+-- What lies in the inbox of somebody who is gone: what was for anybody goes to another. Who is only
+-- dead keeps it while there is no other: until one joins, or it comes back.
+local drained = 0
 local function drain(id, left)
-  local inbox = P .. 'inbox:' .. id
-  local others
-  for _, entry in ipairs(call('XRANGE', inbox, '-', '+')) do
-    local f = {}
-    for i = 1, #entry[2], 2 do f[entry[2][i]] = entry[2][i + 1] end
-    if f.to == 'any' then
-      others = others or alive()
-      call('XDEL', inbox, entry[1])
-      local tries = tonumber(f.tries) + 1
-      if #others == 0 or tries > 16 then
-        complete(f.id, id, 'left', '')
-      else
-        for i = 1, #entry[2], 2 do
-          if entry[2][i] == 'tries' then entry[2][i + 1] = int(tries) end
-        end
-        deliver(others[(tonumber(f.random) + tries) % #others + 1], entry[2])
+  local movable, awaited = P .. 'movable:' .. id, P .. 'awaited:' .. id
+  local size = call('ZCARD', movable)
+  if size > 0 then
+    local others = {all = {}, roomy = {}, size = {}}
+    for _, other in ipairs(alive()) do
+      if other ~= id then
+        others.all[#others.all + 1] = other
+        others.roomy[#others.roomy + 1] = other
       end
-    elseif left then
-      complete(f.id, id, 'left', '')
+    end
+    if #others.all == 0 and not left then
+      call('HSET', STATE, 'stranded', 1)
+      return
+    end
+    drained = drained + size
+    for _ = 1, size, 100 do
+      for _, place in ipairs(call('ZRANGE', movable, 0, 99)) do move(id, others, place) end
     end
   end
-  if left then call('DEL', inbox) end
+  if not left then return end
+  size = call('ZCARD', awaited)
+  drained = drained + size
+  for start = 0, size - 1, 100 do
+    for _, one in ipairs(call('ZRANGE', awaited, int(start), int(start + 99))) do
+      complete(match(one, ' (.*)$'), id, 'left', '')
+    end
+  end
+  call('DEL', P .. 'inbox:' .. id, movable, awaited)
 end
 
 -- Polls: each voter's field is '-', 'y', 'n', 'a' (abstains) or 'g' (gone). Who voted in which way is
@@ -169,21 +270,23 @@ local function decide(id, result, reason)
   if not f[1] then return end  -- somebody has deleted it
   call('HSET', key, 'result', result, 'reason', reason, 'decided', int(now))
   -- What was agreed on can be looked up until it is done, by who comes back in between.
-  local keep = int(max((tonumber(f[1]) or now) - now, 0) + 3600000)
+  local keep = int(max((tonumber(f[1]) or now) - now, 0) + HOUR)
   call('PEXPIRE', key, keep)
   call('PEXPIRE', P .. 'votes:' .. id, keep)
   if result == 'no' and match(call('HGET', PENDING, f[2]) or '', '^(.-):') == id then
     call('HDEL', PENDING, f[2])
+    call('ZREM', AGENDA, f[2])
   end
   emit('decided', unpack(describe(id)))
 end
-local function count(id, reason)
-  local quorum = tonumber(call('HGET', P .. 'poll:' .. id, 'quorum') or 0)
-  local yes, open = 0, 0
-  local votes = call('HVALS', P .. 'votes:' .. id)
-  for i = 1, #votes do
-    if votes[i] == 'y' then yes = yes + 1 elseif votes[i] == '-' then open = open + 1 end
-  end
+-- One vote less is open. They are counted as they come: there may be a thousand.
+local function tally(id, vote, reason)
+  local key = P .. 'poll:' .. id
+  local quorum = tonumber(call('HGET', key, 'quorum') or nil)
+  if not quorum then return decide(id, 'no', reason) end  -- somebody has deleted it
+  call('HSET', P .. 'votes:' .. id, vote.member, vote.says)
+  local open = call('HINCRBY', key, 'open', -1)
+  local yes = call('HINCRBY', key, 'yes', vote.says == 'y' and 1 or 0)
   if yes >= quorum then
     decide(id, 'yes', 'passed')
   elseif yes + open < quorum then
@@ -193,11 +296,16 @@ end
 -- Who is gone can say yes no more. A vote that was given stays.
 local function unseat(member)
   for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
-    local votes = P .. 'votes:' .. id
-    if call('HGET', votes, member) == '-' then
-      call('HSET', votes, member, 'g')
-      count(id, 'left')
+    if call('HGET', P .. 'votes:' .. id, member) == '-' then
+      tally(id, {member = member, says = 'g'}, 'left')
     end
+  end
+end
+-- What is over is forgotten with its vote, a little at a time.
+local function prune()
+  for _, name in ipairs(call('ZRANGEBYSCORE', AGENDA, '-inf', int(now - HOUR), 'LIMIT', 0, 64)) do
+    call('ZREM', AGENDA, name)
+    call('HDEL', PENDING, name)
   end
 end
 
@@ -208,6 +316,7 @@ local function drop(id, reason, stays)
   call('ZREM', DEADLINES, id)
   call('ZREM', CANDIDATES, id)
   call('ZREM', EXPIRATIONS, id)
+  call('ZREM', GRACED, id)
   if not m then  -- a part of the group was deleted
     if leader == id then depose(reason) end
     return
@@ -229,12 +338,15 @@ local function drop(id, reason, stays)
   if leader == id then depose(reason) end
 end
 
-for _, id in ipairs(call('ZRANGEBYSCORE', DEADLINES, '-inf', '(' .. int(now), 'LIMIT', 0, 64)) do
-  drop(id, 'expired', true)
+-- A part at a time: whoever has many messages leaves the others to the next call.
+local function sweep(key, before, stays)
+  for _, id in ipairs(call('ZRANGEBYSCORE', key, '-inf', before, 'LIMIT', 0, 64)) do
+    if drained >= 1000 then return end
+    drop(id, 'expired', stays)
+  end
 end
-for _, id in ipairs(call('ZRANGEBYSCORE', EXPIRATIONS, '-inf', int(now), 'LIMIT', 0, 64)) do
-  drop(id, 'expired', false)
-end
+sweep(DEADLINES, '(' .. int(now), true)
+sweep(EXPIRATIONS, int(now), false)
 elect()
 -- A vote on something to be done at a time closes before that time, whatever was shifted.
 for _, key in ipairs({POLLS, LIMITS}) do
