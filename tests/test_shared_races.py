@@ -197,7 +197,7 @@ def test_the_last_try_follows_at_once_when_all_else_is_settled(url: str) -> None
 
 
 def test_when_there_is_room_again_those_who_waited_for_it_go_on(url: str) -> None:
-    with Queue(url, group_cap=1) as queue, plain_client(url) as plain:
+    with Queue(url, group_cap=2) as queue, plain_client(url) as plain:
         queue.publish("A" * 300 + "B" * 3)
         owner, other = queue.consumers(2, prefetch=1)
         plain.hset(keys.shared(STREAM, GROUP, "state"), "max_waiting", 200)
@@ -208,9 +208,9 @@ def test_when_there_is_room_again_those_who_waited_for_it_go_on(url: str) -> Non
         thread.start()
         try:
             before = commands(plain)
-            for offset in range(150):  # makes room, and takes the next at once
-                queue.record(owner, f"A-{offset}").ack()
+            for offset in range(150):  # makes room, and always holds one, so that A stays its own
                 assert queue.get(owner) == f"A-{offset + 1}"
+                queue.record(owner, f"A-{offset}").ack()
             eventually(lambda: not thread.is_alive(), 15, "it was not told of the room")
         finally:
             thread.join(30)

@@ -6,7 +6,8 @@
 -- ARGV  1 incarnation of stream and group  2 group  3 the last offset to purge
 --       4 what the keys of the shared group begin with: those of the group's owner are found by what
 --       is in the state
--- Returns {'OK', how many, 1 if there is more to do in another call}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
+-- Returns {'OK', how many, 1 if there is more to do in another call}, or
+--   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
 -- Atomic because no consumer must get what is purged. What one holds stays with it.
 
 local call = redis.call
@@ -40,7 +41,8 @@ waiting = tonumber(waiting) - #purged
 if waiting > 0 then
   local head = call('LINDEX', KEYS[9], 0)
   for _, key in ipairs({KEYS[4], KEYS[5], more}) do call('ZADD', key, 'XX', head, group) end
-  call('HSET', KEYS[3], group, owner .. ':' .. string.format('%.0f', waiting) .. ':' .. state .. ':' .. head)
+  local count = string.format('%.0f', waiting)
+  call('HSET', KEYS[3], group, owner .. ':' .. count .. ':' .. state .. ':' .. head)
   return {'OK', #purged, #purged == 4096 and 1 or 0}
 end
 for _, key in ipairs({KEYS[4], KEYS[5], more}) do call('ZREM', key, group) end

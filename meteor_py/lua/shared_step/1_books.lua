@@ -6,11 +6,13 @@
 --       16 suspects
 -- ARGV  1 what the keys of the shared group begin with: those of other consumers, and the lists of
 --         waiting records, are found by what is in the state
---       2 incarnation of stream and group  3 consumer, '' to only look ahead  4 number of this step, one above the last
+--       2 incarnation of stream and group  3 consumer, '' to only look ahead
+--       4 number of this step, one above the last
 --       5 'leave', 'wake' to ring the bell if this consumer may have more, else ''  6 records wanted
---       7 records to look at, at most  8 records to take of a group at a time  9 first offset of an
---       entry for the index that it does not have any more, '' for none  10 how many strings that has, 'lost' if nobody has it: then 11 is the offset
---       behind what is lost, else 11... are the strings
+--       7 records to look at, at most  8 records to take of a group at a time
+--       9 first offset of an entry for the index that it does not have any more, '' for none
+--       10 how many strings that has, 'lost' if nobody has it: then 11 is the offset behind what is
+--       lost, else 11... are the strings
 --       then n, and n times a group and the offsets of it that are acknowledged: 'o,o,...'
 --       then triples: 'R' group 'o:ms' rewinds to o, a failure, not to be given out again for so
 --       long; 'U' the same, but no failure; 'Q' group 'o' returns only o, a failure; 'X' group
