@@ -156,7 +156,9 @@ def encode_json(value: Any) -> bytes:
     """
     data: bytes = msgspec.json.encode(value)
     if b"null" in data and _has_infinite(value):  # rarely looked at
-        raise ValueError('NaN and infinity cannot be written as JSON; codec="msgpack" has them.')
+        raise ValueError(
+            'NaN and infinity cannot be written as JSON; messages with codec="msgpack" have them.'
+        )
     return data
 
 
