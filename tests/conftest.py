@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -145,6 +146,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_configure() -> None:
     # The workers of pytest-xdist are started later and inherit the seed.
     os.environ.setdefault(SEED, str(secrets.randbelow(1 << 32)))
+    # What is started in the background ignores Ctrl-C, and so would all that the tests start.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
