@@ -12,6 +12,9 @@ class Closing:
     def close(self) -> None:
         raise NotImplementedError  # pragma: no cover
 
+    def _end_block(self) -> None:
+        self.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -22,7 +25,7 @@ class Closing:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self.close()
+            self._end_block()
         except Exception as failure:
             if error is None:
                 raise

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -28,6 +27,7 @@ from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, MeteorEr
 from meteor_py.lease import BELIEF, Lease, Standing, Term, now
 from meteor_py.line import Line
 from meteor_py.state import State
+from meteor_py.worker import Worker
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
@@ -73,7 +73,7 @@ class Keeper:
         self._watch = client.open_link()
         self._state = State()
         self._confirms = Confirms(self._state, confirmed)
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._pid = os.getpid()
         self._active = True
         self._interrupted = False
@@ -179,7 +179,7 @@ class Keeper:
         with self._state:
             if self._thread is None:  # first of all: without it there is no term
                 name = f"{KEEPER_PREFIX}-{self.lease.stream}-{self.lease.group}"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                thread = Worker(self._run, name)
                 thread.start()
                 self._thread = thread
             self._term = answer

@@ -14,6 +14,7 @@ from meteor_py.config import check_choice, check_int
 from meteor_py.deadletter import bury
 from meteor_py.errors import ConnectionFailed, LeaseLost
 from meteor_py.record import Record, decode_record
+from meteor_py.worker import Worker
 
 if TYPE_CHECKING:
     from meteor_py.feed import Feed
@@ -78,9 +79,7 @@ class Receiver:
         #: Records that the handler failed for, and that were skipped or published as dead letters.
         self.failed = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"meteor-receiver-{subscriber.stream.name}", daemon=True
-        )
+        self._thread = Worker(self._run, f"meteor-receiver-{subscriber.stream.name}")
 
     @property
     def error(self) -> BaseException | None:

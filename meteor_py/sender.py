@@ -43,6 +43,7 @@ from meteor_py.history import Position, begin_epoch, diverged_at
 from meteor_py.link import Link, ScriptMissing
 from meteor_py.outbox import Outbox, closed_error
 from meteor_py.scripts import PUBLISH
+from meteor_py.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -102,9 +103,7 @@ class Sender:
         self._heard = 0.0  # when the last batch was taken, by the monotonic clock
         self._reason: MeteorError | None = None  # of the last one
         self._abandoned = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"{SENDER_PREFIX}-{route.stream}", daemon=True
-        )
+        self._thread = Worker(self._run, f"{SENDER_PREFIX}-{route.stream}")
 
     def start(self) -> None:
         self._thread.start()

@@ -5,7 +5,9 @@ docs/peers-words.md has the tables; the tests are in the order of the documents.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +30,26 @@ def atomix(post: Post, **settings: Any) -> DistributedGroup:
     return DistributedGroup(post.group(**settings))
 
 
+def test_every_call_in_the_tables_is_named_here_where_it_is_exercised() -> None:
+    here = Path(__file__)
+    tables = (here.parents[1] / "docs" / "peers-words.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE)
+    calls = [call for row in rows for call in re.findall(r"`(.*?)`", row)]
+    assert len(calls) > 80
+    # The last word before the arguments, in Java's way of writing or in Python's.
+    words = {re.findall(r"\w+", call.partition("(")[0])[-1] for call in calls}
+    text = here.read_text()
+    snakes = {word: re.sub("(?<=[a-z])(?=[A-Z])", "_", word).lower() for word in words}
+    missing = [w for w in words if not re.search(rf"\b({w}|{snakes[w]})\b", text)]
+    assert not missing
+
+
 # Atomix
 
 
 def test_atomix_join_members_listeners_and_leave(post: Post) -> None:
-    group, other = atomix(post, member_expiration=600), atomix(post)
+    group, other = atomix(post, member_expiration=600), atomix(post)  # getGroup
+    assert other.group.config.member_expiration == 600  # withMemberExpiration
     joined: list[str] = []
     left: list[str] = []
     group.on_join(lambda member: joined.append(member.id()))
@@ -101,11 +118,17 @@ def test_atomix_asynchronous_message_is_done_when_it_is_stored(post: Post) -> No
     group, other = atomix(post), atomix(post)
     other.join("foo")
     producer = _member(group, "foo").messaging().producer("bar", execution=Execution.ASYNC)
-    assert producer.send("baz").done()
+    future = producer.send("baz")
+    assert future.done()
+    seen: list[Any] = []
+    future.add_done_callback(seen.append)  # thenAccept, thenRun
+    assert seen == [future]
+    assert len(future.result()) > 0  # get: the id of the message
 
 
 @pytest.mark.parametrize("execution", Execution)
 def test_atomix_broadcast_reaches_each_member_once(post: Post, execution: Execution) -> None:
+    # Options: withExecution, and withDelivery
     group, other = atomix(post), atomix(post)
     got = {name: Record(lambda message: message.reply(message.member)) for name in "123"}
     for handle, name in ((group, "1"), (other, "2"), (other, "3")):
@@ -186,17 +209,36 @@ def test_atomix_words_that_make_no_sense_together_are_refused(post: Post) -> Non
 # RIAPS
 
 
+@pytest.mark.parametrize("leader", [True, False])
+def test_riaps_group_with_and_without_leader(post: Post, leader: bool) -> None:
+    client = post.group().books.client
+    with (
+        client.group(
+            "TheGroup", election="oldest" if leader else None
+        ) as group,  # using Msg: what its codec carries
+        group.join() as me,  # handleActivate
+    ):
+        if leader:
+            eventually(lambda: me.term is not None)
+        else:
+            assert me.term is None
+            with pytest.raises(NoLeader):
+                me.propose("topic", require_leader=True)
+    with client.group("TheGroup") as again:
+        assert again.members == []  # handleDeactivate, at the end of the block
+
+
 def test_riaps_join_group_instance_member_joined_and_left(post: Post) -> None:
     client = post.group().books.client
     with client.group("TheGroup", instance="g1") as g, client.group("TheGroup", instance="g1") as h:
         joined = Record()
         left: list[str] = []
-        g.on_join(lambda member: joined.messages.append(member))
-        g.on_leave(lambda member, reason: left.append(member.id))
+        g.on_join(lambda member: joined.messages.append(member))  # handleMemberJoined
+        g.on_leave(lambda member, reason: left.append(member.id))  # handleMemberLeft
         me = h.join()  # joinGroup
         eventually(lambda: [member.id for member in joined.messages] == [me.id])
         assert len(g.members) == 1  # groupSize
-        assert g.name == "TheGroup/g1"  # getGroupName
+        assert g.name == "TheGroup/g1"  # getGroupName, getGroupId
         me.leave()  # leaveGroup
         eventually(lambda: left == [me.id])
 
@@ -205,7 +247,7 @@ def test_riaps_group_message_reaches_all_members(post: Post) -> None:
     group, other = post.group(), post.group()
     got = [Record(), Record()]
     me = group.join()
-    me.on("group")(got[0])  # handleGroupMessage
+    me.on("group")(got[0])  # handleGroupMessage, recv_pyobj
     other.join().on("group")(got[1])
     result(me.all.tell("group", {"any": "object"}))  # send_pyobj
     for record in got:
@@ -252,10 +294,12 @@ def test_riaps_send_to_leader_and_back_to_the_member(post: Post) -> None:
     @leader.on("to-leader")  # handleMessageToLeader
     def to_leader(message: Message) -> None:
         assert message.sender is not None  # identity
-        leader.member(message.sender).tell("from-leader", f"re: {message.body}")  # sendToMember
+        leader.member(message.sender).tell(
+            "from-leader", f"re: {message.body}"
+        )  # sendToMember, _pyobj
 
     member.on("from-leader")(got)  # handleMessageFromLeader
-    result(member.leader_proxy.send("to-leader", "report"))  # sendToLeader
+    result(member.leader_proxy.send("to-leader", "report"))  # sendToLeader, sendToLeader_pyobj
     (message,) = got.wait_for(1)
     assert message.body == "re: report"
     assert message.from_leader
@@ -267,7 +311,8 @@ def test_riaps_timed_messages_and_priorities(post: Post) -> None:
     group.join().on("group", priority=256)(got)  # groupPriority
     result(group.all.send("group", priority=1))
     (message,) = got.messages
-    assert message.received_at - message.sent_at == message.latency  # recvTime, sendTime
+    # timed: recvTime, sendTime
+    assert message.received_at - message.sent_at == message.latency
     assert message.priority == 1
 
 
@@ -285,7 +330,7 @@ def test_riaps_votes(post: Post, limit: int, passed: bool) -> None:
     other.on_decision(seen.append)  # handleVoteResult
     for kind in ("majority", "consensus"):  # Poll.MAJORITY, Poll.CONSENSUS
         future = me.propose({"limit": limit}, kind=kind, timeout=20, require_leader=True)
-        outcome = result(future)  # requestVote
+        outcome = result(future)  # requestVote, requestVote_pyobj
         assert (outcome.passed, outcome.topic) == (passed, {"limit": limit})
         assert len(outcome.poll) > 0  # rfcId
     eventually(lambda: [outcome.passed for outcome in seen] == [passed, passed])

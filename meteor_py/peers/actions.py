@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meteor_py.lease import now
 from meteor_py.peers.proposal import Outcome
 from meteor_py.state import State
+from meteor_py.worker import Worker
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup
@@ -80,9 +81,9 @@ class Actions:
     def __init__(self, group: PeerGroup) -> None:
         self._group = group
         self._tasks: list[Task] = []
-        self._runners: list[threading.Thread] = []
+        self._runners: list[Worker] = []
         self._state = State()
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._ended = False
 
     def is_sure(self, max_error: float) -> bool:
@@ -117,7 +118,7 @@ class Actions:
             self._tasks.append(task)
             if self._thread is None:
                 name = f"meteor-actions-{self._group.name}"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread = Worker(self._run, name)
                 self._thread.start()
             self._state.notify_all()
 
@@ -165,7 +166,7 @@ class Actions:
 
     def _start(self, task: Task) -> None:
         name = f"meteor-action-{self._group.name}"
-        runner = threading.Thread(target=self._do, args=(task,), name=name, daemon=True)
+        runner = Worker(self._do, name, task)
         self._runners = [thread for thread in self._runners if thread.is_alive()]
         self._runners.append(runner)
         runner.start()

@@ -28,6 +28,7 @@ from meteor_py.peers.event import Event
 from meteor_py.peers.proposal import Kind, Outcome, read_outcome, read_proposal
 from meteor_py.scripts import PEERS_POLLS, PEERS_PROPOSE, Script
 from meteor_py.state import State
+from meteor_py.worker import Worker
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup
@@ -89,7 +90,7 @@ class Ballots:
         #: All that have threads, or had.
         self._voters: list[Voter] = []
         self._state = State()
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._ended = False
 
     def use(self, voter: Voter | None = None) -> None:
@@ -99,7 +100,7 @@ class Ballots:
                 self._voters = [v for v in self._voters if not v.ended] + [voter]
             if self._thread is None and not self._ended:
                 name = f"meteor-ballots-{self._group.name}"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread = Worker(self._run, name)
                 self._thread.start()
                 self._group.hurry()  # the first reading of the clock is a bad one
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from meteor_py.lease import now
 from meteor_py.peers.message import Message
 from meteor_py.state import State
+from meteor_py.worker import Worker
 
 
 class Desk:
@@ -22,10 +23,7 @@ class Desk:
         self._later: list[tuple[float, int, Message]] = []
         self._ended = False
         self._handle = handle
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True)
-            for n in range(workers)
-        ]
+        self._threads = [Worker(self._run, f"{name}-{n}") for n in range(workers)]
 
     def start(self) -> None:
         for thread in self._threads:

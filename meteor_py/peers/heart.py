@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from meteor_py.lease import now
 from meteor_py.peers.books import Beat, Here
 from meteor_py.peers.membership import Membership
 from meteor_py.state import State
+from meteor_py.worker import Worker
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup
@@ -43,9 +43,7 @@ class Heart:
         self._failing: weakref.WeakSet[Membership] = weakref.WeakSet()
         #: When somebody will be overdue, if it is not heard of before.
         self._overdue_at = math.inf
-        self._thread = threading.Thread(
-            target=self._run, name=f"{HEART_PREFIX}-{group.name}", daemon=True
-        )
+        self._thread = Worker(self._run, f"{HEART_PREFIX}-{group.name}")
 
     def start(self) -> None:
         self._thread.start()
@@ -63,13 +61,8 @@ class Heart:
         self._link.interrupt()
 
     def join(self, timeout_s: float) -> bool:
-        deadline = now() + timeout_s
-        while self._thread is not threading.current_thread() and self._thread.is_alive():
-            if now() > deadline:
-                return False
-            self._link.interrupt()  # again: it may have connected only now
-            self._thread.join(0.02)
-        return True
+        # Again and again: it may have connected only now.
+        return self._thread.ends_within(timeout_s, self._link.interrupt)
 
     def _run(self) -> None:
         failures = 0

@@ -25,6 +25,7 @@ from meteor_py.peers.mail import check_size
 from meteor_py.peers.message import Message, read_message, read_place
 from meteor_py.scripts import PEERS_SETTLE
 from meteor_py.state import State
+from meteor_py.worker import Worker
 
 if TYPE_CHECKING:
     from meteor_py.peers.membership import Membership
@@ -69,9 +70,7 @@ class Inbox:
         self._link = client.open_link()
         self._settling = threading.Lock()
         self._out = client.open_link()
-        self._thread = threading.Thread(
-            target=self._run, name=f"{INBOX_PREFIX}-{self._group.name}", daemon=True
-        )
+        self._thread = Worker(self._run, f"{INBOX_PREFIX}-{self._group.name}")
 
     # -- handlers ------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.replies import Replies, add_silent, read_replies
 from meteor_py.scripts import PEERS_SEND
 from meteor_py.state import State
+from meteor_py.worker import Worker
 
 if TYPE_CHECKING:
     from meteor_py.link import Link
@@ -79,7 +80,7 @@ class Mail:
         self._deadlines: list[tuple[float, str]] = []
         self._answered: deque[str] = deque()
         self._ended = False
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._sending = threading.Lock()
         self._out: Link | None = None
         self._in: Link | None = None
@@ -141,7 +142,7 @@ class Mail:
             heapq.heappush(self._deadlines, (deadline, message.id))
             if self._thread is None:
                 name = f"{MAIL_PREFIX}-{self.group.name}"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread = Worker(self._run, name)
                 self._thread.start()
             if self._deadlines[0][1] == message.id:
                 self._state.notify_all()

@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from meteor_py.backoff import pause_s
@@ -228,18 +227,8 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         """End the membership: one without a name leaves, a named one may come back."""
         self._go("stay" if self.persistent else "")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.leave()
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"While leaving group {self.group.name!r}: {failure}")
+    def _end_block(self) -> None:
+        self.leave()
 
     def _go(self, how: str) -> bool:
         """Leave; tell whether the server knows."""

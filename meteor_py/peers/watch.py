@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from meteor_py.backoff import pause_s
 from meteor_py.errors import ConnectionFailed
-from meteor_py.lease import now
 from meteor_py.peers.event import read_event
 from meteor_py.state import State
+from meteor_py.worker import Worker
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup
@@ -41,9 +41,7 @@ class Watch:
         #: Where it reads on among the answers to messages.
         self._answers = _FIRST
         self._anew = False
-        self._thread = threading.Thread(
-            target=self._run, name=f"{WATCH_PREFIX}-{group.name}", daemon=True
-        )
+        self._thread = Worker(self._run, f"{WATCH_PREFIX}-{group.name}")
 
     def start(self) -> None:
         self._thread.start()
@@ -58,13 +56,8 @@ class Watch:
         self._link.interrupt()
 
     def join(self, timeout_s: float) -> bool:
-        deadline = now() + timeout_s
-        while self._thread is not threading.current_thread() and self._thread.is_alive():
-            if now() > deadline:
-                return False
-            self._link.interrupt()  # again: it may have connected only now
-            self._thread.join(0.02)
-        return True
+        # Again and again: it may have connected only now.
+        return self._thread.ends_within(timeout_s, self._link.interrupt)
 
     def _run(self) -> None:
         failures = 0
@@ -140,7 +133,7 @@ class Caller:
         self._ended = False
         self._held = 0
         self._missed = 0  # calls, since one that hangs has let so many wait
-        self._thread = threading.Thread(target=self._run, name=f"meteor-caller-{name}", daemon=True)
+        self._thread = Worker(self._run, f"meteor-caller-{name}")
 
     def start(self) -> None:
         self._thread.start()

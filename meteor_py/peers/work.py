@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meteor_py.peers.term import Term
 from meteor_py.state import State
+from meteor_py.worker import Worker
 
 if TYPE_CHECKING:
     from meteor_py.peers.membership import Membership
@@ -28,10 +28,10 @@ class Work:
         self._function = function
         self._state = State()
         self._next: Term | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
 
     @property
-    def thread(self) -> threading.Thread | None:
+    def thread(self) -> Worker | None:
         """The one that does it; None if nothing is to be done."""
         return self._thread
 
@@ -43,7 +43,7 @@ class Work:
             if self._thread is not None:
                 return
             name = f"meteor-leader-{group.name}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread = Worker(self._run, name)
             group.own(self._thread)
             self._thread.start()
 

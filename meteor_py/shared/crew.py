@@ -13,6 +13,7 @@ from meteor_py.backoff import pause_s
 from meteor_py.errors import ConnectionFailed, Fenced, MeteorError
 from meteor_py.shared.record import SharedRecord, Standing
 from meteor_py.state import State
+from meteor_py.worker import Worker
 
 if TYPE_CHECKING:
     from meteor_py.shared.subscriber import SharedSubscriber
@@ -52,10 +53,7 @@ class Crew:
         self._caller: int | None = None  # the thread that has called run()
         self._failure: BaseException | None = None  # what no handler should raise
         name = f"meteor-crew-{subscriber.stream.name}"
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
-            for number in range(size)
-        ]
+        self._threads = [Worker(self._work, f"{name}-{number}") for number in range(size)]
 
     def run(self) -> None:
         """Fetch records and share them out, until stopped, or closed."""

@@ -10,6 +10,7 @@ from meteor_py.backoff import pause_s
 from meteor_py.errors import ConnectionFailed, MeteorError
 from meteor_py.lease import now
 from meteor_py.shared.desk import Desk
+from meteor_py.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class Tender:
         self._ended = False
         self._last: Callable[[], None] | None = None
         name = f"{TENDER_PREFIX}-{desk.books.stream.name}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Worker(self._run, name)
 
     def start(self) -> None:
         self._thread.start()

@@ -34,6 +34,7 @@ from meteor_py.keeper import Keeper
 from meteor_py.lease import Lease, member_name, now
 from meteor_py.publisher import close_all as close_publishers
 from meteor_py.store.duty import ArchiverConfig, Duty, Outnumbered
+from meteor_py.worker import Worker
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
@@ -83,7 +84,7 @@ class Archiver(Closing):
         self._ended = threading.Event()
         self._runner: int | None = None  # the thread that it runs in
         self._failure: Exception | None = None  # what has ended it, and nobody was told
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._keeper: Keeper | None = None
         self._duty: Duty | None = None
         self._above = 0  # terms up to this one are in the store already
@@ -145,7 +146,7 @@ class Archiver(Closing):
         """
         self._begin()
         name = f"meteor-archiver-{self.stream.name}"
-        self._thread = threading.Thread(target=self._run_in_thread, name=name, daemon=True)
+        self._thread = Worker(self._run_in_thread, name)
         self._thread.start()
         return self
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 
 import pyarrow as pa
@@ -11,6 +10,7 @@ import pyarrow as pa
 from meteor_py import refusals
 from meteor_py.errors import RecordsLost
 from meteor_py.store.base import TERMS, RingbufferStore
+from meteor_py.worker import Worker
 
 #: Batches in a row after which the next one is fetched in advance.
 _STRAIGHT = 2
@@ -27,7 +27,7 @@ class _Ahead:
         self._batch: pa.RecordBatch | None = None
         self._error: BaseException | None = None
         name = f"meteor-cold-{stream}"
-        self._thread = threading.Thread(target=self._run, args=(batches,), name=name, daemon=True)
+        self._thread = Worker(self._run, name, batches)
         self._thread.start()
 
     def _run(self, batches: Iterator[pa.RecordBatch]) -> None:
