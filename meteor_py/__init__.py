@@ -84,6 +84,7 @@ from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.event import Event
 from meteor_py.peers.group import PeerGroup
+from meteor_py.peers.letter import PeerLetter
 from meteor_py.peers.member import Member, Status
 from meteor_py.peers.membership import Membership
 from meteor_py.peers.message import Message
@@ -169,6 +170,7 @@ __all__ = [
     "PeerError",
     "PeerGroup",
     "PeerGroupNotFound",
+    "PeerLetter",
     "PeersConfig",
     "Position",
     "Proposal",

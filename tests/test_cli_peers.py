@@ -16,7 +16,7 @@ import meteor_py as meteor_
 from meteor_cli.contracts import FIELDS, MEMBER_FIELDS, PEER_EVENTS
 from meteor_cli.peer_lines import tell
 from meteor_cli.peer_messages import parse
-from meteor_py import Event, Membership, Message, PeerGroup
+from meteor_py import Event, HandlerFailed, Membership, Message, PeerCodec, PeerGroup
 from tests.commands import METEOR, Running, meteor, succeed
 from tests.conftest import ServerFactory
 from tests.mailing import NAME, Post
@@ -264,6 +264,28 @@ def test_the_answers_of_all_are_printed_and_those_missing_named(
     assert (one["reply"], one["error"], two["reply"]) == (1, None, None)
     assert "ValueError" in two["error"]
     assert b"\x1b" not in done.out
+
+
+def test_dead_letters_are_listed_with_the_reason(url: str, post: Post, group: PeerGroup) -> None:
+    done = succeed(url, "peers", "dead", NAME)
+    assert (done.out, done.err) == (b"", "meteor: group 'workers' has no dead letters.\n")
+    codec = PeerCodec()
+    codec.register(
+        complex,
+        id=7,
+        encode=lambda z: b"\xff" + str(z).encode(),
+        decode=lambda data: complex(data[1:].decode()),
+    )
+    group.join("w1").on("jobs")(lambda message: None)
+    with pytest.raises(HandlerFailed):
+        post.group(codec=codec).member("w1").send("jobs", 1j).result(20)
+    heading, line = succeed(url, "peers", "dead", NAME).lines
+    assert heading.split() == "buried member queue verb sender type bytes reason".split()
+    assert line.split()[3:9] == ["w1", "jobs", "send", "-", "7", "3"]
+    assert "register it" in line
+    (found,) = succeed(url, "peers", "dead", NAME, "--json").objects
+    assert set(found) == set(FIELDS["peers dead"])
+    assert (found["group"], found["queue"], found["body"]) == (NAME, "jobs", {"b64": "/zFq"})
 
 
 # Votes

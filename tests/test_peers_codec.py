@@ -33,11 +33,6 @@ def post(url: str) -> Iterator[Post]:
         yield post
 
 
-def dead_letters(group: Any) -> list[dict[bytes, bytes]]:
-    found = group.books.client.call("XRANGE", group.books.key("dead"), "-", "+")
-    return [dict(zip(flat[::2], flat[1::2], strict=True)) for _, flat in found]
-
-
 @pytest.mark.parametrize(
     ("format", "value"),
     [
@@ -169,10 +164,13 @@ def test_a_message_of_an_unknown_type_goes_to_the_dead_letters(post: Post, verb:
         error = failure(future)
         assert isinstance(error, HandlerFailed)
         assert "register it" in str(error)
-    eventually(lambda: len(dead_letters(group)) == 1)
-    (letter,) = dead_letters(group)
-    assert (letter[b"member"], letter[b"queue"], letter[b"type"]) == (b"a", b"q", b"1")
-    assert msgspec.json.decode(letter[b"body"]) == {"name": "Ada", "age": 36}
+    eventually(lambda: len(group.dead_letters()) == 1)
+    (letter,) = group.dead_letters()
+    assert (letter.member, letter.queue, letter.verb, letter.sender) == ("a", "q", verb, None)
+    assert letter.type == "1"
+    assert "register it" in letter.reason
+    assert letter.sent_at <= letter.buried_at <= group.now() + group.clock.error_bound
+    assert msgspec.json.decode(letter.body) == {"name": "Ada", "age": 36}
     assert inbox_length(group, "a") == 0
     assert result(group.member("a").ask("q", "still there")) == "still there"
     assert got.bodies == ["still there"]
@@ -186,7 +184,21 @@ def test_pulling_passes_over_what_cannot_be_read(post: Post) -> None:
     result(group.member("a").tell("q", User("Ada", 36)))
     result(group.member("a").tell("q", "plain"))
     assert [message.body for message in me.inbox("q", timeout=0.5) if message.ack()] == ["plain"]
-    assert len(dead_letters(group)) == 1
+    assert len(group.dead_letters()) == 1
+
+
+def test_the_last_dead_letters_come_in_their_order(post: Post) -> None:
+    codec = PeerCodec()
+    codec.register(User, id=1)
+    group, other = post.group(codec=codec), post.group()
+    other.join("a").on("q")(lambda message: None)
+    for age in range(5):
+        assert isinstance(failure(group.member("a").send("q", User("Ada", age))), HandlerFailed)
+    ages = [msgspec.json.decode(letter.body)["age"] for letter in other.dead_letters(3)]
+    assert ages == [2, 3, 4]
+    assert len(other.dead_letters()) == 5
+    with pytest.raises(ValueError, match="limit"):
+        other.dead_letters(0)
 
 
 def test_an_answer_of_an_unknown_type_fails_for_who_asked(post: Post) -> None:

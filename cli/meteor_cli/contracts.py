@@ -38,6 +38,10 @@ FIELDS = {
     "peers members": ("group", "id", *_MEMBER),
     "peers watch": ("time", "group", "view", "event"),
     "peers leader": ("group", "leader", "term", *_MEMBER),
+    "peers dead": (
+        "group", "buried", "reason", "member", "id", "queue", "verb", "sender", "sent", "type",
+        "body",
+    ),
     "peers ask --to all": ("member", "reply", "error"),
     "peers propose": (
         "group", "poll", "passed", "reason", "yes", "no", "abstained", "missing", "topic", "by",

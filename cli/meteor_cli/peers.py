@@ -15,7 +15,7 @@ from meteor_cli.peer_messages import ask, propose, send
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
-    from meteor_py import PeerGroup
+    from meteor_py import PeerGroup, PeerLetter
     from meteor_py.peers.books import Look
 
 
@@ -178,6 +178,39 @@ def _wait_for_leader(group: PeerGroup, wait_s: float) -> None:
     elected.wait(wait_s)
 
 
+@command("dead", example="meteor peers dead workers --json | jq -r .reason")
+@click.argument("group", shell_complete=complete_peer_group)
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on each line, with the body."
+)
+def list_dead(session: Session, group: str, as_json: bool) -> None:
+    """List the messages that nobody could take.
+
+    Their type was not known to who got them, or member after member left with them. The last
+    thousand or so are kept.
+    """
+    with opened_group(session, group) as opened:
+        letters = opened.dead_letters()
+        now_ms = round(opened.now() * 1000)
+    if as_json:
+        for letter in letters:
+            print_json({"group": group} | _letter_fields(letter))
+    elif letters:
+        print_table(
+            ["buried#", "member", "queue", "verb", "sender", "type", "bytes#", "reason"],
+            [
+                [
+                    f"{show_age(round(letter.buried_at * 1000), now_ms)} ago",
+                    *(letter.member, letter.queue, letter.verb, letter.sender, letter.type or None),
+                    *(len(letter.body), letter.reason),
+                ]
+                for letter in letters
+            ],
+        )
+    else:
+        say(f"group {group!r} has no dead letters.")
+
+
 @command("remove", example="meteor peers remove workers worker-7 --dry-run")
 @click.argument("group", shell_complete=complete_peer_group)
 @click.argument("member", shell_complete=complete_peer)
@@ -204,7 +237,9 @@ def remove(session: Session, group: str, member: str, dry_run: bool, yes: bool) 
     say(f"member {member!r} removed from group {group!r}.")
 
 
-for made in (list_peers, list_members, watch_peers, show_leader, send, ask, propose, remove):
+for made in (list_peers, list_members, watch_peers, show_leader, list_dead):
+    peers.add_command(made)
+for made in (send, ask, propose, remove):
     peers.add_command(made)
 
 
@@ -251,3 +286,11 @@ def _group_fields(name: str, look: Look) -> dict[str, Any]:
         "term": look.term or None,
         "view": look.view,
     }
+
+
+def _letter_fields(letter: PeerLetter) -> dict[str, Any]:
+    from meteor_cli.jsonl import to_data
+
+    fields = vars(letter) | {"body": to_data(letter.body)}
+    times = {name: round(fields.pop(f"{name}_at") * 1000) for name in ("buried", "sent")}
+    return times | fields

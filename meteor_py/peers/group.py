@@ -28,6 +28,7 @@ from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.event import Event
 from meteor_py.peers.heart import Heart
+from meteor_py.peers.letter import PeerLetter, read_letter
 from meteor_py.peers.listening import Listening
 from meteor_py.peers.mail import Mail
 from meteor_py.peers.member import Member, Status, dump_metadata
@@ -133,6 +134,14 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
         self._check_open()
         value: bytes | None = self.books.client.call("HGET", self.books.key("guarded"), name)
         return value
+
+    def dead_letters(self, limit: int = 1_000) -> list[PeerLetter]:
+        """The last messages that nobody could take, the oldest first: of a type that their receiver
+        does not know, or whose receivers left again and again. A thousand or so are kept."""
+        self._check_open()
+        check_int("limit", limit, 1, 1_000_000)
+        command = ("XREVRANGE", self.books.key("dead"), "+", "-", "COUNT", limit)
+        return [read_letter(*entry) for entry in reversed(self.books.client.call(*command))]
 
     def now(self) -> float:
         """The time by the clock of the group, its server's, in seconds since 1970."""

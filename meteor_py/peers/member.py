@@ -50,9 +50,12 @@ def dump_metadata(metadata: Any) -> bytes:
 
     Raises:
         TypeError: It cannot be written as JSON.
-        ValueError: It is too long, or has a number that JSON has not (NaN, infinity).
+        ValueError: It is too long, or too deep, or has a number that JSON has not (NaN, infinity).
     """
-    data = encode_json(metadata)
+    try:
+        data = encode_json(metadata)
+    except RecursionError as error:
+        raise ValueError("The metadata of a member is nested too deeply for JSON.") from error
     if len(data) > METADATA_MAX:
         raise ValueError(
             f"The metadata of a member has at most {METADATA_MAX:,} bytes as JSON, not "
