@@ -142,6 +142,8 @@ key                            type    what, who writes it, who deletes it
 ``...:inbox:<member>``         stream  Messages to a member that are not settled. Goes with it.
 ``...:movable:<member>``       zset    Places in its inbox of what is for anybody, in their order.
 ``...:awaited:<member>``       zset    ``place id`` of what somebody waits for, by how long (ms).
+``...:orphans``                zset    Members who are dead, or ``~<mark>~<member>`` for one who is
+                                       gone, whose messages are handed over, by since when (ms).
 ``...:message:<id>``           hash    Who has got a message, and the answers. Expires a minute
                                        after nobody waits for it any more.
 ``...:replies:<session>``      stream  Messages of a handle that are answered. Expires in an hour.

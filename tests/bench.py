@@ -5,10 +5,11 @@ What the tests of publishers, faults and histories share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import pytest
 import redis
 
 import meteor_py as meteor
@@ -16,6 +17,9 @@ from meteor_py import keys
 from tests.proxy import Proxy
 from tests.servers import HOST, Replica, Server, plain_client
 from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from tests.conftest import ServerFactory  # which imports this module
 
 NAME = "orders"
 
@@ -195,3 +199,19 @@ def poll_until(
 
     eventually(more, timeout_s, "the subscriber did not get enough records")
     return values
+
+
+# Fixtures
+
+
+@pytest.fixture
+def bench(server: Server, url: str) -> Iterator[Bench]:
+    with Bench(server) as running:
+        yield running
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def private(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iterator[Bench]:
+    """A bench whose server is its own, of each kind."""
+    with Bench(private_server(kind=request.param)) as running:
+        yield running

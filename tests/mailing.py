@@ -11,10 +11,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, Self
+
+import pytest
 
 import meteor_py as meteor
 from meteor_py.peers.group import PeerGroup
@@ -24,6 +26,7 @@ from tests.waiting import eventually
 NAME = "workers"
 #: Seconds for what is to happen: only a failing test waits for so long.
 SOON_S = 20.0
+VERBS = ("tell", "send", "ask")
 
 
 class Post:
@@ -42,6 +45,18 @@ class Post:
     def group(self, url: str | None = None, **settings: Any) -> PeerGroup:
         client = self._stack.enter_context(meteor.connect(url or self.url))
         return self._stack.enter_context(client.group(NAME, **settings))
+
+
+@pytest.fixture
+def post(url: str) -> Iterator[Post]:
+    with Post(url) as post:
+        yield post
+
+
+def say(group: PeerGroup, to: str, verb: str, *args: Any, **options: Any) -> Future[Any]:
+    target = group.member("a") if to == "member" else getattr(group, to)
+    future: Future[Any] = getattr(target, verb)(*args, **options)
+    return future
 
 
 class Record:

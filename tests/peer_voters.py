@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -119,6 +120,14 @@ class Hold:
 
 def always(answer: bool | None) -> Callable[[Proposal], bool | None]:
     return lambda proposal: answer
+
+
+def ids(*members: Any) -> tuple[str, ...]:
+    return tuple(sorted(member.id for member in members))
+
+
+def outcome_of(future: Future[Outcome]) -> Outcome:
+    return future.result(RESULT_S)
 
 
 # The child process

@@ -16,8 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import pytest
@@ -33,6 +33,13 @@ from meteor_py.scripts import PEERS_GUARD, Script
 from tests.members import ANSWER_S, Process, Refused, answer, serve
 
 GROUP = "workers"
+#: The ttl of `Peers` that is not told another.
+TTL_MS = 1000
+HOUR_MS = 3_600_000
+#: A ttl that no test can have waited out.
+LONG_S = 60.0
+
+Open = Callable[..., PeerGroup]
 
 #: The clock of the server in a build for tests: a key that the test sets, or adds to the real one.
 _SET = b"""(function()
@@ -182,6 +189,47 @@ class Peers:
                 kind: Any = client.type(name)
                 found[name.decode()] = repr(kinds[kind](name)).encode()
         return found
+
+
+Build = Callable[..., Peers]
+
+
+@pytest.fixture
+def build(any_url: str) -> Iterator[Build]:
+    with meteor.connect(any_url) as client:
+        yield lambda **settings: Peers(client, **settings)
+
+
+@pytest.fixture
+def peers(build: Build) -> Peers:
+    return build()
+
+
+# Handles in this process
+
+
+@pytest.fixture
+def open_group(url: str) -> Iterator[Open]:
+    """Handles of one group, each of a client of its own; the first chooses the settings."""
+    with ExitStack() as stack:
+
+        def opened(at: str = "", name: str = GROUP, **settings: Any) -> PeerGroup:
+            client = stack.enter_context(meteor.connect(at or url))
+            return stack.enter_context(client.group(name, **settings))
+
+        yield opened
+
+
+def ids(group: PeerGroup) -> list[str]:
+    return [member.id for member in group.members]
+
+
+def expel(group: PeerGroup, *members: str) -> None:
+    """Have the server drop members, as if they had been silent for too long."""
+    client = group.books.client
+    for member in members:
+        client.call("ZADD", group.books.key("deadlines"), 1, member)
+    group.books.look()
 
 
 class Heard:

@@ -470,3 +470,11 @@ def test_a_server_that_refuses_to_wait_for_replicas_doubles_nothing(
         for ack in acks:
             assert isinstance(failure(ack), meteor.NotReplicated)
         assert pub.publish(b"last").result(5) == 3 + 4 * FRAME_RECORDS_MAX
+
+
+def test_closing_the_client_delivers_what_its_publishers_still_have() -> None:
+    with meteor.connect("embedded://") as m:
+        pub = m.stream("s").publisher(linger=5)
+        acks = [pub.publish(b"%d" % number) for number in range(100)]
+    assert [ack.offset for ack in acks] == list(range(100))
+    assert pub.closed

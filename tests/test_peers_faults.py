@@ -18,10 +18,9 @@ from meteor_py.lease import now
 from meteor_py.peers.event import Event
 from meteor_py.peers.group import PeerGroup
 from tests.conftest import ServerFactory
-from tests.peering import GROUP, Heard, Peer, step_clocks, watching
+from tests.peering import GROUP, LONG_S, Heard, Open, Peer, ids, step_clocks, watching
+from tests.peering import open_group as open_group
 from tests.servers import Server
-from tests.test_peers_members import LONG_S, Open, ids
-from tests.test_peers_members import open_group as open_group
 from tests.waiting import eventually
 
 #: A ttl that a test waits out. Who must not be expelled gets one that a busy machine can meet.

@@ -7,6 +7,12 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
+from meteor_py import keys
+from meteor_py.errors import PeerError
+from tests.peering import GROUP, Open, ids
+from tests.peering import open_group as open_group
+from tests.servers import plain_client
+from tests.waiting import eventually
 
 
 def test_a_group_that_does_not_exist_is_not_begun_unless_that_is_meant(any_url: str) -> None:
@@ -55,3 +61,33 @@ def test_a_group_that_is_begun_anew_while_it_is_deleted_is_listed(
         monkeypatch.setattr(m, "call", begin_anew)
         group.delete()
         assert n.groups() == ["workers"]
+
+
+def test_a_group_is_deleted_by_who_may_and_listed_no_more(url: str, open_group: Open) -> None:
+    one, two, observer = open_group(ttl=0.6), open_group(), open_group()
+    client = one.books.client
+    with plain_client(url) as redis:
+        redis.sadd(keys.PEERS, "left-over")
+    assert client.groups() == [GROUP]
+    me = two.join("a")
+    one.join("b")
+    with pytest.raises(PeerError, match="1 members that are alive"):
+        one.delete()
+    me.leave()
+    assert ids(two) == ["b"]
+    one.delete()
+    assert one.closed
+    assert client.groups() == []
+    eventually(lambda: observer.picture.life == "" and not observer.members)
+    with plain_client(url) as redis:  # who looks on does not begin it anew
+        assert redis.keys("meteor:group:*") == []
+    two.join("c")  # who joins does
+    eventually(lambda: ids(observer) == ["c"])
+
+
+def test_who_is_alive_when_its_group_is_deleted_begins_it_anew(open_group: Open) -> None:
+    one, two = open_group(ttl=0.6), open_group()
+    me = two.join()
+    one.delete(force=True)
+    before = me.id
+    eventually(lambda: me.id != before and ids(two) == [me.id])

@@ -30,8 +30,8 @@ from meteor_py.peers.message import Message
 from meteor_py.peers.proposal import Outcome
 from meteor_py.peers.term import Term
 from tests.mailing import SOON_S, Gate, Record, failure, inbox_length, result
-from tests.test_peers_members import LONG_S, Open, expel
-from tests.test_peers_members import open_group as open_group
+from tests.peering import LONG_S, Open, expel
+from tests.peering import open_group as open_group
 from tests.waiting import eventually
 
 

@@ -7,31 +7,28 @@ through without bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 import meteor_py as meteor
 from meteor_py import keys
 from meteor_py.peers.member import METADATA_MAX, dump_metadata
-from tests.peering import GROUP, Peers
-
-TTL_MS = 1000
-HOUR_MS = 3_600_000
-
-Build = Callable[..., Peers]
-
-
-@pytest.fixture
-def build(any_url: str) -> Iterator[Build]:
-    with meteor.connect(any_url) as client:
-        yield lambda **settings: Peers(client, **settings)
-
-
-@pytest.fixture
-def peers(build: Build) -> Peers:
-    return build()
+from tests.peer_scripts import (
+    answer,
+    commands,
+    entries,
+    inbox,
+    leftovers,
+    propose,
+    result,
+    send,
+    settle,
+    vote,
+)
+from tests.peering import GROUP, HOUR_MS, TTL_MS, Build, Peers
+from tests.peering import build as build
+from tests.peering import peers as peers
 
 
 @pytest.fixture
@@ -39,75 +36,6 @@ def counted(url: str) -> Iterator[Peers]:
     """On a server that counts its commands."""
     with meteor.connect(url) as client:
         yield Peers(client)
-
-
-def send(
-    peers: Peers,
-    message: str,
-    *,
-    to: str = "any",
-    member: str = "",
-    verb: str = "tell",
-    random: int = 0,
-    most: int = 10_000,
-    wait_ms: int = 60_000,
-    body: str = "1",
-) -> list[Any]:
-    args = [message, "handle", "", "q", verb, to, member, random, "0", 128, most, wait_ms]
-    return peers.run("send", *args, "json", body, "")
-
-
-def inbox(peers: Peers, member: str) -> list[str]:
-    """The ids of the messages of a member, in order."""
-    return [fields[b"id"].decode() for fields in entries(peers, f"inbox:{member}")]
-
-
-def entries(peers: Peers, part: str) -> list[dict[bytes, bytes]]:
-    found = peers.client.call("XRANGE", peers.prefix + part, "-", "+")
-    return [dict(zip(flat[::2], flat[1::2], strict=True)) for _, flat in found]
-
-
-def settle(peers: Peers, member: str) -> None:
-    """Settle the first message of a member."""
-    (place, flat), *_ = peers.client.call("XRANGE", peers.prefix + f"inbox:{member}", "-", "+")
-    message = dict(zip(flat[::2], flat[1::2], strict=True))[b"id"]
-    assert peers.run("settle", member, f"s-{member}", place, message, "ok", "json", "1") == [
-        "OK",
-        1,
-    ]
-
-
-def answer(peers: Peers, message: str, member: str) -> bytes | None:
-    found: bytes | None = peers.client.call(
-        "HGET", peers.prefix + f"message:{message}", f"r:{member}"
-    )
-    return found
-
-
-def propose(
-    peers: Peers, poll: str, rule: Any = "majority", *, action: str = "", at: int | str = ""
-) -> list[Any]:
-    args = [poll, rule, 60_000, at, 200, action, "json:1", "", "", "0", ""]
-    return peers.run("propose", *args)
-
-
-def vote(peers: Peers, poll: str, member: str, says: str) -> None:
-    assert peers.run("vote", poll, member, f"s-{member}", says) == ["OK", 1]
-
-
-def result(peers: Peers, poll: str) -> bytes | None:
-    found: bytes | None = peers.client.call("HGET", peers.prefix + f"poll:{poll}", "result")
-    return found
-
-
-def commands(peers: Peers, name: str) -> int:
-    stats: Any = peers.client.redis.info("commandstats")
-    return int(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"])
-
-
-def leftovers(peers: Peers) -> list[str]:
-    """What the group has in keys that are not the clock of the test."""
-    return sorted(name.removeprefix(peers.prefix) for name in peers.everything())
 
 
 # The grace
@@ -320,9 +248,7 @@ def test_who_dies_with_many_messages_to_itself_costs_no_look_at_them(counted: Pe
     assert len(inbox(peers, "a")) == 30
 
 
-def test_who_leaves_fails_what_is_awaited_page_by_page_and_looks_at_no_message(
-    counted: Peers,
-) -> None:
+def test_who_leaves_fails_what_is_awaited_and_looks_at_no_message(counted: Peers) -> None:
     peers = counted
     peers.join("a")
     peers.join("b")
@@ -332,20 +258,6 @@ def test_who_leaves_fails_what_is_awaited_page_by_page_and_looks_at_no_message(
     peers.leave("a")
     assert commands(peers, "xrange") == before
     assert [answer(peers, f"m{n}", "a") for n in range(250)] == [b"left:"] * 250
-
-
-def test_who_has_very_many_messages_leaves_the_other_dead_to_the_next_call(peers: Peers) -> None:
-    for member in ("a", "b", "c"):
-        peers.join(member)
-    for number in range(1001):
-        send(peers, f"m{number}", to="member", member="a", verb="ask")
-    peers.client.call("HSET", peers.prefix + "state", "last", peers.clock + TTL_MS + 1)
-    peers.client.call("ZADD", peers.prefix + "deadlines", peers.clock + 2 * TTL_MS, "c")
-    peers.pass_ms(TTL_MS + 1)
-    peers.beat("c")
-    assert (peers.members(), peers.leader) == ({"b", "c"}, "c")  # b is overdue, and is passed over
-    peers.beat("c")
-    assert peers.members() == {"c"}
 
 
 def test_all_that_has_expired_makes_room_wherever_it_lies(peers: Peers) -> None:

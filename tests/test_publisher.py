@@ -1,7 +1,7 @@
 """The publisher without faults: batching, order, columns, limits, memory, wrong input.
 
-What becomes of records is in test_acks.py, the faults are in test_publisher_faults.py and
-test_histories.py.
+What becomes of records is in test_acks.py, the faults are in test_publisher_faults.py,
+test_publisher_outages.py and test_histories.py.
 """
 
 from __future__ import annotations

@@ -8,13 +8,15 @@
 
 local members = call('ZCARD', DEADLINES)
 if members > 0 and ARGV[1] ~= 'force' then return {'ALIVE', members} end
-for _, id in ipairs(call('HKEYS', MEMBERS)) do
-  call('DEL', P .. 'inbox:' .. id, P .. 'movable:' .. id, P .. 'awaited:' .. id)
+for _, boxes in ipairs({call('HKEYS', MEMBERS), call('ZRANGE', ORPHANS, 0, -1)}) do
+  for _, id in ipairs(boxes) do
+    call('UNLINK', P .. 'inbox:' .. id, P .. 'movable:' .. id, P .. 'awaited:' .. id)
+  end
 end
 for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
   call('DEL', P .. 'poll:' .. id, P .. 'votes:' .. id)
 end
 for _, part in ipairs({'guarded', 'removed', 'dead', 'config'}) do call('DEL', P .. part) end
 call('DEL', STATE, MEMBERS, DEADLINES, EXPIRATIONS, CANDIDATES, EVENTS, POLLS, LIMITS, PENDING,
-     AGENDA, GRACED)
+     AGENDA, GRACED, ORPHANS)
 return {'OK'}

@@ -27,6 +27,7 @@ write_member(id, {index = int(index), session = sid, persistent = persistent, al
 renew(id)
 call('ZADD', CANDIDATES, int(-priority * 1e12 + index), id)
 call('ZREM', EXPIRATIONS, id)
+call('ZREM', ORPHANS, id)
 call('ZREM', P .. 'removed', id)
 emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index),
      'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)
@@ -35,7 +36,7 @@ elect()
 -- What was for anybody, when there was nobody but the dead.
 if call('HDEL', STATE, 'stranded') == 1 then
   for _, one in ipairs(call('HKEYS', MEMBERS)) do
-    if late(one) then drain(one, false) end
+    if read_member(one).alive == '0' then orphan(one) end
   end
 end
 return {'OK', index, TTL}

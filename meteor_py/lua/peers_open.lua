@@ -1,6 +1,6 @@
 -- Begin a distributed group, or tell how the one of that name is set up.
 --
--- KEYS  1 config  2 state  3 members  4 polls  5... what else can be left of one of which the server
+-- KEYS  1 config  2 state  3 members  4 polls  5 orphans  6... what else can be left of one of which the server
 --       has lost a part
 -- ARGV  1 id of this life of the group  2... settings: field, value, ...
 -- Returns all fields and values of the settings.
@@ -8,8 +8,11 @@
 
 if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[2], 'life') == 0 then
   local P = string.sub(KEYS[1], 1, -7)
-  for _, id in ipairs(redis.call('HKEYS', KEYS[3])) do
-    redis.call('DEL', P .. 'inbox:' .. id, P .. 'movable:' .. id, P .. 'awaited:' .. id)
+  local orphans = redis.call('ZRANGE', KEYS[5], 0, -1)
+  for _, boxes in ipairs({redis.call('HKEYS', KEYS[3]), orphans}) do
+    for _, id in ipairs(boxes) do
+      redis.call('UNLINK', P .. 'inbox:' .. id, P .. 'movable:' .. id, P .. 'awaited:' .. id)
+    end
   end
   for _, id in ipairs(redis.call('ZRANGE', KEYS[4], 0, -1)) do
     redis.call('DEL', P .. 'poll:' .. id, P .. 'votes:' .. id)

@@ -46,6 +46,8 @@ class Beat:
     here: list[Here]
     #: Seconds until the next is overdue; None if there is nobody.
     overdue_s: float | None
+    #: Whether there are messages of members who are gone to be handed over: a part with each call.
+    has_orphans: bool
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ NOTHING = Look("", 0, "", 0, "", "", {})
 #: The keys of a group that is begun, in the order that ``peers_open`` wants: what a part of may be
 #: lost. What leaders wrote, who was removed, and dead letters outlive that.
 PARTS = (
-    *("config", "state", "members", "polls", "limits", "pending", "agenda"),
+    *("config", "state", "members", "polls", "orphans", "limits", "pending", "agenda"),
     *("deadlines", "graced", "expirations", "candidates", "events"),
 )
 
@@ -150,7 +152,7 @@ class Books:
 
     def beat(self, link: Link | None, session: str, members: Sequence[str]) -> Beat:
         answer = self.run(PEERS_BEAT, [session, *members], link)
-        life, view, mark, term, leader, leader_session, time, here, next_ms = answer[1:]
+        life, view, mark, term, leader, leader_session, time, here, next_ms, orphans = answer[1:]
         return Beat(
             life=life.decode(),
             view=int(view),
@@ -161,6 +163,7 @@ class Books:
             time=float(time),
             here=[Here(one) for one in here],
             overdue_s=None if next_ms < 0 else next_ms / 1000,
+            has_orphans=bool(orphans),
         )
 
     def look(self, link: Link | None = None) -> Look:

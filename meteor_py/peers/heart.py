@@ -156,7 +156,8 @@ class Heart:
         group.clock.read(sent, now(), beat.time)
         # Somebody who is silent is missed on time, not with the next beat; not by all at once.
         spread = random.uniform(0.002, min(_SPREAD_S, group.config.ttl / 10))
-        self._overdue_at = math.inf if beat.overdue_s is None else now() + beat.overdue_s + spread
+        left_s = 0.0 if beat.has_orphans else beat.overdue_s
+        self._overdue_at = math.inf if left_s is None else now() + left_s + spread
         group.compare(beat, seen, self._link)
         return sent, beat
 

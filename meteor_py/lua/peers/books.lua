@@ -11,6 +11,7 @@ local DEADLINES, EXPIRATIONS = P .. 'deadlines', P .. 'expirations'
 local CANDIDATES, EVENTS = P .. 'candidates', P .. 'events'
 local POLLS, LIMITS = P .. 'polls', P .. 'limits'
 local PENDING, AGENDA, GRACED = P .. 'pending', P .. 'agenda', P .. 'graced'
+local ORPHANS = P .. 'orphans'
 local HOUR = 3600000
 
 local function int(x) return format('%.0f', x) end
@@ -190,19 +191,19 @@ local function choose(others, number)
   end
   return others.all[number % #others.all + 1]
 end
-local function move(id, others, place)
-  local entry = call('XRANGE', P .. 'inbox:' .. id, place, place)[1]
+local function move(box, owner, others, place)
+  local entry = call('XRANGE', P .. 'inbox:' .. box, place, place)[1]
   if not entry then  -- a part of the group was deleted
-    call('ZREM', P .. 'movable:' .. id, place)
+    call('ZREM', P .. 'movable:' .. box, place)
     return
   end
   local fields = entry[2]
   local f = pairs_of(fields)
-  discard(id, place, f.id)
+  discard(box, place, f.id)
   local tries = tonumber(f.tries) + 1
   if #others.all == 0 or tries > 16 then
-    bury(id, #others.all == 0 and 'nobody is left' or 'it was given to too many', fields)
-    complete(f.id, id, 'left', '')
+    bury(owner, #others.all == 0 and 'nobody is left' or 'it was given to too many', fields)
+    complete(f.id, owner, 'left', '')
     return
   end
   for i = 1, #fields, 2 do
@@ -211,38 +212,64 @@ local function move(id, others, place)
   deliver(choose(others, tonumber(f.random) + tries), f, fields)
 end
 
--- What lies in the inbox of somebody who is gone: what was for anybody goes to another. Who is only
--- dead keeps it while there is no other: until one joins, or it comes back.
-local drained = 0
-local function drain(id, left)
-  local movable, awaited = P .. 'movable:' .. id, P .. 'awaited:' .. id
-  local size = call('ZCARD', movable)
-  if size > 0 then
-    local others = {all = {}, roomy = {}, size = {}}
-    for _, other in ipairs(alive()) do
-      if other ~= id then
-        others.all[#others.all + 1] = other
-        others.roomy[#others.roomy + 1] = other
-      end
+-- What lies in the inbox of somebody who is gone is an orphan: what was for anybody goes to another,
+-- and who waits for the rest is told. So much in one call, and the rest in the next ones: an inbox may
+-- hold a million. Who is only dead keeps all while there is no other: until one joins, or it comes back.
+local budget = 500
+local function others_than(owner)
+  local others = {all = {}, roomy = {}, size = {}}
+  for _, other in ipairs(alive()) do
+    if other ~= owner then
+      others.all[#others.all + 1] = other
+      others.roomy[#others.roomy + 1] = other
     end
-    if #others.all == 0 and not left then
+  end
+  return others
+end
+local function take(key)
+  local some = budget > 0 and call('ZRANGE', key, 0, int(budget - 1)) or {}
+  budget = budget - #some
+  return some
+end
+local function hand_over(box)
+  local movable, awaited = P .. 'movable:' .. box, P .. 'awaited:' .. box
+  local owner = match(box, '^~.-~(.*)$')
+  local gone = owner ~= nil
+  owner = owner or box
+  if call('EXISTS', movable) == 1 then
+    local others = others_than(owner)
+    if #others.all == 0 and not gone then
       call('HSET', STATE, 'stranded', 1)
+      call('ZREM', ORPHANS, box)
       return
     end
-    drained = drained + size
-    for _ = 1, size, 100 do
-      for _, place in ipairs(call('ZRANGE', movable, 0, 99)) do move(id, others, place) end
+    for _, place in ipairs(take(movable)) do move(box, owner, others, place) end
+    if call('EXISTS', movable) == 1 then return end
+  end
+  if gone then
+    for _, one in ipairs(take(awaited)) do
+      complete(match(one, ' (.*)$'), owner, 'left', '')
+      call('ZREM', awaited, one)
+    end
+    if call('EXISTS', awaited) == 1 then return end
+    call('UNLINK', P .. 'inbox:' .. box)
+  end
+  call('ZREM', ORPHANS, box)
+end
+local function orphan(box)
+  call('ZADD', ORPHANS, int(now), box)
+  hand_over(box)
+end
+-- Under another name, that nobody can have: whoever joins with the old one begins with nothing.
+local function orphan_for_good(id)
+  local box = '~' .. mark .. '~' .. id
+  call('ZREM', ORPHANS, id)
+  for _, part in ipairs({'inbox:', 'movable:', 'awaited:'}) do
+    if call('EXISTS', P .. part .. id) == 1 then
+      call('RENAME', P .. part .. id, P .. part .. box)
     end
   end
-  if not left then return end
-  size = call('ZCARD', awaited)
-  drained = drained + size
-  for start = 0, size - 1, 100 do
-    for _, one in ipairs(call('ZRANGE', awaited, int(start), int(start + 99))) do
-      complete(match(one, ' (.*)$'), id, 'left', '')
-    end
-  end
-  call('DEL', P .. 'inbox:' .. id, movable, awaited)
+  orphan(box)
 end
 
 -- Polls: each voter's field is '-', 'y', 'n', 'a' (abstains) or 'g' (gone). Who voted in which way is
@@ -328,23 +355,23 @@ local function drop(id, reason, stays)
     write_member(id, m)
     if EXPIRATION >= 0 then call('ZADD', EXPIRATIONS, int(now + EXPIRATION), id) end
     emit('dead', 'member', id, 'session', was, 'reason', reason)
-    drain(id, false)
+    orphan(id)
   else
     call('HDEL', MEMBERS, id)
     emit('left', 'member', id, 'session', was, 'reason', reason)
-    drain(id, true)
+    orphan_for_good(id)
   end
   unseat(id)
   if leader == id then depose(reason) end
 end
 
--- A part at a time: whoever has many messages leaves the others to the next call.
+-- A part at a time.
 local function sweep(key, before, stays)
   for _, id in ipairs(call('ZRANGEBYSCORE', key, '-inf', before, 'LIMIT', 0, 64)) do
-    if drained >= 1000 then return end
     drop(id, 'expired', stays)
   end
 end
+for _, box in ipairs(call('ZRANGE', ORPHANS, 0, 63)) do hand_over(box) end
 sweep(DEADLINES, '(' .. int(now), true)
 sweep(EXPIRATIONS, int(now), false)
 elect()
