@@ -16,13 +16,13 @@ from tests.workers import group_of
 ROOT = Path(__file__).parents[1]
 
 
-def run_pytest(directory: Path, program: str, **environment: str) -> str:
+def run_pytest(directory: Path, program: str, *options: str, **environment: str) -> str:
     """The output of pytest for a file of its own with our fixtures."""
     path = directory / "test_it.py"
     path.write_text(program)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [*command, "--rootdir", str(directory), str(path)],
+        [*command, *options, "--rootdir", str(directory), str(path)],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
@@ -30,6 +30,25 @@ def run_pytest(directory: Path, program: str, **environment: str) -> str:
         timeout=60,
     )
     return result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("which", [0, 11])
+def test_all_others_are_run_once_if_processes_die_of_a_test(tmp_path: Path, which: int) -> None:
+    program = f"""
+import os
+import pathlib
+import pytest
+
+@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("group", ["alone", "spark"])
+def test_one(number, group):
+    place = pathlib.Path({str(tmp_path)!r}, group + str(number))
+    assert not place.exists(), "it was run before"
+    place.touch()
+    if number == {which}:
+        os._exit(3)
+"""
+    assert "2 failed, 22 passed" in run_pytest(tmp_path, program, "-n2", "-q")
 
 
 def test_a_test_that_leaves_a_meteor_thread_running_fails(tmp_path: Path) -> None:

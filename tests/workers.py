@@ -7,7 +7,7 @@ another those that start their own, one at a time; both begin at once, and end b
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,35 @@ def workers(config: pytest.Config, log: Any) -> Any:
     """The scheduler of pytest-xdist. It takes the largest groups first."""
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-    scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = partial(group_of, root=config.rootpath)
-    return scheduler
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
+        """Goes on when a process has died, as one does whose test hangs.
+
+        That of pytest-xdist 3.8 runs the test again that it died of, and waits for ever for groups
+        that have none left.
+        """
+
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid, config.rootpath)
+
+        def remove_node(self, node: Any) -> str | None:
+            left = [
+                (group, [test for test, done in tests.items() if not done])
+                for group, tests in self.assigned_work.pop(node).items()
+            ]
+            crashed = next((tests.pop(0) for _, tests in left if tests), None)
+            left = [(group, tests) for group, tests in left if tests]
+            self.workqueue.update(
+                {group: dict.fromkeys(tests, False) for group, tests in left if tests}
+            )
+            for other in self.nodes:
+                self._reschedule(other)
+            return crashed
+
+        def _reschedule(self, node: Any) -> None:
+            super()._reschedule(node)
+            super()._reschedule(node)  # it begins with a test when it knows the next, or the end
+
+    return Scheduling(config, log)
 
 
 def group_of(nodeid: str, root: Path) -> str:
