@@ -227,6 +227,12 @@ def check_seconds(name: str, value: Any, *, zero: bool = False) -> float:
     return float(value)
 
 
+def check_function(name: str, value: Any) -> None:
+    """Raise ``TypeError`` unless ``value`` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} needs a function, not {value!r}.")
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
     if value not in choices:

@@ -9,7 +9,8 @@ asked for a version again finishes the plan there is, or learns that it is done.
     worker      Stage(stream, "q.17.0").write(frames)  ->  its name and number of frames
     committer   commit(stream, "q", 17, [those])
 
-What is not committed expires. A version never goes back: one below the last is taken for done.
+What is not committed expires. A version never goes back: one below the last is refused, as nobody
+can tell whether its records are the same that were written under that number.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meteor_py import keys, refusals
 from meteor_py.backoff import pause_s
-from meteor_py.errors import MeteorError, PublishError, ServerRefused
+from meteor_py.errors import MeteorError, NotReplicated, PublishError, ServerRefused
 from meteor_py.frame import Columns, encode
 from meteor_py.grouping import packed
 from meteor_py.history import begin_epoch
@@ -38,9 +39,24 @@ PLANNED_S = 7 * 86_400
 MOVE_BYTES = 4 * 1024 * 1024
 #: Bytes that are sent to a stage at a time.
 _SEND_BYTES = 1024 * 1024
-#: Seconds that a commit waits for the archiver of a full stream.
+#: Seconds that a commit waits for the archiver of a full stream, and for replicas.
 _FULL_S = 30.0
+_REPLICAS_S = 30.0
 _BACKOFF_S = (0.02, 0.5)
+
+
+class VersionPassed(PublishError):
+    """The stream has a later version of this writer, ``known``, so nothing was written."""
+
+    def __init__(self, stream: str, writer: str, version: int, known: int) -> None:
+        super().__init__(
+            f"Version {version} of the writer {writer} was not written to stream {stream!r}, which "
+            f"has version {known}.",
+            stream=stream,
+        )
+        self.writer = writer
+        self.version = version
+        self.known = known
 
 
 class Staged(NamedTuple):
@@ -103,45 +119,83 @@ class Stage:
         self._fields, self._bytes = [], 0
 
 
-def commit(stream: Stream, writer: str, version: int, stages: Sequence[Staged]) -> bool:
+def commit(
+    stream: Stream,
+    writer: str,
+    version: int,
+    stages: Sequence[Staged],
+    *,
+    begun: bool = False,
+    replicas: int = 0,
+) -> bool:
     """Put the frames of stages into the log, in order, if that was not done for this version.
+
+    Args:
+        begun: The stages are not all there is to write, as a worker found that it was done: so it
+            has to be, or to be finished by the plan there is.
+        replicas: How many must have it all.
 
     Returns:
         Whether anything was left to do.
 
     Raises:
-        PublishError: Staged frames are gone.
+        VersionPassed: A later version was committed.
+        PublishError: Staged frames are gone, or that it was ``begun`` is.
+        NotReplicated: It is in the log, and not on so many replicas in time.
         StreamFull: The stream waits for its archiver.
         LogTruncated: The stream was created anew since it was opened.
         StreamNotFound: It was deleted.
     """
     mine = [stage for stage in stages if stage.frames]
+    names = [stage.name for stage in mine]
     moved = False
     while True:
-        answer = _plan(stream, writer, version, mine)
+        answer = _plan(stream, writer, version, mine, begun, replicas)
         match answer[0]:
             case b"DONE":
                 break
+            case b"PASSED":
+                discard(stream, writer, names)
+                raise VersionPassed(stream.name, writer, version, int(answer[1]))
             case b"UNFINISHED":  # by a committer that died, and was not asked again
                 _carry_out(stream, writer, *map(int, answer[1:]))
             case b"OK":
                 moved = True
                 _carry_out(stream, writer, version, *map(int, answer[1:]))
+            case b"UNKNOWN":
+                raise PublishError(
+                    f"Version {version} of the writer {writer} was in stream {stream.name!r}, and "
+                    "the server has lost it, by a fail-over to a replica that lagged. Nothing was "
+                    "written; write all of it again.",
+                    stream=stream.name,
+                )
             case b"LOST":
                 raise _lost(stream, answer[1].decode(), "Write them again.")
             case _:
                 raise refusals.gone(stream.name, answer[0])
-    discard(stream, writer, [stage.name for stage in mine])  # of another try; ours are empty
+    discard(stream, writer, names)  # of another try; ours are empty
     return moved
 
 
 def is_done(stream: Stream, writer: str, version: int) -> bool:
-    """Whether a version is in the log; False also if nobody knows yet."""
+    """Whether a version is in the log; False also if nobody knows yet.
+
+    Raises:
+        VersionPassed: A later version is, or has begun to be.
+    """
+    known, whole = _last(stream, writer)
+    if known > version:
+        raise VersionPassed(stream.name, writer, version, known)
+    return known == version and whole
+
+
+def _last(stream: Stream, writer: str) -> tuple[int, bool]:
+    """The last version that was begun, -1 if none was, and whether it is in the log."""
     found = stream.client.call("HGET", keys.fences(stream.name), writer)
     if found is None:
-        return False
+        return -1, False
     known, done, total = map(int, found.split(b":"))
-    return known > version or (known == version and done == total)
+    return known, done == total
 
 
 def discard(stream: Stream, writer: str, names: Iterable[str]) -> None:
@@ -157,16 +211,42 @@ def forget(stream: Stream, writer: str) -> None:
     stream.client.call("HDEL", keys.fences(stream.name), writer)
 
 
-def _plan(stream: Stream, writer: str, version: int, stages: Sequence[Staged]) -> list[Any]:
+def _plan(
+    stream: Stream,
+    writer: str,
+    version: int,
+    stages: Sequence[Staged],
+    begun: bool = False,
+    replicas: int = 0,
+) -> list[Any]:
     name = stream.name
     script_keys = [keys.meta(name), keys.fences(name), keys.plan(name, writer)]
     script_keys += [keys.stage(name, stage.name) for stage in stages]
     per_frame = 4 if stream.config.group_by is None else 5
     args: list[Any] = [stream.incarnation, writer, version, PLANNED_S * 1000, per_frame]
+    args.append(0 if begun else 1)
     for stage in stages:
         args += [stage.name, stage.frames]
-    answer: list[Any] = stream.client.run(PLAN, script_keys, args)
-    return answer
+
+    def plan(link: Link) -> list[Any]:
+        answer: list[Any] = link.run(PLAN, script_keys, args)
+        if replicas and answer[0] == b"DONE":
+            _wait(link, name, replicas)  # on this connection: it waits for what that has written
+        return answer
+
+    return stream.client.use(plan)
+
+
+def _wait(link: Link, stream: str, replicas: int) -> None:
+    timeout_s = _REPLICAS_S + link.timeout_s
+    seen = int(link.call("WAIT", replicas, int(_REPLICAS_S * 1000), timeout_s=timeout_s))
+    if seen < replicas:
+        last = int(link.call("HGET", keys.meta(stream), "next") or 0) - 1
+        why = (
+            f"and those before it are in the log, but {seen} of {replicas} replicas confirmed that "
+            "in time; check the replicas."
+        )
+        raise NotReplicated(why, stream=stream, offset=last)
 
 
 def _carry_out(stream: Stream, writer: str, version: int, done: int, total: int) -> None:
@@ -178,8 +258,8 @@ def _carry_out(stream: Stream, writer: str, version: int, done: int, total: int)
     while done < total:
         found = next(((name, at, size) for name, at, size in spans if at <= done < at + size), None)
         if found is None:
-            if is_done(stream, writer, version):
-                return  # by another, who has deleted the plan
+            if _last(stream, writer) >= (version, True):
+                return  # it was done by another, who has deleted the plan
             stream.end()  # raises if it was deleted, too
             raise _lost(stream, writer, _stuck(writer, version, done, total))
         name, at, size = found

@@ -20,7 +20,7 @@ def send(
     body: str = "1",
 ) -> list[Any]:
     args = [message, "handle", "", "q", verb, to, member, random, "0", 128, most, wait_ms]
-    return peers.run("send", *args, "json", body, "")
+    return peers.run("send", *args, "json", body, "", "")
 
 
 def inbox(peers: Peers, member: str) -> list[str]:

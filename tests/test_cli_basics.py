@@ -65,7 +65,7 @@ def test_the_documented_commands_are_there() -> None:
         "groups rm", "archive run", "archive ls", "archive verify", "archive compact",
         "archive expire", "shared ls", "shared info", "shared purge", "shared resume",
         "shared fsck", "peers ls", "peers members", "peers watch", "peers leader", "peers send",
-        "peers ask", "peers propose", "peers remove",
+        "peers ask", "peers propose", "peers remove", "peers delete",
     } <= found  # fmt: skip
 
 

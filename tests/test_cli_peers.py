@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+import threading
 from contextlib import closing
 from typing import Any
 
@@ -15,46 +15,17 @@ import pytest
 import meteor_py as meteor_
 from meteor_cli.contracts import FIELDS, MEMBER_FIELDS, PEER_EVENTS
 from meteor_cli.peer_lines import tell
-from meteor_cli.peer_messages import parse
-from meteor_py import Event, HandlerFailed, Membership, Message, PeerCodec, PeerGroup
+from meteor_py import Event, Membership, PeerGroup
 from tests.commands import METEOR, Running, meteor, succeed
 from tests.conftest import ServerFactory
-from tests.mailing import NAME, Post
+from tests.mailing import NAME, SOON_S, Post
+from tests.mailing import post as post
+from tests.peer_crew import HOSTILE
+from tests.peer_crew import crew as crew
+from tests.peer_crew import group as group
 from tests.peering import Peer
 from tests.terminal import Terminal
 from tests.waiting import eventually
-
-HOSTILE = "evil\x1b[2J\u202egnp.exe\n"
-
-
-@pytest.fixture
-def post(url: str) -> Iterator[Post]:
-    with Post(url) as post:
-        yield post
-
-
-@pytest.fixture
-def group(post: Post) -> PeerGroup:
-    return post.group()
-
-
-@pytest.fixture
-def crew(group: PeerGroup) -> list[Membership]:
-    """Two members: one leads, one fails what it gets on the queue "hard"."""
-    members = [group.join("w1", metadata={"host": HOSTILE}, priority=5), group.join("w2")]
-    for member in members:
-        member.on("jobs")(lambda message: {"did": message.body, "by": message.member})
-        member.on_vote(lambda proposal: proposal.topic != "no")
-
-    def hard(message: Message) -> int:
-        if message.member == "w2":
-            raise ValueError(HOSTILE)
-        return 1
-
-    for member in members:
-        member.on("hard")(hard)
-    return members
-
 
 # Looking
 
@@ -112,8 +83,10 @@ def test_an_instance_is_named_with_a_slash(url: str) -> None:
     with meteor_.connect(url) as m, m.group("cells", instance="c1") as group:
         me = group.join()
         assert succeed(url, "peers", "leader", "cells/c1").lines == [me.id]
-        done = meteor(url, "peers", "leader", "cells/")
-        assert (done.code, "cannot be the name of a group" in done.err) == (1, True)
+        for typed in ("cells/", "/c1", "cells/c1/x", ".cells", ""):
+            done = meteor(url, "peers", "leader", typed)
+            assert (done.code, done.err.count("\n")) == (1, 1)
+            assert f"{typed!r} cannot be the name of a group: GROUP is NAME or NAME/" in done.err
 
 
 @pytest.mark.parametrize(
@@ -127,6 +100,7 @@ def test_an_instance_is_named_with_a_slash(url: str) -> None:
         ["ask", "jobs"],
         ["propose", "topic"],
         ["remove", "w1", "--yes"],
+        ["delete", "--yes"],
     ],
 )
 def test_a_group_that_does_not_exist_is_not_begun(url: str, arguments: list[str]) -> None:
@@ -183,144 +157,6 @@ def test_a_leader_is_waited_for(url: str, group: PeerGroup) -> None:
         assert waiting.end().code == 0
 
 
-# Messages
-
-
-@pytest.mark.parametrize(
-    ("text", "body"),
-    [
-        (None, None),
-        ("null", None),
-        ("7", 7),
-        ('{"id": 7}', {"id": 7}),
-        ('"7"', "7"),
-        ("hello", "hello"),
-        ("{id: 7}", "{id: 7}"),
-        ("", ""),
-        ("\udcff", "\udcff"),
-    ],
-)
-def test_a_body_is_json_or_else_text(text: str | None, body: Any) -> None:
-    assert parse(text) == body
-
-
-@pytest.mark.parametrize("to", ["any", "all", "leader", "w1"])
-@pytest.mark.parametrize("tell", [[], ["--tell"]])
-def test_a_message_is_sent(
-    url: str, crew: list[Membership], group: PeerGroup, to: str, tell: list[str]
-) -> None:
-    got: list[tuple[str, Any, int]] = []
-    for member in crew:
-        member.on("notes")(lambda m: got.append((m.member, m.body, m.priority)))
-    arguments = ["notes", '{"a": 1}', "--to", to, "--priority", "3", *tell]
-    done = succeed(url, "peers", "send", NAME, *arguments)
-    assert done.err.startswith(f"meteor: {'left for' if tell else 'handled by'} ")
-    eventually(lambda: len(got) == (2 if to == "all" else 1))
-    assert {each[1:] for each in [(m, str(b), p) for m, b, p in got]} == {("{'a': 1}", 3)}
-    if to in ("leader", "w1"):
-        assert got[0][0] == "w1"
-
-
-def test_what_becomes_of_a_message_is_said_in_a_sentence(url: str, crew: list[Membership]) -> None:
-    for arguments, sentence in (
-        (["jobs", "x", "--to", "bob"], "no member 'bob' in group 'workers'; `meteor peers members"),
-        (["hard", "x", "--to", "all"], "1 of 2 members of group 'workers' did not take"),
-        (["hard", "x", "--to", "w2"], r"ValueError: evil\x1b[2J\u202egnp.exe\n"),
-        (["nobody", "--timeout", "0.2"], "not answered within 0.2 seconds"),
-        (["a/b"], "cannot be the name of a queue"),
-    ):
-        done = meteor(url, "peers", "send", NAME, *arguments)
-        assert (done.code, done.out, done.err.count("\n")) == (1, b"", 1), done
-        assert sentence in done.err
-
-
-def test_the_answer_is_printed_as_json(url: str, crew: list[Membership]) -> None:
-    (found,) = succeed(url, "peers", "ask", NAME, "jobs", "[1]", "--to", "leader").objects
-    assert found == {"did": [1], "by": "w1"}
-    (found,) = succeed(url, "peers", "ask", NAME, "jobs").objects
-    assert found["by"] in ("w1", "w2")
-    done = meteor(url, "peers", "ask", NAME, "nobody", "--timeout", "0.2")
-    assert (done.code, "not answered within 0.2 seconds" in done.err) == (1, True)
-
-
-def test_bytes_are_printed_as_those_of_records_are(url: str, post: Post) -> None:
-    with meteor_.connect(url) as m, m.group("raw", codec="bytes") as group:
-        me = group.join()
-        me.on("q")(lambda message: b"\xff")
-        me.on("text")(lambda message: b"text")
-        assert succeed(url, "peers", "ask", "raw", "q").objects == [{"b64": "/w=="}]
-        assert succeed(url, "peers", "ask", "raw", "text").objects == ["text"]
-
-
-def test_the_answers_of_all_are_printed_and_those_missing_named(
-    url: str, crew: list[Membership]
-) -> None:
-    found = succeed(url, "peers", "ask", NAME, "jobs", "1", "--to", "all").objects
-    assert [each["member"] for each in found] == ["w1", "w2"]
-    assert all(set(each) == set(FIELDS["peers ask --to all"]) for each in found)
-    done = meteor(url, "peers", "ask", NAME, "hard", "--to", "all")
-    assert (done.code, "1 of 2 members did not answer" in done.err) == (1, True)
-    one, two = done.objects
-    assert (one["reply"], one["error"], two["reply"]) == (1, None, None)
-    assert "ValueError" in two["error"]
-    assert b"\x1b" not in done.out
-
-
-def test_dead_letters_are_listed_with_the_reason(url: str, post: Post, group: PeerGroup) -> None:
-    done = succeed(url, "peers", "dead", NAME)
-    assert (done.out, done.err) == (b"", "meteor: group 'workers' has no dead letters.\n")
-    codec = PeerCodec()
-    codec.register(
-        complex,
-        id=7,
-        encode=lambda z: b"\xff" + str(z).encode(),
-        decode=lambda data: complex(data[1:].decode()),
-    )
-    group.join("w1").on("jobs")(lambda message: None)
-    with pytest.raises(HandlerFailed):
-        post.group(codec=codec).member("w1").send("jobs", 1j).result(20)
-    heading, line = succeed(url, "peers", "dead", NAME).lines
-    assert heading.split()[:4] == ["buried", "member", "queue", "verb"]
-    assert line.split()[3:9] == ["w1", "jobs", "send", "-", "7", "3"]
-    assert "register it" in line
-    (found,) = succeed(url, "peers", "dead", NAME, "--json").objects
-    assert set(found) == set(FIELDS["peers dead"])
-    assert (found["group"], found["queue"], found["body"]) == (NAME, "jobs", {"b64": "/zFq"})
-
-
-# Votes
-
-
-def test_the_outcome_of_a_vote_is_the_exit_status(url: str, crew: list[Membership]) -> None:
-    lines = succeed(url, "peers", "propose", NAME, '{"limit": 7}', "--kind", "2").lines
-    assert [line.split(maxsplit=1) for line in lines] == [
-        ["outcome", "passed"],
-        ["yes", "2: w1, w2"],
-        ["no", "0"],
-    ]
-    done = meteor(url, "peers", "propose", NAME, "no", "--json")
-    (found,) = done.objects
-    assert (done.code, found["passed"], found["yes"], found["topic"]) == (1, False, [], "no")
-    assert set(found) == set(FIELDS["peers propose"])
-
-
-def test_a_vote_that_is_not_decided_in_time_has_not_passed(url: str, group: PeerGroup) -> None:
-    silent = group.join("silent")
-    done = meteor(url, "peers", "propose", NAME, "x", "--kind", "consensus", "--timeout", "0.3")
-    assert done.code == 1
-    assert "did not pass: not enough had voted in time" in done.text
-    assert "1: silent" in done.text
-    silent.leave()
-    done = meteor(url, "peers", "propose", NAME, "x")
-    assert (done.code, "Nobody in group 'workers' is alive to vote" in done.err) == (1, True)
-
-
-def test_what_is_no_kind_of_vote_is_refused(url: str, crew: list[Membership]) -> None:
-    for kind in ("most", "0", "1001"):
-        done = meteor(url, "peers", "propose", NAME, "x", "--kind", kind)
-        assert (done.code, "neither majority nor consensus" in done.err) == (2, True)
-
-
 # Removing
 
 
@@ -341,7 +177,60 @@ def test_a_member_is_removed_only_if_that_is_confirmed(
     eventually(lambda: group.leader is not None and group.leader.id == "w2")
     done = meteor(url, *command, "--yes")
     assert (done.code, "There is no member 'w1' in group 'workers'" in done.err) == (1, True)
-    assert "`meteor peers remove` does that" in meteor(url, "peers", "rm", NAME).err
+    meant = "`meteor peers delete` or `meteor peers remove` does that"
+    assert meant in meteor(url, "peers", "rm", NAME).err
+
+
+def test_a_group_is_deleted_only_if_that_is_confirmed(url: str, group: PeerGroup) -> None:
+    group.join("w1").close()
+    group.close()
+    command = ["peers", "delete", NAME]
+    what = "1 member, all messages, all guarded values."
+    done = meteor(url, *command)
+    assert (done.code, f"'workers' will be deleted: {what} There is no" in done.err) == (2, True)
+    assert f"would be deleted: {what}" in succeed(url, *command, "--dry-run").err
+    with meteor_.connect(url) as m:
+        for answer, code in (("n", 1), ("y", 0)):
+            assert m.groups() == [NAME]
+            with Terminal([METEOR, "--url", url, *command], columns=200) as terminal:
+                terminal.wait_for("Go on?")
+                terminal.press(f"{answer}\n")
+                assert terminal.wait() == code
+        assert m.groups() == []
+        assert m.redis.keys("*") == []
+    done = meteor(url, *command, "--yes")
+    assert (done.code, "There is no distributed group 'workers'" in done.err) == (1, True)
+
+
+def test_a_group_with_members_alive_is_deleted_only_by_force(
+    url: str, crew: list[Membership], group: PeerGroup
+) -> None:
+    for name in ("w3", "w4", "w5"):
+        group.join(name)
+    command, begun = ["peers", "delete", NAME, "--yes"], group.books.look().view
+    for more in ([], ["--dry-run"]):
+        done = meteor(url, *command, *more)
+        assert (done.code, done.out, done.err.count("\n")) == (1, b"", 1)
+        assert "has members that are alive: w1, w2, w3 and 2 more. " in done.err
+        assert "with --force;" in done.err
+    assert "5 members (5 alive), " in succeed(url, *command, "--force", "--dry-run").err
+    assert group.books.look().view == begun, "nothing was done"
+    reset = threading.Event()
+    group.on_reset(reset.set)
+    assert "deleted. Who is alive joins it again." in succeed(url, *command, "--force").err
+    assert reset.wait(SOON_S)
+    eventually(lambda: sum(member.alive for member in group.members) == 5)
+
+
+def test_a_group_that_somebody_joins_meanwhile_is_not_deleted(url: str, group: PeerGroup) -> None:
+    with Terminal([METEOR, "--url", url, "peers", "delete", NAME], columns=200) as terminal:
+        terminal.wait_for("Go on?")
+        group.join("w1")
+        terminal.press("y\n")
+        assert terminal.wait() == 1
+        assert "alive" in terminal.text
+        assert "with --force." in terminal.text
+    assert [member.id for member in group.members] == ["w1"]
 
 
 # Watching
@@ -463,6 +352,9 @@ def test_an_event_in_words(kind: Any, reason: str | None, text: str) -> None:
         ("peers members ", ["cells/c1", "workers"]),
         ("peers remove workers w", ["w1", "w2"]),
         ("peers send workers jobs --to ", ["any", "all", "leader", "w1", "w2"]),
+        ("peers send cells/c1 jobs --to ", ["any", "all", "leader", "member:all"]),
+        ("peers send cells/c1 jobs --to al", ["all"]),
+        ("peers remove cells/c1 ", ["all"]),
         ("peers remove nope ", []),
     ],
 )
@@ -475,7 +367,8 @@ def test_the_shell_completes_groups_and_members(
         "COMP_WORDS": words,
         "COMP_CWORD": str(len(words.split(" ")) - 1),
     }
-    with meteor_.connect(url) as m, m.group("cells", instance="c1"):
+    with meteor_.connect(url) as m, m.group("cells", instance="c1") as cells:
+        cells.join("all")
         done = meteor(url, environ=env)
     assert [line.partition(",")[2] for line in done.lines if line] == found
     assert done.err == ""

@@ -226,7 +226,7 @@ def test_for_anybody_is_spread_evenly(post: Post, members: int, rng: random.Rand
         # As Mail does, with a number that the seed of the test gives.
         message = f"{rng.getrandbits(64):x}"
         args: list[Any] = [message, group.session, "", "q", "tell", "any", ""]
-        args += [rng.randrange(2**31), "0", "128", "10000", "1000", "json", "1", ""]
+        args += [rng.randrange(2**31), "0", "128", "10000", "1000", "json", "1", "", ""]
         assert group.books.run(PEERS_SEND, args)[0] == b"OK"
     lengths = [inbox_length(group, f"m{n}") for n in range(members)]
     assert sum(lengths) == count

@@ -28,7 +28,7 @@ def fill(peers: Peers, count: int = MANY, **how: Any) -> list[str]:
 
 
 def has_orphans(peers: Peers) -> bool:
-    return bool(peers.run("beat", "")[-1])
+    return bool(peers.run("beat", "")[-2])
 
 
 def test_what_was_for_anybody_is_handed_over_a_part_at_a_time_in_order(peers: Peers) -> None:

@@ -144,6 +144,7 @@ def beat_of(me: Membership, leader: Membership | None, term: int) -> Beat:
         here=[Here.YES],
         overdue_s=LONG_S,
         has_orphans=False,
+        ttl=me.group.config.ttl,
     )
 
 

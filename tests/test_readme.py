@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import meteor_py as meteor
 from tests.java import SPARK_ENVIRONMENT, require_java
+from tests.terminal import Terminal
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -57,6 +59,25 @@ def test_code_block_runs(block: str, tmp_path: Path) -> None:
     assert output(command, tmp_path).strip(), "it shows something"
 
 
+def test_of_two_that_are_started_one_waits_until_the_other_has_ended(url: str) -> None:
+    _, code = BLOCKS["peers-0"]
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    environment = {"METEOR_URL": url}
+    with Terminal(command, environment=environment) as first:
+        first.wait_for("It leads; press Enter")
+        with Terminal(command, environment=environment) as second:
+            second.wait_for("has joined: [{'host': 'n1'}, {'host': 'n1'}]")
+            with meteor.connect(url) as m, m.group("workers", create=False) as group:
+                assert group.leader is not None
+                assert first.text.startswith(group.leader.id)
+            assert "It leads" not in second.text
+            first.press("\n")
+            assert first.wait() == 0
+            second.wait_for("It leads; press Enter")
+            second.press("\n")
+            assert second.wait() == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(330)  # a loaded machine takes its time to start Spark
 def test_code_blocks_with_spark_run(tmp_path: Path) -> None:
@@ -77,7 +98,13 @@ def output(command: list[str], folder: Path) -> str:
     environment = {**os.environ, **SPARK_ENVIRONMENT, "PATH": path, "HOME": str(folder)}
     environment.pop("METEOR_URL", None)
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        command,
+        cwd=folder,
+        env=environment,
+        input="\n",  # Enter, for those that wait for it
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -12,7 +12,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py import keys, transaction
 from meteor_py.frame import Columns
-from meteor_py.transaction import Stage, commit, discard, forget, is_done
+from meteor_py.transaction import Stage, VersionPassed, commit, discard, forget, is_done
 from tests.reading import entries, frame_name
 from tests.staging import begin, contents, fence, in_threads, lasting, numbers, stage
 
@@ -54,13 +54,16 @@ def test_more_than_one_call_can_send_or_move_is_there_whole(stream: meteor.Strea
     assert [value for batch in stream.read() for value in batch.values()] == values
 
 
-def test_an_older_version_is_taken_for_done_and_its_stages_are_dropped(
-    stream: meteor.Stream,
-) -> None:
+def test_an_older_version_is_refused_and_its_stages_are_dropped(stream: meteor.Stream) -> None:
     commit(stream, "w", 5, [stage(stream, "a", "0 1")])
-    for version in (5, 4, 0):
-        assert is_done(stream, "w", version)
-        assert not commit(stream, "w", version, [stage(stream, f"b{version}", "x")])
+    assert is_done(stream, "w", 5)
+    assert not commit(stream, "w", 5, [stage(stream, "b5", "x")])
+    for version in (4, 0):
+        with pytest.raises(VersionPassed, match=rf"^Version {version} .* has version 5\.$") as one:
+            is_done(stream, "w", version)
+        assert (one.value.version, one.value.known) == (version, 5)
+        with pytest.raises(VersionPassed):
+            commit(stream, "w", version, [stage(stream, f"b{version}", "x")])
     assert not is_done(stream, "w", 6)
     assert contents(stream) == numbers(2)
     assert stream.client.redis.keys("*stage*") == []

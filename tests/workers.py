@@ -44,6 +44,8 @@ def workers(config: pytest.Config, log: Any) -> Any:
             return crashed
 
         def _reschedule(self, node: Any) -> None:
+            if node not in self.registered_collections:
+                return  # it took the place of one that died, and does not know the tests yet
             super()._reschedule(node)
             super()._reschedule(node)  # it begins with a test when it knows the next, or the end
 

@@ -105,10 +105,11 @@ class Group(click.Group):
     def resolve_command(
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        meant = _MEANT.get(args[0])
-        if meant in self.list_commands(context) and self.get_command(context, args[0]) is None:
-            path = f"{context.command_path} {meant}"
-            raise click.UsageError(f"No such command {args[0]!r}; `{path}` does that.", context)
+        own = self.list_commands(context)
+        meant = [name for name in _MEANT.get(args[0], "").split() if name in own]
+        if meant and self.get_command(context, args[0]) is None:
+            paths = " or ".join(f"`{context.command_path} {name}`" for name in meant)
+            raise click.UsageError(f"No such command {args[0]!r}; {paths} does that.", context)
         return super().resolve_command(context, args)
 
 
@@ -125,7 +126,7 @@ _MEANT = {
     "topics": "streams",
     "group": "groups",
     "peer": "peers",
-    "rm": "remove",
+    "rm": "delete remove",
     "info": "members",
     "archiver": "archive",
     "check": "fsck",

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 #: What names are made of. On a server there may be others, and a shell would do what they say.
 _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
-#: Words for whom a message is for.
+#: Words for whom a message is for, and what stands before the id of a member named like them.
 _TARGETS = ("any", "all", "leader")
+BY_ID = "member:"
 #: Seconds after which the shell gets its prompt back.
 _PATIENCE_S = 1.0
 
@@ -67,8 +68,9 @@ def complete_target(
     context: click.Context, option: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Whom a message can be for."""
-    words = [CompletionItem(word) for word in _TARGETS if word.startswith(incomplete)]
-    return words + _complete_peer(context, incomplete)
+    ids = [item.value for item in _complete_peer(context, "")]
+    names = [f"{BY_ID}{name}" if name in _TARGETS else name for name in ids]
+    return [CompletionItem(name) for name in (*_TARGETS, *names) if name.startswith(incomplete)]
 
 
 def _complete_peer(context: click.Context, incomplete: str) -> list[CompletionItem]:

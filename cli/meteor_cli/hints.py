@@ -29,6 +29,8 @@ def explain(error: Exception) -> str:
                 f"There is no member {error.member!r} in group {error.group!r}; `meteor peers "
                 f"members {error.group}` shows who is."
             )
+        case meteor_py.PeerError() if "force=True" in str(error):
+            return str(error).replace("force=True", "--force")
         case meteor_py.GroupActive() if str(error).startswith("Shared "):
             return (
                 f"Shared group {error.group!r} of stream {error.stream!r} is active: "

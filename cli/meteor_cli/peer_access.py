@@ -20,7 +20,25 @@ def opened_group(session: Session, name: str) -> Iterator[PeerGroup]:
 
 
 def open_existing(m: Client, name: str) -> PeerGroup:
-    """The group NAME or NAME/INSTANCE."""
+    """The group NAME or NAME/INSTANCE.
+
+    Raises:
+        ValueError: No group can be named so.
+    """
+    from meteor_py.keys import check_name
+
+    parts = name.split("/")
+    try:
+        for part in parts:
+            check_name(part)
+        is_name = len(parts) <= 2
+    except ValueError:
+        is_name = False
+    if not is_name:
+        raise ValueError(
+            f"{name[:200]!r} cannot be the name of a group: GROUP is NAME or NAME/INSTANCE, each 1 "
+            "to 128 of the characters A-Z a-z 0-9 . _ - and not starting with a dot."
+        )
     return m.group(name, create=False)
 
 

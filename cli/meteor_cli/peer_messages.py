@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from meteor_cli.command import command
-from meteor_cli.completion import complete_peer_group, complete_target
+from meteor_cli.completion import BY_ID, complete_peer_group, complete_target
 from meteor_cli.output import counted, print_facts, print_json, say
 from meteor_cli.peer_access import opened_group
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from meteor_py import Outcome, PeerGroup, Replies, Target
+
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 #: Seconds that a member has to answer, and a group to vote.
 _ANSWER_S, _VOTE_S = 10.0, 5.0
 #: Seconds after which a vote whose outcome is not known by then is given up.
 _GRACE_S = 15.0
 
-_BODY = {
-    "BODY": """
-JSON: '{"id": 7}', 7, '"text"', null. What is no JSON is text as it stands.
-Without it, null.
+#: Characters of what was typed that an error shows.
+_SHOWN_MAX = 60
+
+_BODY = """
+JSON: '{"id": 7}', 7, '"text"', null. Other words are text as they stand, but
+what begins with {, [ or " must be JSON, or --text be given. Without it, null.
 """.strip("\n")
-}
+_WHOM = """
+any, all, leader, or the id of a member. If one is named like these words:
+member:all.
+""".strip("\n")
+_MORE = {"BODY": _BODY, "WHOM": _WHOM}
+
+
+def _text(what: str) -> Callable[[_Function], _Function]:
+    return click.option(
+        "--text", "as_text", is_flag=True, help=f"{what} is text, even if it could be JSON."
+    )
 
 
 _to = click.option(
@@ -60,11 +75,12 @@ _priority = click.option(
 meteor peers send workers jobs '{"id": 7}'  # to any member
 meteor peers send workers reload --to all
 meteor peers send workers jobs hello --to worker-7 --tell""",
-    more=_BODY,
+    more=_MORE,
 )
 @click.argument("group", shell_complete=complete_peer_group)
 @click.argument("queue")
 @click.argument("body", required=False)
+@_text("BODY")
 @_to
 @click.option("--tell", is_flag=True, help="Only leave it: do not wait until it is handled.")
 @_priority
@@ -74,6 +90,7 @@ def send(
     group: str,
     queue: str,
     body: str | None,
+    as_text: bool,
     to: str,
     tell: bool,
     priority: int,
@@ -83,11 +100,12 @@ def send(
 
     QUEUE is the name under which they have a function for it: `@me.on(QUEUE)`.
     """
+    value = parse(body, "BODY", as_text=as_text)
     with opened_group(session, group) as opened:
         target = _target(opened, to)
         verb = target.tell if tell else target.send
-        future: Future[Any] = verb(queue, parse(body), timeout=timeout, priority=priority)
-        future.result()
+        future: Future[Any] = verb(queue, value, timeout=timeout, priority=priority)
+        _wait_for(future, queue)
     say(f"{'left for' if tell else 'handled by'} {_whom(to)}.")
 
 
@@ -96,11 +114,12 @@ def send(
     example="""\
 meteor peers ask workers stats --to all
 meteor peers ask workers price '{"item": "book"}' --to leader --timeout 2""",
-    more=_BODY,
+    more=_MORE,
 )
 @click.argument("group", shell_complete=complete_peer_group)
 @click.argument("queue")
 @click.argument("body", required=False)
+@_text("BODY")
 @_to
 @_priority
 @_timeout
@@ -109,6 +128,7 @@ def ask(
     group: str,
     queue: str,
     body: str | None,
+    as_text: bool,
     to: str,
     priority: int,
     timeout: float,
@@ -118,24 +138,55 @@ def ask(
     With `--to all` an object for each member, on a line of its own: member, reply, error. The exit
     status is 1 if one of them did not answer.
     """
+    value = parse(body, "BODY", as_text=as_text)
     with opened_group(session, group) as opened:
         target = _target(opened, to)
-        answer = target.ask(queue, parse(body), timeout=timeout, priority=priority).result()
+        answer = _wait_for(target.ask(queue, value, timeout=timeout, priority=priority), queue)
     if to == "all":
-        _print_replies(answer)
+        _print_replies(answer, queue)
     else:
         print_json(_writable(answer))
 
 
-def _print_replies(replies: Replies) -> None:
+def _print_replies(replies: Replies, queue: str) -> None:
     for member in sorted(replies.values.keys() | replies.failed.keys()):
         error = replies.failed.get(member)
         reply = _writable(replies.values.get(member))
-        print_json({"member": member, "reply": reply, "error": str(error) if error else None})
+        print_json({"member": member, "reply": reply, "error": error and _in_words(error)})
     if not replies.ok:
         total = len(replies.values) + len(replies.failed)
-        say(f"{len(replies.failed)} of {counted(total, 'member')} did not answer.")
+        hint = _no_handler(queue) if any(map(_is_silence, replies.failed.values())) else ""
+        say(f"{len(replies.failed)} of {counted(total, 'member')} did not answer.{hint}")
         raise click.exceptions.Exit(1)
+
+
+def _wait_for(future: Future[Any], queue: str) -> Any:
+    """The answer. Of silence the error says what may be the reason."""
+    from meteor_py import MessageExpired, MeteorError, PartialFailure
+
+    try:
+        return future.result()
+    except (MessageExpired, PartialFailure) as error:
+        first = next(iter(error.failed.values())) if isinstance(error, PartialFailure) else error
+        if not _is_silence(first):
+            raise
+        text = str(error).replace(str(first), _in_words(first))
+        raise MeteorError(text + _no_handler(queue)) from error
+
+
+def _is_silence(error: Exception) -> bool:
+    """Whether nothing was heard; not that somebody has looked at the message too late."""
+    from meteor_py import MessageExpired
+
+    return isinstance(error, MessageExpired) and " within " in str(error)
+
+
+def _in_words(error: Exception) -> str:
+    return str(error).replace(" 1 seconds", " 1 second") if _is_silence(error) else str(error)
+
+
+def _no_handler(queue: str) -> str:
+    return f" Perhaps queue {queue!r} has no handler there."
 
 
 class _KindType(click.ParamType["str | int"]):
@@ -151,7 +202,9 @@ class _KindType(click.ParamType["str | int"]):
         if str(value).isdecimal() and 1 <= int(value) <= 1_000:
             return int(value)
         raise click.BadParameter(
-            f"{value!r} is neither majority nor consensus nor a number.", context, param
+            f"{value!r} is neither majority nor consensus nor a number from 1 to 1,000.",
+            context,
+            param,
         )
 
 
@@ -161,10 +214,11 @@ class _KindType(click.ParamType["str | int"]):
 meteor peers propose workers '{"limit": 7}' && echo agreed
 meteor peers propose workers upgrade --kind consensus --timeout 30""",
     short_help="Have the members vote, and print the outcome.",
-    more={"TOPIC": _BODY["BODY"]},
+    more={"TOPIC": _BODY},
 )
 @click.argument("group", shell_complete=complete_peer_group)
 @click.argument("topic", required=False)
+@_text("TOPIC")
 @click.option(
     "--kind",
     type=_KindType(),
@@ -181,14 +235,21 @@ meteor peers propose workers upgrade --kind consensus --timeout 30""",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def propose(
-    session: Session, group: str, topic: str | None, kind: Any, timeout: float, as_json: bool
+    session: Session,
+    group: str,
+    topic: str | None,
+    as_text: bool,
+    kind: Any,
+    timeout: float,
+    as_json: bool,
 ) -> None:
     """Have all members that are alive vote on something, and print the outcome.
 
     The exit status is 0 if it has passed, else 1.
     """
+    value = parse(topic, "TOPIC", as_text=as_text)
     with opened_group(session, group) as opened:
-        future = opened.propose(parse(topic), kind=kind, timeout=timeout)
+        future = opened.propose(value, kind=kind, timeout=timeout)
         outcome = future.result(timeout + _GRACE_S)
     if as_json:
         print_json(_outcome_fields(group, outcome))
@@ -206,6 +267,12 @@ def _print_outcome(outcome: Outcome) -> None:
         "timeout": "did not pass: not enough had voted in time",
     }
     facts: dict[str, object] = {"outcome": why[outcome.reason]}
+    asked = len(outcome.voters)
+    if isinstance(outcome.kind, int) and outcome.kind > asked:
+        facts["outcome"] = (
+            f"did not pass: {outcome.kind:,} must say yes, and there "
+            f"{'is' if asked == 1 else 'are'} only {counted(asked, 'member')} to vote"
+        )
     for name in ("yes", "no", "abstained", "missing"):
         members = getattr(outcome, name)
         shown = f"{len(members)}: {', '.join(members)}" if members else "0"
@@ -222,24 +289,41 @@ def _target(group: PeerGroup, to: str) -> Target:
             return group.all
         case "leader":
             return group.leader_proxy
-    return group.member(to)
+    return group.member(to.removeprefix(BY_ID))
 
 
 def _whom(to: str) -> str:
     words = {"any": "a member", "all": "all members", "leader": "the leader"}
-    return words.get(to) or f"member {to!r}"
+    return words.get(to) or f"member {to.removeprefix(BY_ID)!r}"
 
 
-def parse(text: str | None) -> Any:
-    """A body or topic as it is written on the command line."""
+def parse(text: str | None, what: str, *, as_text: bool = False) -> Any:
+    """A body or topic as it is written on the command line.
+
+    Raises:
+        click.BadParameter: It begins as JSON does, and is none: a slip, as a rule.
+    """
     import msgspec
 
-    if text is None:
-        return None
+    if text is None or as_text:
+        return text
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeError):
+    except msgspec.DecodeError as error:
+        why = str(error).removeprefix("JSON is malformed: ")
+        why = why.replace("Input data was truncated", "it ends too early")
+    except UnicodeError:
+        why = "it is not UTF-8"
+    except RecursionError:
+        why = "it is nested too deeply"
+    if not text.lstrip().startswith(("{", "[", '"')):
         return text
+    shown = text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}\u2026"
+    raise click.BadParameter(
+        f"{shown!r} begins like JSON, but is none: {why}. Nothing was sent; if it is meant as "
+        "text, say --text.",
+        param_hint=what,
+    )
 
 
 def _writable(value: object) -> object:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from meteor_py import PeerGroup, PeerLetter
     from meteor_py.peers.books import Look
 
+#: Members that are named in a sentence.
+_NAMED = 3
+
 
 @click.group(cls=Group)
 def peers() -> None:
@@ -239,7 +242,37 @@ def remove(session: Session, group: str, member: str, dry_run: bool, yes: bool) 
 
 for made in (list_peers, list_members, watch_peers, show_leader, list_dead):
     peers.add_command(made)
-for made in (send, ask, propose, remove):
+
+
+@command(
+    "delete",
+    short_help="Delete a group with all that it has.",
+    example="meteor peers delete workers --dry-run",
+)
+@click.argument("group", shell_complete=complete_peer_group)
+@click.option(
+    "--force", is_flag=True, help="Even if members are alive; they join again, and begin it anew."
+)
+@click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def delete(session: Session, group: str, force: bool, dry_run: bool, yes: bool) -> None:
+    """Delete a group, with its members, their messages, and what is guarded."""
+    with opened_group(session, group) as opened:
+        members = opened.snapshot().members
+        alive = [member.id for member in members if member.alive]
+        if alive and not force:
+            raise _has_members(group, alive)
+        what = counted(len(members), "member") + (f" ({len(alive):,} alive)" if alive else "")
+        what += ", all messages, all guarded values"
+        if dry_run:
+            say(f"group {group!r} would be deleted: {what}.")
+            return
+        ask_user(f"Group {group!r} will be deleted: {what}.", yes=yes)
+        opened.delete(force=force)
+    say(f"group {group!r} deleted.{' Who is alive joins it again.' if alive else ''}")
+
+
+for made in (send, ask, propose, remove, delete):
     peers.add_command(made)
 
 
@@ -247,6 +280,14 @@ def _failed(text: str) -> Exception:
     from meteor_py import MeteorError
 
     return MeteorError(text)
+
+
+def _has_members(group: str, alive: list[str]) -> Exception:
+    more = f" and {len(alive) - _NAMED:,} more" if len(alive) > _NAMED else ""
+    return _failed(
+        f"Group {group!r} has members that are alive: {', '.join(alive[:_NAMED])}{more}. End them "
+        "first, or delete it all the same with --force; they would join again, and begin it anew."
+    )
 
 
 def _no_member(group: str, member: str) -> Exception:

@@ -6,7 +6,7 @@
 -- Returns {'OK', life, view, its mark, term, leader, session of the leader, seconds by the server's
 --   clock, for each member 1 if it is one, 0 if it was dropped, 2 if it was removed on purpose,
 --   3 if somebody else has joined under its name; ms until the next is overdue, -1 if there is none;
---   and 1 if there are orphans to hand over, by a call soon}, or {'NOGROUP'}
+--   1 if there are orphans to hand over, by a call soon; and the ttl in ms}, or {'NOGROUP'}
 -- Atomic because a member that was dropped must not be renewed.
 
 local answers = {}
@@ -22,4 +22,4 @@ local first = call('ZRANGE', DEADLINES, 0, 0, 'WITHSCORES')
 local next_ms = first[2] and max(first[2] - now, 0) or -1
 local time = call('TIME')
 return {'OK', life, tonumber(call('HGET', STATE, 'view') or 0), mark, term, leader, session,
-        time[1] .. '.' .. format('%06d', time[2]), answers, next_ms, call('EXISTS', ORPHANS)}
+        time[1] .. '.' .. format('%06d', time[2]), answers, next_ms, call('EXISTS', ORPHANS), TTL}

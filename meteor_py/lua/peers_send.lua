@@ -6,7 +6,7 @@
 --       4 queue  5 verb: tell, send or ask  6 to: member, any, all or leader  7 member, for that
 --       8 a random number  9 '1' if also those who are dead  10 priority  11 messages that an inbox
 --       may hold  12 ms after which nobody waits for it  13 type of the body  14 body
---       15 session of the sender, as a member
+--       15 session of the sender, as a member  16 ids of messages that nobody asks for any more
 -- Returns {'OK', receivers...}, or {'NOGROUP'}  {'NOMEMBER'}  {'NOLEADER'}  {'FULL', whose}
 --   {'STALE'}: the sender is not that member any more
 -- Atomic because all get it or none, and whoever leaves later is known to have got it. Once for each
@@ -18,20 +18,6 @@ if known then
   for id in string.gmatch(known, '[^\n]+') do target[#target + 1] = id end
   return {'OK', unpack(target)}
 end
-local sender = ARGV[3] ~= '' and read_member(ARGV[3])
-if ARGV[3] ~= '' and (not sender or sender.session ~= ARGV[15]) then return {'STALE'} end
-if to == 'member' then
-  if read_member(ARGV[7]) then target = {ARGV[7]} end
-elseif to == 'leader' then
-  if leader == '' then return {'NOLEADER'} end
-  target = {leader}
-elseif to == 'any' then
-  local all = alive()
-  if #all > 0 then target = {all[tonumber(ARGV[8]) % #all + 1]} end
-else
-  target = ARGV[9] == '1' and call('HKEYS', MEMBERS) or alive()
-end
-if #target == 0 then return {'NOMEMBER'} end
 
 -- Whether an inbox is full: what nobody waits for any more makes room, a little at a time.
 local function full(id)
@@ -46,6 +32,26 @@ local function full(id)
   end
   return call('XLEN', inbox) >= most
 end
+
+local sender = ARGV[3] ~= '' and read_member(ARGV[3])
+if ARGV[3] ~= '' and (not sender or sender.session ~= ARGV[15]) then return {'STALE'} end
+for id in string.gmatch(ARGV[16], '%S+') do call('UNLINK', P .. 'message:' .. id) end
+if to == 'member' then
+  if read_member(ARGV[7]) then target = {ARGV[7]} end
+elseif to == 'leader' then
+  if leader == '' then return {'NOLEADER'} end
+  target = {leader}
+elseif to == 'any' then
+  local all = alive()
+  for i = 0, #all - 1 do  -- who has room, if anybody has
+    target = {all[(ARGV[8] + i) % #all + 1]}
+    if not full(target[1]) then break end
+  end
+else
+  target = ARGV[9] == '1' and call('HKEYS', MEMBERS) or alive()
+end
+if #target == 0 then return {'NOMEMBER'} end
+
 for _, id in ipairs(target) do
   if full(id) then return {'FULL', id} end
 end

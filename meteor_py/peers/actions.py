@@ -29,7 +29,6 @@ _SHARPEN_S = 0.3
 _LOOK_S = 0.5
 #: Seconds to wait for a better reading of the clock, and how often.
 _READING_S = (0.2, 3)
-_JOIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,8 @@ class Actions:
         self._group.now()  # the clock is known
         task.voter.missed(self._action(task))
 
-    def close(self) -> None:
-        """Do nothing any more; wait for what is being done."""
+    def close(self, deadline: float) -> None:
+        """Do nothing any more; wait for what is being done, until then by ``now()``."""
         with self._state:
             self._ended = True
             self._tasks.clear()
@@ -136,7 +135,7 @@ class Actions:
             threads = [*([self._thread] if self._thread else []), *self._runners]
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join(_JOIN_S)
+                thread.join(max(deadline - now(), 0.0))
                 if thread.is_alive():
                     _log.warning("An action of group %r does not end.", self._group.name)
 

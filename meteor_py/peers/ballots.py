@@ -48,8 +48,6 @@ _OTHERS_ASK_S = (0.3, 1.3)
 #: Seconds after the end of a vote when an outcome that the server does not tell is given up.
 _GIVE_UP_S = 10.0
 _BACKOFF_S = (0.02, 0.64)
-#: Seconds that closing waits for a thread.
-_JOIN_S = 5.0
 
 
 class Motion(NamedTuple):
@@ -261,18 +259,27 @@ class Ballots:
             if poll in self._decided:
                 return
             remember(self._decided, poll)
+        future = None if entry is None else entry.future
         try:
             outcome = read_outcome(fields, self.codec)
-        except Exception as error:
-            if entry is not None and entry.future is not None:
-                entry.future.set_exception(error)
+        except BaseException as error:
+            if future is not None:
+                future.set_exception(error)
             raise
-        if outcome.passed and outcome.action is not None:
-            for membership in self._group.memberships():
+        try:
+            self._group.tell_decision(outcome)
+            if outcome.passed and outcome.action is not None:
+                self._act(outcome)
+        finally:  # whatever comes: somebody waits for it
+            if future is not None:
+                future.set_result(outcome)
+
+    def _act(self, outcome: Outcome) -> None:
+        for membership in self._group.memberships():
+            try:
                 membership.voter.act(outcome)
-        self._group.tell_decision(outcome)
-        if entry is not None and entry.future is not None:
-            entry.future.set_result(outcome)
+            except Exception:  # the others have agreed to it, too
+                _log.exception("%r cannot do %r.", membership, outcome.action)
 
     def _ask_for(self, poll: str) -> None:
         with self._state:
@@ -319,21 +326,21 @@ class Ballots:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End its threads; a future that is open fails."""
+    def close(self, deadline: float) -> None:
+        """End its threads, waiting until then by ``now()``; a future that is open fails."""
         with self._state:
             self._ended = True
             self._state.notify_all()
             thread, voters = self._thread, list(self._voters)
-        self.actions.close()
+        self.actions.close(deadline)
         for voter in voters:
             voter.end()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(_JOIN_S)
+            thread.join(max(deadline - now(), 0.0))
         for poll in list(self._open):
             self._give_up(poll, "is not known, as this handle was closed before")
         for voter in voters:
-            if not voter.join(_JOIN_S):
+            if not voter.join(deadline):
                 _log.warning("A handler of votes of group %r does not end.", self._group.name)
 
 

@@ -48,6 +48,8 @@ class Beat:
     overdue_s: float | None
     #: Whether there are messages of members who are gone to be handed over: a part with each call.
     has_orphans: bool
+    #: The setting, in seconds: whoever begins the group anew chooses it.
+    ttl: float
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,14 @@ class Books:
                 raise  # one that exists goes on also where the server is full
         return _read_config(flat)
 
-    def settings(self) -> PeersConfig:
+    def settings(self, link: Link | None = None) -> PeersConfig:
         """How a group that exists is set up.
 
         Raises:
             PeerGroupNotFound: It does not.
         """
-        flat = self.client.call("HGETALL", self.key("config"))
+        way = self.client if link is None else link
+        flat = way.call("HGETALL", self.key("config"))
         if not flat:
             raise PeerGroupNotFound(
                 f"There is no distributed group {self.name!r}; client.group() begins one.",
@@ -152,7 +155,9 @@ class Books:
 
     def beat(self, link: Link | None, session: str, members: Sequence[str]) -> Beat:
         answer = self.run(PEERS_BEAT, [session, *members], link)
-        life, view, mark, term, leader, leader_session, time, here, next_ms, orphans = answer[1:]
+        life, view, mark, term, leader, leader_session, time, here, next_ms, orphans, ttl_ms = (
+            answer[1:]
+        )
         return Beat(
             life=life.decode(),
             view=int(view),
@@ -164,6 +169,7 @@ class Books:
             here=[Here(one) for one in here],
             overdue_s=None if next_ms < 0 else next_ms / 1000,
             has_orphans=bool(orphans),
+            ttl=ttl_ms / 1000,
         )
 
     def look(self, link: Link | None = None) -> Look:

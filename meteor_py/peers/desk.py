@@ -23,6 +23,8 @@ class Desk:
         self._later: list[tuple[float, int, Message]] = []
         self._ended = False
         self._handle = handle
+        #: Threads that handle a message now.
+        self._at_work: set[threading.Thread] = set()
         self._threads = [Worker(self._run, f"{name}-{n}") for n in range(workers)]
 
     def start(self) -> None:
@@ -42,6 +44,11 @@ class Desk:
         for thread in others:
             thread.join(max(deadline - now(), 0.0))
         return not any(thread.is_alive() for thread in others)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread but this one handles a message."""
+        return bool(self._at_work - {threading.current_thread()})
 
     def put(self, message: Message, priority: int, delay: float = 0.0) -> None:
         """Let it wait; ``priority`` is that of its handler."""
@@ -88,4 +95,8 @@ class Desk:
             message = self.take(None)
             if message is None:
                 return
-            self._handle(message)
+            self._at_work.add(threading.current_thread())
+            try:
+                self._handle(message)
+            finally:
+                self._at_work.discard(threading.current_thread())

@@ -8,18 +8,13 @@ import secrets
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Literal
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
-from meteor_py import keys
 from meteor_py.closing import Closing
-from meteor_py.config import check_choice, check_int, check_seconds
-from meteor_py.errors import (
-    ConnectionFailed,
-    MemberTaken,
-    MeteorError,
-    PeerError,
-    PeerGroupNotFound,
-)
+from meteor_py.config import check_int
+from meteor_py.errors import ConnectionFailed, MeteorError, PeerError, PeerGroupNotFound
+from meteor_py.lease import now
 from meteor_py.peers import registry
 from meteor_py.peers.ballots import Ballots
 from meteor_py.peers.books import NOTHING, Beat, Books
@@ -28,11 +23,12 @@ from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.event import Event
 from meteor_py.peers.heart import Heart
+from meteor_py.peers.joining import Joining
 from meteor_py.peers.letter import PeerLetter, read_letter
 from meteor_py.peers.listening import Listening
 from meteor_py.peers.mail import Mail
-from meteor_py.peers.member import Member, Status, dump_metadata
-from meteor_py.peers.membership import Membership, new_id
+from meteor_py.peers.member import Member, Status
+from meteor_py.peers.membership import Membership
 from meteor_py.peers.opening import delete_group
 from meteor_py.peers.picture import Moment, Picture, View
 from meteor_py.peers.proposal import Outcome
@@ -47,19 +43,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-OnConflict = Literal["takeover", "fail", "wait"]
-
-#: Seconds that closing waits for each thread.
-_JOIN_S = 5.0
-#: Seconds between two tries to join under a name that somebody has.
-_WAIT_S = 0.1
+#: Seconds that closing waits for what is at work, then for its threads, and at least for the last.
+_LEAVE_S, _JOIN_S, _LAST_S = 5.0, 4.0, 1.0
 #: Seconds after which somebody who gets no events looks for himself.
 _STUCK_S = 5.0
 #: Looks at a group that changes meanwhile, at most.
 _LOOKS = 10
 
 
-class PeerGroup(Closing, Proposing, Sending, Listening):
+class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
     """One group, watched by this process. Get it with ``client.group(name)``.
 
     >>> with m.group("workers") as group, group.join() as me:      # doctest: +SKIP
@@ -83,11 +75,11 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
         self.picture = Picture(self.books.look())
         #: Held while the picture is changed, and what follows from it is said.
         self.lock = threading.RLock()
-        self._memberships: list[Membership] = []
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         #: Where the picture was, and since when, if the server was ahead of it.
         self._behind: tuple[Moment, float] | None = None
         self._closed = False
+        self._ended = False
         self._pid = os.getpid()
         self.caller = Caller(name, self._look_anew)
         self.mail = Mail(self, codec or PeerCodec())
@@ -154,86 +146,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
                 time.sleep(0.005)
         return self.clock.now()
 
-    # -- joining and leaving -------------------------------------------------------------------
-
-    def join(
-        self,
-        name: str | None = None,
-        *,
-        metadata: Any = None,
-        priority: int = 0,
-        on_conflict: OnConflict = "takeover",
-        timeout: float | None = None,
-    ) -> Membership:
-        """Become a member.
-
-        Args:
-            name: A name makes it persistent: it stays a member when its process dies, what is sent
-                to it waits, and it goes on when it joins again, here or elsewhere.
-            metadata: Whatever it wants to say of itself: JSON, up to 4 KiB.
-            priority: Who has a higher one leads before others: -1,000 to 1,000.
-            on_conflict: If somebody alive has the name: "takeover" replaces it, which is what a
-                restart wants; "fail", or "wait" until it is free.
-            timeout: Seconds to wait then; None for as long as it takes.
-
-        The callbacks for it are called when it has joined, and others have to wait for that.
-
-        Raises:
-            MemberTaken: Somebody alive has the name, or a member without one has that id.
-            PeerError: The group has as many members as it can.
-            TimeoutError: It was not free in time.
-            ValueError, TypeError: A name or a setting that cannot be.
-        """
-        self._check_open()
-        check_choice("on_conflict", on_conflict, ("takeover", "fail", "wait"))
-        check_int("priority", priority, -1_000, 1_000)
-        if name is not None:
-            keys.check_name(name, "member")
-        data = dump_metadata(metadata)
-        membership = Membership(
-            self, name or new_id(), persistent=name is not None, priority=priority
-        )
-        deadline = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout)
-        while True:
-            with self.caller.held():
-                if self._join(membership, on_conflict, data):
-                    return membership
-            if on_conflict != "wait":
-                raise self._taken(name, on_conflict)
-            if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"The name {name!r} was not free within {timeout:g} seconds.")
-            time.sleep(_WAIT_S)
-            self._check_open()
-
-    def _taken(self, name: str | None, on_conflict: str) -> MemberTaken:
-        if on_conflict == "takeover":
-            why = "That is the id of a member that joined without a name; choose another."
-        else:
-            why = 'Choose another, or take it over with on_conflict="takeover".'
-        text = f"Somebody in group {self.name!r} has the name {name!r}, and is alive. {why}"
-        return MemberTaken(text, group=self.name)
-
-    def _join(self, membership: Membership, on_conflict: str, data: bytes) -> bool:
-        how = "takeover" if on_conflict == "takeover" else "fail"
-        try:
-            joined = membership.join(how, data)
-        except PeerGroupNotFound:
-            if self.books.open(self.config) != self.config:  # else it was deleted: begun anew
-                raise
-            joined = membership.join(how, data)
-        if not joined:
-            return False
-        with self.lock:
-            closed = self._closed
-            if not closed:
-                self._memberships.append(membership)
-                if self.picture.leader == membership.id:
-                    self._tell_elected(membership)
-        if closed:
-            membership.close()
-        self._check_open()
-        self.catch_up()
-        return True
+    # -- leaving -------------------------------------------------------------------------------
 
     def remove(self, member: str) -> bool:
         """Take a member out, whosever it is; it will not join again by itself.
@@ -261,40 +174,45 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
         delete_group(self, force=force)
 
     def close(self) -> None:
-        """Leave with all who joined here (named ones may come back), and look on no more."""
-        if self._closed or self._pid != os.getpid():
-            self._closed = True
-            return
+        """Leave with all who joined here (named ones may come back), and look on no more.
+
+        What is at work is waited for, up to 10 seconds. If that is interrupted, closing again, or
+        the end of the process, goes on with it.
+        """
         self._closed = True
-        registry.forget(self)
-        self._leave_all()
-        self.mail.close()
-        self.ballots.close()
-        for part in (self._heart, self._watch, self.caller):
+        if self._ended or self._pid != os.getpid():
+            return
+        self._leave_all(now() + _LEAVE_S)
+        deadline = now() + _JOIN_S
+        self.mail.close(deadline)
+        self.ballots.close(deadline)
+        parts = (self._heart, self._watch, self.caller)
+        for part in parts:
             part.end()
         self._end_watching()
-        for part in (self._heart, self._watch, self.caller):
-            if not part.join(_JOIN_S):
+        for part in parts:
+            if not part.join(max(deadline - now(), _LAST_S)):
                 _log.warning("A thread of group %r does not end.", self.name)
+        self._ended = True
+        registry.forget(self)
 
-    def _leave_all(self) -> None:
+    def _leave_all(self, deadline: float) -> None:
         """All at once: nobody stays a member because another one's handler takes its time."""
         going = [
             membership
             for membership in self.memberships()
             if membership.begin_to_go("stay" if membership.persistent else "")
         ]
-        patience = time.monotonic() + self.books.client.timeout_s
-        for membership in sorted(going, key=lambda one: one.works):  # a leader's work may take long
-            told = membership.finish_going()
-            if not told and time.monotonic() > patience:
-                break  # the server does not answer; the others are missed in time
-        deadline = time.monotonic() + _JOIN_S
-        for membership in going:
-            membership.join_inbox(max(deadline - time.monotonic(), 0.0))
+        patience = now() + self.books.client.timeout_s
+        is_away = False
+        for membership in sorted(going, key=attrgetter("busy")):
+            if is_away:
+                membership.lose("left")  # it is missed in time
+            else:
+                is_away = not membership.finish_going(deadline) and now() > patience
         for thread in list(self._threads):
             if thread is not threading.current_thread():
-                thread.join(max(deadline - time.monotonic(), 0.0))
+                thread.join(max(deadline - now(), 0.0))
                 if thread.is_alive():
                     _log.warning("What leads group %r does not end.", self.name)
 
@@ -308,23 +226,23 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
 
     # -- for its threads and parts -------------------------------------------------------------
 
-    def memberships(self) -> list[Membership]:
-        """The members that this handle has joined, and not lost."""
-        with self.lock:
-            return list(self._memberships)
-
     def own(self, thread: threading.Thread) -> None:
         """A thread of one of its members, to be joined at the end."""
         self._threads.add(thread)
 
-    def forget(self, membership: Membership) -> None:
-        with self.lock:
-            if membership in self._memberships:
-                self._memberships.remove(membership)
-
     def recovered(self, membership: Membership) -> None:
         """A member has joined again by itself."""
-        self.mail.rejoined(membership)
+        membership.receiver_rejoined()
+
+    def read_settings(self, link: Link | None = None) -> None:
+        """It may have been begun anew, with other settings."""
+        try:
+            found = self.books.settings(link)
+        except PeerGroupNotFound:
+            return
+        if found != self.config:
+            _log.warning("Group %r was begun anew with other settings: %s.", self.name, found)
+            self.config = found
 
     def moment(self) -> Moment:
         """Which event the picture shows."""
@@ -361,6 +279,8 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
                 look = self.books.look(link)
             except PeerGroupNotFound:
                 look = NOTHING
+            if look.life != before.life:
+                self.read_settings(link)
             with self.lock:
                 if self.moment() == before:
                     known = self.picture.members
@@ -417,6 +337,9 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
     def tell_decision(self, outcome: Outcome) -> None:
         self._tell("decision", outcome)
 
+    def _this(self) -> PeerGroup:
+        return self
+
     def _proposer(self) -> tuple[PeerGroup, None]:
         self._check_open()
         return self, None
@@ -434,11 +357,6 @@ class PeerGroup(Closing, Proposing, Sending, Listening):
             newer = member.index > membership.index and member.session != membership.session
             if membership.id == member.id and newer:
                 membership.lose("joined again elsewhere")
-
-    def _tell_elected(self, membership: Membership) -> None:
-        found = self.picture.members.get(membership.id)
-        if found is not None and found.session == membership.session:
-            membership.elected(self.picture.term)
 
     def catch_up(self) -> None:
         """Have everything in the picture that has happened by now, if the server can be reached."""

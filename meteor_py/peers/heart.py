@@ -66,12 +66,13 @@ class Heart:
 
     def _run(self) -> None:
         failures = 0
-        interval = self._group.config.ttl / 3
         while not self._ended:
             started = now()
+            interval = self._group.config.ttl / 3
             try:
                 self._beat()
                 failures = 0
+                interval = self._group.config.ttl / 3
                 pause = min(interval - (now() - started), self._overdue_at - now())
             except ConnectionFailed:
                 failures += 1
@@ -130,7 +131,8 @@ class Heart:
 
     def _beat_for(self, membership: Membership) -> None:
         if membership.recovering:
-            self._recover(membership)
+            if not membership.going:
+                self._recover(membership)
             return
         session, member = membership.session, membership.id
         sent, beat = self._ask(session, [member])
@@ -154,6 +156,8 @@ class Heart:
             group.books.open(group.config, self._link)
             beat = group.books.beat(self._link, session, members)
         group.clock.read(sent, now(), beat.time)
+        if beat.ttl != group.config.ttl:
+            group.read_settings(self._link)
         # Somebody who is silent is missed on time, not with the next beat; not by all at once.
         spread = random.uniform(0.002, min(_SPREAD_S, group.config.ttl / 10))
         left_s = 0.0 if beat.has_orphans else beat.overdue_s
@@ -166,7 +170,7 @@ class Heart:
             membership.lose("removed")
         elif why is Here.REPLACED:
             membership.lose("joined again elsewhere")
-        elif not membership.lost.is_set():
+        elif not membership.going:
             membership.begin_anew()
             self._recover(membership)
 
@@ -181,7 +185,7 @@ class Heart:
             membership.lose("joined again elsewhere")
             return
         membership.recovering = False
-        if membership.lost.is_set():  # it left meanwhile, and did not know of this session
+        if membership.going:  # it left meanwhile, and may not have known of this session
             membership.withdraw(self._link)
             return
         _log.warning("%r was taken for dead, and has joined again.", membership)

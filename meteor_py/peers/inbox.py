@@ -11,16 +11,18 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meteor_py import keys
 from meteor_py.backoff import pause_s
-from meteor_py.config import check_choice, check_int, check_seconds
+from meteor_py.config import check_choice, check_function, check_int, check_seconds
 from meteor_py.errors import ConnectionFailed, MeteorError, PeerGroupNotFound
 from meteor_py.lease import now
 from meteor_py.peers.box import START, Ack, Box, Key
 from meteor_py.peers.codec import UnknownType
 from meteor_py.peers.desk import Desk
+from meteor_py.peers.links import Links
 from meteor_py.peers.mail import check_size
 from meteor_py.peers.message import Message, read_message, read_place
 from meteor_py.scripts import PEERS_SETTLE
@@ -68,8 +70,7 @@ class Inbox:
         self._ended = False
         client = self._group.books.client
         self._link = client.open_link()
-        self._settling = threading.Lock()
-        self._out = client.open_link()
+        self._links = Links(client)
         self._thread = Worker(self._run, f"{INBOX_PREFIX}-{self._group.name}")
 
     # -- handlers ------------------------------------------------------------------------------
@@ -84,6 +85,7 @@ class Inbox:
         ack: Ack,
         timeout: float | None,
     ) -> None:
+        check_function("on", function)
         check_int("workers", workers, 1, WORKERS_MAX)
         check_choice("ack", ack, ("auto", "manual"))
         if timeout is not None:
@@ -253,23 +255,23 @@ class Inbox:
         while True:
             session = member.session
             # With another id, what it had went with the old one.
-            if member.id != message.member or (self._ended and member.lost.is_set()):
+            if member.id != message.member or member.lost.is_set():
                 return None
             args = [message.member, session, place, message.id, code, kind, data]
             try:
-                with self._settling:
-                    answer = self._group.books.run(PEERS_SETTLE, args, self._out)
+                answer = self._links.use(
+                    partial(self._group.books.run, PEERS_SETTLE, args), _SETTLE_S
+                )
             except PeerGroupNotFound:
                 return None  # the server has lost the whole group
             except MeteorError as error:
                 failures += 1
                 retriable = isinstance(error, ConnectionFailed)
-                if self._ended or not (patient or (retriable and now() < deadline)):
+                if not (patient or (retriable and now() < deadline)):
                     raise
                 if failures == 1:
                     _log.warning("Message %s is not settled yet: %s", message.id, error)
-                with self._state:
-                    self._state.wait_for(lambda: self._ended, pause_s(failures, *_BACKOFF_S))
+                member.lost.wait(pause_s(failures, *_BACKOFF_S))
                 continue
             if answer[0] != b"FENCED":
                 return bool(answer[1])
@@ -301,7 +303,13 @@ class Inbox:
         self._fenced_until = 0.0
         self._wake()
 
-    def end(self) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether a handler is at work, in another thread."""
+        return any(desk.busy for desk in self._desks)
+
+    def end(self, *, close: bool) -> None:
+        """Take no more; closed, it settles nothing either."""
         with self._state:
             self._ended = True
             self._state.notify_all()
@@ -309,6 +317,8 @@ class Inbox:
         for desk in desks:
             desk.end()
         self._link.interrupt()
+        if close:
+            self._links.close()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for all threads but the present one; whether they have ended."""
@@ -316,9 +326,6 @@ class Inbox:
         if self._started and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         ended = [desk.join(deadline) for desk in self._desks]
-        if self._settling.acquire(timeout=max(deadline - now(), 0.0)):
-            self._out.close()
-            self._settling.release()
         return all(ended) and not self._thread.is_alive()
 
     def _wake(self) -> None:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from meteor_py.config import check_function, check_int, check_seconds
 from meteor_py.errors import PeerError
 from meteor_py.peers.ballots import Ballots
 from meteor_py.peers.books import Books
@@ -18,6 +19,8 @@ from meteor_py.peers.watch import Caller
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
+#: The largest number of an event: more cannot be counted.
+_VIEW_MAX = 2**53
 #: Events that may wait for who watches.
 _QUEUE_MAX = 10_000
 
@@ -33,6 +36,7 @@ class Listening:
     ballots: Ballots
 
     def __init__(self) -> None:
+        super().__init__()
         self._listeners: dict[str, list[Callable[..., object]]] = {}
         self._queues: weakref.WeakSet[_Queue] = weakref.WeakSet()
 
@@ -54,6 +58,7 @@ class Listening:
 
     def on_elected(self, function: _F) -> _F:
         """Call a function with the leader and the number of its term; at once if there is one."""
+        check_function("on_elected", function)
         with self.lock:
             leader = self.picture.members.get(self.picture.leader or "")
             if leader is not None:
@@ -95,12 +100,18 @@ class Listening:
         Raises:
             PeerError: The server does not have all events since then any more: it keeps 10,000.
         """
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
+        if since is not None and check_int("since", since, 0, _VIEW_MAX) > self.picture.view:
+            self.catch_up()  # somebody else may have told it
         events = _Queue()
         with self.lock:
             self._check_open()
-            now = self.picture.view
+            last = self.picture.view
             self._queues.add(events)
-        return self._iterate(self._past(now if since is None else since, now), events, timeout)
+        if since is not None and since > last:
+            raise ValueError(f"Group {self.name!r} has no event {since} yet; the last is {last}.")
+        return self._iterate(self._past(last if since is None else since, last), events, timeout)
 
     def _past(self, since: int, until: int) -> list[Event]:
         if since >= until:
@@ -152,11 +163,15 @@ class Listening:
         return list(self._listeners.get("reset", ()))
 
     def _listen(self, what: str, function: _F) -> _F:
+        check_function(f"on_{what}", function)
         with self.lock:
             self._listeners.setdefault(what, []).append(function)
         return function
 
     def _check_open(self) -> None:
+        raise NotImplementedError  # pragma: no cover
+
+    def catch_up(self) -> None:
         raise NotImplementedError  # pragma: no cover
 
 

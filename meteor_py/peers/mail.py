@@ -29,6 +29,7 @@ from meteor_py.errors import (
 )
 from meteor_py.lease import now
 from meteor_py.peers.codec import PeerCodec
+from meteor_py.peers.links import Links
 from meteor_py.peers.replies import Replies, add_silent, read_replies
 from meteor_py.scripts import PEERS_SEND
 from meteor_py.state import State
@@ -53,8 +54,8 @@ _BACKOFF_S = (0.01, 0.3)
 _LAST_LOOK_S = 1.0
 #: Messages that are looked at together.
 _BATCH = 100
-#: Seconds that closing waits for the thread.
-_JOIN_S = 5.0
+#: Messages that are over, and were not told of yet. Others expire by themselves.
+_OVER_MAX = 10_000
 
 
 @dataclass
@@ -67,6 +68,8 @@ class _Pending:
     timeout: float
     future: Future[Any] = field(default_factory=Future)
     receivers: list[str] = field(default_factory=list)
+    #: Whether it is known to be stored: it will not be sent again.
+    stored: bool = False
 
 
 class Mail:
@@ -81,8 +84,9 @@ class Mail:
         self._answered: deque[str] = deque()
         self._ended = False
         self._thread: Worker | None = None
-        self._sending = threading.Lock()
-        self._out: Link | None = None
+        #: Messages that nothing is to be known of any more: the server may forget them.
+        self._over: deque[str] = deque(maxlen=_OVER_MAX)
+        self._links = Links(group.books.client)
         self._in: Link | None = None
 
     # -- sending -------------------------------------------------------------------------------
@@ -113,11 +117,13 @@ class Mail:
             if verb != "tell":
                 self._await(message, deadline)
             message.receivers = self._store(message, sender, queue, args, deadline)
+            message.stored = True
         except MeteorError as error:
             self._finish(message.id)
             _end(message.future, error)
         else:
             if verb == "tell":
+                self._over.append(message.id)
                 message.future.set_result(message.id)
         return message.future
 
@@ -185,19 +191,23 @@ class Mail:
             time.sleep(pause)
 
     def _try(self, args: list[Any], deadline: float) -> list[Any]:
-        busy = f"The connection of group {self.group.name!r} is in use."
-        if not self._sending.acquire(timeout=max(deadline - now(), 0.0)):
-            raise ConnectionFailed(busy)
-        try:
+        def send(link: Link) -> list[Any]:
             if self._ended:
                 raise self._closed_error()
-            if self._out is None:
-                self._out = self.group.books.client.open_link()
-            limit = self.group.books.client.timeout_s
-            self._out.timeout_s = min(limit, max(deadline - now(), 0.01))
-            return self.group.books.run(PEERS_SEND, args, self._out)
-        finally:
-            self._sending.release()
+            link.timeout_s = min(self.group.books.client.timeout_s, max(deadline - now(), 0.01))
+            return self.group.books.run(PEERS_SEND, [*args, self._take_over()], link)
+
+        return self._links.use(send, deadline - now())
+
+    def _take_over(self) -> str:
+        """The ids of messages that are over, for the server to forget."""
+        over: list[str] = []
+        while self._over and len(over) < _BATCH:
+            try:
+                over.append(self._over.popleft())
+            except IndexError:
+                break  # another thread was faster
+        return " ".join(over)
 
     def _refusal(self, code: bytes, answer: list[Any], member: str) -> MeteorError:
         name = self.group.name
@@ -207,7 +217,8 @@ class Mail:
             whose = answer[1].decode()
             return InboxFull(
                 f"Member {whose!r} of group {name!r} has as many messages as it may have "
-                f"({self.group.config.max_inbox}); nothing was sent.",
+                f"({self.group.config.max_inbox:,}); nothing was sent. Send again when it has "
+                "handled some, or give the group a larger max_inbox.",
                 group=name,
                 member=whose,
             )
@@ -227,30 +238,23 @@ class Mail:
                 self._answered.append(message)
                 self._state.notify_all()
 
-    def rejoined(self, membership: Membership) -> None:
-        """A member has joined again by itself: what it had in hand may be somebody else's."""
-        membership.receiver_rejoined()
-
-    def close(self) -> None:
-        """Fail what still waits, and end the thread."""
+    def close(self, deadline: float) -> None:
+        """Fail what still waits, and end the thread, waiting for it until then by ``now()``."""
         with self._state:
             self._ended = True
             self._state.notify_all()
             waiting = list(self._pending.values())
             self._pending.clear()
-        for link in (self._out, self._in):
-            if link is not None:
-                link.interrupt()
+        self._links.close()
+        if self._in is not None:
+            self._in.interrupt()
         for message in waiting:
             _end(message.future, self._closed_error())
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(_JOIN_S)
+            thread.join(max(deadline - now(), 0.0))
             if thread.is_alive():
                 _log.warning("The mail of group %r does not end.", self.group.name)
-        with self._sending:
-            if self._out is not None:
-                self._out.close()
 
     def _run(self) -> None:
         self._in = link = self.group.books.client.open_link()
@@ -267,7 +271,7 @@ class Mail:
                     self._answered.extendleft(reversed(answered))
                     pause = pause_s(failures, *_BACKOFF_S)
                     self._state.wait_for(lambda: self._ended, pause)
-            except Exception:
+            except BaseException:  # whatever it is: others wait for answers, too
                 if not self._ended:
                     _log.exception("The mail of group %r failed.", self.group.name)
             for message in due:
@@ -313,8 +317,11 @@ class Mail:
 
     def _complete(self, message: str, fields: dict[str, bytes]) -> None:
         pending = self._finish(message)
-        if pending is not None:
-            self._conclude(pending, read_replies(fields, self.group.name, self.codec))
+        if pending is None:
+            return
+        if pending.stored:
+            self._over.append(message)
+        self._conclude(pending, read_replies(fields, self.group.name, self.codec))
 
     def _expire(self, message: str, fields: dict[str, bytes]) -> None:
         """Its time is over: say what has come until now."""

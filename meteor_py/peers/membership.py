@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meteor_py.backoff import pause_s
 from meteor_py.closing import Closing
+from meteor_py.config import check_function, check_seconds
 from meteor_py.errors import ConnectionFailed, MembershipLost, MeteorError, PeerError
 from meteor_py.lease import BELIEF, now
 from meteor_py.peers.books import Beat
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds at most that leaving waits for what leads to end.
+#: Seconds at most that leaving waits for what leads, or is handled, to end.
 WORK_S = 5.0
 #: Seconds at most that one who was expelled, and does not know it yet, is waited for.
 _BACK_S = 5.0
@@ -78,9 +79,11 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         self._works: dict[Callable[[Term], object], Work] = {}
         #: How many wait for what leads to end before the office is laid down.
         self._handing_over = 0
+        #: Whether it leaves: it takes on nothing new, and is a member until the server knows.
+        self._leaving = False
         self._how = ""
-        #: When it left: until then the server keeps a leader that is heard of no more.
-        self._kept_until = 0.0
+        #: The term that it had when it began to leave.
+        self._office: int | None = None
         self._pid = os.getpid()
         self.voter = Voter(self)
 
@@ -88,6 +91,16 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
     def foreign(self) -> bool:
         """Whether this is a forked child: the membership is its parent's."""
         return self._pid != os.getpid()
+
+    @property
+    def going(self) -> bool:
+        """Whether it is not a member any more, or is about to leave."""
+        return self._leaving or self.lost.is_set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something leads, or is handled, that leaving would wait for."""
+        return self.handles or any(work.thread is not None for work in self._works.values())
 
     # -- what it says of itself ----------------------------------------------------------------
 
@@ -133,13 +146,22 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
             raise PeerError(
                 f"Group {self.group.name!r} elects nobody (election=None).", group=self.group.name
             )
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
+        terms: deque[Term] = deque(maxlen=1)
+
+        def decided() -> bool:
+            if (term := self.term) is not None:
+                terms.append(term)  # now: a moment later it may be lost
+            return bool(terms) or self.going
+
         with self._state:
-            self._state.wait_for(lambda: self.term is not None or self.lost.is_set(), timeout)
-            term = self.term
-        if term is None:
-            if self.lost.is_set():
+            self._state.wait_for(decided, timeout)
+        if not terms:
+            if self.going:
                 raise self.lost_error()
             raise TimeoutError(f"Member {self.id!r} was not elected within {timeout:g} seconds.")
+        term = terms[0]
         try:
             yield term
         finally:
@@ -152,6 +174,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         When it returns, the office stays; if it raises, also ``SystemExit``, others may try.
         """
         self._check_owned()
+        check_function("as_leader", function)
         with self._state:
             if function not in self._works:
                 self._works[function] = work = Work(self, function)
@@ -185,7 +208,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
                 return False  # should the server think otherwise, the heart will tell it
             self._handing_over += 1  # until then the heart must not tell it
         try:
-            self._await_works(lambda: self.valid_until)
+            self._await_works(now() + WORK_S)
             return self.lay_down(term.number)
         except ConnectionFailed as error:
             _log.warning("%r could not say yet that it resigns: %s", self, error)
@@ -200,26 +223,21 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         answer = self.group.books.run(PEERS_UPDATE, args, link)
         return answer[0] == b"OK" and bool(answer[1])
 
-    def _await_works(self, until: Callable[[], float]) -> None:
-        """Wait for what leads to end, while nobody else is elected: until a time by ``now()`` that
-        moves on as the server is heard of, but not too long."""
-        deadline = now() + WORK_S
+    def _await_works(self, deadline: float) -> None:
+        """Wait for what leads to end, while nobody else is elected: as long as the server keeps
+        it, but not for too long."""
         for work in list(self._works.values()):
             thread = work.thread
             if thread is None or thread is threading.current_thread():
                 continue
-            while thread.is_alive() and (left_s := min(deadline, until()) - now()) > 0:
+            while thread.is_alive() and (left_s := min(deadline, self.valid_until) - now()) > 0:
                 thread.join(left_s)
-
-    @property
-    def works(self) -> bool:
-        """Whether something leads, or has not ended yet."""
-        return any(work.thread is not None for work in self._works.values())
 
     # -- the end -------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Leave for good, named or not. Its messages fail; leaving twice is fine."""
+        """Leave for good, named or not: what is being handled is finished, in 5 seconds; other
+        messages to it fail. Leaving twice is fine."""
         if self._go(""):
             self.group.catch_up()
 
@@ -232,31 +250,45 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
 
     def _go(self, how: str) -> bool:
         """Leave; tell whether the server knows."""
-        told = self.begin_to_go(how) and self.finish_going()
-        self.join_inbox(0.0 if self.foreign else WORK_S)
-        return told
+        if self.begin_to_go(how):
+            return self.finish_going(now() + WORK_S)
+        if not self.foreign:
+            self.join_inbox(WORK_S)
+        return False
 
     def begin_to_go(self, how: str) -> bool:
-        """Be no member any more, here; whether it was one. In this order: nobody believes in a
-        term that is given up, what leads has ended, another is elected."""
+        """Take on nothing new; whether there is something to be finished. In this order: nobody
+        believes in a term that is given up, what leads has ended, another is elected."""
         if self.foreign or self.lost.is_set():
             return False
-        self._how = how
         with self._state:
-            leads = self._term is not None or self._handing_over
-            self._kept_until = self.valid_until if leads else 0.0
-        self.lose("left")
+            if not self._leaving:  # else that was interrupted
+                self._how = how
+                self._handing_over += 1  # for good: the heart must not lay down the office first
+                self._leaving = True
+                if self._term is not None:
+                    self._office = self._term.number
+                    self.lose_term(self._term)
+            self._state.notify_all()
+        self.voter.end()
+        self.end_inbox()
         return True
 
-    def finish_going(self) -> bool:
-        """When what leads has ended, tell the server; whether that knows it now."""
-        self._await_works(lambda: self._kept_until)
+    def finish_going(self, deadline: float) -> bool:
+        """When what is at work here has ended, or at that time by ``now()``, tell the server;
+        whether that knows it then. Until then this is a member, and is heard of."""
+        self._await_works(deadline)
         try:
+            if self._office is not None and self.handles:
+                self.lay_down(self._office)  # let others lead while handlers take their time
+            self.join_inbox(max(deadline - now(), 0.0))
             self.withdraw()
+            told = True
         except (ConnectionFailed, PeerError) as error:
             _log.warning("%r could not say that it leaves: %s", self, error)
-            return False
-        return True
+            told = False
+        self.lose("left")  # not if it was interrupted: then the group tells the server at its end
+        return told
 
     def withdraw(self, link: Link | None = None) -> None:
         """Have the server take it out, in the way it left."""
@@ -280,20 +312,21 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         answer = self.group.books.run(PEERS_JOIN, args, link)
         if answer[0] == b"FULL":
             raise PeerError(
-                f"Group {self.group.name!r} has {answer[1]:,} members, and may not have more.",
+                f"Group {self.group.name!r} has {answer[1]:,} members, and may not have more; "
+                "remove those who are dead, or begin another instance.",
                 group=self.group.name,
             )
         if answer[0] == b"TAKEN":
             return False
         with self._state:
             self.index = answer[1]
-            self._renew(sent)
+            self._renew(sent, answer[2] / 1000)
         return True
 
     def heard(self, sent: float, beat: Beat) -> bool:
         """The server says that it is a member; tell whether it leads there, though it resigned."""
         with self._state:
-            self._renew(sent)
+            self._renew(sent, beat.ttl)
             leads = beat.leader == self.id and beat.session == self.session
             term = self._term
             if term is not None and not leads and beat.term >= term.number:
@@ -321,7 +354,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         known = self._term
         if number <= self._over or (known is not None and known.number >= number):
             return
-        if self.valid_until <= now() or self.lost.is_set():
+        if self.valid_until <= now() or self.going:
             return
         if known is not None:
             self.lose_term(known)
@@ -353,7 +386,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
             self.lost.set()
             self._state.notify_all()
         self.voter.end()
-        self.end_inbox()
+        self.end_inbox(close=True)
         self.group.forget(self)
 
     def begin_anew(self) -> None:
@@ -363,6 +396,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
                 self.lose_term(self._term)
             self.session = secrets.token_hex(8)
             self.recovering = True
+            self.valid_until = 0.0
             self._over = 0
             if not self.persistent:
                 self.former_ids.append(self.id)
@@ -389,7 +423,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         raise self.lost_error()
 
     def lost_error(self) -> MeteorError:
-        reason = self.reason or "expelled, or joined again elsewhere"
+        reason = self.reason or ("left" if self._leaving else "expelled, or joined again elsewhere")
         return MembershipLost(
             f"Member {self.id!r} is not in group {self.group.name!r} any more ({reason}); "
             "join again if it should be.",
@@ -402,7 +436,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
     def _open_inbox(self) -> Inbox:
         self._check_owned()
         with self._state:
-            if self.lost.is_set():  # under the lock: nobody would end it
+            if self.going:  # under the lock: nobody would end it
                 raise self.lost_error()
             if self._inbox is None:
                 self._inbox = Inbox(self)
@@ -412,15 +446,15 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         self._check_owned()
         return self.group, self
 
-    def _renew(self, sent: float) -> None:
+    def _renew(self, sent: float, ttl: float) -> None:
         self.check_belief()  # who was not sure for a moment begins another term
-        self.valid_until = max(self.valid_until, sent + self.group.config.ttl * BELIEF)
+        self.valid_until = max(self.valid_until, sent + ttl * BELIEF)
 
     def _check_owned(self) -> None:
         if self.foreign:
             raise MeteorError(
-                f"Member {self.id!r} of group {self.group.name!r} is the parent process; open the "
-                "group here with client.group(), and join."
+                f"Member {self.id!r} of group {self.group.name!r} belongs to the parent process; "
+                "open the group here with client.group(), and join."
             )
         if self.lost.is_set():
             raise self.lost_error()

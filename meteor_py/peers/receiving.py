@@ -78,10 +78,15 @@ class Receiving:
         if self._inbox is not None:
             self._inbox.rejoined()
 
-    def end_inbox(self) -> None:
-        """Take no more messages; does not wait."""
+    @property
+    def handles(self) -> bool:
+        """Whether a handler is at work, in another thread."""
+        return self._inbox is not None and self._inbox.busy
+
+    def end_inbox(self, *, close: bool = False) -> None:
+        """Take no more messages; does not wait. Closed, it does not settle any either."""
         if self._inbox is not None:
-            self._inbox.end()
+            self._inbox.end(close=close)
 
     def join_inbox(self, timeout_s: float) -> None:
         """Wait for the threads of the inbox to end."""

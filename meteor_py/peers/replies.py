@@ -42,9 +42,9 @@ def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Repl
         if code == b"ok":
             try:
                 replies.values[member] = codec.decode(kind.decode(), data)
-            except UnknownType as error:
+            except BaseException as error:  # also SystemExit, of a type's own function
                 replies.failed[member] = HandlerFailed(
-                    f"The answer of member {member!r} cannot be read. {error}",
+                    f"The answer of member {member!r} cannot be read. {_text(error)}",
                     group=group,
                     member=member,
                 )
@@ -52,6 +52,10 @@ def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Repl
             text = data.decode(errors="replace")
             replies.failed[member] = _failure(code.decode(), text, group, member)
     return replies
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, UnknownType) else f"({type(error).__name__}: {error})"
 
 
 def _failure(code: str, text: str, group: str, member: str) -> MessageFailed:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from meteor_py import keys
-from meteor_py.config import check_choice, check_seconds
+from meteor_py.config import check_choice, check_function, check_seconds
 from meteor_py.errors import ConnectionFailed, PeerError
 from meteor_py.lease import now
 from meteor_py.peers.actions import Action, Handler, Task
@@ -49,6 +49,7 @@ class Voter:
     # -- its handlers --------------------------------------------------------------------------
 
     def set_vote(self, function: Vote) -> None:
+        check_function("on_vote", function)
         self._vote = function
         self._begin()
 
@@ -99,7 +100,7 @@ class Voter:
                 _log.warning("%r does not understand a vote: %s", self._membership, error)
 
     def _consider(self, proposal: Proposal, deadline: float) -> None:
-        if proposal.id in self._voted or now() >= deadline or self._membership.lost.is_set():
+        if proposal.id in self._voted or now() >= deadline or self._membership.going:
             return
         if self._vote is None and proposal.action is None:
             return  # a handler may come
@@ -145,7 +146,7 @@ class Voter:
             was_asked = membership.id in outcome.voters
             if not was_asked and not set(membership.former_ids).intersection(outcome.voters):
                 return
-            if outcome.poll in self._acted or membership.lost.is_set():
+            if outcome.poll in self._acted or membership.going:
                 return
             remember(self._acted, outcome.poll)
         task = Task(outcome.at, outcome, handler, self)
@@ -156,8 +157,8 @@ class Voter:
 
     @property
     def gone(self) -> bool:
-        """Whether it is not a member any more."""
-        return self._membership.lost.is_set()
+        """Whether it is not a member any more, or is about to leave."""
+        return self._membership.going
 
     def missed(self, action: Action) -> None:
         """Tell that something is not done here."""
@@ -175,8 +176,8 @@ class Voter:
         if caller is not None:
             caller.end()
 
-    def join(self, timeout_s: float) -> bool:
-        return self._caller is None or self._caller.join(timeout_s)
+    def join(self, deadline: float) -> bool:
+        return self._caller is None or self._caller.join(max(deadline - now(), 0.0))
 
 
 class Voting:
@@ -226,6 +227,7 @@ class Voting:
         check_seconds("max_late", max_late)
 
         def register(function: _F) -> _F:
+            check_function("on_action", function)
             handler = Handler(function, early, late == "run", max_late, now())
             self.voter.set_handler(name, handler)
             return function
@@ -235,5 +237,6 @@ class Voting:
     def on_missed(self, function: _F) -> _F:
         """Call a function with each ``Action`` that is not run here: its time was over, or this
         member, without a name, was taken for dead since it was asked, and is another one now."""
+        check_function("on_missed", function)
         self.voter.add_missed(function)
         return function

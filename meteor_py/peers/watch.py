@@ -131,7 +131,7 @@ class Caller:
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._state = State()
         self._ended = False
-        self._held = 0
+        self._holders: set[object] = set()
         self._missed = 0  # calls, since one that hangs has let so many wait
         self._thread = Worker(self._run, f"meteor-caller-{name}")
 
@@ -151,13 +151,14 @@ class Caller:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Begin no call inside the block."""
-        with self._state:
-            self._held += 1
+        holder = object()
         try:
+            with self._state:
+                self._holders.add(holder)
             yield
         finally:
             with self._state:
-                self._held -= 1
+                self._holders.discard(holder)
                 self._state.notify_all()
 
     def end(self) -> None:
@@ -173,7 +174,7 @@ class Caller:
     def _run(self) -> None:
         while True:
             with self._state:
-                self._state.wait_for(lambda: self._ended or (self._calls and not self._held))
+                self._state.wait_for(lambda: self._ended or (self._calls and not self._holders))
                 if self._ended:
                     return
                 function, arguments = self._calls.popleft()

@@ -9,15 +9,19 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import meteor_py
+from meteor_py import address
 
 if TYPE_CHECKING:
     from pyspark_meteor.options import Given
+
+#: What ``ServerOptions`` are parsed from.
+SERVER_OPTIONS = ("url", "passwordEnv", "passwordFile")
 
 _TIMEOUT_S = 10.0
 _lock = threading.Lock()
@@ -38,24 +42,16 @@ class ServerOptions:
         """From the options of a source or sink.
 
         Raises:
-            ValueError: There is a password in the URL, or two places to find it.
+            ValueError: There is a password in the URL, or two places to find it, or none is needed.
         """
         url = options.text("url")
         env, file = options.text("passwordEnv"), options.text("passwordFile")
-        if url and (urlsplit(url).password or "password=" in url.lower()):
-            raise ValueError(
-                "The url has a password in it, and options can be seen by others; give it with "
-                "passwordEnv (the name of an environment variable) or passwordFile."
-            )
         if env and file:
             raise ValueError("The password is either in passwordEnv or in passwordFile, not both.")
         if (env or file) and not url:
             raise ValueError("A password belongs to a url; give that, too.")
-        if url and url.startswith(("fake:", "embedded://")) and urlsplit(url).path in ("", "/"):
-            raise ValueError(
-                f"{url} is known to one process only, and Spark has several; use redis:// or "
-                "embedded:///directory."
-            )
+        if url:
+            _check(url, with_password=bool(env or file))
         return cls(url, env, file)
 
     def connect(self) -> meteor_py.Client:
@@ -68,16 +64,17 @@ class ServerOptions:
         with _lock:
             if key not in _clients:
                 warnings.simplefilter("ignore", meteor_py.DataSafetyWarning)
-                _clients[key] = meteor_py.connect(self._whole_url(), timeout=_TIMEOUT_S)
+                _clients[key] = self._connect()
             return _clients[key]
 
-    def _whole_url(self) -> str | None:
+    def _connect(self) -> meteor_py.Client:
         password = self._password()
-        if password is None or self.url is None:
-            return self.url
-        scheme, _, rest = self.url.partition("://")
-        user, at, host = rest.rpartition("@")
-        return f"{scheme}://{user if at else ''}:{quote(password, safe='')}@{host}"
+        if password is None:
+            return meteor_py.connect(self.url, timeout=_TIMEOUT_S)
+        # Not as a part of the URL, which may be shown.
+        found = address.parse(self.url)
+        found = replace(found, options=found.options | {"password": password})
+        return meteor_py.Client(found, _TIMEOUT_S)
 
     def _password(self) -> str | None:
         if self.password_env:
@@ -93,4 +90,40 @@ class ServerOptions:
                 return Path(self.password_file).read_text().strip()
             except OSError as error:
                 raise ValueError(f"The passwordFile cannot be read: {error}.") from None
+            except UnicodeDecodeError:
+                raise ValueError(f"The passwordFile {self.password_file} is not UTF-8.") from None
         return None
+
+
+def _check(url: str, *, with_password: bool) -> None:
+    """Raise unless the URL is one that may be shown, and that all processes can use."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # which says what it found, a password too
+        raise ValueError(
+            "The url cannot be read; write redis://host:port/database or unix:///path/to/socket, "
+            "with an IPv6 address in square brackets."
+        ) from None
+    # One with a special character that is not escaped goes on behind it, as something else.
+    path = "" if parts.scheme in ("unix", "embedded") else parts.path
+    if (
+        parts.password is not None
+        or "password=" in url.lower()
+        or "@" in path + parts.query + parts.fragment
+    ):
+        raise ValueError(
+            "The url has a password in it, or an @ where none belongs, and options can be seen by "
+            "others; give the password with passwordEnv (the name of an environment variable) or "
+            "passwordFile."
+        )
+    found = address.parse(url)
+    if found.scheme in ("fake", "embedded"):
+        if found.scheme == "fake" or not found.place:
+            raise ValueError(
+                f"{url} is known to one process only, and Spark has several; use redis:// or "
+                "embedded:///directory."
+            )
+        if with_password:
+            raise ValueError(
+                "An embedded server has no password; leave out passwordEnv and passwordFile."
+            )

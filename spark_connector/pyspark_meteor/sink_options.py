@@ -15,11 +15,14 @@ from pyspark.sql.types import (
 )
 
 from pyspark_meteor.options import Given
-from pyspark_meteor.server import ServerOptions
+from pyspark_meteor.server import SERVER_OPTIONS, ServerOptions
 
-_OWN = ("url", "passwordEnv", "passwordFile", "stream", "path")
+_OWN = (*SERVER_OPTIONS, "stream", "path", "commitDurability")
+_BATCH = ("txnId", "txnVersion")
+_STREAMING = ("delivery",)
 #: Spark puts its own among ours.
-_OF_SPARK = ("checkpointLocation", "queryName")
+_ASYNC = "asyncProgressTrackingEnabled"
+_OF_SPARK = ("checkpointLocation", "queryName", _ASYNC)
 _COLUMNS: dict[str, tuple[DataType, ...]] = {
     "value": (BinaryType(), StringType()),
     "key": (BinaryType(), StringType()),
@@ -40,6 +43,8 @@ class SinkOptions:
     #: What makes a batch write the same as an earlier one; None: nothing does.
     txn_id: str | None
     txn_version: int
+    #: How many must have what was written before it counts as such.
+    replicas: int
 
 
 def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool) -> SinkOptions:
@@ -48,14 +53,13 @@ def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool)
     Raises:
         ValueError: One is unknown, wrong, or contradicts another.
     """
-    if any(name.lower() == "asyncprogresstrackingenabled" for name in given):
+    more = (*_STREAMING, *_OF_SPARK) if streaming else _BATCH
+    options = Given(given, (*_OWN, *more), other=_BATCH if streaming else _STREAMING)
+    if options.flag(_ASYNC, False):
         raise ValueError(
-            "Exactly-once needs to know what a batch was; asyncProgressTrackingEnabled gives that "
-            "up. Leave it out, or use another sink."
+            f"Exactly-once needs to know what a batch was; {_ASYNC} gives that up. Leave it out, "
+            "or use another sink."
         )
-    more = ("delivery", *_OF_SPARK) if streaming else ("txnId", "txnVersion")
-    other = ("txnId", "txnVersion") if streaming else ("delivery",)
-    options = Given(given, (*_OWN, *more), other=other)
     stream, path = options.text("stream"), options.text("path")
     if stream and path:
         raise ValueError("The stream is named by the option stream and by save(); once will do.")
@@ -67,9 +71,20 @@ def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool)
         server=ServerOptions.parse(options),
         stream=stream or path,
         exactly_once=delivery == "exactlyOnce",
-        txn_id=options.text("txnId") if not streaming else None,
-        txn_version=(options.number("txnVersion") or 1) if not streaming else 1,
+        txn_id=options.text("txnId"),
+        txn_version=_count(options, "txnVersion", 1, 2**53),
+        replicas=_count(options, "commitDurability", 0, 1000),
     )
+
+
+def _count(options: Given, name: str, default: int, most: int) -> int:
+    """A number from 0 on, as batches have: those of a query begin with it."""
+    text = options.text(name)
+    if text is None:
+        return default
+    if not text.isdecimal() or int(text) > most:
+        raise ValueError(f"The option {name} is a number from 0 to {most}, not {text!r}.")
+    return int(text)
 
 
 def check_columns(schema: StructType, *, named: bool) -> None:

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceReader,
-    DataSourceStreamReader,
-    DataSourceStreamWriter,
-    DataSourceWriter,
-)
+import pyspark
+
+_NEEDED = (4, 2)
+
+
+def check_version() -> None:
+    """Raise ``ImportError`` where PySpark has not all that is needed."""
+    if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < _NEEDED:
+        raise ImportError(
+            f"The data source meteor needs PySpark {_NEEDED[0]}.{_NEEDED[1]} or newer, for rate "
+            f"limits and Trigger.AvailableNow, and this is {pyspark.__version__}; pip install "
+            "'meteor-py[spark]'."
+        )
+
+
+try:
+    from pyspark.sql.datasource import (
+        DataSource,
+        DataSourceReader,
+        DataSourceStreamReader,
+        DataSourceStreamWriter,
+        DataSourceWriter,
+    )
+except ModuleNotFoundError:  # before 4.0, which does not look for data sources, either
+    check_version()
+    raise
 from pyspark.sql.types import StructType
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-_NEEDED = (4, 2)
 
 
 class MeteorDataSource(DataSource):
@@ -73,18 +90,6 @@ class MeteorDataSource(DataSource):
 
         _check_appending(overwrite)
         return StreamWriter(parse_sink(self.options, schema, streaming=True))
-
-
-def check_version() -> None:
-    """Raise ``ImportError`` where PySpark has not all that is needed."""
-    import pyspark
-
-    if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < _NEEDED:
-        raise ImportError(
-            f"The data source meteor needs PySpark {_NEEDED[0]}.{_NEEDED[1]} or newer, for rate "
-            f"limits and Trigger.AvailableNow, and this is {pyspark.__version__}; pip install "
-            "'meteor-py[spark]'."
-        )
 
 
 def _check_appending(overwrite: bool) -> None:

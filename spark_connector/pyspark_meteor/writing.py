@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 #: Bytes of a record at most; Spark users have no other place to say so.
 _RECORD_BYTES = 32 * 1024 * 1024
+#: Bytes of a key or value that an error shows.
+_SHOWN = 40
 
 
 def open_stream(options: SinkOptions, name: str) -> Stream:
@@ -64,7 +66,7 @@ def publish_all(options: SinkOptions, batches: Iterator[pa.RecordBatch]) -> int:
             if stream_name not in publishers:
                 stream = open_stream(options, stream_name)
                 publishers[stream_name] = stream.publisher(
-                    codec="bytes", max_record_bytes=_RECORD_BYTES
+                    codec="bytes", max_record_bytes=_RECORD_BYTES, acks=options.replicas
                 )
             publishers[stream_name].publish_many(**_arguments(rows))
             count += rows.num_rows
@@ -105,12 +107,32 @@ def _arguments(rows: pa.Table) -> dict[str, Any]:
     if values.null_count:
         raise ValueError("A value is null, and a record needs one; filter such rows, or coalesce.")
     names = rows.column_names
-    headers = None
-    if "headers" in names:
-        headers = [None if pairs is None else dict(pairs) for pairs in rows["headers"].to_pylist()]
+    headers = _headers(rows) if "headers" in names else None
     return {
         "values": values,
         "keys": rows.column("key") if "key" in names else None,
         "headers": headers,
         "timestamps": rows.column("timestamp") if "timestamp" in names else None,
     }
+
+
+def _headers(rows: pa.Table) -> list[dict[str, bytes] | None]:
+    column = rows["headers"]
+    headers = [None if pairs is None else dict(pairs) for pairs in column.to_pylist()]
+    if any(chunk.items.null_count for chunk in column.chunks):
+        for row, pairs in enumerate(headers):
+            for name, value in (pairs or {}).items():
+                if value is None:
+                    raise ValueError(
+                        f"In the column headers, {name!r} is null in the row with the "
+                        f"{_shown(rows, row)}, and a header needs a value; leave it out with "
+                        "map_filter, or coalesce."
+                    )
+    return headers
+
+
+def _shown(rows: pa.Table, row: int) -> str:
+    """By what somebody finds a row: its key, else its value, or how it begins."""
+    key = rows["key"][row].as_py() if "key" in rows.column_names else None
+    name, found = ("value", rows["value"][row].as_py()) if key is None else ("key", key)
+    return f"{name} {found[:_SHOWN]!r}" + ("..." if len(found) > _SHOWN else "")
