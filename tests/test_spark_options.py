@@ -138,12 +138,32 @@ def test_options_that_are_wrong_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "url", [f"redis://:{SECRET}@h", f"redis://u:{SECRET}@h/0", f"redis://h?password={SECRET}"]
+    "url",
+    [
+        f"redis://:{SECRET}@h",
+        f"redis://u:{SECRET}@h/0",
+        f"redis://h?password={SECRET}",
+        f"redis://:/{SECRET}@h",  # what is not escaped makes something else of it
+        f"redis://:#{SECRET}@h",
+        f"redis://u:?{SECRET}@h",
+        "redis://u:@h",
+    ],
 )
 def test_a_password_in_the_url_is_refused_without_showing_it(url: str) -> None:
     with pytest.raises(ValueError, match="passwordEnv") as caught:
         parse({"url": url})
     assert SECRET not in str(caught.value)
+
+
+def test_a_url_that_cannot_be_read_is_not_shown() -> None:
+    with pytest.raises(ValueError, match="The url cannot be read; write redis://") as caught:
+        parse({"url": f"redis://u:[{SECRET}@h"})
+    assert SECRET not in str(caught.value)
+
+
+def test_an_embedded_server_needs_no_password() -> None:
+    with pytest.raises(ValueError, match="An embedded server has no password"):
+        parse({"url": "embedded:///tmp/x", "passwordEnv": "X"})
 
 
 def test_an_unknown_option_is_refused_when_the_schema_is_asked_for() -> None:
@@ -462,6 +482,10 @@ def test_a_password_that_is_not_there_is_told_by_its_place(tmp_path: Path) -> No
     for where, word in (("passwordEnv", "SPARK_NOT_SET"), ("passwordFile", str(tmp_path / "no"))):
         with pytest.raises(ValueError, match=word):
             Engine(Checkpoint(), url="redis://127.0.0.1:1", **{where: word}).initial()
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=rf"The passwordFile {damaged} is not UTF-8"):
+        Engine(Checkpoint(), url="redis://127.0.0.1:1", passwordFile=str(damaged)).initial()
 
 
 def test_a_partition_is_shown_by_what_it_reads() -> None:

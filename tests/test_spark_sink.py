@@ -16,8 +16,9 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 import meteor_py as meteor
-from meteor_py import keys
+from meteor_py import keys, transaction
 from pyspark_meteor import writers
+from pyspark_meteor.server import ServerOptions
 from pyspark_meteor.sink_options import SinkOptions, parse_sink
 from pyspark_meteor.writing import publish_all, stage_all
 from tests.spark import END_S, batches, failure, stream_of
@@ -231,6 +232,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a version of nothing": ("'a' value", {"txnVersion": "2"}, "txnVersion"),
     "two names": ("'a' value", {"path": "t"}, "once will do"),
     "a version that is no number": ("'a' value", {"txnId": "a", "txnVersion": "x"}, "txnVersion"),
+    "so many replicas": ("'a' value", {"commitDurability": "all"}, "commitDurability"),
+    "a null header": ("'k1' key, 'a' value, map('h', binary(null)) headers", {}, "'h' is null in"),
     "a null value": ("cast(null as string) value", {}, "A value is null"),
     "a null stream": ("'a' value, cast(null as string) stream", {"stream": None}, "has no stream"),
     "a name that cannot be": ("'a' value, '.b' stream", {"stream": None}, "cannot be the name"),
@@ -385,28 +388,87 @@ def test_a_task_that_fails_while_it_publishes_says_why_and_not_what_came_of_it(
     assert contents(m.stream("b", create=False)) == "x x"
 
 
-def test_of_the_attempts_of_a_task_only_the_one_that_the_engine_counts_is_written(
-    url: str, m: meteor.Client, target: meteor.Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    schema = StructType([StructField("value", BinaryType())])
-    options = parse_sink({"url": url, "stream": "s"}, schema, streaming=True)
-    monkeypatch.setattr(type(options.server), "connect", lambda _: m)
-    attempts = ("lost", "counted", "late")
+class Sink:
+    """A query's sink, in this process."""
 
-    def attempt(value: str, batch: int = 0) -> writers.Written:
-        monkeypatch.setattr(writers, "TaskContext", Task(batch))
+    def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch, **options: str) -> None:
+        schema = StructType([StructField("value", BinaryType())])
+        given = {"url": url, "stream": "s"} | options
+        self.writer = writers.StreamWriter(parse_sink(given, schema, streaming=True))
+        self._monkeypatch = monkeypatch
+
+    def attempt(self, value: str, batch: int = 0) -> writers.Written:
+        """One attempt of the only task of a batch, which writes two rows."""
+        self._monkeypatch.setattr(writers, "TaskContext", Task(batch))
         arrow = pa.RecordBatch.from_pydict({"value": [value.encode()] * 2})
-        written = writers.StreamWriter(options).write(iter([arrow]))
+        written = self.writer.write(iter([arrow]))
         assert isinstance(written, writers.Written)
         return written
 
-    lost, counted, late = map(attempt, attempts)
+
+@pytest.fixture
+def sink(
+    url: str, m: meteor.Client, target: meteor.Stream, monkeypatch: pytest.MonkeyPatch
+) -> Sink:
+    monkeypatch.setattr(ServerOptions, "connect", lambda _: m)
+    return Sink(url, monkeypatch)
+
+
+def test_of_the_attempts_of_a_task_only_the_one_that_the_engine_counts_is_written(
+    m: meteor.Client, target: meteor.Stream, sink: Sink
+) -> None:
+    lost, counted, late = map(sink.attempt, ("lost", "counted", "late"))
     assert len({each.stages["s"].name for each in (lost, counted, late)}) == 3
-    writers.StreamWriter(options).commit([counted, None], 0)
-    writers.StreamWriter(options).commit([late], 0)
-    writers.StreamWriter(options).abort([lost, None], 0)
+    sink.writer.commit([counted, None], 0)
+    sink.writer.commit([late], 0)
+    sink.writer.abort([lost, None], 0)
     assert contents(target) == "counted counted"
     assert m.redis.keys("*stage*") == []
-    assert attempt("again").stages == {}  # nothing is staged for a batch that is done
-    writers.StreamWriter(options).commit([attempt("next", 1)], 1)
+    again = sink.attempt("again")
+    assert (again.stages, again.done) == ({}, True)  # nothing is staged for a batch that is done
+    sink.writer.commit([again], 0)
+    sink.writer.commit([sink.attempt("next", 1)], 1)
     assert contents(target) == "counted counted next next"
+
+
+def test_a_batch_that_was_done_and_is_lost_by_a_fail_over_fails_and_is_written_when_asked_again(
+    m: meteor.Client, target: meteor.Stream, sink: Sink
+) -> None:
+    sink.writer.commit([sink.attempt("x")], 0)
+    done = sink.attempt("x")
+    m.redis.delete(keys.fences("s"))  # the replica that is promoted now has not had it yet
+    with pytest.raises(meteor.PublishError, match="the server has lost it"):
+        sink.writer.commit([done], 0)
+    m.redis.delete(keys.log("s"))
+    m.redis.hset(keys.meta("s"), "next", 0)
+    sink.writer.commit([sink.attempt("x")], 0)
+    assert contents(target) == "x x"
+
+
+def test_a_batch_older_than_the_last_is_refused_with_what_to_do_and_leaves_nothing(
+    m: meteor.Client, target: meteor.Stream, sink: Sink
+) -> None:
+    early = sink.attempt("early", 4)
+    sink.writer.commit([sink.attempt("x", 5)], 5)
+    words = r"^Batch 4 of query q was not written: stream 's' has its batch 5 already"
+    with pytest.raises(meteor.PublishError, match=words):
+        sink.attempt("again", 4)
+    with pytest.raises(meteor.PublishError, match=words):
+        sink.writer.commit([early], 4)
+    assert contents(target) == "x x"
+    assert m.redis.keys("*stage*") == []
+
+
+def test_a_commit_that_replicas_do_not_confirm_fails_and_is_done_when_asked_again(
+    url: str,
+    target: meteor.Stream,
+    sink: Sink,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transaction, "_REPLICAS_S", 0.05)
+    careful = Sink(url, monkeypatch, commitDurability="1")
+    with pytest.raises(meteor.NotReplicated, match="0 of 1 replicas") as caught:
+        careful.writer.commit([careful.attempt("x")], 0)
+    assert caught.value.offset == 1
+    sink.writer.commit([sink.attempt("y")], 0)
+    assert contents(target) == "x x", "it was in the log"

@@ -11,7 +11,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py import transaction
 from meteor_py.transaction import commit
-from tests.bench import NAME, Bench
+from tests.bench import NAME, Bench, Pair
 from tests.conftest import ServerFactory
 from tests.servers import Server
 from tests.staging import begin, contents, fence, lasting, numbers, stage
@@ -120,3 +120,27 @@ def test_a_server_that_restarts_between_plan_and_move_begins_an_epoch_and_loses_
         assert commit(stream, "w", 1, [a, b])
         assert contents(stream) == numbers(4)
         assert stream.describe().epoch > epoch
+
+
+def test_what_replicas_have_confirmed_outlives_the_primary(pair: Pair) -> None:
+    stream = pair.bench.stream
+    assert commit(stream, "w", 1, [stage(stream, "a", "0", "1")], replicas=1)
+    pair.lag()
+    pair.fail_over()
+    with meteor.connect(pair.replica.url) as m:
+        stream = m.stream(NAME, create=False)
+        assert contents(stream) == numbers(2)
+        assert not commit(stream, "w", 1, [stage(stream, "b", "x")])
+
+
+def test_a_replica_that_lags_is_named_also_when_a_version_is_asked_for_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transaction, "_REPLICAS_S", 0.05)
+    stream = pair.bench.stream
+    pair.lag()
+    for name in ("a", "again"):
+        with pytest.raises(meteor.NotReplicated, match="0 of 1 replicas") as caught:
+            commit(stream, "w", 1, [stage(stream, name, "0", "1")], replicas=1)
+        assert caught.value.offset == 1
+    assert contents(stream) == numbers(2)

@@ -69,6 +69,18 @@ def test_an_older_version_is_refused_and_its_stages_are_dropped(stream: meteor.S
     assert stream.client.redis.keys("*stage*") == []
 
 
+def test_what_was_begun_is_finished_or_done_and_else_the_loss_is_named(
+    stream: meteor.Stream, frame_by_frame: None
+) -> None:
+    with pytest.raises(meteor.PublishError, match=r"^Version 1 of the writer w was in stream 's'"):
+        commit(stream, "w", 1, [], begun=True)
+    assert fence(stream) is None, "it is not taken for done"
+    begin(stream, 1, stage(stream, "a", "0", "1"), moves=1)
+    assert commit(stream, "w", 1, [], begun=True)
+    assert not commit(stream, "w", 1, [], begun=True)
+    assert contents(stream) == numbers(2)
+
+
 def test_writers_do_not_know_each_other(stream: meteor.Stream) -> None:
     for number, writer in enumerate(["v", "w", "a:b {c}"]):
         assert commit(stream, writer, 1, [stage(stream, writer, str(number))])

@@ -30,10 +30,10 @@ try:
 except ModuleNotFoundError:  # before 4.0, which does not look for data sources, either
     check_version()
     raise
-from pyspark.sql.types import StructType
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from pyspark.sql.types import StructType
 
 
 class MeteorDataSource(DataSource):

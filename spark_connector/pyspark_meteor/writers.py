@@ -3,7 +3,7 @@
 A task may be run twice, at the same time even, and nobody tells the one that lost: so tasks only
 stage their rows, each try under a name of its own, and the driver commits those that the engine
 counts. A batch that was committed before the driver died is asked for again: the stream knows, and
-the tasks need not stage it. Then the commit checks that it still knows; after a fail-over it may not.
+the tasks need not stage it. The commit checks that it still knows; after a fail-over it may not.
 The writer that commits a stream's batch is another object than the one that wrote, in another
 process: all it knows is in the messages.
 """
