@@ -135,6 +135,8 @@ key                            type    what, who writes it, who deletes it
 ``...:expirations``            zset    Named members that are dead, by the time (ms) at which they
                                        are removed.
 ``...:candidates``             zset    Who can be elected, the first first.
+``...:leaving``                zset    Members that end what they have begun, and get nothing new,
+                                       by since when (ms).
 ``...:removed``                zset    Who was removed on purpose, by when (ms): the last thousand.
                                        Expires after a day without one.
 ``...:events``                 stream  The last ten thousand events or so, with the ID ``<view>-0``.

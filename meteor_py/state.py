@@ -1,4 +1,4 @@
-"""The state: a lock, and waiting under it for what others change."""
+"""The state: a lock, and waiting under it for what others change; a flag, the smallest."""
 
 from __future__ import annotations
 
@@ -26,3 +26,25 @@ class State(threading.Condition):
     def is_mine(self) -> bool:
         """Whether this thread has the lock: a signal handler that must not wait asks."""
         return bool(self._rlock._is_owned())  # type: ignore[attr-defined]
+
+
+class Flag:
+    """``threading.Event`` that a signal handler may set, or raise in, at any time: that one would
+    wait for itself, or stay locked."""
+
+    def __init__(self) -> None:
+        self._state = State()
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        with self._state:
+            self._is_set = True
+            self._state.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, ``timeout`` seconds at most; whether it is."""
+        with self._state:
+            return self._state.wait_for(self.is_set, timeout)

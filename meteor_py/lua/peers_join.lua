@@ -26,6 +26,7 @@ write_member(id, {index = int(index), session = sid, persistent = persistent, al
                   priority = priority, joined = joined, metadata = metadata})
 renew(id)
 call('ZADD', CANDIDATES, int(-priority * 1e12 + index), id)
+call('ZREM', LEAVING, id)
 call('ZREM', EXPIRATIONS, id)
 call('ZREM', ORPHANS, id)
 call('ZREM', P .. 'removed', id)

@@ -1,8 +1,9 @@
 #!lua flags=allow-oom
--- Change the metadata of a member, or lay down its office and put it at the back of the queue.
+-- Change the metadata of a member, or lay down its office and put it at the back of the queue, or
+-- have it chosen for nothing new, since it leaves when it has ended what it has begun.
 --
 -- KEYS  1 what the keys of the group begin with
--- ARGV  1 id  2 session  3 'metadata' or 'resign'  4 metadata, or the term that is laid down
+-- ARGV  1 id  2 session  3 'metadata', 'resign' or 'leave'  4 metadata, or the term that is laid down
 --       5 the highest term that the member knows of, if it resigns: the next is higher
 -- Returns {'OK', 1 if something was changed, else 0}, or {'NOGROUP'}  {'FENCED'}: it is not this
 --   session's
@@ -17,10 +18,18 @@ if ARGV[3] == 'metadata' then
   emit('updated', 'member', id, 'metadata', ARGV[4])
   return {'OK', 1}
 end
+if ARGV[3] == 'leave' then
+  call('ZADD', LEAVING, int(now), id)
+  call('ZREM', CANDIDATES, id)
+  unseat(id)
+  return {'OK', 1}
+end
 if leader ~= id or int(term) ~= ARGV[4] then return {'OK', 0} end
 m.index = int(call('HINCRBY', STATE, 'joins', 1))
 write_member(id, m)
-call('ZADD', CANDIDATES, int(-m.priority * 1e12 + m.index), id)
+if not call('ZSCORE', LEAVING, id) then
+  call('ZADD', CANDIDATES, int(-m.priority * 1e12 + m.index), id)
+end
 depose('resigned', 'index', m.index)
 term = max(term, tonumber(ARGV[5]))
 elect(id)

@@ -73,11 +73,13 @@ NOTHING = Look("", 0, "", 0, "", "", {})
 #: lost. What leaders wrote, who was removed, and dead letters outlive that.
 PARTS = (
     *("config", "state", "members", "polls", "orphans", "limits", "pending", "agenda"),
-    *("deadlines", "graced", "expirations", "candidates", "events"),
+    *("deadlines", "graced", "expirations", "candidates", "leaving", "events"),
 )
 
-#: Parts of a group of which there are many, each for a while.
-_PASSING = ("message", "replies", "poll", "votes", "inbox", "movable", "awaited")
+#: Parts of a group of which there are many: those of a member or handle, which go by its name, and
+#: those that are named at random.
+_OF_MEMBERS = ("inbox", "movable", "awaited", "replies")
+_PASSING = ("message", "poll", "votes")
 
 
 class Books:
@@ -103,6 +105,7 @@ class Books:
         try:
             way.call("SADD", keys.PEERS, self.name)
             flat = way.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
+            way.call("SADD", keys.PEERS, self.name)  # in between it may have been deleted
         except OutOfMemory:
             flat = way.call("HGETALL", self.key("config"))
             if not flat:
@@ -124,16 +127,20 @@ class Books:
             )
         return _read_config(flat)
 
-    def passing(self) -> list[bytes]:
-        """The keys of messages and votes: most would expire by themselves, or go with a member."""
-        parts = tuple(self.key(f"{part}:").encode() for part in _PASSING)
+    def passing(self) -> tuple[list[bytes], list[bytes]]:
+        """The keys that members and handles have, and those of messages and votes. Most would
+        expire by themselves, or go with a member."""
         found: set[bytes] = set()
         cursor = b"0"
         while True:
             cursor, page = self.client.call("SCAN", cursor, "MATCH", self.key("*"), "COUNT", 1000)
-            found.update(key for key in page if key.startswith(parts))
+            found.update(page)
             if cursor == b"0":
-                return list(found)
+                return self._among(found, _OF_MEMBERS), self._among(found, _PASSING)
+
+    def _among(self, found: set[bytes], parts: tuple[str, ...]) -> list[bytes]:
+        begin = tuple(self.key(f"{part}:").encode() for part in parts)
+        return [key for key in found if key.startswith(begin)]
 
     def run(self, script: Script, args: Sequence[Any], link: Link | None = None) -> list[Any]:
         """Run a script that may be repeated, and return its answer.

@@ -204,7 +204,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
             if membership.begin_to_go("stay" if membership.persistent else "")
         ]
         patience = now() + self.books.client.timeout_s
-        is_away = False
+        is_away = not all(membership.announce() for membership in going) and now() > patience
         for membership in sorted(going, key=attrgetter("busy")):
             if is_away:
                 membership.lose("left")  # it is missed in time
@@ -378,11 +378,15 @@ class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
     def _mail_of(self) -> tuple[Mail, None]:
         return self.mail, None
 
-    def _check_open(self) -> None:
+    def check_owned(self) -> None:
+        """Raise in a forked child."""
         if self._pid != os.getpid():
             raise MeteorError(
                 f"This handle of group {self.name!r} belongs to the parent process; open another "
                 "here with client.group()."
             )
+
+    def _check_open(self) -> None:
+        self.check_owned()
         if self._closed:
             raise MeteorError(f"This handle of group {self.name!r} is closed; open another.")

@@ -108,6 +108,7 @@ class Heart:
 
     def _beat(self) -> None:
         group = self._group
+        self._overdue_at = math.inf  # as long as the server does not say otherwise
         memberships, ends = group.memberships(), self._belief_ends()
         for membership in memberships:
             # Who waits for an answer must notice in time that it cannot believe any more.

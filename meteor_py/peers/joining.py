@@ -103,15 +103,15 @@ class Joining:
         try:
             if not self._begin_membership(membership, how, data):
                 return False
+            self._check_open()
+            self.catch_up()
         except MeteorError:
             raise
         except BaseException:  # Ctrl-C, or a SIGTERM: nobody would have it
-            self.forget(membership)
+            membership.lose("interrupted")
             with suppress(MeteorError):
                 membership.withdraw()
             raise
-        self._check_open()
-        self.catch_up()
         return True
 
     def _begin_membership(self, membership: Membership, how: str, data: bytes) -> bool:

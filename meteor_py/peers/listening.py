@@ -175,10 +175,8 @@ class Listening:
         raise NotImplementedError  # pragma: no cover
 
 
-class _Queue(queue.Queue["Event | None"]):
-    """The events of one who watches; hashable, to be kept by a weak reference."""
-
-    __hash__ = object.__hash__
+class _Queue(queue.SimpleQueue["Event | None"]):
+    """The events of one who watches. A signal handler may put one, too: its lock is of C."""
 
     #: Too many events wait in it: it gets no more.
     behind = False

@@ -68,8 +68,8 @@ class _Pending:
     timeout: float
     future: Future[Any] = field(default_factory=Future)
     receivers: list[str] = field(default_factory=list)
-    #: Whether it is known to be stored: it will not be sent again.
-    stored: bool = False
+    #: Whether it is known to be stored by the only try: of it nothing can arrive any more.
+    stored_once: bool = False
 
 
 class Mail:
@@ -105,7 +105,9 @@ class Mail:
         include_dead: bool,
     ) -> Future[Any]:
         """Store a message, and wait for its answer in the background."""
-        self.group._check_open()
+        self.group.check_owned()
+        if self._ended:  # it ends later than the group: handlers that closing waits for may send
+            self.group._check_open()
         kind, data = self.codec.encode(body)
         check_size(data)
         message = _Pending(secrets.token_hex(12), verb, to, timeout)
@@ -117,13 +119,13 @@ class Mail:
             if verb != "tell":
                 self._await(message, deadline)
             message.receivers = self._store(message, sender, queue, args, deadline)
-            message.stored = True
         except MeteorError as error:
             self._finish(message.id)
             _end(message.future, error)
         else:
-            if verb == "tell":
+            if message.stored_once and message.id not in self._pending:  # told, or answered by now
                 self._over.append(message.id)
+            if verb == "tell":
                 message.future.set_result(message.id)
         return message.future
 
@@ -176,6 +178,7 @@ class Mail:
             else:
                 code = answer[0]
                 if code == b"OK":
+                    message.stored_once = failures == 0
                     return [member.decode() for member in answer[1:]]
                 if code != b"STALE":
                     raise self._refusal(code, answer, args[2])
@@ -319,7 +322,7 @@ class Mail:
         pending = self._finish(message)
         if pending is None:
             return
-        if pending.stored:
+        if pending.stored_once:
             self._over.append(message)
         self._conclude(pending, read_replies(fields, self.group.name, self.codec))
 

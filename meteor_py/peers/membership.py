@@ -27,7 +27,7 @@ from meteor_py.peers.term import Term
 from meteor_py.peers.voter import Voter, Voting
 from meteor_py.peers.work import Work
 from meteor_py.scripts import PEERS_JOIN, PEERS_LEAVE, PEERS_UPDATE
-from meteor_py.state import State
+from meteor_py.state import Flag, State
 
 if TYPE_CHECKING:
     from meteor_py.link import Link
@@ -61,7 +61,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         #: Until then the server keeps it, even if it is not heard of, by ``lease.now()``.
         self.valid_until = 0.0
         #: Set when it is not a member any more, and will not be by itself.
-        self.lost = threading.Event()
+        self.lost = Flag()
         #: Why.
         self.reason: str | None = None
         #: Its place in the order of joining when it joined.
@@ -81,7 +81,9 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         self._handing_over = 0
         #: Whether it leaves: it takes on nothing new, and is a member until the server knows.
         self._leaving = False
-        self._how = ""
+        self._how = "stay" if persistent else ""
+        #: Whether the server knows that.
+        self._announced = False
         #: The term that it had when it began to leave.
         self._office: int | None = None
         self._pid = os.getpid()
@@ -274,9 +276,22 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         self.end_inbox()
         return True
 
+    def announce(self) -> bool:
+        """If it has to end something first, have the server choose it for nothing new: messages
+        for anybody or all, votes, office. Whether the server answered, if it was asked."""
+        if self._announced or not self.busy:
+            return True
+        try:
+            self.group.books.run(PEERS_UPDATE, [self.id, self.session, "leave", ""])
+            self._announced = True
+        except MeteorError as error:
+            _log.warning("%r could not say that it will leave: %s", self, error)
+        return self._announced
+
     def finish_going(self, deadline: float) -> bool:
         """When what is at work here has ended, or at that time by ``now()``, tell the server;
         whether that knows it then. Until then this is a member, and is heard of."""
+        self.announce()
         self._await_works(deadline)
         try:
             if self._office is not None and self.handles:
@@ -284,7 +299,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
             self.join_inbox(max(deadline - now(), 0.0))
             self.withdraw()
             told = True
-        except (ConnectionFailed, PeerError) as error:
+        except MeteorError as error:
             _log.warning("%r could not say that it leaves: %s", self, error)
             told = False
         self.lose("left")  # not if it was interrupted: then the group tells the server at its end

@@ -31,10 +31,16 @@ def forget(group: PeerGroup) -> None:
 
 
 def close_groups(client: Client) -> None:
-    """Close the group handles of a client."""
+    """Close the group handles of a client, all of them; raise the first error."""
+    errors: list[MeteorError] = []
     for group in list(_open_groups):
         if group.books.client is client:
-            group.close()
+            try:
+                group.close()
+            except MeteorError as error:
+                errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _close_all() -> None:

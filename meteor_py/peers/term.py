@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from meteor_py.errors import StaleTerm
 from meteor_py.lease import now
 from meteor_py.peers.member import Member
 from meteor_py.scripts import PEERS_GUARD
+from meteor_py.state import Flag
 
 if TYPE_CHECKING:
     from meteor_py.peers.membership import Membership
@@ -30,7 +30,7 @@ class Term:
         #: Higher than that of every term before it: the number to fence writes with.
         self.number = number
         #: Set as soon as this process knows that it is not the leader any more.
-        self.lost = threading.Event()
+        self.lost = Flag()
         self._membership = membership
 
     @property

@@ -8,7 +8,7 @@ local call, format, match, max, min = redis.call, string.format, string.match, m
 local P = KEYS[1]
 local STATE, MEMBERS = P .. 'state', P .. 'members'
 local DEADLINES, EXPIRATIONS = P .. 'deadlines', P .. 'expirations'
-local CANDIDATES, EVENTS = P .. 'candidates', P .. 'events'
+local CANDIDATES, LEAVING, EVENTS = P .. 'candidates', P .. 'leaving', P .. 'events'
 local POLLS, LIMITS = P .. 'polls', P .. 'limits'
 local PENDING, AGENDA, GRACED = P .. 'pending', P .. 'agenda', P .. 'graced'
 local ORPHANS = P .. 'orphans'
@@ -91,8 +91,19 @@ local function renew(id)
   call('ZREM', GRACED, id)
 end
 -- Of many who are overdue at once some may still be there: those do not count.
-local function alive(most)
+local function beating(most)
   return call('ZRANGEBYSCORE', DEADLINES, int(now), '+inf', 'LIMIT', 0, int(most or -1))
+end
+-- Who can be chosen for something: not who ends what it has begun, and leaves.
+local function alive(most)
+  local leaving = call('ZCARD', LEAVING)
+  local all = beating(most and most + leaving)
+  if leaving == 0 then return all end
+  local here = {}
+  for _, id in ipairs(all) do
+    if not call('ZSCORE', LEAVING, id) then here[#here + 1] = id end
+  end
+  return here
 end
 local function late(id)
   local deadline = call('ZSCORE', DEADLINES, id)
@@ -218,12 +229,16 @@ end
 local budget = 500
 local function others_than(owner)
   local others = {all = {}, roomy = {}, size = {}}
-  for _, other in ipairs(alive()) do
-    if other ~= owner then
-      others.all[#others.all + 1] = other
-      others.roomy[#others.roomy + 1] = other
+  local function add(ids)
+    for _, other in ipairs(ids) do
+      if other ~= owner then
+        others.all[#others.all + 1] = other
+        others.roomy[#others.roomy + 1] = other
+      end
     end
   end
+  add(alive())
+  if #others.all == 0 then add(beating()) end  -- rather to one who leaves: it may come back
   return others
 end
 local function take(key)
@@ -342,6 +357,7 @@ local function drop(id, reason, stays)
   local m = read_member(id)
   call('ZREM', DEADLINES, id)
   call('ZREM', CANDIDATES, id)
+  call('ZREM', LEAVING, id)
   call('ZREM', EXPIRATIONS, id)
   call('ZREM', GRACED, id)
   if not m then  -- a part of the group was deleted
