@@ -5,6 +5,7 @@ docs/peers-words.md has the tables; the tests are in the order of the documents.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,16 @@ from typing import Any
 
 import pytest
 
+from meteor_py import Client, Member, Membership, Outcome, PeerCodec, Proposal
 from meteor_py.errors import HandlerFailed, MemberLeft, NoLeader
-from meteor_py.peers.aliases import Delivery, DistributedGroup, Execution, GroupMember, GroupTerm
+from meteor_py.peers.aliases import (
+    Delivery,
+    DistributedGroup,
+    Execution,
+    GroupMember,
+    GroupTerm,
+    LocalMember,
+)
 from meteor_py.peers.group import PeerGroup
 from meteor_py.peers.message import Message
 from tests.mailing import Gate, Post, Record, failure, result
@@ -42,6 +51,37 @@ def test_every_call_in_the_tables_is_named_here_where_it_is_exercised() -> None:
     snakes = {word: re.sub("(?<=[a-z])(?=[A-Z])", "_", word).lower() for word in words}
     missing = [w for w in words if not re.search(rf"\b({w}|{snakes[w]})\b", text)]
     assert not missing
+
+
+def test_our_calls_in_the_tables_exist() -> None:
+    tables = (Path(__file__).parents[1] / "docs" / "peers-words.md").read_text()
+    rows = [row.strip("|").split(" | ") for row in tables.splitlines() if row.startswith("| ")]
+    calls = {call for row in rows for cell in row[1:] for call in re.findall(r"`(.*?)`", cell)}
+    owners = {
+        "m": [Client],
+        "group": [PeerGroup, DistributedGroup],
+        "me": [Membership],
+        "local": [LocalMember],
+        "member": [Member, GroupMember],
+        "message": [Message],
+        "proposal": [Proposal],
+        "outcome": [Outcome],
+        "codec": [PeerCodec],
+    }
+    named = [(owner, name) for call in calls for owner, name in re.findall(r"\b(\w+)\.(\w+)", call)]
+    ours = [(owner, name) for owner, name in named if owner in owners]
+    assert len(ours) > 40
+    assert not [
+        (owner, name)
+        for owner, name in ours
+        if not any(name in known_names(one) for one in owners[owner])
+    ]
+
+
+def known_names(kind: type) -> set[str]:
+    """What a class has, and what its objects get."""
+    given = set(re.findall(r"self\.(\w+)", inspect.getsource(kind)))
+    return {*dir(kind), *given, *getattr(kind, "__annotations__", {})}
 
 
 # Atomix
@@ -332,7 +372,7 @@ def test_riaps_votes(post: Post, limit: int, passed: bool) -> None:
         future = me.propose({"limit": limit}, kind=kind, timeout=20, require_leader=True)
         outcome = result(future)  # requestVote, requestVote_pyobj
         assert (outcome.passed, outcome.topic) == (passed, {"limit": limit})
-        assert len(outcome.poll) > 0  # rfcId
+        assert len(outcome.poll) > 0  # rfvId
     eventually(lambda: [outcome.passed for outcome in seen] == [passed, passed])
 
 
