@@ -10,7 +10,8 @@ asked for a version again finishes the plan there is, or learns that it is done.
     committer   commit(stream, "q", 17, [those])
 
 What is not committed expires. A version never goes back: one below the last is refused, as nobody
-can tell whether its records are the same that were written under that number.
+can tell whether its records are the same that were written under that number. The last one is known
+by its number of records: with another number, it is not the same.
 """
 
 from __future__ import annotations
@@ -57,6 +58,21 @@ class VersionPassed(PublishError):
         self.writer = writer
         self.version = version
         self.known = known
+
+
+class VersionDiffers(PublishError):
+    """The stream has this version with ``known`` records, not ``records``; nothing was added."""
+
+    def __init__(self, stream: str, writer: str, version: int, known: int, records: int) -> None:
+        super().__init__(
+            f"Version {version} of the writer {writer} was not written to stream {stream!r}, which "
+            f"has it with {known} records, not {records}.",
+            stream=stream,
+        )
+        self.writer = writer
+        self.version = version
+        self.known = known
+        self.records = records
 
 
 class Staged(NamedTuple):
@@ -126,6 +142,7 @@ def commit(
     stages: Sequence[Staged],
     *,
     begun: bool = False,
+    records: int | None = None,
     replicas: int = 0,
 ) -> bool:
     """Put the frames of stages into the log, in order, if that was not done for this version.
@@ -133,6 +150,7 @@ def commit(
     Args:
         begun: The stages are not all there is to write, as a worker found that it was done: so it
             has to be, or to be finished by the plan there is.
+        records: How many this version has, to compare with what was written; None: do not.
         replicas: How many must have it all.
 
     Returns:
@@ -140,6 +158,7 @@ def commit(
 
     Raises:
         VersionPassed: A later version was committed.
+        VersionDiffers: This one was, now or before, with another number of records.
         PublishError: Staged frames are gone, or that it was ``begun`` is.
         NotReplicated: It is in the log, and not on so many replicas in time.
         StreamFull: The stream waits for its archiver.
@@ -153,6 +172,7 @@ def commit(
         answer = _plan(stream, writer, version, mine, begun, replicas)
         match answer[0]:
             case b"DONE":
+                known = int(answer[1])
                 break
             case b"PASSED":
                 discard(stream, writer, names)
@@ -174,28 +194,49 @@ def commit(
             case _:
                 raise refusals.gone(stream.name, answer[0])
     discard(stream, writer, names)  # of another try; ours are empty
+    if records is not None and known not in (records, _UNCOUNTED):
+        raise VersionDiffers(stream.name, writer, version, known, records)
     return moved
 
 
-def is_done(stream: Stream, writer: str, version: int) -> bool:
+def is_done(stream: Stream, writer: str, version: int, records: int | None = None) -> bool:
     """Whether a version is in the log; False also if nobody knows yet.
+
+    Args:
+        records: How many it has, to compare with what was written; None: do not.
 
     Raises:
         VersionPassed: A later version is, or has begun to be.
+        VersionDiffers: It is, with another number of records.
     """
-    known, whole = _last(stream, writer)
-    if known > version:
-        raise VersionPassed(stream.name, writer, version, known)
-    return known == version and whole
+    last = _last(stream, writer)
+    if last.version > version:
+        raise VersionPassed(stream.name, writer, version, last.version)
+    if last.version < version or not last.whole:
+        return False
+    if records is not None and last.records not in (records, _UNCOUNTED):
+        raise VersionDiffers(stream.name, writer, version, last.records, records)
+    return True
 
 
-def _last(stream: Stream, writer: str) -> tuple[int, bool]:
+class _Last(NamedTuple):
     """The last version that was begun, -1 if none was, and whether it is in the log."""
+
+    version: int
+    whole: bool
+    records: int
+
+
+#: The records of a version that was written by a release that did not count them.
+_UNCOUNTED = -1
+
+
+def _last(stream: Stream, writer: str) -> _Last:
     found = stream.client.call("HGET", keys.fences(stream.name), writer)
     if found is None:
-        return -1, False
-    known, done, total = map(int, found.split(b":"))
-    return known, done == total
+        return _Last(-1, False, _UNCOUNTED)
+    version, done, total, *records = map(int, found.split(b":"))
+    return _Last(version, done == total, records[0] if records else _UNCOUNTED)
 
 
 def discard(stream: Stream, writer: str, names: Iterable[str]) -> None:
@@ -224,7 +265,7 @@ def _plan(
     script_keys += [keys.stage(name, stage.name) for stage in stages]
     per_frame = 4 if stream.config.group_by is None else 5
     args: list[Any] = [stream.incarnation, writer, version, PLANNED_S * 1000, per_frame]
-    args.append(0 if begun else 1)
+    args += [0 if begun else 1, sum(stage.records for stage in stages)]
     for stage in stages:
         args += [stage.name, stage.frames]
 
@@ -258,7 +299,7 @@ def _carry_out(stream: Stream, writer: str, version: int, done: int, total: int)
     while done < total:
         found = next(((name, at, size) for name, at, size in spans if at <= done < at + size), None)
         if found is None:
-            if _last(stream, writer) >= (version, True):
+            if _last(stream, writer)[:2] >= (version, True):
                 return  # it was done by another, who has deleted the plan
             stream.end()  # raises if it was deleted, too
             raise _lost(stream, writer, _stuck(writer, version, done, total))

@@ -7,25 +7,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import col
 from pyspark.sql.streaming.query import StreamingQuery
-from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 import meteor_py as meteor
-from meteor_py import keys, transaction
-from pyspark_meteor import writers
-from pyspark_meteor.server import ServerOptions
-from pyspark_meteor.sink_options import SinkOptions, parse_sink
-from pyspark_meteor.writing import publish_all, stage_all
+from meteor_py import keys
 from tests.spark import END_S, batches, failure, stream_of
 from tests.staging import contents, lasting, numbers
-from tests.waiting import eventually
-
-MIB = 1024 * 1024
 
 
 @pytest.fixture
@@ -131,7 +122,7 @@ def test_a_commit_that_fails_half_way_is_finished_by_the_restarted_query(
     frame = stream_of(spark, url, stream="source").select("value")
     assert "used up its offsets" in failure(begin(frame, url, tmp_path, stream="s"))
     (fence,) = m.call("HVALS", keys.fences("s"))
-    assert fence == b"0:4:10"
+    assert fence == b"0:4:10:1000"
     m.redis.delete(keys.log("s"))
     m.redis.hset(keys.meta("s"), mapping={"next": 0, "capacity": 100_000})
     copy(spark, url, tmp_path)
@@ -289,186 +280,3 @@ def test_a_query_with_a_wrong_option_is_refused_by_its_name(
         with pytest.raises(PySparkException, match=words):
             begin(frame, url, tmp_path, stream="s", **{name: value}).awaitTermination(END_S)
     assert m.redis.keys("*{s}*") == []
-
-
-# Attempts of one task
-
-
-class Task:
-    """What a task knows of itself: the same for each of its attempts, after a restart even."""
-
-    def __init__(self, batch: int) -> None:
-        self._known = {"sql.streaming.queryId": "q", "streaming.sql.batchId": str(batch)}
-
-    def getLocalProperty(self, name: str) -> str | None:
-        return self._known.get(name)
-
-    def partitionId(self) -> int:
-        return 0
-
-    def taskAttemptId(self) -> int:
-        return 0
-
-    def get(self) -> Task:
-        return self
-
-
-@pytest.fixture
-def options(url: str, m: meteor.Client, monkeypatch: pytest.MonkeyPatch) -> SinkOptions:
-    """Those of a task that is in this process; the column says where to."""
-    schema = StructType([StructField("value", BinaryType()), StructField("stream", StringType())])
-    options = parse_sink({"url": url}, schema, streaming=True)
-    monkeypatch.setattr(type(options.server), "connect", lambda _: m)
-    return options
-
-
-def some(stream: str, size: int = 1) -> pa.RecordBatch:
-    """Two rows of so many bytes."""
-    return pa.RecordBatch.from_pydict({"value": [b"x" * size] * 2, "stream": [stream] * 2})
-
-
-def test_a_task_that_fails_leaves_nothing_of_what_it_has_staged(
-    options: SinkOptions, m: meteor.Client
-) -> None:
-    def rows() -> Iterator[pa.RecordBatch]:
-        for stream in ("a", "b"):
-            yield some(stream, MIB)
-            assert len(m.redis.keys(f"*{{{stream}}}*stage*")) == 1, "it is sent by now"
-        raise RuntimeError("no luck")
-
-    with pytest.raises(RuntimeError, match="no luck"):
-        stage_all(options, rows(), "q.0.0.x")
-    assert m.redis.keys("*stage*") == []
-
-
-def test_a_task_that_fails_says_why_though_it_cannot_clean_up(
-    options: SinkOptions, m: meteor.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise meteor.ConnectionFailed("gone")
-
-    def rows() -> Iterator[pa.RecordBatch]:
-        yield some("a")
-        monkeypatch.setattr(m, "call", refuse)
-        raise RuntimeError("no luck")
-
-    with pytest.raises(RuntimeError, match="no luck"):
-        stage_all(options, rows(), "q.0.0.x")
-
-
-def test_a_task_that_cannot_publish_to_one_stream_fails_when_the_others_have_their_rows(
-    options: SinkOptions, m: meteor.Client
-) -> None:
-    def rows() -> Iterator[pa.RecordBatch]:
-        yield some("a")
-        eventually(lambda: m.stream("a").end().offset == 2, 10, "it is not published at once")
-        m.stream("a").delete()
-        yield some("a")
-        yield some("b")
-
-    with pytest.raises(meteor.MeteorError, match="'a'"):
-        publish_all(options, rows())
-    assert contents(m.stream("b", create=False)) == "x x"
-
-
-def test_a_task_that_fails_while_it_publishes_says_why_and_not_what_came_of_it(
-    options: SinkOptions, m: meteor.Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    def rows() -> Iterator[pa.RecordBatch]:
-        yield some("b")
-        yield some("a")
-        eventually(lambda: m.stream("a").end().offset == 2, 10, "it is not published at once")
-        m.stream("a").delete()
-        yield some("a")
-        raise RuntimeError("no luck")
-
-    with pytest.raises(RuntimeError, match="no luck"):
-        publish_all(options, rows())
-    assert "When a task of a query ended" in caplog.text
-    assert contents(m.stream("b", create=False)) == "x x"
-
-
-class Sink:
-    """A query's sink, in this process."""
-
-    def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch, **options: str) -> None:
-        schema = StructType([StructField("value", BinaryType())])
-        given = {"url": url, "stream": "s"} | options
-        self.writer = writers.StreamWriter(parse_sink(given, schema, streaming=True))
-        self._monkeypatch = monkeypatch
-
-    def attempt(self, value: str, batch: int = 0) -> writers.Written:
-        """One attempt of the only task of a batch, which writes two rows."""
-        self._monkeypatch.setattr(writers, "TaskContext", Task(batch))
-        arrow = pa.RecordBatch.from_pydict({"value": [value.encode()] * 2})
-        written = self.writer.write(iter([arrow]))
-        assert isinstance(written, writers.Written)
-        return written
-
-
-@pytest.fixture
-def sink(
-    url: str, m: meteor.Client, target: meteor.Stream, monkeypatch: pytest.MonkeyPatch
-) -> Sink:
-    monkeypatch.setattr(ServerOptions, "connect", lambda _: m)
-    return Sink(url, monkeypatch)
-
-
-def test_of_the_attempts_of_a_task_only_the_one_that_the_engine_counts_is_written(
-    m: meteor.Client, target: meteor.Stream, sink: Sink
-) -> None:
-    lost, counted, late = map(sink.attempt, ("lost", "counted", "late"))
-    assert len({each.stages["s"].name for each in (lost, counted, late)}) == 3
-    sink.writer.commit([counted, None], 0)
-    sink.writer.commit([late], 0)
-    sink.writer.abort([lost, None], 0)
-    assert contents(target) == "counted counted"
-    assert m.redis.keys("*stage*") == []
-    again = sink.attempt("again")
-    assert (again.stages, again.done) == ({}, True)  # nothing is staged for a batch that is done
-    sink.writer.commit([again], 0)
-    sink.writer.commit([sink.attempt("next", 1)], 1)
-    assert contents(target) == "counted counted next next"
-
-
-def test_a_batch_that_was_done_and_is_lost_by_a_fail_over_fails_and_is_written_when_asked_again(
-    m: meteor.Client, target: meteor.Stream, sink: Sink
-) -> None:
-    sink.writer.commit([sink.attempt("x")], 0)
-    done = sink.attempt("x")
-    m.redis.delete(keys.fences("s"))  # the replica that is promoted now has not had it yet
-    with pytest.raises(meteor.PublishError, match="the server has lost it"):
-        sink.writer.commit([done], 0)
-    m.redis.delete(keys.log("s"))
-    m.redis.hset(keys.meta("s"), "next", 0)
-    sink.writer.commit([sink.attempt("x")], 0)
-    assert contents(target) == "x x"
-
-
-def test_a_batch_older_than_the_last_is_refused_with_what_to_do_and_leaves_nothing(
-    m: meteor.Client, target: meteor.Stream, sink: Sink
-) -> None:
-    early = sink.attempt("early", 4)
-    sink.writer.commit([sink.attempt("x", 5)], 5)
-    words = r"^Batch 4 of query q was not written: stream 's' has its batch 5 already"
-    with pytest.raises(meteor.PublishError, match=words):
-        sink.attempt("again", 4)
-    with pytest.raises(meteor.PublishError, match=words):
-        sink.writer.commit([early], 4)
-    assert contents(target) == "x x"
-    assert m.redis.keys("*stage*") == []
-
-
-def test_a_commit_that_replicas_do_not_confirm_fails_and_is_done_when_asked_again(
-    url: str,
-    target: meteor.Stream,
-    sink: Sink,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(transaction, "_REPLICAS_S", 0.05)
-    careful = Sink(url, monkeypatch, commitDurability="1")
-    with pytest.raises(meteor.NotReplicated, match="0 of 1 replicas") as caught:
-        careful.writer.commit([careful.attempt("x")], 0)
-    assert caught.value.offset == 1
-    sink.writer.commit([sink.attempt("y")], 0)
-    assert contents(target) == "x x", "it was in the log"

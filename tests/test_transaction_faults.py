@@ -96,7 +96,7 @@ def test_a_server_that_is_out_of_memory_moves_nothing_that_is_not_counted(
                 commit(stream, "w", 1, [a])
         with pytest.raises(meteor.OutOfMemory):
             stage(stream, "b", "x")
-        assert fence(stream) == b"1:1:3"
+        assert fence(stream) == b"1:1:3:4"
         assert contents(stream) == numbers(2)
         plain.config_set("maxmemory", 0)
         assert commit(stream, "w", 1, [a])

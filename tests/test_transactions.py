@@ -12,7 +12,15 @@ import pytest
 import meteor_py as meteor
 from meteor_py import keys, transaction
 from meteor_py.frame import Columns
-from meteor_py.transaction import Stage, VersionPassed, commit, discard, forget, is_done
+from meteor_py.transaction import (
+    Stage,
+    VersionDiffers,
+    VersionPassed,
+    commit,
+    discard,
+    forget,
+    is_done,
+)
 from tests.reading import entries, frame_name
 from tests.staging import begin, contents, fence, in_threads, lasting, numbers, stage
 
@@ -67,6 +75,35 @@ def test_an_older_version_is_refused_and_its_stages_are_dropped(stream: meteor.S
     assert not is_done(stream, "w", 6)
     assert contents(stream) == numbers(2)
     assert stream.client.redis.keys("*stage*") == []
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_a_version_that_was_begun_with_another_number_of_records_is_finished_and_refused(
+    stream: meteor.Stream, frame_by_frame: None, moves: int
+) -> None:
+    begin(stream, 1, stage(stream, "a", "0 1", "2"), moves=moves)
+    with pytest.raises(VersionDiffers, match="has it with 3 records, not 2") as caught:
+        commit(stream, "w", 1, [stage(stream, "b", "x y")], records=2)
+    assert (caught.value.known, caught.value.records) == (3, 2)
+    assert contents(stream) == numbers(3)
+    assert stream.client.redis.keys("*stage*") == []
+    with pytest.raises(VersionDiffers):
+        is_done(stream, "w", 1, 2)
+    assert is_done(stream, "w", 1, 3)
+    assert not commit(stream, "w", 1, [stage(stream, "c", "x y z")], records=3)
+    assert commit(stream, "w", 2, [stage(stream, "d", "3 4")], records=2)
+    assert contents(stream) == numbers(5)
+
+
+def test_a_fence_of_a_release_that_did_not_count_records_is_finished_and_not_compared(
+    stream: meteor.Stream, frame_by_frame: None
+) -> None:
+    begin(stream, 1, stage(stream, "a", "0 1", "2"), moves=1)
+    stream.client.redis.hset(keys.fences("s"), "w", "1:1:2")
+    assert commit(stream, "w", 1, [stage(stream, "b", "x")], records=1)
+    assert fence(stream) == b"1:2:2"
+    assert is_done(stream, "w", 1, 99)
+    assert contents(stream) == numbers(3)
 
 
 def test_what_was_begun_is_finished_or_done_and_else_the_loss_is_named(
@@ -144,7 +181,7 @@ def test_an_unfinished_earlier_version_is_finished_first(
     begin(stream, 1, stage(stream, "a", "0", "1"), moves=moves)
     assert commit(stream, "w", 2, [stage(stream, "b", "2", "3")])
     assert contents(stream) == numbers(4)
-    assert fence(stream) == b"2:2:2"
+    assert fence(stream) == b"2:2:2:2"
 
 
 def test_committers_of_the_same_versions_at_once_write_each_once(
@@ -242,7 +279,7 @@ def test_a_plan_whose_frames_are_gone_is_told_of_and_nothing_is_half_counted(
     for version in (1, 2):  # a later one may not pass it by
         with pytest.raises(meteor.PublishError, match=f"{moves} of 3 frames are in the log"):
             commit(stream, "w", version, [stage(stream, "b", "x")])
-    assert fence(stream) == b"1:%d:3" % moves
+    assert fence(stream) == b"1:%d:3:5" % moves
     assert contents(stream) == numbers(2 * moves)
     forget(stream, "w")  # as the message says
     commit(stream, "w", 1, [stage(stream, "c", "new")])
@@ -278,7 +315,7 @@ def test_a_stream_at_its_last_offset_says_so(stream: meteor.Stream) -> None:
     stream.client.redis.hset(keys.meta("s"), "next", meteor.config.OFFSET_MAX - 1)
     with pytest.raises(meteor.ServerRefused, match="offsets"):
         commit(stream, "w", 1, [stage(stream, "a", "0 1 2")])
-    assert fence(stream) == b"1:0:1"
+    assert fence(stream) == b"1:0:1:3"
 
 
 # The ring, the store, the settings

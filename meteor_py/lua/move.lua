@@ -17,8 +17,9 @@ local m = redis.call('HMGET', KEYS[2], 'incarnation', 'history', 'next', 'append
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
 if m[2] ~= ARGV[2] and ARGV[2] ~= '' then return {'HISTORY', m[2]} end
 local format = string.format
-local version, done, total = string.match(
-  redis.call('HGET', KEYS[3], ARGV[3]) or '', '^(%d+):(%d+):(%d+)$')
+-- Behind the frames are the records, which older releases did not count.
+local version, done, total, records = string.match(
+  redis.call('HGET', KEYS[3], ARGV[3]) or '', '^(%d+):(%d+):(%d+)(.*)$')
 if version ~= ARGV[4] then return {'FENCED', tonumber(version or 0)} end
 if done ~= ARGV[5] then return {'AT', tonumber(done)} end
 done, total = tonumber(done), tonumber(total)
@@ -67,7 +68,7 @@ for frame = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
   end
   done, next_offset = done + 1, after
   redis.call('HSET', KEYS[2], 'next', format('%.0f', after), 'appended', now)
-  redis.call('HSET', KEYS[3], ARGV[3], format('%s:%.0f:%.0f', version, done, total))
+  redis.call('HSET', KEYS[3], ARGV[3], format('%s:%.0f:%.0f%s', version, done, total, records))
   redis.call('HDEL', KEYS[5], unpack(fields))
   bytes = bytes + #s[3] + 1024
   if bytes >= limit then break end

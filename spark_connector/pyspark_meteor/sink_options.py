@@ -19,7 +19,7 @@ from pyspark_meteor.server import SERVER_OPTIONS, ServerOptions
 
 _OWN = (*SERVER_OPTIONS, "stream", "path", "commitDurability")
 _BATCH = ("txnId", "txnVersion")
-_STREAMING = ("delivery",)
+_STREAMING = ("delivery", "failOnDataLoss")
 #: Spark puts its own among ours.
 _ASYNC = "asyncProgressTrackingEnabled"
 _OF_SPARK = ("checkpointLocation", "queryName", _ASYNC)
@@ -45,6 +45,8 @@ class SinkOptions:
     txn_version: int
     #: How many must have what was written before it counts as such.
     replicas: int
+    #: Whether a batch fails that was written under its number with other rows.
+    fail_on_data_loss: bool
 
 
 def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool) -> SinkOptions:
@@ -74,6 +76,7 @@ def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool)
         txn_id=options.text("txnId"),
         txn_version=_count(options, "txnVersion", 1, 2**53),
         replicas=_count(options, "commitDurability", 0, 1000),
+        fail_on_data_loss=options.flag("failOnDataLoss", True),
     )
 
 

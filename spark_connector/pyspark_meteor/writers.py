@@ -3,13 +3,16 @@
 A task may be run twice, at the same time even, and nobody tells the one that lost: so tasks only
 stage their rows, each try under a name of its own, and the driver commits those that the engine
 counts. A batch that was committed before the driver died is asked for again: the stream knows, and
-the tasks need not stage it. The commit checks that it still knows; after a fail-over it may not.
+the tasks need not stage it. They count it: with another number of rows it is another batch, of a
+checkpoint that was restored. The commit checks that, and that the stream still knows; after a
+fail-over it may not.
 The writer that commits a stream's batch is another object than the one that wrote, in another
 process: all it knows is in the messages.
 """
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,13 +26,24 @@ from pyspark.sql.datasource import (
 )
 
 from meteor_py.errors import PublishError, StreamNotFound
-from meteor_py.transaction import Staged, VersionPassed, commit, discard, forget, is_done
+from meteor_py.transaction import (
+    Staged,
+    VersionDiffers,
+    VersionPassed,
+    commit,
+    discard,
+    forget,
+    is_done,
+)
 from pyspark_meteor.writing import publish_all, stage_all
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from meteor_py import Stream
     from pyspark_meteor.sink_options import SinkOptions
+
+_log = logging.getLogger(__name__)
 
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
@@ -44,6 +58,8 @@ class Written(WriterCommitMessage):
     stages: dict[str, Staged] = field(default_factory=dict)
     #: It has staged nothing, as the stream had it all.
     done: bool = False
+    #: Rows that it has not staged then.
+    counted: int = 0
 
 
 class StreamWriter(DataSourceStreamArrowWriter):
@@ -67,7 +83,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
             )
         try:
             if found_done(self._options, query, int(batch)):
-                return Written(query, context.partitionId(), done=True)
+                return Written(query, context.partitionId(), done=True, counted=count(iterator))
         except VersionPassed as error:
             raise _passed(error) from None
         # The numbers of attempts begin anew with each driver: they make no name.
@@ -82,6 +98,8 @@ class StreamWriter(DataSourceStreamArrowWriter):
                 commit_all(self._options, messages, batchId)
             except VersionPassed as error:
                 raise _passed(error) from None
+            except VersionDiffers as error:
+                raise _differs(error) from None
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         """On the driver: what was staged is not wanted. What nobody tells of expires."""
@@ -99,7 +117,13 @@ class BatchWriter(DataSourceArrowWriter):
         """In a task: stage the rows, unless ``txnId`` was written."""
         context = TaskContext.get()
         assert context is not None, "in a task"
-        if self._options.txn_id is not None and self._is_done():
+        version = self._options.txn_version
+        try:
+            if self._options.txn_id and found_done(self._options, self._writer, version):
+                return Written(
+                    self._writer, context.partitionId(), done=True, counted=count(iterator)
+                )
+        except VersionPassed:
             return Written(self._writer, context.partitionId(), done=True)
         name = f"{self._writer}.{context.partitionId()}.{uuid.uuid4().hex}"
         stages = stage_all(self._options, iterator, name)
@@ -108,7 +132,7 @@ class BatchWriter(DataSourceArrowWriter):
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """On the driver: move what was staged into the streams, unless ``txnId`` was written."""
         version = self._options.txn_version
-        streams = commit_all(self._options, messages, version, skip_older=True)
+        streams = commit_all(self._options, messages, version, again=True)
         if self._options.txn_id is None:
             m = self._options.server.connect()
             for name in streams:
@@ -117,12 +141,6 @@ class BatchWriter(DataSourceArrowWriter):
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """On the driver: what was staged is not wanted."""
         discard_all(self._options, messages)
-
-    def _is_done(self) -> bool:
-        try:
-            return found_done(self._options, self._writer, self._options.txn_version)
-        except VersionPassed:
-            return True
 
 
 def found_done(options: SinkOptions, writer: str, version: int) -> bool:
@@ -136,49 +154,85 @@ def found_done(options: SinkOptions, writer: str, version: int) -> bool:
     return is_done(stream, writer, version)
 
 
+def count(batches: Iterator[pa.RecordBatch]) -> int:
+    """The rows of a task that need not be staged."""
+    return sum(batch.num_rows for batch in batches)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one stream gets."""
+
+    stream: Stream
+    stages: list[Staged]
+    records: int
+
+
 def commit_all(
     options: SinkOptions,
     messages: list[WriterCommitMessage | None],
     version: int,
     *,
-    skip_older: bool = False,
+    again: bool = False,
 ) -> list[str]:
     """Commit the stages of all tasks, for each stream in the order of the partitions.
 
     Each stream is written exactly once; one may have a batch before another has it.
 
     Args:
-        skip_older: A stream that has a later version has this one, too, or never will.
+        again: It may have been written before, with other rows even, and is not written then. Nor
+            is it to a stream that has a later version: that has this one, too, or never will.
 
     Returns:
         The streams.
 
     Raises:
         VersionPassed: A stream has a later version.
+        VersionDiffers: A stream has this one, with another number of rows.
     """
     written = sorted(
         (message for message in messages if isinstance(message, Written)),
         key=lambda message: message.partition,
     )
-    names = {name for message in written for name in message.stages}
+    writer = written[0].writer if written else ""
     some_done = any(message.done for message in written)
+    shares = _divide(options, written, some_done)
+    is_strict = options.fail_on_data_loss and not again
+    if len(shares) > 1 and not again:
+        for share in shares:  # raises before any of them is written
+            is_done(share.stream, writer, version, share.records if is_strict else None)
+    for share in shares:
+        try:
+            commit(
+                *(share.stream, writer, version, share.stages),
+                begun=some_done,
+                records=share.records,
+                replicas=options.replicas,
+            )
+        except VersionPassed:
+            if not again:
+                raise
+        except VersionDiffers as error:
+            if is_strict:
+                raise
+            hint = "Other rows need another txnVersion." if again else "failOnDataLoss is false."
+            _log.warning("%s %s", error, hint)
+    return [share.stream.name for share in shares]
+
+
+def _divide(options: SinkOptions, written: list[Written], some_done: bool) -> list[_Share]:
+    names = {name for message in written for name in message.stages}
     if some_done:
         assert options.stream is not None, "else no task asks"
         names.add(options.stream)
     m = options.server.connect()
-    streams = [m.stream(name, create=False) for name in sorted(names)]
-    writer = written[0].writer if written else ""
-    if len(streams) > 1 and not skip_older:
-        for stream in streams:  # raises before any of them is written
-            is_done(stream, writer, version)
-    for stream in streams:
-        stages = [each.stages[stream.name] for each in written if stream.name in each.stages]
-        try:
-            commit(stream, writer, version, stages, begun=some_done, replicas=options.replicas)
-        except VersionPassed:
-            if not skip_older:
-                raise
-    return sorted(names)
+    counted = sum(message.counted for message in written)
+    shares: list[_Share] = []
+    for name in sorted(names):
+        stages = [message.stages[name] for message in written if name in message.stages]
+        records = counted + sum(stage.records for stage in stages)
+        shares.append(_Share(m.stream(name, create=False), stages, records))
+    return shares
 
 
 def discard_all(options: SinkOptions, messages: list[WriterCommitMessage | None]) -> None:
@@ -193,12 +247,28 @@ def discard_all(options: SinkOptions, messages: list[WriterCommitMessage | None]
                     pass  # and with it its stages
 
 
+_ANOTHER = (
+    "give the query another checkpointLocation: it is a new one then, and writes what it reads "
+    "from startingOffsets on"
+)
+
+
 def _passed(error: VersionPassed) -> PublishError:
     return PublishError(
         f"Batch {error.version} of query {error.writer} was not written: stream {error.stream!r} "
         f"has its batch {error.known} already, and Spark repeats none but the last. Its checkpoint "
-        "was restored or copied, or an older driver of it is still running. Stop that one; or give "
-        "the query another checkpointLocation: it is a new one then, and writes what it reads from "
-        "startingOffsets on.",
+        "was restored or copied, or an older driver of it is still running. Stop that one; or "
+        f"{_ANOTHER}.",
+        stream=error.stream,
+    )
+
+
+def _differs(error: VersionDiffers) -> PublishError:
+    return PublishError(
+        f"Batch {error.version} of query {error.writer} was not written: stream {error.stream!r} "
+        f"has a batch {error.version} of it already, with {error.known} rows, and this one has "
+        f"{error.records}, so it is another one. Its checkpoint was restored or copied; or the "
+        "query is one that gives other rows each time, or rows that it reads are gone. Then say "
+        f"failOnDataLoss=false, by which the batch counts as written; else {_ANOTHER}.",
         stream=error.stream,
     )
