@@ -57,7 +57,7 @@ def test_our_calls_in_the_tables_exist() -> None:
     tables = (Path(__file__).parents[1] / "docs" / "peers-words.md").read_text()
     rows = [row.strip("|").split(" | ") for row in tables.splitlines() if row.startswith("| ")]
     calls = {call for row in rows for cell in row[1:] for call in re.findall(r"`(.*?)`", cell)}
-    owners = {
+    owners: dict[str, list[type]] = {
         "m": [Client],
         "group": [PeerGroup, DistributedGroup],
         "me": [Membership],
@@ -81,7 +81,7 @@ def test_our_calls_in_the_tables_exist() -> None:
 def known_names(kind: type) -> set[str]:
     """What a class has, and what its objects get."""
     given = set(re.findall(r"self\.(\w+)", inspect.getsource(kind)))
-    return {*dir(kind), *given, *getattr(kind, "__annotations__", {})}
+    return {*dir(kind), *given, *inspect.get_annotations(kind)}
 
 
 # Atomix
