@@ -20,7 +20,7 @@ from tests.grouping import GroupBench
 from tests.guarding import PAGE, connect, contents, fill
 from tests.guarding import guarded as guarded
 from tests.receiving import Handler, fails_for
-from tests.servers import Server
+from tests.servers import Replica, Server
 from tests.waiting import eventually
 
 
@@ -211,6 +211,17 @@ def test_a_writer_can_stage_commit_finish_and_discard(guarded: Server) -> None:
         forget(stream, "w")
     with connect(guarded, "subscriber") as m:
         assert sum(map(len, m.stream("orders", create=False).read())) == 20
+
+
+def test_a_writer_can_wait_for_replicas(guarded: Server) -> None:
+    with Replica(guarded) as replica, connect(guarded, "writer") as m:
+        replica.wait_in_sync()
+        stream = m.stream("orders", create=False)
+        staging = Stage(stream, "a")
+        staging.write(Columns([b"x"] * 10))
+        assert commit(stream, "w", 1, [staging.finish()], replicas=1)
+        with replica.client() as plain:
+            assert plain.hget("meteor:{orders}:fences", "w") == b"1:1:1:10"
 
 
 def test_a_writer_can_neither_read_nor_use_another_stream(guarded: Server) -> None:
