@@ -1,4 +1,4 @@
-"""Spark's engine as a streaming source sees it, without Spark.
+"""Spark's engine as a streaming source or a task of a sink sees it, without Spark.
 
 It does what the notes and the bytecode say that Spark's does: it asks for the initial offset again
 and again, plans twice, reads with a reader that was pickled before the run, confirms late, and
@@ -117,3 +117,23 @@ class Engine:
         rows = self.read()
         self.kept.done += 1
         return [offset for _, offset in rows]
+
+
+class Task:
+    """What a task knows of itself: the same for each of its attempts, after a restart even."""
+
+    def __init__(self, batch: int, partition: int = 0) -> None:
+        self._partition = partition
+        self._known = {"sql.streaming.queryId": "q", "streaming.sql.batchId": str(batch)}
+
+    def getLocalProperty(self, name: str) -> str | None:
+        return self._known.get(name)
+
+    def partitionId(self) -> int:
+        return self._partition
+
+    def taskAttemptId(self) -> int:
+        return 0
+
+    def get(self) -> Task:
+        return self

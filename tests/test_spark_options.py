@@ -10,7 +10,6 @@ import pickle
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from pyspark.sql.datasource import CaseInsensitiveDict
@@ -22,11 +21,9 @@ from pyspark_meteor import membership, planning
 from pyspark_meteor.options import Limits, Place, SourceOptions, parse_columns, parse_source
 from pyspark_meteor.ranges import Range, bounded, cut, ranges_between
 from pyspark_meteor.source import MeteorDataSource
-from tests.conftest import ServerFactory
-from tests.engine import Checkpoint, Engine, dumps, own_process
+from tests.engine import Checkpoint, Engine, own_process
 from tests.reading import fill
 
-SECRET = "geheim-4711"
 LIFE = "5f1d"
 
 
@@ -135,35 +132,6 @@ def test_options_that_are_wrong_are_refused_by_name(
     with pytest.raises(ValueError, match=words[0]) as caught:
         parse(given, streaming=streaming)
     assert not [word for word in words if word not in str(caught.value)]
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        f"redis://:{SECRET}@h",
-        f"redis://u:{SECRET}@h/0",
-        f"redis://h?password={SECRET}",
-        f"redis://:/{SECRET}@h",  # what is not escaped makes something else of it
-        f"redis://:#{SECRET}@h",
-        f"redis://u:?{SECRET}@h",
-        "redis://u:@h",
-    ],
-)
-def test_a_password_in_the_url_is_refused_without_showing_it(url: str) -> None:
-    with pytest.raises(ValueError, match="passwordEnv") as caught:
-        parse({"url": url})
-    assert SECRET not in str(caught.value)
-
-
-def test_a_url_that_cannot_be_read_is_not_shown() -> None:
-    with pytest.raises(ValueError, match="The url cannot be read; write redis://") as caught:
-        parse({"url": f"redis://u:[{SECRET}@h"})
-    assert SECRET not in str(caught.value)
-
-
-def test_an_embedded_server_needs_no_password() -> None:
-    with pytest.raises(ValueError, match="An embedded server has no password"):
-        parse({"url": "embedded:///tmp/x", "passwordEnv": "X"})
 
 
 def test_an_unknown_option_is_refused_when_the_schema_is_asked_for() -> None:
@@ -455,37 +423,6 @@ def test_a_hole_fails_the_query_or_is_skipped_and_logged(
     with Engine(kept, url=url, failOnDataLoss="false") as engine:
         assert engine.batch() == [*range(first, end)]
     assert f"{first - 10} records are lost, 10 to {first - 1} of stream 'orders'" in caplog.text
-
-
-def test_no_secret_is_in_what_is_pickled_or_shown(
-    private_server: ServerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = private_server()
-    with meteor.connect(running.url) as m:
-        fill(m.stream("orders", capacity=100), 3)
-    running.client().config_set("requirepass", SECRET)
-    monkeypatch.setenv("SPARK_METEOR_PASSWORD", SECRET)
-    file = tmp_path / "password"
-    file.write_text(SECRET + "\n")
-    for where in ({"passwordEnv": "SPARK_METEOR_PASSWORD"}, {"passwordFile": str(file)}):
-        with Engine(Checkpoint(), url=running.url, group="g", **where) as engine:
-            assert engine.initial()
-            engine.plan()
-            assert len(engine.read()) == 3
-            shown = [engine.pickled, *engine.parts, dumps(engine.reader._options)]
-            assert not [text for text in shown if SECRET.encode() in text]
-            words = [repr(engine.reader), repr(engine.reader._options), str(engine.kept.planned)]
-            assert not [text for text in words if SECRET in text]
-
-
-def test_a_password_that_is_not_there_is_told_by_its_place(tmp_path: Path) -> None:
-    for where, word in (("passwordEnv", "SPARK_NOT_SET"), ("passwordFile", str(tmp_path / "no"))):
-        with pytest.raises(ValueError, match=word):
-            Engine(Checkpoint(), url="redis://127.0.0.1:1", **{where: word}).initial()
-    damaged = tmp_path / "damaged"
-    damaged.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=rf"The passwordFile {damaged} is not UTF-8"):
-        Engine(Checkpoint(), url="redis://127.0.0.1:1", passwordFile=str(damaged)).initial()
 
 
 def test_a_partition_is_shown_by_what_it_reads() -> None:

@@ -15,6 +15,7 @@ from pyspark_meteor import writers
 from pyspark_meteor.server import ServerOptions
 from pyspark_meteor.sink_options import SinkOptions, parse_sink
 from pyspark_meteor.writing import publish_all, stage_all
+from tests.engine import Task
 from tests.staging import contents
 from tests.waiting import eventually
 
@@ -34,26 +35,6 @@ def target(m: meteor.Client) -> meteor.Stream:
 
 
 # Attempts of one task
-
-
-class Task:
-    """What a task knows of itself: the same for each of its attempts, after a restart even."""
-
-    def __init__(self, batch: int, partition: int = 0) -> None:
-        self._partition = partition
-        self._known = {"sql.streaming.queryId": "q", "streaming.sql.batchId": str(batch)}
-
-    def getLocalProperty(self, name: str) -> str | None:
-        return self._known.get(name)
-
-    def partitionId(self) -> int:
-        return self._partition
-
-    def taskAttemptId(self) -> int:
-        return 0
-
-    def get(self) -> Task:
-        return self
 
 
 @pytest.fixture

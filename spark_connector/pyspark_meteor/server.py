@@ -1,12 +1,15 @@
 """The server that an option names, and one connection to it for each process.
 
 Options travel to other machines, and into logs and plans: a password does not belong there. It is
-looked up by each process where it runs, in its environment or in a file.
+looked up by each process where it runs, in its environment or in a file. Where the server is, is
+settled on the driver: executors have another environment, and would find another server there.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import threading
 import warnings
 from dataclasses import dataclass, replace
@@ -23,7 +26,11 @@ if TYPE_CHECKING:
 #: What ``ServerOptions`` are parsed from.
 SERVER_OPTIONS = ("url", "passwordEnv", "passwordFile")
 
+_log = logging.getLogger(__name__)
+
 _TIMEOUT_S = 10.0
+#: What Spark hides, by the names of its settings (spark.redaction.regex).
+_REDACTED = re.compile(r"secret|password|token|access[.]?key|credential", re.IGNORECASE)
 _lock = threading.Lock()
 _clients: dict[tuple[int, ServerOptions], meteor_py.Client] = {}
 
@@ -32,14 +39,14 @@ _clients: dict[tuple[int, ServerOptions], meteor_py.Client] = {}
 class ServerOptions:
     """Where the server is, and where its password."""
 
-    #: Without a password; None: as ``meteor_py.connect()``.
+    #: Without a password; None: in ``$METEOR_URL`` of each process, as it has one.
     url: str | None = None
     password_env: str | None = None
     password_file: str | None = None
 
     @classmethod
     def parse(cls, options: Given) -> ServerOptions:
-        """From the options of a source or sink.
+        """From the options of a source or sink, on the driver.
 
         Raises:
             ValueError: There is a password in the URL, or two places to find it, or none is needed.
@@ -50,6 +57,13 @@ class ServerOptions:
             raise ValueError("The password is either in passwordEnv or in passwordFile, not both.")
         if (env or file) and not url:
             raise ValueError("A password belongs to a url; give that, too.")
+        if env and not _REDACTED.search(env):
+            _log.warning(
+                "Spark shows the value of spark.executorEnv.%s in its UI and event log; use "
+                "passwordFile, or a variable with PASSWORD in its name, whose value Spark hides.",
+                env,
+            )
+        url = url or _default_url()
         if url:
             _check(url, with_password=bool(env or file))
         return cls(url, env, file)
@@ -68,6 +82,13 @@ class ServerOptions:
             return _clients[key]
 
     def _connect(self) -> meteor_py.Client:
+        if self.url is None and not os.environ.get(address.URL_VARIABLE):
+            raise ValueError(
+                f"${address.URL_VARIABLE} of the driver has a password, so it was not sent here, "
+                "and this process has no such variable. Give the option url without the password, "
+                "and passwordFile or passwordEnv; spark.executorEnv."
+                f"{address.URL_VARIABLE} would show the password in Spark's UI."
+            )
         password = self._password()
         if password is None:
             return meteor_py.connect(self.url, timeout=_TIMEOUT_S)
@@ -95,22 +116,37 @@ class ServerOptions:
         return None
 
 
+def _default_url() -> str | None:
+    """What ``connect()`` would use in this process; None if that has a password."""
+    named = os.environ.get(address.URL_VARIABLE)
+    if named and _has_password(named):
+        return None
+    return named or address.parse(None).shown
+
+
+def _has_password(url: str) -> bool:
+    """Whether it has one, or something that may be one."""
+    try:
+        parts = urlsplit(url)
+        if parts.password is not None:
+            return True
+    except ValueError:
+        return True
+    # One with a special character that is not escaped goes on behind it, as something else.
+    path = "" if parts.scheme in ("unix", "embedded") else parts.path
+    return "password=" in url.lower() or "@" in path + parts.query + parts.fragment
+
+
 def _check(url: str, *, with_password: bool) -> None:
     """Raise unless the URL is one that may be shown, and that all processes can use."""
     try:
-        parts = urlsplit(url)
+        urlsplit(url)
     except ValueError:  # which says what it found, a password too
         raise ValueError(
             "The url cannot be read; write redis://host:port/database or unix:///path/to/socket, "
             "with an IPv6 address in square brackets."
         ) from None
-    # One with a special character that is not escaped goes on behind it, as something else.
-    path = "" if parts.scheme in ("unix", "embedded") else parts.path
-    if (
-        parts.password is not None
-        or "password=" in url.lower()
-        or "@" in path + parts.query + parts.fragment
-    ):
+    if _has_password(url):
         raise ValueError(
             "The url has a password in it, or an @ where none belongs, and options can be seen by "
             "others; give the password with passwordEnv (the name of an environment variable) or "

@@ -70,7 +70,6 @@ class MeteorDataSource(DataSource):
         check_version()
         from pyspark_meteor.stream_reader import StreamReader
 
-        # Not parsed here: what the engine raises in place of an error in here helps nobody.
         return StreamReader(dict(self.options.items()), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:

@@ -44,12 +44,17 @@ _OURS = 2**53
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """For one query. Nothing is looked at, and nothing raised, before the engine asks."""
+    """For one query. No server is asked, and nothing raised, before the engine asks."""
 
     def __init__(self, given: dict[str, str], schema: StructType) -> None:
         self._given = given
         self._schema = schema
         self._parsed: SourceOptions | None = None
+        try:
+            # Here, on the driver: tasks get a copy, and would find another server by themselves.
+            self._parsed = self._options
+        except Exception:
+            pass  # it comes again when we are asked; what the engine makes of it here helps nobody
         self._planner: Planner | None = None
         self._initial: Offsets | None = None
         self._ends: Offsets = {}
