@@ -247,6 +247,18 @@ def discard(stream: Stream, writer: str, names: Iterable[str]) -> None:
         stream.client.run(DISCARD, [keys.plan(stream.name, writer), *script_keys], gone)
 
 
+def abandon(stream: Stream, writer: str, names: Iterable[str]) -> None:
+    """Forget a writer that failed and will not come again, with its plan and these stages, too.
+
+    What it has moved into the log stays there. Nobody may be at it.
+    """
+    plan = keys.plan(stream.name, writer)
+    planned = [name for name, _, _ in _spans(stream.client.call("LRANGE", plan, 0, -1))]
+    gone = [keys.stage(stream.name, name) for name in {*names, *planned}]
+    hdel = ("HDEL", keys.fences(stream.name), writer)
+    stream.client.pipeline([("MULTI",), ("UNLINK", plan, *gone), hdel, ("EXEC",)])
+
+
 def forget(stream: Stream, writer: str) -> None:
     """Forget a writer that is done and will not come again."""
     stream.client.call("HDEL", keys.fences(stream.name), writer)

@@ -15,7 +15,7 @@ from redis.exceptions import NoPermissionError
 
 import meteor_py as meteor
 from meteor_py.frame import Columns
-from meteor_py.transaction import Stage, commit, discard, forget, is_done
+from meteor_py.transaction import Stage, abandon, commit, discard, forget, is_done
 from tests.grouping import GroupBench
 from tests.guarding import PAGE, connect, contents, fill
 from tests.guarding import guarded as guarded
@@ -209,6 +209,7 @@ def test_a_writer_can_stage_commit_finish_and_discard(guarded: Server) -> None:
         assert is_done(stream, "w", 1)
         assert not commit(stream, "w", 1, staged[:2])
         forget(stream, "w")
+        abandon(stream, "other", ["d"])
     with connect(guarded, "subscriber") as m:
         assert sum(map(len, m.stream("orders", create=False).read())) == 20
 

@@ -176,6 +176,18 @@ def test_a_batch_write_without_a_txn_id_is_done_each_time_and_leaves_no_fence(
     assert not m.redis.exists(keys.fences("s"))
 
 
+def test_a_batch_write_without_a_txn_id_that_fails_leaves_nothing_but_its_records(
+    spark: SparkSession, m: meteor.Client, url: str
+) -> None:
+    target = m.stream("s", capacity=100)  # frames of as many
+    m.redis.hset(keys.meta("s"), "next", meteor.config.OFFSET_MAX - 450)
+    before = lasting(target)
+    with pytest.raises(PySparkException, match="used up its offsets"):
+        write(rows(spark, 0, 1000), url)
+    assert m.redis.xlen(keys.log("s")) > 0
+    assert set(m.redis.keys("*")) == before | {keys.log("s").encode()}
+
+
 def test_rows_go_to_the_streams_that_a_column_names(
     spark: SparkSession, m: meteor.Client, url: str
 ) -> None:
@@ -223,6 +235,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a version of nothing": ("'a' value", {"txnVersion": "2"}, "txnVersion"),
     "two names": ("'a' value", {"path": "t"}, "once will do"),
     "a version that is no number": ("'a' value", {"txnId": "a", "txnVersion": "x"}, "txnVersion"),
+    "a capacity of nothing": ("'a' value", {"capacity": "0"}, "capacity is a number from 1 on"),
     "so many replicas": ("'a' value", {"commitDurability": "all"}, "commitDurability"),
     "a null header": ("'k1' key, 'a' value, map('h', binary(null)) headers", {}, "'h' is null in"),
     "a null value": ("cast(null as string) value", {}, "A value is null"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -14,7 +15,7 @@ from meteor_py import keys, transaction
 from pyspark_meteor import writers
 from pyspark_meteor.server import ServerOptions
 from pyspark_meteor.sink_options import SinkOptions, parse_sink
-from pyspark_meteor.writing import publish_all, stage_all
+from pyspark_meteor.writing import open_stream, publish_all, stage_all
 from tests.engine import Task
 from tests.staging import contents
 from tests.waiting import eventually
@@ -109,6 +110,30 @@ def test_a_task_that_fails_while_it_publishes_says_why_and_not_what_came_of_it(
         publish_all(options, rows())
     assert "When a task of a query ended" in caplog.text
     assert contents(m.stream("b", create=False)) == "x x"
+
+
+def test_a_stream_that_the_sink_makes_is_as_large_as_the_option_says_and_others_stay_as_they_are(
+    url: str, m: meteor.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ServerOptions, "connect", lambda _: m)
+    large = parse_sink({"url": url, "capacity": "50000"}, SCHEMA, streaming=True)
+    assert open_stream(large, "large").config.capacity == 50_000
+    m.stream("small", capacity=7)
+    assert open_stream(large, "small").config.capacity == 7
+    assert caplog.text == ""
+    create = m.stream
+
+    def meet(name: str, **given: Any) -> meteor.Stream:
+        if "capacity" in given:
+            create(name, capacity=9)  # another process does, since we looked
+        return create(name, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(m, "stream", meet)
+        assert open_stream(large, "met").config.capacity == 9
+    assert caplog.text == ""
+    assert open_stream(parse_sink({"url": url}, SCHEMA, streaming=True), "any").config.capacity
+    assert "no stream 'any', so it was made, with a ring that keeps the last 10000" in caplog.text
 
 
 class Sink:

@@ -16,6 +16,7 @@ from meteor_py.transaction import (
     Stage,
     VersionDiffers,
     VersionPassed,
+    abandon,
     commit,
     discard,
     forget,
@@ -248,6 +249,22 @@ def test_discarding_spares_what_is_part_of_a_plan(
     assert commit(stream, "w", 1, [c])
     assert contents(stream) == numbers(2)
     discard(stream, "w", [])
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_a_writer_that_is_given_up_leaves_only_what_is_in_the_log(
+    stream: meteor.Stream, frame_by_frame: None, moves: int
+) -> None:
+    before = lasting(stream)
+    a, b, other = (stage(stream, name, name) for name in ("a", "b", "other"))
+    begin(stream, 1, a, b, moves=moves)
+    stage(stream, "c", "c")
+    abandon(stream, "w", ["c"])
+    log = {keys.log("s").encode()} if moves else set()
+    left = {*before, *log, keys.stage("s", other.name).encode()}
+    assert set(stream.client.redis.keys("*")) == left
+    assert contents(stream) == " ".join("ab"[:moves])
+    abandon(stream, "w", [])
 
 
 # What is gone

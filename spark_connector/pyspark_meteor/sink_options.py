@@ -17,7 +17,7 @@ from pyspark.sql.types import (
 from pyspark_meteor.options import Given
 from pyspark_meteor.server import SERVER_OPTIONS, ServerOptions
 
-_OWN = (*SERVER_OPTIONS, "stream", "path", "commitDurability")
+_OWN = (*SERVER_OPTIONS, "stream", "path", "capacity", "commitDurability")
 _BATCH = ("txnId", "txnVersion")
 _STREAMING = ("delivery", "failOnDataLoss")
 #: Spark puts its own among ours.
@@ -47,6 +47,8 @@ class SinkOptions:
     replicas: int
     #: Whether a batch fails that was written under its number with other rows.
     fail_on_data_loss: bool
+    #: Records that the rings keep of streams that are made; None: as many as the library says.
+    capacity: int | None
 
 
 def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool) -> SinkOptions:
@@ -77,6 +79,7 @@ def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool)
         txn_version=_count(options, "txnVersion", 1, 2**53),
         replicas=_count(options, "commitDurability", 0, 1000),
         fail_on_data_loss=options.flag("failOnDataLoss", True),
+        capacity=options.number("capacity"),
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from meteor_py.transaction import (
     Staged,
     VersionDiffers,
     VersionPassed,
+    abandon,
     commit,
     discard,
     forget,
@@ -139,8 +140,12 @@ class BatchWriter(DataSourceArrowWriter):
                 forget(m.stream(name, create=False), self._writer)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """On the driver: what was staged is not wanted."""
-        discard_all(self._options, messages)
+        """On the driver: what was staged is not wanted; nor is a commit that failed half-way.
+
+        But with a ``txnId``, who submits it again finishes that.
+        """
+        give_up = discard if self._options.txn_id else abandon
+        discard_all(self._options, messages, give_up)
 
 
 def found_done(options: SinkOptions, writer: str, version: int) -> bool:
@@ -235,16 +240,24 @@ def _divide(options: SinkOptions, written: list[Written], some_done: bool) -> li
     return shares
 
 
-def discard_all(options: SinkOptions, messages: list[WriterCommitMessage | None]) -> None:
-    """Delete the stages of tasks, but not of a commit that was begun: a replay finishes it."""
+def discard_all(
+    options: SinkOptions,
+    messages: list[WriterCommitMessage | None],
+    give_up: Callable[[Stream, str, list[str]], None] = discard,
+) -> None:
+    """Delete the stages of tasks, but not of a commit that was begun: a replay finishes it.
+
+    Args:
+        give_up: ``abandon`` if nobody will repeat it.
+    """
+    written = [message for message in messages if isinstance(message, Written)]
     m = options.server.connect()
-    for message in messages:
-        if isinstance(message, Written):
-            for name, stage in message.stages.items():
-                try:
-                    discard(m.stream(name, create=False), message.writer, [stage.name])
-                except StreamNotFound:
-                    pass  # and with it its stages
+    for name in sorted({name for message in written for name in message.stages}):
+        stages = [message.stages[name].name for message in written if name in message.stages]
+        try:
+            give_up(m.stream(name, create=False), written[0].writer, stages)
+        except StreamNotFound:
+            pass  # and with it its stages
 
 
 _ANOTHER = (

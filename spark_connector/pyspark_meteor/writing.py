@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from meteor_py.config import FRAME_RECORDS_MAX
-from meteor_py.errors import MeteorError, StreamNotFound
+from meteor_py.errors import MeteorError, StreamConfigMismatch, StreamNotFound
 from meteor_py.intake import Intake
 from meteor_py.transaction import Stage, Staged
 
@@ -31,7 +31,18 @@ def open_stream(options: SinkOptions, name: str) -> Stream:
     try:
         return m.stream(name, create=False)
     except StreamNotFound:
-        return m.stream(name)
+        pass
+    try:
+        stream = m.stream(name, capacity=options.capacity)
+    except StreamConfigMismatch:  # somebody else has made it in between, and may have his reasons
+        return m.stream(name, create=False)
+    if options.capacity is None:
+        _log.warning(
+            "There was no stream %r, so it was made, with a ring that keeps the last %d records; "
+            "the option capacity says how many it is to keep.",
+            *(name, stream.config.capacity),
+        )
+    return stream
 
 
 def stage_all(
