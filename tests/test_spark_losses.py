@@ -6,6 +6,7 @@ The engine is that of ``tests.engine``, in this process; real servers answer it.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -132,6 +133,36 @@ def test_a_batch_whose_stream_was_deleted_is_told_or_ends_when_it_is_repeated(
         fill(client.stream("orders", capacity=1000), 3)
         assert engine.batch() == [], "where it begins is kept first"
         assert engine.batch() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_stream_that_goes_while_a_task_reads_it_fails_the_task_or_ends_it(
+    url: str, client: meteor.Client, anew: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for lenient in (False, True):
+        stream = client.stream("orders", capacity=50_000)
+        with stream.publisher() as pub:  # more than is fetched at once
+            for _ in range(30):
+                pub.publish_many([b"x" * 10_000] * 100).result()
+        strictness = str(not lenient).lower()
+        with Engine(Checkpoint(), url=url, failOnDataLoss=strictness) as engine:
+            assert engine.plan()
+            assert len(engine.read()) == 3000
+            reading = pickle.loads(engine.pickled).read(pickle.loads(engine.parts[0]))
+            rows = next(reading).num_rows
+            stream.delete()
+            if anew:
+                fill(client.stream("orders", capacity=50_000), 4000)
+            if lenient:
+                rows += sum(batch.num_rows for batch in reading)
+                assert rows < 3000
+            else:
+                with pytest.raises(meteor.LogTruncated if anew else meteor.StreamNotFound):
+                    list(reading)
+                assert caplog.text == ""
+        if anew:
+            client.stream("orders").delete()
+    assert "What is left of Range('orders', 0, 3000) is skipped" in caplog.text
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

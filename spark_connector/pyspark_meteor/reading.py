@@ -32,17 +32,26 @@ def read_range(
     Raises:
         RecordsLost, SegmentCorrupt: Some are gone, and the query is to fail then.
         LogTruncated: The server has lost some of them, or the stream was created anew.
+        StreamNotFound: It was deleted.
     """
-    from meteor_py import RecordsLost, SegmentCorrupt, StreamNotFound
+    from meteor_py import LogTruncated, StreamNotFound
 
-    columns = Columns(schema)
     try:
-        stream = options.server.connect().stream(wanted.stream, create=False)
-    except StreamNotFound as loss:
+        yield from _read_range(options, schema, wanted)
+    except (StreamNotFound, LogTruncated) as loss:
         if options.fail_on_data_loss:
             raise
-        _log.warning("%s It is skipped: failOnDataLoss is false.", loss)
-        return
+        _log.warning("%s What is left of %r is skipped: failOnDataLoss is false.", loss, wanted)
+
+
+def _read_range(
+    options: SourceOptions, schema: StructType, wanted: Range
+) -> Iterator[pa.RecordBatch]:
+    """The same; what becomes of the stream meanwhile is raised."""
+    from meteor_py import RecordsLost, SegmentCorrupt
+
+    columns = Columns(schema)
+    stream = options.server.connect().stream(wanted.stream, create=False)
     size = _FIRST
     with stream.subscriber(codec="bytes") as sub:
         stop = _find_end(sub, options, wanted)
