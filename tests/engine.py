@@ -54,7 +54,7 @@ class Engine:
     def __init__(self, checkpoint: Checkpoint, **given: str) -> None:
         self.kept = checkpoint
         given = {"startingOffsets": "earliest"} | given
-        if "streamsPattern" not in given:
+        if not {"streams", "streamsPattern"} & {*given}:
             given = {"stream": "orders"} | given
         source = pickle.loads(dumps(MeteorDataSource(CaseInsensitiveDict(given))))
         schema = source.schema()

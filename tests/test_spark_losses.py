@@ -41,7 +41,9 @@ class Lagging:
     def __init__(self, pair: Pair, group: str) -> None:
         self.pair = pair
         self.kept = Checkpoint()
-        self.given = {"url": pair.bench.proxy.url, "group": group}
+        self.given = {"url": pair.bench.proxy.url}
+        if group:
+            self.given["group"] = group
         fill(pair.bench.stream, 20)
 
     def engine(self, **given: str) -> Engine:
@@ -54,7 +56,7 @@ class Lagging:
         fill(self.pair.bench.stream, 10)
 
     def wait_until_confirmed(self, offset: int) -> None:
-        stream, group = self.pair.bench.stream, self.given["group"]
+        stream, group = self.pair.bench.stream, self.given.get("group")
         if group:
             eventually(
                 lambda: stream.group(group).confirmed == offset, 10, f"{offset} is not confirmed"
@@ -175,7 +177,7 @@ def test_a_query_says_once_which_of_its_streams_it_waits_for(
     url: str, client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client.stream("orders", capacity=1000), 3)
-    kept, given = Checkpoint(), {"url": url, "stream": "", "streams": "orders,oders"}
+    kept, given = Checkpoint(), {"url": url, "streams": "orders,oders"}
     with Engine(kept, **given) as engine:
         assert engine.batch() == [0, 1, 2]
         assert engine.batch() == []
@@ -195,6 +197,27 @@ def test_a_query_says_once_which_of_its_streams_it_waits_for(
     with Engine(Checkpoint(), url=url, streamsPattern="no.*") as engine:
         assert engine.batch() == []
     assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_query_that_waits_for_more_records_says_once_that_a_stream_is_gone(
+    url: str, client: meteor.Client, anew: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        fill(client.stream(name, capacity=1000), 5)
+    given = {"failOnDataLoss": "false", "minOffsetsPerTrigger": "5", "maxTriggerDelay": "1h"}
+    with Engine(Checkpoint(), url=url, streams="a,b", **given) as engine:
+        assert len(engine.batch()) == 10
+        client.stream("a").delete()
+        if anew:
+            client.stream("a", capacity=1000)
+        for _ in range(5):
+            engine.plan()
+        fill(client.stream("b"), 5)
+        while not engine.batch():
+            pass
+    (said,) = [each.getMessage() for each in caplog.records if "goes on" in each.getMessage()]
+    assert "'a'" in said
 
 
 # A lease

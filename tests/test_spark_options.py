@@ -9,26 +9,23 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from pyspark.sql.datasource import CaseInsensitiveDict
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 import meteor_py as meteor
-from meteor_py import Position
 from pyspark_meteor import membership, planning
 from pyspark_meteor.options import Limits, Place, SourceOptions, parse_columns, parse_source
-from pyspark_meteor.ranges import Range, bounded, cut, ranges_between
 from pyspark_meteor.source import MeteorDataSource
 from tests.engine import Checkpoint, Engine, own_process
 from tests.reading import fill
 
-LIFE = "5f1d"
-
 
 def parse(given: dict[str, str] | None = None, *, streaming: bool = True) -> SourceOptions:
-    return parse_source({"stream": "orders"} | (given or {}), streaming=streaming)
+    given = given or {}
+    named = {"stream": "orders"} if not {"streams", "streamsPattern"} & {*given} else {}
+    return parse_source(named | given, streaming=streaming)
 
 
 # Options
@@ -81,13 +78,17 @@ def test_a_delay_is_a_span_of_time(text: str, seconds: float) -> None:
         (True, {"endingOffsets": "latest"}, ["endingOffsets", "no meaning here"]),
         (False, {"group": "g"}, ["group", "no meaning here"]),
         (False, {"maxOffsetsPerTrigger": "5"}, ["maxOffsetsPerTrigger", "no meaning here"]),
-        (True, {"streams": "a,b"}, ["stream and streams"]),
-        (True, {"stream": ""}, ["none of them", "streamsPattern"]),
-        (True, {"stream": "", "streamsPattern": "("}, ["streamsPattern"]),
+        (True, {"stream": "a", "streams": "a,b"}, ["stream and streams"]),
+        (True, {"stream": ""}, ["The option stream is empty"]),
+        (True, {"group": ""}, ["The option group is empty"]),
+        (True, {"streams": " ,"}, ["The option streams has no name in it: ' ,'"]),
+        (True, {"streams": "a b"}, ["'a b' cannot be the name of a stream"]),
+        (True, {"streamsPattern": "("}, ["streamsPattern"]),
         (True, {"startingOffsets": "soon"}, ["startingOffsets", "'soon'"]),
         (True, {"startingOffsets": "17"}, ["startingOffsets", "'17'"]),
         (True, {"startingOffsets": "{"}, ["startingOffsets", "JSON"]),
         (True, {"startingOffsets": '{"orders": true}'}, ["startingOffsets", "True"]),
+        (True, {"startingOffsets": '{"orders": -5}'}, ["startingOffsets", 'write "-5", with quo']),
         (True, {"startingOffsets": '{"order": 1}'}, ["startingOffsets", "'order'", "not read"]),
         (True, {"startingOffsets": "group"}, ["startingOffsets=group", "name it with group"]),
         (False, {"startingOffsets": "group"}, ["startingOffsets=group", "readStream"]),
@@ -107,6 +108,22 @@ def test_a_delay_is_a_span_of_time(text: str, seconds: float) -> None:
             {"startingTimestamp": "2", "endingTimestamp": "1"},
             ["startingTimestamp", "endingTimestamp"],
         ),
+        (False, {"startingOffsets": "-5", "endingOffsets": "-10"}, ["startingOffsets is behind"]),
+        (
+            False,
+            {"startingOffsets": "latest", "endingOffsets": "-1"},
+            ["startingOffsets is behind"],
+        ),
+        (
+            False,
+            {"startingOffsets": "latest", "endingOffsets": "earliest"},
+            ["startingOffsets is behind endingOffsets: nothing lies between"],
+        ),
+        (
+            False,
+            {"startingOffsets": '{"orders": -1}', "endingOffsets": '{"orders": "-3"}'},
+            ["startingOffsets of stream 'orders' is behind"],
+        ),
         (True, {"startingTimestamp": "2026-11-16T14:30:00"}, ["startingTimestamp", "zone"]),
         (
             True,
@@ -115,6 +132,7 @@ def test_a_delay_is_a_span_of_time(text: str, seconds: float) -> None:
         ),
         (True, {"maxOffsetsPerTrigger": "0"}, ["maxOffsetsPerTrigger", "'0'"]),
         (True, {"maxTriggerDelay": "soon"}, ["maxTriggerDelay", "'soon'"]),
+        (True, {"maxTriggerDelay": "30s"}, ["maxTriggerDelay", "minOffsetsPerTrigger; give that"]),
         (True, {"failOnDataLoss": "yes"}, ["failOnDataLoss", "'yes'"]),
         (True, {"valueFormat": "json"}, ["valueFormat", "binary, string", "'json'"]),
         (True, {"url": "fake://"}, ["fake://", "one process"]),
@@ -134,57 +152,23 @@ def test_options_that_are_wrong_are_refused_by_name(
     assert not [word for word in words if word not in str(caught.value)]
 
 
+def test_what_to_read_has_to_be_named() -> None:
+    with pytest.raises(ValueError, match=r"streamsPattern or load\(\), not by none of them"):
+        parse_source({}, streaming=True)
+
+
 def test_an_unknown_option_is_refused_when_the_schema_is_asked_for() -> None:
     with pytest.raises(ValueError, match=r"'streem'.*streamsPattern"):
         MeteorDataSource(CaseInsensitiveDict({"streem": "orders"})).schema()
     assert not parse_columns({"endingOffsets": "latest", "group": "g"}).headers
 
 
-# Ranges
-
-
-def at(offset: int, life: str = LIFE) -> Position:
-    return Position(life, 1, offset)
-
-
-def test_ranges_are_cut_evenly_and_none_is_larger_than_allowed() -> None:
-    whole = [Range("a", 5, at(105)), Range("b", 0, at(3))]
-    for least, most in [(1, 10**9), (2, 50), (7, 30), (500, 10), (3, 1)]:
-        parts = cut(whole, least, most)
-        assert max(map(len, parts)) <= most
-        assert len(parts) >= min(least, 103)
-        for name, first, stop in (("a", 5, 105), ("b", 0, 3)):
-            mine = [part for part in parts if part.stream == name]
-            edges = [mine[0].first, *(part.end.offset for part in mine)]
-            assert edges == [first, *(part.first for part in mine[1:]), stop]
-            assert max(map(len, mine)) - min(map(len, mine)) <= 1
-    assert cut([], 3, 10) == []
-
-
-def test_a_limit_gives_each_stream_a_share_and_never_more_than_all() -> None:
-    start = {"large": at(0), "small": at(7)}
-    end = {"large": at(1_000_000), "small": at(10)}
-    ranges = ranges_between(start, end)
-    limited = bounded(ranges, end, 100)
-    assert limited["small"].offset == 8
-    assert sum(map(len, ranges_between(start, limited))) <= 100
-    assert bounded(ranges, end, 1_000_003) == end
-    assert sum(map(len, ranges_between(start, bounded(ranges, end, 1)))) == 1
-
-
-def test_between_two_offsets_lies_what_is_new_of_streams_that_were_known() -> None:
-    (found,) = ranges_between({"orders": at(3)}, {"orders": at(50), "late": at(7)})
-    assert (found.stream, found.first, found.end.offset) == ("orders", 3, 50)
-    assert ranges_between({"orders": at(50)}, {"orders": at(3, "other")}) == []
-    assert ranges_between({"orders": at(50)}, {"orders": at(50)}) == []
-    assert ranges_between({"orders": at(50)}, {"orders": at(20)}) == []
-
-
 # The engine
 
 
 @pytest.fixture(autouse=True)
-def cleaned_up() -> Iterator[None]:
+def cleaned_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(planning, "LIST_S", 0.0)  # new streams are found at once
     with own_process():
         yield
 
@@ -387,14 +371,15 @@ def test_a_stream_created_anew_fails_the_query_or_is_read_from_its_beginning(
 ) -> None:
     fill(stream, 10)
     kept = Checkpoint()
-    with Engine(kept, url=url, group=group) as engine:
+    given = {"url": url} | ({"group": group} if group else {})
+    with Engine(kept, **given) as engine:
         assert len(engine.batch()) == 10
         stream.delete()
         again = stream.client.stream("orders", capacity=1000)
         fill(again, 3)
         with pytest.raises(meteor.LogTruncated, match=r"orders.*created anew"):
             engine.batch()
-    with Engine(kept, url=url, group=group, failOnDataLoss="false") as engine:
+    with Engine(kept, **given, failOnDataLoss="false") as engine:
         assert engine.batch() == [], "where it begins is kept first"
         assert engine.batch() == [0, 1, 2]
         fill(again, 2)
@@ -423,9 +408,3 @@ def test_a_hole_fails_the_query_or_is_skipped_and_logged(
     with Engine(kept, url=url, failOnDataLoss="false") as engine:
         assert engine.batch() == [*range(first, end)]
     assert f"{first - 10} records are lost, 10 to {first - 1} of stream 'orders'" in caplog.text
-
-
-def test_a_partition_is_shown_by_what_it_reads() -> None:
-    part = Range("orders", 3, at(9))
-    assert repr(part) == "Range('orders', 3, 9)"
-    assert replace(part, first=4) != part

@@ -141,6 +141,8 @@ class Sink:
 
     def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch, **options: str) -> None:
         given = {"url": url, "stream": "s"} | options
+        if not given["stream"]:
+            del given["stream"]
         self.writer = writers.StreamWriter(parse_sink(given, SCHEMA, streaming=True))
         self._monkeypatch = monkeypatch
 

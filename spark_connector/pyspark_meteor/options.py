@@ -7,11 +7,13 @@ error would else change what is read, silently.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from meteor_py import keys
 from meteor_py.times import to_ms
 from pyspark_meteor.server import ServerOptions
 
@@ -118,6 +120,10 @@ def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
         max_delay_s=options.seconds("maxTriggerDelay", 900.0),
         max_bytes=options.number("maxBytesPerTrigger"),
     )
+    if options.text("maxTriggerDelay") and not limits.min_records:
+        raise ValueError(
+            "maxTriggerDelay is how long to wait for minOffsetsPerTrigger; give that, too."
+        )
     if limits.max_records and limits.min_records > limits.max_records:
         raise ValueError("minOffsetsPerTrigger is above maxOffsetsPerTrigger.")
     columns = _parse_columns(options)
@@ -158,7 +164,7 @@ class Given:
     """Options as Spark hands them over: strings, with names in any case.
 
     Raises:
-        ValueError: One is not among those that are known.
+        ValueError: One is not among those that are known, or is empty.
     """
 
     def __init__(
@@ -168,6 +174,8 @@ class Given:
         self._values: dict[str, str] = {}
         for name, value in given.items():
             if name.lower() in names:
+                if not str(value).strip():
+                    raise ValueError(f"The option {names[name.lower()]} is empty; leave it out.")
                 self._values[names[name.lower()]] = str(value)
                 continue
             elsewhere = {name.lower(): name for name in other}.get(name.lower())
@@ -178,7 +186,7 @@ class Given:
             )
 
     def text(self, name: str) -> str | None:
-        return self._values.get(name) or None
+        return self._values.get(name)
 
     def number(self, name: str) -> int | None:
         """A number of at least 1."""
@@ -232,7 +240,12 @@ def _parse_streams(options: Given) -> tuple[tuple[str, ...], str | None]:
             raise ValueError(f"streamsPattern is not a regular expression: {error}.") from None
         return (), text
     names = [name.strip() for name in text.split(",")] if named[0] != "stream" else [text]
-    return tuple(sorted(set(filter(None, names)))), None
+    found = sorted(set(filter(None, names)))
+    if not found:
+        raise ValueError(f"The option {named[0]} has no name in it: {text!r}.")
+    for name in found:
+        keys.check_name(name)
+    return tuple(found), None
 
 
 def _parse_places(options: Given, by_offset: str, by_time: str, default: str) -> Places:
@@ -264,10 +277,28 @@ def _check_names(
 def _check_order(starting: Places, ending: Places) -> None:
     both = [(name, starting[name], ending[name]) for name in sorted({*starting.of, *ending.of})]
     for name, start, end in (*both, ("", starting.common, ending.common)):
-        if start.kind == end.kind and start.kind in ("offset", "time") and start > end:
-            word = "Offsets" if start.kind == "offset" else "Timestamp"
+        (scale, first), (other, last) = _rank(start), _rank(end)
+        if scale == other and first > last:
+            word = "Timestamp" if start.kind == "time" else "Offsets"
             of = f" of stream {name!r}" if name else ""
             raise ValueError(f"starting{word}{of} is behind ending{word}: nothing lies between.")
+
+
+def _rank(place: Place) -> tuple[str, float]:
+    """Where a place is among others of the same scale; which of two scales is first, nobody knows.
+
+    >>> _rank(Place("earliest")) < _rank(Place("before", 10)) < _rank(Place("before", 5))
+    True
+    """
+    match place.kind:
+        case "earliest":
+            return "end", -math.inf
+        case "before":
+            return "end", -place.number
+        case "latest":
+            return "end", 0
+        case _:
+            return place.kind, place.number
 
 
 def _parse_place(name: str, value: str | int) -> Place:
@@ -276,7 +307,11 @@ def _parse_place(name: str, value: str | int) -> Place:
             return Place("offset", value)
         if value in _NUMBERS:
             return Place(_NUMBERS[value])
-    elif isinstance(value, str):
+        raise ValueError(
+            f'{name} has the number {value}; write "{value}", with quotes, for so many before the '
+            "end. Numbers are offsets, or as in Kafka -1 (latest) and -2 (earliest)."
+        )
+    if isinstance(value, str):
         if value in ("earliest", "latest") or (value == "group" and name == "startingOffsets"):
             return Place(value)
         if re.fullmatch(r"-\d{1,15}", value):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from meteor_py import Client, LogTruncated, Position, Stream, StreamNotFound
+from meteor_py import Client, LogTruncated, Position, Stream, StreamNotFound, keys
 from meteor_py.borders import borders
 from meteor_py.times import EPOCH
 from pyspark_meteor.offsets import Offsets
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 #: Records of a partition, roughly, if nothing is said: a second of work or so.
 RECORDS_PER_PARTITION = 500_000
+#: Seconds between two looks for new streams; where the known ones end is asked every few ms.
+LIST_S = 1.0
+#: Streams that the server is asked for at once.
+_ASKED = 1000
 
 
 class Planner:
@@ -28,14 +33,20 @@ class Planner:
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
         self._streams: dict[str, Stream] = {}
+        self._listed: list[str] = []
+        self._listed_at: float | None = None
         self._checked: dict[str, tuple[Position, str, int]] = {}
 
     def names(self) -> list[str]:
-        """The streams to read: those named, or all that match now."""
+        """The streams to read: those named, or all that match now, or did a moment ago."""
         if self._options.pattern is None:
             return list(self._options.streams)
-        pattern = re.compile(self._options.pattern)
-        return [name for name in self._client.streams() if pattern.fullmatch(name)]
+        now = time.monotonic()
+        if self._listed_at is None or now - self._listed_at >= LIST_S:
+            pattern = re.compile(self._options.pattern)
+            self._listed = [name for name in self._client.streams() if pattern.fullmatch(name)]
+            self._listed_at = now
+        return self._listed
 
     def open(self, name: str) -> Stream:
         """A stream.
@@ -50,11 +61,17 @@ class Planner:
     def ends(self) -> Offsets:
         """Where each stream ends now; one that does not exist yet is left out."""
         found: Offsets = {}
-        for name in self.names():
-            try:
-                found[name] = self._end(name)
-            except StreamNotFound:
-                self._streams.pop(name, None)
+        names = self.names()
+        for start in range(0, len(names), _ASKED):
+            part = names[start : start + _ASKED]
+            fields = ("incarnation", "epoch", "next")
+            asked = [("HMGET", keys.meta(name), *fields) for name in part]
+            for name, answer in zip(part, self._client.pipeline(asked), strict=True):
+                life = answer[0].decode() if answer[0] else None
+                if name in self._streams and self._streams[name].incarnation != life:
+                    del self._streams[name]  # deleted, or created anew since it was opened
+                if life:
+                    found[name] = Position(life, int(answer[1]), int(answer[2]))
         return found
 
     def first(self, name: str) -> int:
@@ -63,13 +80,6 @@ class Planner:
             return self.open(name).bounds()[0]
         except (StreamNotFound, LogTruncated):
             return 0
-
-    def _end(self, name: str) -> Position:
-        try:
-            return self.open(name).end()
-        except (StreamNotFound, LogTruncated):  # created anew since it was opened
-            self._streams.pop(name, None)
-            return self.open(name).end()
 
     def resolve(self, name: str, place: Place) -> Position:
         """What a place means now.

@@ -71,14 +71,20 @@ def cut(ranges: list[Range], least: int, records_max: int) -> list[Range]:
 
 
 def bounded(ranges: list[Range], end: Offsets, records_max: int) -> Offsets:
-    """``end``, or as far as so many records reach: each stream gets its share, and one at least."""
-    total = sum(map(len, ranges))
+    """``end``, or as far as so many records reach: each stream gets one, and its share of the rest.
+
+    If there are more streams than records, they take turns. Whose turn it is depends on where the
+    ranges begin, and on nothing else: after a crash, the same batch is planned again.
+    """
+    total, count = sum(map(len, ranges)), len(ranges)
     if total <= records_max:
         return end
     limited = dict(end)
-    left = records_max
-    for found in sorted(ranges, key=len):  # small ones first: they must not starve
-        share = min(len(found), max(records_max * len(found) // total, 1), left)
-        left -= share
+    turn = sum(found.first for found in ranges)
+    for number, found in enumerate(ranges):
+        if records_max < count:
+            share = int((number - turn) % count < records_max)
+        else:
+            share = 1 + (records_max - count) * (len(found) - 1) // (total - count)
         limited[found.stream] = found.end._replace(offset=found.first + share)
     return limited

@@ -61,6 +61,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target: Offsets | None = None
         self._members: dict[str, Membership] = {}
         self._lost: Offsets = {}
+        self._told: Offsets = {}
         self._waiting_since: float | None = None
         self._looked = False
         self._stopping = False
@@ -228,7 +229,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             except LogTruncated as loss:
                 if options.fail_on_data_loss:
                     raise
-                _log.warning("%s The query goes on: failOnDataLoss is false.", loss)
+                if self._told.get(name) != place:  # once, though it waits for minOffsetsPerTrigger
+                    _log.warning("%s The query goes on: failOnDataLoss is false.", loss)
+                    self._told[name] = place
                 if end is not None and end.incarnation == place.incarnation:
                     back[name] = end._replace(offset=min(loss.first, end.offset))
                     self._lost[name] = place
