@@ -83,6 +83,28 @@ def test_spark_finds_it_in_a_development_install(spark: SparkSession, url: str) 
     assert Path(str(places.first())).is_relative_to(ROOT / "spark_connector")
 
 
+def test_a_session_that_has_not_found_it_is_told_of_it(
+    spark: SparkSession, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyspark_meteor import register, source
+
+    class ByHand(source.MeteorDataSource):
+        """Spark would find the usual name by itself."""
+
+        @classmethod
+        def name(cls) -> str:
+            return "meteor_by_hand"
+
+    monkeypatch.setattr(source, "MeteorDataSource", ByHand)
+    with meteor.connect(url) as m, m.stream("orders").publisher() as pub:
+        pub.publish_many([b"x"] * 3)
+    reader = spark.read.format("meteor_by_hand").option("url", url).option("stream", "orders")
+    with pytest.raises(Exception, match="meteor_by_hand"):
+        reader.load()
+    register(spark)
+    assert reader.load().count() == 3
+
+
 @pytest.mark.slow
 def test_spark_finds_it_in_what_is_installed_from_a_wheel(tmp_path: Path) -> None:
     require_java()
