@@ -145,6 +145,7 @@ class _Child:
         self.lost: list[dict[str, Any]] = []
         self.seen: list[Outcome] = []
         self.group.on_decision(self.seen.append)
+        self.me.on_missed(lambda action: self.lost.append(_facts(action)))  # once for all names
 
     def vote(self, answer: bool | None) -> None:
         @self.me.on_vote
@@ -169,8 +170,6 @@ class _Child:
         def run(action: Action) -> None:
             # The server's clock is this machine's: here its time is known exactly.
             self.done.append(_facts(action) | {"true": time.time()})
-
-        self.me.on_missed(lambda action: self.lost.append(_facts(action)))
 
     def actions(self) -> list[dict[str, Any]]:
         return self.done
