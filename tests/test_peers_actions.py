@@ -86,9 +86,9 @@ def test_any_member_may_propose_and_all_do_it_again_and_again(url: str) -> None:
         one, two = panel.members(2)
         done: list[Action] = []
         for member in (one, two):
-            member.on_action("tick")(done.append)
+            member.on_action("tick", late="run")(done.append)
         for count in range(1, 4):
-            future = two.propose_action("tick", count, at=panel.group.now() + 0.4)
+            future = two.propose_action("tick", count, at=panel.group.now() + 1.0)
             assert outcome_of(future).by == two.id
             eventually(partial(_has_length, done, 2 * count), RESULT_S, "it was not done")
         assert [action.params for action in done] == [1, 1, 2, 2, 3, 3]
@@ -107,7 +107,7 @@ def test_what_was_rejected_is_not_done(url: str) -> None:
             member.on_action("a")(done.append)
             member.on_action("b")(done.append)
         two.on_vote(lambda proposal: proposal.action == "b")
-        at = panel.group.now() + 0.6
+        at = panel.group.now() + 1.0
         assert not outcome_of(panel.group.propose_action("a", at=at)).passed
         assert outcome_of(panel.group.propose_action("b", at=at)).passed
         eventually(lambda: len(done) == 2, RESULT_S, "it was not done")
@@ -144,7 +144,7 @@ def test_a_member_that_has_left_does_not_act(url: str) -> None:
         done: list[str] = []
         for member in (one, two):
             member.on_action("go")(lambda action, member=member: done.append(member.id))
-        assert outcome_of(panel.group.propose_action("go", at=panel.group.now() + 0.6)).passed
+        assert outcome_of(panel.group.propose_action("go", at=panel.group.now() + 1.0)).passed
         one.leave()
         eventually(lambda: done, RESULT_S, "nobody did it")
         assert done == [two.id]
@@ -184,7 +184,7 @@ def test_an_action_that_raises_is_logged_and_stops_nothing(
         done = threading.Event()
         one.on_action("go")(fail)
         two.on_action("go")(lambda action: done.set())
-        assert outcome_of(panel.group.propose_action("go", at=panel.group.now() + 0.4)).passed
+        assert outcome_of(panel.group.propose_action("go", at=panel.group.now() + 1.0)).passed
         assert done.wait(RESULT_S)
         eventually(lambda: "breaker is stuck" in caplog.text, RESULT_S, "it was not logged")
 
@@ -195,7 +195,7 @@ def test_a_slow_action_does_not_hold_up_another(url: str) -> None:
         (member,) = panel.members(1)
         member.on_action("slow")(lambda action: release.wait(RESULT_S))
         member.on_action("quick")(lambda action: done.set())
-        at = panel.group.now() + 0.5
+        at = panel.group.now() + 1.0
         assert outcome_of(panel.group.propose_action("slow", at=at)).passed
         assert outcome_of(panel.group.propose_action("quick", at=at)).passed
         assert done.wait(RESULT_S)
@@ -210,7 +210,7 @@ def test_who_can_do_it_says_yes_and_who_can_do_other_things_no(url: str) -> None
         able, unable, blank = panel.members(3)
         able.on_action("go")(lambda action: None)
         unable.on_action("stay")(lambda action: None)
-        future = panel.group.propose_action("go", at=panel.group.now() + 0.5, kind="majority")
+        future = panel.group.propose_action("go", at=panel.group.now() + 1.0, kind="majority")
         outcome = outcome_of(future)
         assert (outcome.yes, outcome.no) == ((able.id,), (unable.id,))
         assert outcome.missing == (blank.id,)  # without handlers, one may still come
@@ -311,7 +311,7 @@ def test_who_learns_of_it_too_late_has_missed_it_and_does_not_do_it(url: str) ->
         here.on_action("go")(lambda action: None)
         for process in (careful, keen):
             process.pause()
-        at = panel.group.now() + 0.6
+        at = panel.group.now() + 1.0
         outcome = outcome_of(panel.group.propose_action("go", 7, at=at, kind=1))
         assert outcome.passed
         eventually(lambda: panel.group.now() > at + 0.05, RESULT_S, "time stands still")
@@ -348,14 +348,14 @@ def test_what_was_over_before_there_was_a_handler_is_not_missed(
     with Panel(url) as panel:
         (member,) = panel.members(1)
         member.on_vote(always(True))
-        at = panel.group.now() + 0.4
+        at = panel.group.now() + 1.0
         assert outcome_of(panel.group.propose_action("go", at=at)).passed
         eventually(lambda: panel.group.now() > at, RESULT_S, "time stands still")
         calls: list[Action] = []
         member.on_missed(calls.append)
         member.on_action("go")(calls.append)
         with caplog.at_level(logging.WARNING, "meteor_py"):
-            next_at = panel.group.now() + 0.4
+            next_at = panel.group.now() + 1.0
             assert outcome_of(panel.group.propose_action("go", 2, at=next_at)).passed
             eventually(lambda: calls, RESULT_S, "it was not done")
         assert [action.params for action in calls] == [2]
