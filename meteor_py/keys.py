@@ -59,8 +59,8 @@ key                            type    what, who writes it, who deletes it
                                        as ``id:frames``. Written by ``plan``, deleted by ``move``;
                                        else expires as its stages do.
 ``meteor:{s}:fences``          hash    For each writer its last version, how many frames of that are
-                                       in the log, and how many it has. Written by ``plan`` and
-                                       ``move``; kept, so that nothing is written twice, but for
+                                       in the log, how many it has, and how many records. Written
+                                       by ``plan`` and ``move``; kept, so that nothing is written twice, but for
                                        writers that will not come again.
 ``meteor:{s}:index``           stream  Only with ``group_by``: for each frame of the log an entry of
                                        the same ID, with the groups of its records (grouping.py) and
