@@ -50,6 +50,7 @@ def meteor(
     *arguments: str,
     given: bytes = b"",
     environ: Mapping[str, str] | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> Done:
     """Run a command to its end; it finds the server by $METEOR_URL."""
     done = subprocess.run(
@@ -57,7 +58,7 @@ def meteor(
         input=given,
         capture_output=True,
         check=False,
-        timeout=PATIENCE_S,
+        timeout=patience_s,
         env=environment(url, environ),
     )
     return Done(done.returncode, done.stdout, done.stderr.decode())

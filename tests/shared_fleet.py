@@ -6,7 +6,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
@@ -60,6 +60,7 @@ class Fleet:
             assert member.read() == READY
         self.done: Counter[str] = Counter()
         self._paused: dict[int, float] = {}  # members, and until when
+        self._next: list[Callable[[int], None]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -109,13 +110,15 @@ class Fleet:
         number = self.rng.randrange(len(self._members))
         if number in self._paused:
             return
-        if self.rng.random() < 0.5:
-            self.kill(number)
-        else:
-            self._members[number].pause()
-            long = self.lease_s * self.rng.choice([0.3, 1.5, 2.5])
-            self._paused[number] = time.monotonic() + long
-            self.done["paused"] += 1
+        if not self._next:  # at random, but some of each
+            self._next = self.rng.sample([self.kill, self._pause] * 2, 4)
+        self._next.pop()(number)
+
+    def _pause(self, number: int) -> None:
+        self._members[number].pause()
+        long = self.lease_s * self.rng.choice([0.3, 1.5, 2.5])
+        self._paused[number] = time.monotonic() + long
+        self.done["paused"] += 1
 
     @contextmanager
     def all_awake(self) -> Iterator[None]:

@@ -169,10 +169,11 @@ def test_when_the_demo_is_killed_its_processes_end(traces: Traces) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(330)  # a loaded machine takes its time to start Spark
 def test_spark_reads_the_stream_and_none_of_its_noise_is_seen(url: str, traces: Traces) -> None:
     require_java()
     arguments = ("demo", "--records", "20000", "--url", url)
-    done = meteor(None, *arguments, environ=traces.environ)
+    done = meteor(None, *arguments, environ=traces.environ, patience_s=240)
     assert (done.code, done.text.count("✓")) == (0, STEPS + 1), done
     assert done.err.count("\n") == 1, "the warning of that server"
     assert "20,500" in done.text

@@ -65,7 +65,7 @@ def test_a_frozen_leader_is_replaced_in_a_higher_term_and_its_write_is_refused()
     counted = [
         int(line.split()[-1]) for line in said if line.startswith("main: ") and line[-1:].isdigit()
     ]
-    assert len(counted) == 3
+    assert len(counted) == 3, done.stdout
     assert counted == sorted(counted)
 
 
