@@ -60,8 +60,8 @@ key                            type    what, who writes it, who deletes it
                                        else expires as its stages do.
 ``meteor:{s}:fences``          hash    For each writer its last version, how many frames of that are
                                        in the log, how many it has, and how many records. Written
-                                       by ``plan`` and ``move``; kept, so that nothing is written twice, but for
-                                       writers that will not come again.
+                                       by ``plan`` and ``move``; kept, so that nothing is written
+                                       twice, but for writers that will not come again.
 ``meteor:{s}:index``           stream  Only with ``group_by``: for each frame of the log an entry of
                                        the same ID, with the groups of its records (grouping.py) and
                                        no payload. Written and trimmed with the log, by ``publish``,
