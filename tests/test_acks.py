@@ -269,7 +269,7 @@ def test_flush_waits_only_for_what_was_published_before(bench: Bench) -> None:
         bench.wait_for_next(1000)
         for _ in range(5):
             ack = pub.publish(b"mine")
-            pub.flush(timeout=2)
+            pub.flush(timeout=20)
             assert ack.done()
     finally:
         stop.set()

@@ -39,7 +39,8 @@ class Alarm:
         self._action()
 
     def after(self, seconds: float) -> None:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        # Again a second later: Python drops what is raised while it collects garbage.
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
 
 
 def ctrl_c() -> None:
