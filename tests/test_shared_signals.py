@@ -39,8 +39,8 @@ class Alarm:
         self._action()
 
     def after(self, seconds: float) -> None:
-        # Again a second later: now and then the first is lost, perhaps while Python collects garbage,
-        # which drops what is raised.
+        # Again a second later: now and then the first is lost, perhaps while Python collects
+        # garbage, which drops what is raised.
         signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
 
 
