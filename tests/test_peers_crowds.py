@@ -1,7 +1,5 @@
 """Distributed groups whose members come and go all the time, in several processes: all see the same
 of it, there is always a leader, and no message gets lost, or to somebody who has left.
-
-The scenarios of RIAPS are V5 and V6 (../shared/notes/groups.md, section 2).
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ def leaves_next(events: list[Event], member: str | None) -> bool:
 
 def test_members_leave_and_rejoin_at_random_with_always_a_leader_and_no_message_after_leaving(
     nodes: Nodes, open_group: Open, rng: random.Random
-) -> None:  # V5
+) -> None:
     group = open_group(ttl=LONG_S)
     processes = nodes.start(4, GROUP)
     with watching(group) as events:
@@ -113,7 +111,7 @@ def test_members_leave_and_rejoin_at_random_with_always_a_leader_and_no_message_
 
 def test_members_come_and_go_under_load_and_each_question_ends_by_an_answer_or_a_named_error(
     nodes: Nodes, open_group: Open, rng: random.Random
-) -> None:  # V6
+) -> None:
     group = open_group(ttl=LONG_S)
     processes = nodes.start(4, GROUP)
     with watching(group) as events:
