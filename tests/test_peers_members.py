@@ -1,8 +1,7 @@
 """Membership of distributed groups: joining and leaving, what is refused, and who is told of it.
 
-Several handles in one process, each with a client of its own. What Atomix tested of its groups is
-here and in the files beside it under T1 to T23, RIAPS under V1 to V8 (../shared/notes/groups.md,
-2.1 and 2.2).
+Several handles in one process, each with a client of its own. Here and in the files beside it is
+also what Atomix and RIAPS tested of their groups; a T or V with a number marks some of that.
 """
 
 from __future__ import annotations
