@@ -1,4 +1,4 @@
-"""The ``meteor`` command as a process, the way somebody at a shell runs it."""
+"""The ``meteor`` command as a process, the way somebody at a shell runs it, but warm."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import msgspec
+
+from tests.warm import Warm, run
 
 METEOR = Path(sys.executable).parent / "meteor"
 #: Seconds after which a command hangs; generous, for a loaded machine.
@@ -51,16 +53,17 @@ def meteor(
     given: bytes = b"",
     environ: Mapping[str, str] | None = None,
     patience_s: float = PATIENCE_S,
+    warm: bool = True,
 ) -> Done:
     """Run a command to its end; it finds the server by $METEOR_URL."""
-    done = subprocess.run(
-        [METEOR, *arguments],
-        input=given,
-        capture_output=True,
-        check=False,
-        timeout=patience_s,
-        env=environment(url, environ),
-    )
+    command = [str(METEOR), *arguments]
+    env = environment(url, environ)
+    if warm:
+        done = run(command, input=given, timeout=patience_s, env=env)
+    else:
+        done = subprocess.run(
+            command, input=given, timeout=patience_s, env=env, capture_output=True, check=False
+        )
     return Done(done.returncode, done.stdout, done.stderr.decode())
 
 
@@ -75,7 +78,7 @@ class Running:
     """A command at work, with pipes at its ends."""
 
     def __init__(self, url: str | None, *arguments: str) -> None:
-        self.process = subprocess.Popen(
+        self.process = Warm(
             [METEOR, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -116,4 +119,4 @@ class Running:
             self.process.send_signal(how)
         out, err = self.process.communicate(timeout=PATIENCE_S)
         err = self._seen["stderr"] + err
-        return Done(self.process.returncode, self._seen["stdout"] + out, err.decode())
+        return Done(self.process.wait(), self._seen["stdout"] + out, err.decode())

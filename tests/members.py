@@ -35,7 +35,7 @@ import meteor_py as meteor
 from meteor_py import keys
 from meteor_py.testing.watchdog import Watchdog
 from tests.reading import check_values, fill
-from tests.waiting import eventually
+from tests.warm import Warm
 
 STREAM = "orders"
 GROUP = "billing"
@@ -70,10 +70,9 @@ class Process:
         self._directory = Path(tempfile.mkdtemp(prefix="meteor-member-"))
         self._log = self._directory / "log"
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, *args],
+            self._process = Warm(
+                args,
                 cwd=_ROOT,
-                bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -113,10 +112,7 @@ class Process:
 
     def pause(self) -> None:
         """SIGSTOP, in force when this returns."""
-        pid = self._process.pid
-        os.kill(pid, signal.SIGSTOP)
-        how = os.WSTOPPED | os.WNOHANG
-        eventually(lambda: os.waitid(os.P_PID, pid, how), ANSWER_S, "the member did not stop")
+        self._process.pause(ANSWER_S)
 
     def resume(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)

@@ -12,11 +12,12 @@ import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pyte
 
-from tests.commands import PATIENCE_S
+from tests.commands import METEOR, PATIENCE_S
+from tests.warm import Warm
 
 
 class Terminal:
@@ -35,6 +36,7 @@ class Terminal:
         columns: int = 80,
         rows: int = 24,
         environment: Mapping[str, str] | None = None,
+        warm: bool = True,
     ) -> None:
         self._screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self._screen)
@@ -42,14 +44,16 @@ class Terminal:
         self.output = b""
         self._fd, inside = pty.openpty()
         self.resize(columns, rows)
-        self.process = subprocess.Popen(
-            command,
-            stdin=inside,
-            stdout=inside,
-            stderr=inside,
-            env=os.environ | {"TERM": "xterm-256color"} | dict(environment or {}),
-            start_new_session=True,
-            preexec_fn=_own_terminal,  # so that Ctrl-C and a new size reach it as signals
+        options: dict[str, Any] = {
+            **dict.fromkeys(("stdin", "stdout", "stderr"), inside),
+            "env": os.environ | {"TERM": "xterm-256color"} | dict(environment or {}),
+            "start_new_session": True,
+        }
+        # A terminal of its own, so that Ctrl-C and a new size reach it as signals.
+        self.process: Warm | subprocess.Popen[bytes] = (
+            Warm(command, terminal=True, **options)
+            if warm and command[0] == METEOR
+            else subprocess.Popen(command, preexec_fn=_own_terminal, **options)
         )
         os.close(inside)
 
