@@ -205,9 +205,7 @@ class ArchiverProcess(Process):
 
     def wait_stopped(self) -> None:
         """Wait until it has stopped itself."""
-        how = os.WSTOPPED | os.WNOHANG
-        pid = self._process.pid
-        eventually(lambda: os.waitid(os.P_PID, pid, how), ANSWER_S, "it did not stop itself")
+        self._process.wait_stopped(ANSWER_S)
 
 
 # The child process

@@ -369,7 +369,7 @@ def test_deleting_a_group_spares_what_is_sent_to_those_who_begin_it_anew(
         return call(*command)
 
     def tell() -> None:
-        eventually(lambda: group.picture.life != life, SOON_S)
+        eventually(lambda: group.picture.life != life and group.find("a"), SOON_S)
         result(group.member("a").tell("q", "new"))
 
     life = group.picture.life

@@ -189,16 +189,18 @@ def test_the_handler_may_close_the_subscriber(stream: meteor.Stream, group: str 
 
 def test_the_handler_may_close_the_receiver_and_its_record_counts(stream: meteor.Stream) -> None:
     fill(stream, 10)
+    attached = threading.Event()
     with stream.subscriber(group="g", auto_confirm=True) as sub:
 
         def work(record: meteor.Record) -> None:
-            if record.offset == 3:
+            if record.offset == 3 and attached.wait(20):
                 receiver.close()
 
         handler = Handler(work)
         receiver = sub.attach_receiver(handler)
+        attached.set()
         assert receiver.join(20)
-        assert handler.done == [0, 1, 2, 3]
+    assert handler.done == [0, 1, 2, 3]
     assert confirmed(stream) == 4
 
 

@@ -113,9 +113,12 @@ class Warm:
     def pause(self, timeout: float) -> None:
         """SIGSTOP, in force when this returns."""
         os.kill(self.pid, signal.SIGSTOP)
+        self.wait_stopped(timeout)
+
+    def wait_stopped(self, timeout: float) -> None:
+        """Wait until it was stopped, by whomever."""
         stat = Path("/proc", str(self.pid), "stat")
-        stopped = lambda: stat.read_text().rpartition(")")[2].split()[0] == "T"  # noqa: E731
-        eventually(stopped, timeout, "it did not stop")
+        eventually(lambda: ") T " in stat.read_text(), timeout, "it did not stop")
 
     def communicate(self, input: bytes = b"", timeout: float | None = None) -> tuple[bytes, bytes]:
         """Write to it, read until it has closed its files, and wait for its end."""
