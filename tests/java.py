@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,11 @@ import pytest
 SPARK_ENVIRONMENT = {
     "SPARK_LOCAL_IP": "127.0.0.1",
     "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+}
+#: For one that we start ourselves: its Python starts sooner, too.
+SPARK_PYTHON = {
+    "PYSPARK_PYTHON": str(Path(__file__).with_name("spark_python.sh")),
+    "METEOR_TEST_PYTHON": sys.executable,
 }
 
 

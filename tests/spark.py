@@ -9,7 +9,6 @@ Results are written to Parquet files, by which a query can be restarted from its
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
+
+from tests.java import SPARK_PYTHON
 
 #: Seconds in which a query has to end: many times what it takes.
 END_S = 100
@@ -30,7 +31,7 @@ PASSWORD = "geheim-4711"
 @contextmanager
 def session() -> Iterator[SparkSession]:
     """A Spark in a process of its own, which ends with it."""
-    os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ |= SPARK_PYTHON
     os.environ[PASSWORD_ENV] = PASSWORD
     builder = SparkSession.builder.master("local[2]").appName("meteor tests")
     settings = {

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import meteor_py as meteor
 from meteor_py import keys
-from tests.java import SPARK_ENVIRONMENT
+from tests.java import SPARK_ENVIRONMENT, SPARK_PYTHON
 from tests.servers import plain_client
 from tests.waiting import eventually
 
@@ -47,7 +47,7 @@ class Copy:
         self._marks = folder / "marks"
         self._marks.mkdir(exist_ok=True)
         orders = {"url": url, "folder": str(folder), "marks": str(self._marks)} | orders
-        environment = os.environ | SPARK_ENVIRONMENT | {"PYSPARK_PYTHON": sys.executable}
+        environment = os.environ | SPARK_ENVIRONMENT | SPARK_PYTHON
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.spark_copy", json.dumps(orders)],
