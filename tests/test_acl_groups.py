@@ -161,9 +161,9 @@ def test_a_peer_can_join_lead_send_vote_act_and_is_recovered(guarded: Server) ->
         with guarded.client() as plain:  # the server has lost it: whoever is in it begins it anew
             plain.delete(*plain.keys("meteor:group:*"), "meteor:groups")
         eventually(lambda: peer_groups(guarded) == ["workers"], 20)
-        eventually(lambda: me.term is not None, 20)
         with connect(guarded, "peer") as n, n.group("workers", create=False) as again:
-            assert [member.id for member in again.members] == ["me"]
+            eventually(lambda: [member.id for member in again.members] == ["me"], 20)
+        eventually(lambda: me.term is not None, 20)
         me.leave()
 
 

@@ -5,18 +5,27 @@ Whatever comes in between. The scripts are called by hand, under a clock that th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+import meteor_py as meteor
+from tests.conftest import emptied
 from tests.peer_scripts import answer, entries, inbox, leftovers, propose, result, send
 from tests.peering import HOUR_MS, TTL_MS, Build, Peers
-from tests.peering import build as build
 from tests.peering import peers as peers
 
 #: More than one call hands over, and than two do.
 MANY = 1_200
 PART = 500
+
+
+@pytest.fixture(params=["server", "redis_server"], ids=["valkey", "redis"])
+def build(request: pytest.FixtureRequest) -> Iterator[Build]:
+    """On servers only: a thousand scripts take seconds on the fake, which has all elsewhere."""
+    with meteor.connect(emptied(request.getfixturevalue(request.param).url)) as client:
+        yield lambda **settings: Peers(client, **settings)
 
 
 def fill(peers: Peers, count: int = MANY, **how: Any) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import meteor_py as meteor
-from tests.java import SPARK_ENVIRONMENT, require_java
+from tests.java import SPARK_ENVIRONMENT, SPARK_PYTHON, require_java
 from tests.terminal import Terminal
 
 ROOT = Path(__file__).parent.parent
@@ -36,8 +36,9 @@ WITH_SPARK = {
 
 #: Runs files one after the other, each by itself: without the names and the streams of others.
 IN_TURN = """
-import sys
+import os, sys
 import meteor_py as meteor
+sys.executable = os.environ["PYSPARK_PYTHON"]
 for path in sys.argv[1:]:
     with open(path) as file:
         code = compile(file.read(), path, "exec")
@@ -95,7 +96,13 @@ def output(command: list[str], folder: Path) -> str:
     """What a command prints that ends well, in the home of somebody who has nothing yet."""
     # The commands are those beside the interpreter that runs the tests.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, **SPARK_ENVIRONMENT, "PATH": path, "HOME": str(folder)}
+    environment = {
+        **os.environ,
+        **SPARK_ENVIRONMENT,
+        **SPARK_PYTHON,
+        "PATH": path,
+        "HOME": str(folder),
+    }
     environment.pop("METEOR_URL", None)
     done = subprocess.run(
         command,

@@ -25,6 +25,7 @@ class Alarm:
 
     def __init__(self, action: Callable[[], object]) -> None:
         self._action = action
+        self._on = False
         self.rang = 0
 
     def __enter__(self) -> Alarm:
@@ -36,11 +37,17 @@ class Alarm:
         signal.signal(signal.SIGALRM, self._before)
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
-        self.rang += 1
-        self._action()
+        if self._on:
+            self.rang += 1
+            self._action()
 
     def after(self, seconds: float) -> None:
+        self._on = True
         signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def off(self) -> None:
+        """What has not happened by now does not happen any more."""
+        self._on = False
 
 
 def ctrl_c() -> None:
@@ -93,6 +100,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_with_one_who_closes(
                     if times == 2:
                         alarm.after(rng.uniform(0.0001, 0.003))
                         consumer.close()  # and here again
+                    alarm.off()
                 except KeyboardInterrupt:
                     pass
             discard(consumer)

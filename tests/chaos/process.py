@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 #: With this code a worker ends that has chosen to die in the middle of its work.
@@ -24,8 +25,8 @@ class Process:
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         self.log = log
         with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.worker", *arguments],
+            self._process = Warm(
+                ["-m", "tests.chaos.worker", *arguments],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
