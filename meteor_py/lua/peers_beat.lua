@@ -20,6 +20,5 @@ for i = 2, #ARGV do
 end
 local first = call('ZRANGE', DEADLINES, 0, 0, 'WITHSCORES')
 local next_ms = first[2] and max(first[2] - now, 0) or -1
-local time = call('TIME')
-return {'OK', life, tonumber(call('HGET', STATE, 'view') or 0), mark, term, leader, session,
-        time[1] .. '.' .. format('%06d', time[2]), answers, next_ms, call('EXISTS', ORPHANS), TTL}
+local more = orphans and call('EXISTS', ORPHANS) or 0
+return {'OK', life, view, mark, term, leader, session, seconds, answers, next_ms, more, TTL}

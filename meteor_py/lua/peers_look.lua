@@ -7,5 +7,5 @@
 --   in turn}, or {'NOGROUP'}
 -- Atomic so that who reads the events from there on misses nothing, and sees nothing twice.
 
-return {'OK', life, tonumber(call('HGET', STATE, 'view') or 0), mark, term, leader, session,
+return {'OK', life, view, mark, term, leader, session,
         call('HGETALL', MEMBERS)}

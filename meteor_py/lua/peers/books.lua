@@ -20,19 +20,20 @@ local c = call('HMGET', P .. 'config', 'ttl', 'expiration', 'election', 'min_siz
 if not c[1] then return {'NOGROUP'} end
 local TTL, EXPIRATION, ELECTION, MIN_SIZE = tonumber(c[1]), tonumber(c[2]), c[3], tonumber(c[4])
 local MAX_INBOX = tonumber(c[5])
-local s = call('HMGET', STATE, 'last', 'leader', 'term', 'session', 'life', 'mark')
+local s = call('HMGET', STATE, 'last', 'leader', 'term', 'session', 'life', 'mark', 'view')
 if not s[5] then return {'NOGROUP'} end
 local last, leader, term, session = tonumber(s[1] or nil), s[2] or '', tonumber(s[3] or 0), s[4] or ''
-local life, mark = s[5], s[6] or ''
+local life, mark, view = s[5], s[6] or '', tonumber(s[7] or 0)
 
 -- If nothing was heard for long, the server was away, or its clock was set: then members have all the
 -- time again to be heard of, and the rest keeps the time that it had left. A small step back stands
 -- still. Once only, until a member is heard of: else those who are late again and again themselves, or
 -- look in now and then, would keep one alive for ever who is dead.
-local micros
+local micros, seconds
 local function read_clock()
   local time = call('TIME')
-  micros = time[1] .. format('%06d', time[2])
+  local fraction = format('%06d', time[2])
+  micros, seconds = time[1] .. fraction, time[1] .. '.' .. fraction
   local now = time[1] * 1000 + math.floor(time[2] / 1000)
   local gap = now - (last or now)
   if math.abs(gap) > TTL / 2 then
@@ -62,11 +63,11 @@ local now = read_clock()
 -- One event for each change, numbered without gaps: the number is the view. Each names the mark of the
 -- one before: after a fail-over that lost some, the same numbers are other events, with other marks.
 local function emit(kind, ...)
-  local view = int(call('HINCRBY', STATE, 'view', 1))
   local after = mark
-  mark = view .. '.' .. micros
-  call('HSET', STATE, 'mark', mark)
-  call('XADD', EVENTS, 'MAXLEN', '~', 10000, view .. '-0', 'kind', kind, 'at', int(now),
+  view = view + 1
+  mark = int(view) .. '.' .. micros
+  call('HSET', STATE, 'view', int(view), 'mark', mark)
+  call('XADD', EVENTS, 'MAXLEN', '~', 10000, int(view) .. '-0', 'kind', kind, 'at', int(now),
        'mark', mark, 'after', after, ...)
 end
 
@@ -226,7 +227,7 @@ end
 -- What lies in the inbox of somebody who is gone is an orphan: what was for anybody goes to another,
 -- and who waits for the rest is told. So much in one call, and the rest in the next ones: an inbox may
 -- hold a million. Who is only dead keeps all while there is no other: until one joins, or it comes back.
-local budget = 500
+local budget, orphans = 500, false
 local function others_than(owner)
   local others = {all = {}, roomy = {}, size = {}}
   local function add(ids)
@@ -272,6 +273,7 @@ local function hand_over(box)
   call('ZREM', ORPHANS, box)
 end
 local function orphan(box)
+  orphans = true
   call('ZADD', ORPHANS, int(now), box)
   hand_over(box)
 end
@@ -387,7 +389,10 @@ local function sweep(key, before, stays)
     drop(id, 'expired', stays)
   end
 end
-for _, box in ipairs(call('ZRANGE', ORPHANS, 0, 63)) do hand_over(box) end
+for _, box in ipairs(call('ZRANGE', ORPHANS, 0, 63)) do
+  orphans = true
+  hand_over(box)
+end
 sweep(DEADLINES, '(' .. int(now), true)
 sweep(EXPIRATIONS, int(now), false)
 elect()
