@@ -115,7 +115,7 @@ class Process:
         self._process.pause(ANSWER_S)
 
     def resume(self) -> None:
-        os.kill(self._process.pid, signal.SIGCONT)
+        self._process.send_signal(signal.SIGCONT)
 
     def wait(self) -> int:
         """Wait for its end, and return the code of its exit."""

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import termios
+import time
 import types
 import warnings
 from importlib import import_module
@@ -49,6 +50,7 @@ class _Order:
         os.chdir(self._order["folder"])
         os.environ.clear()
         os.environ.update(self._order["environment"])
+        time.tzset()
         _set_file("stdin", open(0, encoding="utf-8", closefd=False))  # noqa: SIM115
         buffering = 1 if os.isatty(1) else -1
         _set_file("stdout", open(1, "w", buffering, "utf-8", closefd=False))  # noqa: SIM115
@@ -90,7 +92,7 @@ class _Nursery:
         """Fork, and tell exit codes: returns in each child, and at the end of the tests."""
         for end in (self._ended, self._wake):
             end.setblocking(False)
-        before = signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         while True:
             ready, _, _ = select.select([self._orders, self._ended], [], [])
@@ -103,18 +105,38 @@ class _Nursery:
             if not byte:
                 return None
             connection = socket.socket(fileno=files[0])
-            order = _Order(connection, files[1:])
-            pid = os.fork()
-            if not pid:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, before)
-                others = self._children.values()
-                for end in (self._orders, self._ended, self._wake, connection, *others):
-                    end.close()
+            try:
+                order = _Order(connection, files[1:])
+            except (OSError, ValueError):  # who has ordered it has given up
+                for file in (connection.detach(), *files[1:]):
+                    os.close(file)
+                continue
+            if self._fork(order, connection):
                 return order
-            order.close()
-            self._children[pid] = connection
-            connection.sendall(b"%d\n" % pid)
+
+    def _fork(self, order: _Order, connection: socket.socket) -> bool:
+        """Whether this is the child; the other one goes on when that has settled, or ended."""
+        settled, settling = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a thread of pyarrow's
+            pid = os.fork()
+        if not pid:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            others = self._children.values()
+            for end in (self._orders, self._ended, self._wake, connection, *others):
+                end.close()
+            order.settle()
+            for file in (settled, settling):
+                os.close(file)
+            return True
+        order.close()
+        os.close(settling)
+        os.read(settled, 1)  # the end of it
+        os.close(settled)
+        self._children[pid] = connection
+        _tell(connection, pid)
+        return False
 
     def _tell_codes(self) -> None:
         for pid, connection in list(self._children.items()):
@@ -122,10 +144,14 @@ class _Nursery:
             if done:
                 del self._children[pid]
                 with connection:
-                    try:
-                        connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
-                    except OSError:
-                        pass  # nobody wants to know any more
+                    _tell(connection, os.waitstatus_to_exitcode(status))
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    try:
+        connection.sendall(b"%d\n" % number)
+    except OSError:
+        pass  # nobody wants to know any more
 
 
 if __name__ == "__main__":
@@ -134,5 +160,4 @@ if __name__ == "__main__":
     gc.freeze()
     order = _Nursery(socket.socket(fileno=int(sys.argv[1]))).serve()
     if order is not None:
-        order.settle()
         order.run()

@@ -202,8 +202,9 @@ def test_refuse_resets_new_connections_and_spares_the_present_ones(
 ) -> None:
     proxy.refuse()
     # A plain socket: a pool of redis-py connects a second time if the reset comes early.
-    with socket.create_connection((HOST, proxy.port)) as late, pytest.raises(ConnectionResetError):
-        late.recv(1)
+    late = (HOST, proxy.port)
+    with pytest.raises(ConnectionResetError), socket.create_connection(late, 10) as raw:
+        raw.recv(1)
     assert client.ping()
     assert proxy.counters.refused == 1
     proxy.accept()

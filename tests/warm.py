@@ -37,7 +37,10 @@ _FORK_S = 60.0
 
 
 class Warm:
-    """``python ARGUMENTS``, or a script; the options are those of `subprocess.Popen`."""
+    """``python ARGUMENTS``, or a script, with some of the options of `subprocess.Popen`.
+
+    ``terminal``: its standard input is its controlling terminal.
+    """
 
     def __init__(
         self,
@@ -101,8 +104,12 @@ class Warm:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
+        if self.poll() is not None:
+            return
+        try:
             os.kill(self.pid, number)
+        except ProcessLookupError:
+            pass  # it has just ended, and the nursery was the first to know
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -112,13 +119,17 @@ class Warm:
 
     def pause(self, timeout: float) -> None:
         """SIGSTOP, in force when this returns."""
-        os.kill(self.pid, signal.SIGSTOP)
+        self.send_signal(signal.SIGSTOP)
         self.wait_stopped(timeout)
 
     def wait_stopped(self, timeout: float) -> None:
-        """Wait until it was stopped, by whomever."""
-        stat = Path("/proc", str(self.pid), "stat")
-        eventually(lambda: ") T " in stat.read_text(), timeout, "it did not stop")
+        """Wait until all its threads were stopped, by whomever."""
+        threads = Path("/proc", str(self.pid), "task")
+        eventually(
+            lambda: all(") T " in (each / "stat").read_text() for each in threads.iterdir()),
+            timeout,
+            "it did not stop",
+        )
 
     def communicate(self, input: bytes = b"", timeout: float | None = None) -> tuple[bytes, bytes]:
         """Write to it, read until it has closed its files, and wait for its end."""
@@ -196,7 +207,7 @@ def _pipe(wanted: int | IO[Any] | None, number: int) -> tuple[IO[bytes] | None, 
 def _line(connection: socket.socket) -> bytes:
     received = b""
     while not received.endswith(b"\n"):
-        part = connection.recv(20)
+        part = connection.recv(1)  # the next line may be there, too
         assert part, "the nursery has ended"
         received += part
     return received

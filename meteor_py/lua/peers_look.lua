@@ -7,5 +7,4 @@
 --   in turn}, or {'NOGROUP'}
 -- Atomic so that who reads the events from there on misses nothing, and sees nothing twice.
 
-return {'OK', life, view, mark, term, leader, session,
-        call('HGETALL', MEMBERS)}
+return {'OK', life, view, mark, term, leader, session, call('HGETALL', MEMBERS)}

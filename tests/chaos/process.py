@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -54,12 +53,10 @@ class Process:
         return self._process.poll()
 
     def pause(self) -> None:
-        if self.running:
-            os.kill(self._process.pid, signal.SIGSTOP)
+        self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        if self.running:
-            os.kill(self._process.pid, signal.SIGCONT)
+        self._process.send_signal(signal.SIGCONT)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it has ended by itself in that time."""
@@ -77,7 +74,7 @@ class Process:
         self._process.wait()
 
     def _dismiss(self) -> None:
-        # Before the process is gone for good: it must not find the pid given to another one.
+        # Before we kill the process: its pid may be given to another one.
         self._watchdog.kill()
         self._watchdog.communicate()
 
