@@ -291,7 +291,8 @@ def test_a_handle_works_on_every_kind_of_server(any_url: str, open_group: Open) 
     me.leave()
     eventually(lambda: heard.count("leave", "a", "left") == 1)
     other.leave()
-    eventually(lambda: two.leader is None)
+    eventually(lambda: heard.count("resigned", other.id, "left") == 1)
+    assert two.leader is None
     assert heard.calls == [
         ("join", "a"),
         ("elected", "a"),
