@@ -39,7 +39,7 @@ def test_nothing_is_lost_doubled_reordered_or_skipped_whatever_happens(
     assert result.records["acked"] > 100, told(result)
     assert result.records["deliver"] >= 10 * result.records["acked"], told(result)
     assert result.events["confirmed"] > 100, told(result)
-    assert result.take_overs >= 10, told(result)
+    assert result.take_overs >= 5, told(result)
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_with_a_store_nothing_is_lost_doubled_or_overtaken_whatever_happens(
     rng: random.Random,
 ) -> None:
     seed = rng.randrange(1_000_000)
-    plan = Plan(seed, store=True, seconds=4.0, every_s=(0.1, 0.25), groups=3, lease_ttl_s=0.5)
+    plan = Plan(seed, store=True, seconds=6.0, every_s=(0.1, 0.25), groups=3, lease_ttl_s=0.5)
     print(plan.command)
     result = run(plan)
     assert not result.violations, told(result)

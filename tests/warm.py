@@ -32,14 +32,14 @@ from typing import IO, Any, Self
 from tests.waiting import eventually
 
 _ROOT = Path(__file__).resolve().parents[1]
-#: Seconds for the nursery to start and to fork.
-_FORK_S = 60.0
+#: Seconds for the nursery to start and to fork, and for a process to end that is not wanted.
+_PATIENCE_S = 60.0
 
 
 class Warm:
     """``python ARGUMENTS``, or a script, with some of the options of `subprocess.Popen`.
 
-    ``terminal``: its standard input is its controlling terminal.
+    ``terminal``: its standard input is its controlling terminal. For one thread at a time.
     """
 
     def __init__(
@@ -71,19 +71,15 @@ class Warm:
             if own in (subprocess.PIPE, subprocess.DEVNULL):
                 os.close(file)
         self.pid = int(_line(self._codes))
-        self._codes.settimeout(0.0)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
-        self.wait()
-
-    def _close(self) -> None:
         for pipe in (self.stdin, self.stdout, self.stderr):
             if pipe is not None:
                 pipe.close()
+        self.wait(_PATIENCE_S)
 
     def poll(self) -> int | None:
         """Its exit code, if it has ended; minus the signal, if that ended it."""
@@ -228,7 +224,7 @@ class _Nursery:
     def order(self, order: str, files: list[int]) -> socket.socket:
         """Where the pid can be read, and when it has ended its exit code."""
         ours, theirs = socket.socketpair()
-        ours.settimeout(_FORK_S)
+        ours.settimeout(_PATIENCE_S)
         with theirs, self._lock:
             socket.send_fds(self._orders, [b"x"], [theirs.fileno(), *files])
             ours.sendall(order.encode())
@@ -238,7 +234,7 @@ class _Nursery:
     def close(self) -> None:
         """It ends when its orders do; those it has borne go on."""
         self._orders.close()
-        self._process.wait(_FORK_S)
+        self._process.wait(_PATIENCE_S)
 
 
 @cache
