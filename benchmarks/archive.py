@@ -27,7 +27,7 @@ from benchmarks.common import (
     values_of,
     within,
 )
-from meteor_py.store.folder import LocalFolder
+from meteor_py.store.storage import LocalFolder
 
 _CAPACITY = 100_000
 #: Records that are made; they are published again and again.

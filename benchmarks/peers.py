@@ -1,4 +1,4 @@
-"""Distributed groups: how soon another leads, asking and answering, and what being alive costs."""
+"""Peer groups: how soon another leads, asking and answering, and what being alive costs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def killed(lead_it: Any, url: Any) -> float:
 
 
 def lead(url: str, told: Any) -> None:
-    with connected(url) as client, client.group("bench", ttl=_TTL_S) as group:
+    with connected(url) as client, client.peer_group("bench", ttl=_TTL_S) as group:
         me = group.join()
         told.put("waits")
         with me.leadership():
@@ -157,7 +157,7 @@ def asking(bench: Bench) -> Row:
     process = _CONTEXT.Process(target=answer, args=(bench.url, told), daemon=True)
     process.start()
     try:
-        with connected(bench.url) as client, client.group("bench") as group:
+        with connected(bench.url) as client, client.peer_group("bench") as group:
             assert told.get(timeout=_STUCK_S) == "ready"
             member = group.member("answerer")
             for _ in range(100):
@@ -173,7 +173,11 @@ def asking(bench: Bench) -> Row:
 
 
 def answer(url: str, told: Any) -> None:
-    with connected(url) as client, client.group("bench") as group, group.join("answerer") as me:
+    with (
+        connected(url) as client,
+        client.peer_group("bench") as group,
+        group.join("answerer") as me,
+    ):
         me.on("echo")(lambda message: message.body)
         told.put("ready")
         time.sleep(_STUCK_S)
@@ -184,9 +188,9 @@ def answer(url: str, told: Any) -> None:
 
 def beating(bench: Bench) -> list[Row]:
     """What one sign of life costs the server, in groups of different size."""
-    from meteor_py.peers.books import Books
     from meteor_py.peers.config import PeersConfig
-    from meteor_py.scripts import PEERS_JOIN
+    from meteor_py.peers.protocol import PeerProtocol
+    from meteor_py.redis.scripts import PEERS_JOIN
 
     rows: list[Row] = []
     first: float | None = None
@@ -194,16 +198,16 @@ def beating(bench: Bench) -> list[Row]:
         bench.step(f"signs of life of {size:,} members")
         bench.clear()
         with connected(bench.url) as client, plain_client(bench.url) as plain:
-            books = Books(client, "bench")
+            books = PeerProtocol(client, "bench")
             books.open(PeersConfig(ttl=600))
             for number in range(size):
                 books.run(PEERS_JOIN, [f"m{number}", "s", "0", 0, b"null", "fail", size])
-            link = client.open_link()
+            connection = client.open_connection()
             count, before = bench.pick(5_000, 1_000), used(plain)
             for number in range(count):
-                books.beat(link, "s", [f"m{number % size}"])
+                books.beat(connection, "s", [f"m{number % size}"])
             cost = (used(plain) - before) / count * 1e6
-            link.close()
+            connection.close()
         what = f"peers: a sign of life, server CPU, {size:,} members"
         if first is None:
             first = cost

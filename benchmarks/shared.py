@@ -36,7 +36,7 @@ def publish(url: str, count: int) -> None:
     """Records of groups in no order."""
     keys = keys_of(count)
     with connected(url) as client:
-        stream = client.stream("shared", capacity=10_000_000, group_by="key")
+        stream = client.stream("shared", capacity=10_000_000, ordering_key="key")
         with stream.publisher() as pub:
             values = values_of(count)
             for start in range(0, count, 10_000):
@@ -183,7 +183,7 @@ def beside_a_sleeper(bench: Bench) -> Row:
     def drain(keys: list[bytes], *, sleeper: bool) -> float:
         bench.clear()
         with connected(bench.url) as client:
-            stream = client.stream("shared", capacity=10_000_000, group_by="key")
+            stream = client.stream("shared", capacity=10_000_000, ordering_key="key")
             with stream.publisher() as pub:
                 pub.publish(b"x", key=b"hot").result()
                 pub.publish_many([b"x" * 100] * len(keys), keys=keys).result(_STUCK_S)
@@ -222,7 +222,7 @@ def commands_of_an_empty_claim(bench: Bench, blocked: int) -> float:
     bench.step(f"shared: {blocked:,} blocked records")
     bench.clear()
     with connected(bench.url) as client, plain_client(bench.url) as plain:
-        stream = client.stream("shared", capacity=10_000_000, group_by="key")
+        stream = client.stream("shared", capacity=10_000_000, ordering_key="key")
         with stream.publisher() as pub:
             for start in range(0, blocked + 1, 10_000):
                 size = min(10_000, blocked + 1 - start)

@@ -57,7 +57,7 @@ def main() -> None:
         seen_by[cart].add(consumer)
 
     with meteor.connect("embedded://") as m:
-        stream = m.stream("carts", group_by="key", codec="json")
+        stream = m.stream("carts", ordering_key="key", codec="json")
         with stream.publisher() as pub:
             for cart, change in changes:
                 pub.publish(change, key=cart.encode())

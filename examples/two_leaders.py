@@ -32,7 +32,7 @@ warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # nothing is kept on 
 
 def work(name: str) -> None:
     """What each of the two processes does."""
-    with meteor.connect() as m, m.group("workers", ttl=TTL_S) as group, group.join(name) as me:
+    with meteor.connect() as m, m.peer_group("workers", ttl=TTL_S) as group, group.join(name) as me:
         say(name, "joined")
         while True:
             with me.leadership() as term:
@@ -63,7 +63,7 @@ def main() -> None:
     with (
         open_embedded() as server,
         meteor.connect(server.url) as m,
-        m.group("workers", ttl=TTL_S) as group,
+        m.peer_group("workers", ttl=TTL_S) as group,
     ):
         workers = {name: start(name, server.url) for name in ("one", "two")}
         try:

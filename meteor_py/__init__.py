@@ -12,22 +12,17 @@
 """
 
 from meteor_py._version import __version__
-from meteor_py.ack import Ack, ManyAck
+from meteor_py.archive.archive import Archive
+from meteor_py.archive.archiver import Archiver
 from meteor_py.client import Client, connect
-from meteor_py.codec import Codec
-from meteor_py.config import (
-    Compression,
-    InitialOffset,
-    PublisherConfig,
-    StreamConfig,
-    SubscriberConfig,
-)
 from meteor_py.errors import (
     AccessDenied,
     ActionRefused,
     ClockTooUncertain,
     ConnectionFailed,
-    CorruptFrameError,
+    CorruptFrame,
+    CorruptSegment,
+    CorruptStream,
     DecodeError,
     Fenced,
     GroupActive,
@@ -61,7 +56,6 @@ from meteor_py.errors import (
     ReadError,
     RecordsLost,
     RecordTooLarge,
-    SegmentCorrupt,
     ServerNotFound,
     ServerRefused,
     ServerStartFailed,
@@ -69,46 +63,52 @@ from meteor_py.errors import (
     StoreMismatch,
     StoreUnavailable,
     StreamConfigMismatch,
-    StreamCorrupt,
     StreamError,
     StreamFull,
     StreamNotFound,
-    UnsupportedFrameError,
+    UnsupportedFrame,
 )
-from meteor_py.group import GroupDescription
-from meteor_py.history import Position
-from meteor_py.link import DataSafetyWarning
-from meteor_py.meta import Description
-from meteor_py.peers.actions import Action
 from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.event import Event
 from meteor_py.peers.group import PeerGroup
-from meteor_py.peers.letter import PeerLetter
+from meteor_py.peers.leadership import Term
 from meteor_py.peers.member import Member, Status
 from meteor_py.peers.membership import Membership
-from meteor_py.peers.message import Message
-from meteor_py.peers.picture import View
-from meteor_py.peers.proposal import Outcome, Proposal
-from meteor_py.peers.replies import Replies
-from meteor_py.peers.target import Target
-from meteor_py.peers.term import Term
-from meteor_py.publisher import Publisher
-from meteor_py.receiver import Receiver
-from meteor_py.record import ARROW_SCHEMA, Record, RecordBatch
-from meteor_py.serverinfo import ServerDescription
+from meteor_py.peers.messaging.dead_letter import PeerLetter
+from meteor_py.peers.messaging.message import Message
+from meteor_py.peers.messaging.replies import Replies
+from meteor_py.peers.messaging.target import Target
+from meteor_py.peers.view import View
+from meteor_py.peers.voting.actions import Action
+from meteor_py.peers.voting.proposal import Outcome, Proposal
+from meteor_py.publish.ack import Ack, ManyAck
+from meteor_py.publish.publisher import Publisher
+from meteor_py.records.codec import Codec
+from meteor_py.records.config import (
+    Compression,
+    InitialOffset,
+    PublisherConfig,
+    StreamConfig,
+    SubscriberConfig,
+)
+from meteor_py.records.descriptions import Description
+from meteor_py.records.position import Position
+from meteor_py.records.record import ARROW_SCHEMA, Record, RecordBatch
+from meteor_py.redis.connection import DataSafetyWarning
+from meteor_py.redis.server_info import ServerDescription
+from meteor_py.shared.admin import Consumer, GroupState, SharedDescription, SharedGroup
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
-from meteor_py.shared.group import Consumer, GroupState, SharedDescription, SharedGroup
 from meteor_py.shared.record import SharedRecord
 from meteor_py.shared.subscriber import SharedSubscriber
-from meteor_py.store.archive import Archive
-from meteor_py.store.archiver import Archiver
 from meteor_py.store.base import Bounds, Flaw, RingbufferStore
 from meteor_py.store.memory import MemoryStore
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import SegmentDescription
 from meteor_py.stream import Stream
-from meteor_py.subscriber import Subscriber
+from meteor_py.subscribe.group_admin import GroupDescription
+from meteor_py.subscribe.receiver import Receiver
+from meteor_py.subscribe.subscriber import Subscriber
 
 __all__ = [
     "ARROW_SCHEMA",
@@ -126,7 +126,9 @@ __all__ = [
     "ConnectionFailed",
     "Consumer",
     "ConsumerConfig",
-    "CorruptFrameError",
+    "CorruptFrame",
+    "CorruptSegment",
+    "CorruptStream",
     "DataSafetyWarning",
     "DecodeError",
     "Description",
@@ -187,7 +189,6 @@ __all__ = [
     "RecordsLost",
     "Replies",
     "RingbufferStore",
-    "SegmentCorrupt",
     "SegmentDescription",
     "ServerDescription",
     "ServerNotFound",
@@ -205,7 +206,6 @@ __all__ = [
     "Stream",
     "StreamConfig",
     "StreamConfigMismatch",
-    "StreamCorrupt",
     "StreamError",
     "StreamFull",
     "StreamNotFound",
@@ -213,7 +213,7 @@ __all__ = [
     "SubscriberConfig",
     "Target",
     "Term",
-    "UnsupportedFrameError",
+    "UnsupportedFrame",
     "View",
     "__version__",
     "connect",

@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis.connection import UnixDomainSocketConnection
 
-from meteor_py import keys
-from meteor_py.address import Address, parse
-from meteor_py.checks import warn_of_dangers, warn_of_hidden_history
-from meteor_py.closing import Closing
-from meteor_py.config import (
-    OFFSET_MAX,
-    UNARCHIVED_CAPACITIES,
-    Compression,
-    StreamConfig,
-    check_int,
-    check_seconds,
-)
+from meteor_py.archive.archiver import close_archivers, start_archiver
 from meteor_py.errors import (
     ConnectionFailed,
     MeteorError,
@@ -30,22 +19,33 @@ from meteor_py.errors import (
     StreamConfigMismatch,
     StreamNotFound,
 )
-from meteor_py.link import Argument, Link, connection_options
-from meteor_py.meta import Meta
 from meteor_py.peers.codec import Format, PeerCodec, find_codec
 from meteor_py.peers.config import UNSET, Election, Unset
 from meteor_py.peers.group import PeerGroup
 from meteor_py.peers.opening import open_group
 from meteor_py.peers.registry import close_groups
-from meteor_py.publisher import close_publishers
-from meteor_py.scripts import ALL, CREATE_STREAM, Script
-from meteor_py.serverinfo import ServerDescription, describe_server
+from meteor_py.publish.publisher import close_publishers
+from meteor_py.records.config import (
+    OFFSET_MAX,
+    UNARCHIVED_CAPACITIES,
+    Compression,
+    StreamConfig,
+    check_int,
+    check_seconds,
+)
+from meteor_py.records.descriptions import Meta
+from meteor_py.redis import keys
+from meteor_py.redis.address import Address, parse
+from meteor_py.redis.connection import Argument, Connection, connection_options
+from meteor_py.redis.scripts import ALL, CREATE_STREAM, Script
+from meteor_py.redis.server_info import ServerDescription, describe_server
+from meteor_py.redis.server_warnings import warn_of_dangers, warn_of_hidden_history
+from meteor_py.runtime.lifecycle import Closeable
 from meteor_py.shared.subscriber import close_shared_subscribers
-from meteor_py.store.archiver import close_archivers, start_archiver
 from meteor_py.store.base import RingbufferStore
-from meteor_py.store.opening import Store, founding_fields, open_store, settle
+from meteor_py.store.identity import Store, founding_fields, open_store, settle
 from meteor_py.stream import Stream
-from meteor_py.subscriber import close_subscribers
+from meteor_py.subscribe.subscriber import close_subscribers
 
 if TYPE_CHECKING:
     import redis
@@ -79,7 +79,7 @@ def connect(url: str | None = None, *, timeout: float = 5.0) -> Client:
     return Client(parse(url), check_seconds("timeout", timeout))
 
 
-class Client(Closing):
+class Client(Closeable):
     """A server, and the streams on it. Safe for several threads, and usable after a fork."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
@@ -87,7 +87,7 @@ class Client(Closing):
         self.timeout_s = timeout_s
         self._server: EmbeddedServer | None = None
         self._resolved: Address | None = None
-        self._commands: Link | None = None
+        self._commands: Connection | None = None
         self._redis: redis.Redis | None = None
         self._checked = False
         self._in_use = False
@@ -105,7 +105,7 @@ class Client(Closing):
         compression: Compression | None = None,
         checksum: bool | None = None,
         codec: str | None = None,
-        group_by: str | None = None,
+        ordering_key: str | None = None,
         store: Store | None = None,
         max_unarchived: int | None = None,
         archive: bool = True,
@@ -122,7 +122,7 @@ class Client(Closing):
             compression: "none" (default), "lz4" or "zstd", for frames of several records.
             checksum: Whether each frame carries a crc32.
             codec: "bytes" (default), "text", "json" or "msgpack".
-            group_by: "key" or "header:NAME": what makes groups of the records, for
+            ordering_key: "key" or "header:NAME": what makes groups of the records, for
                 ``stream.shared_subscriber()``.
             store: Where records are kept when the ring drops them: a directory, ``file:///path``,
                 ``s3://bucket/prefix``..., or a ``RingbufferStore``. The stream then never drops
@@ -147,7 +147,7 @@ class Client(Closing):
             "compression": compression,
             "checksum": checksum,
             "codec": codec,
-            "group_by": group_by,
+            "ordering_key": ordering_key,
         }
         asked = {setting: value for setting, value in given.items() if value is not None}
         config = replace(StreamConfig(), **asked)  # type: ignore[arg-type]  # checked inside
@@ -169,7 +169,7 @@ class Client(Closing):
             )
         for setting, value in asked.items():
             if getattr(meta.config, setting) != value:
-                fixed = setting in ("codec", "group_by")
+                fixed = setting in ("codec", "ordering_key")
                 change = "create another stream" if fixed else "change it with stream.configure()"
                 raise StreamConfigMismatch(
                     f"Stream {name!r} exists with {setting}={getattr(meta.config, setting)!r}, "
@@ -200,7 +200,7 @@ class Client(Closing):
             there += [name for name, exists in zip(part, answers, strict=True) if exists]
         return there
 
-    def group(
+    def peer_group(
         self,
         name: str,
         *,
@@ -213,7 +213,7 @@ class Client(Closing):
         codec: Format | PeerCodec = "json",
         create: bool = True,
     ) -> PeerGroup:
-        """Open a distributed group: look on, send messages, or join; close it, or use ``with``.
+        """Open a peer group: look on, send messages, or join; close it, or use ``with``.
 
         Who opens it first chooses its settings; those that are not given are not compared.
 
@@ -243,8 +243,8 @@ class Client(Closing):
             asked["election"] = election or "none"
         return open_group(self, name, instance, asked, find_codec(codec), create)
 
-    def groups(self) -> list[str]:
-        """The names of all distributed groups, sorted."""
+    def peer_groups(self) -> list[str]:
+        """The names of all peer groups, sorted."""
         return self._existing(keys.PEERS, lambda name: keys.peers(name, "config"))
 
     def _create(
@@ -278,8 +278,10 @@ class Client(Closing):
         fields = [item for pair in (config.to_fields() | extra).items() for item in pair]
         incarnation = extra.get("incarnation") or secrets.token_hex(8)
 
-        def create(link: Link) -> Any:
-            return link.run(CREATE_STREAM, [keys.meta(name)], [incarnation, link.history, *fields])
+        def create(connection: Connection) -> Any:
+            return connection.run(
+                CREATE_STREAM, [keys.meta(name)], [incarnation, connection.history, *fields]
+            )
 
         created, fields = self.use(create)
         return bool(created), Meta.parse(name, fields)
@@ -371,9 +373,9 @@ class Client(Closing):
             self.address.scheme == "embedded" and not self.address.place
         )
 
-    def open_link(self) -> Link:
+    def open_connection(self) -> Connection:
         """A connection of its own for a publisher or subscriber, who closes it."""
-        return Link(self.resolve(), self.timeout_s)
+        return Connection(self.resolve(), self.timeout_s)
 
     def warn_of_hidden_history(self) -> None:
         """Warn, in the thread of the caller, if losses of the server cannot be noticed."""
@@ -384,17 +386,17 @@ class Client(Closing):
 
     def call(self, *command: Argument) -> Any:
         """Send a command that may be repeated, and return its answer."""
-        return self.use(lambda link: link.call(*command))
+        return self.use(lambda connection: connection.call(*command))
 
     def pipeline(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
         """Send commands that may be repeated, and return their answers."""
-        return self.use(lambda link: link.pipeline(commands, self.timeout_s))
+        return self.use(lambda connection: connection.pipeline(commands, self.timeout_s))
 
     def run(self, script: Script, script_keys: Sequence[str], args: Sequence[Argument] = ()) -> Any:
         """Run a script that may be repeated, and return its answer."""
-        return self.use(lambda link: link.run(script, script_keys, args))
+        return self.use(lambda connection: connection.run(script, script_keys, args))
 
-    def use(self, work: Callable[[Link], _T]) -> _T:
+    def use(self, work: Callable[[Connection], _T]) -> _T:
         """Do something that may be repeated on the common connection.
 
         A connection that was idle may have died unnoticed, so a failure on it is tried once more
@@ -403,25 +405,25 @@ class Client(Closing):
         with self._exclusive():
             self._check_open()
             if self._commands is None:
-                self._commands = self.open_link()
+                self._commands = self.open_connection()
             if self._in_use:  # a signal handler, in the middle of another call
-                link = self.open_link()
+                connection = self.open_connection()
                 try:
-                    return work(link)
+                    return work(connection)
                 finally:
-                    link.close()
-            link = self._commands
-            was_connected = link.connected
+                    connection.close()
+            connection = self._commands
+            was_connected = connection.connected
             self._in_use = True
             try:
                 if not self._checked:
-                    warn_of_dangers(link)
+                    warn_of_dangers(connection)
                     self._checked = True
-                return work(link)
+                return work(connection)
             except ConnectionFailed:
                 if not was_connected:
                     raise
-                return work(link)
+                return work(connection)
             finally:
                 self._in_use = False
 
@@ -435,7 +437,7 @@ class Client(Closing):
 
     def _resolve(self) -> Address:
         if self.address.scheme == "fake":
-            from meteor_py.fake import fake_address
+            from meteor_py.redis.fake import fake_address
 
             return fake_address(self.address)
         if self.address.scheme == "embedded":

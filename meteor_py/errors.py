@@ -10,7 +10,7 @@
     ├── StreamError                 .stream
     │   ├── StreamNotFound          no stream of that name
     │   ├── StreamConfigMismatch    it exists, with other settings
-    │   ├── StreamCorrupt           something in its log is not ours
+    │   ├── CorruptStream           something in its log is not ours
     │   ├── StreamFull              publishing waits for the archiver                   retriable
     │   ├── StoreUnavailable        the store cannot be reached or written to now       retriable
     │   ├── StoreMismatch           it is not the one that holds the stream's history
@@ -28,7 +28,7 @@
     │   ├── PublisherClosed         not sent: the publisher was closed
     │   ├── OutcomeUnknown          may or may not be in the log
     │   └── NotReplicated           in the log, but not on enough replicas in time
-    ├── PeerError                   .group: of a distributed group
+    ├── PeerError                   .group: of a peer group
     │   ├── PeerGroupNotFound       there is no such group, or not any more
     │   ├── MemberTaken             somebody has that name
     │   ├── MembershipLost          expelled, removed, or replaced by the same name elsewhere
@@ -45,10 +45,10 @@
     │       └── PartialFailure      .values .failed: not all of those it was sent to took it
     └── ReadError                   .stream
         ├── RecordsLost             .first .last: gone from the ring and not in a store
-        ├── SegmentCorrupt          .first .last: damaged in the store
+        ├── CorruptSegment          .first .last: damaged in the store
         ├── LogTruncated            .first .last: the server lost what it had acknowledged
-        ├── CorruptFrameError       .first .last: bytes that are not a frame
-        ├── UnsupportedFrameError   .first .last: written by a newer version
+        ├── CorruptFrame       .first .last: bytes that are not a frame
+        ├── UnsupportedFrame   .first .last: written by a newer version
         ├── DecodeError             .record: the codec could not read a value
         └── InvalidInitialOffset    an ungrouped subscriber needs a place to start
 
@@ -60,7 +60,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from meteor_py.record import Record
+    from meteor_py.records.record import Record
 
 
 class MeteorError(Exception):
@@ -120,7 +120,7 @@ class StreamConfigMismatch(StreamError):
     """The stream exists with settings other than those asked for."""
 
 
-class StreamCorrupt(StreamError):
+class CorruptStream(StreamError):
     """The log holds an entry that no publisher of ours wrote."""
 
 
@@ -234,7 +234,7 @@ class NotReplicated(PublishError):
 
 
 class PeerError(MeteorError):
-    """Something about a distributed group: ``group``."""
+    """Something about a peer group: ``group``."""
 
     def __init__(self, message: str, *, group: str) -> None:
         super().__init__(message)
@@ -242,7 +242,7 @@ class PeerError(MeteorError):
 
 
 class PeerGroupNotFound(PeerError):
-    """There is no such distributed group: none was to be begun, or it was deleted, or lost."""
+    """There is no such peer group: none was to be begun, or it was deleted, or lost."""
 
 
 class MemberTaken(PeerError):
@@ -341,7 +341,7 @@ class RecordsLost(_OfRange):
     """The ring has dropped these records, and no store holds them."""
 
 
-class SegmentCorrupt(_OfRange):
+class CorruptSegment(_OfRange):
     """The store holds these records, and they are damaged; others stay readable."""
 
 
@@ -353,11 +353,11 @@ class LogTruncated(_OfRange):
     """
 
 
-class CorruptFrameError(_OfRange):
+class CorruptFrame(_OfRange):
     """The bytes of this frame are not what a publisher wrote."""
 
 
-class UnsupportedFrameError(_OfRange):
+class UnsupportedFrame(_OfRange):
     """The frame has a format that this version does not know; a newer one wrote it."""
 
 

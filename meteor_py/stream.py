@@ -7,9 +7,14 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from meteor_py import keys, refusals
-from meteor_py.codec import Codec, find_codec
-from meteor_py.config import (
+from meteor_py.archive.archive import Archive
+from meteor_py.archive.archive_term import ArchiverConfig
+from meteor_py.archive.archiver import Archiver, stop_archiver
+from meteor_py.errors import ServerRefused
+from meteor_py.log.handle import StreamHandle, first_of
+from meteor_py.publish.publisher import Publisher
+from meteor_py.records.codec import Codec, find_codec
+from meteor_py.records.config import (
     OFFSET_MAX,
     Compression,
     InitialOffset,
@@ -19,32 +24,27 @@ from meteor_py.config import (
     check_choice,
     check_int,
 )
-from meteor_py.errors import ServerRefused
-from meteor_py.frame import foreign_entry
-from meteor_py.group import (
+from meteor_py.records.descriptions import Description
+from meteor_py.records.frame import foreign_entry
+from meteor_py.records.position import Position
+from meteor_py.records.record import RecordBatch
+from meteor_py.records.times import to_ms
+from meteor_py.redis import keys, reply_errors
+from meteor_py.redis.scripts import CONFIGURE_STREAM, DELETE_STREAM, OFFSET_AT_TIME
+from meteor_py.shared.admin import SharedGroup, list_shared, open_shared, summarize_shared
+from meteor_py.shared.config import ConsumerConfig, OnPoison, Ungrouped
+from meteor_py.shared.subscriber import SharedSubscriber
+from meteor_py.subscribe.group_admin import (
     GroupDescription,
     delete_group,
     find_archiver,
     list_groups,
     seek_group,
 )
-from meteor_py.handle import Handle, first_of
-from meteor_py.history import Position
-from meteor_py.meta import Description
-from meteor_py.publisher import Publisher
-from meteor_py.record import RecordBatch
-from meteor_py.scripts import CONFIGURE, DELETE_STREAM, LOCATE
-from meteor_py.shared.config import ConsumerConfig, OnPoison, Ungrouped
-from meteor_py.shared.group import SharedGroup, list_shared, open_shared, summarize_shared
-from meteor_py.shared.subscriber import SharedSubscriber
-from meteor_py.store.archive import Archive
-from meteor_py.store.archiver import Archiver, stop_archiver
-from meteor_py.store.duty import ArchiverConfig
-from meteor_py.subscriber import Subscriber
-from meteor_py.times import to_ms
+from meteor_py.subscribe.subscriber import Subscriber
 
 
-class Stream(Handle):
+class Stream(StreamHandle):
     """One stream of records with dense offsets 0, 1, 2... Get it with ``client.stream(name)``."""
 
     def publisher(
@@ -159,8 +159,8 @@ class Stream(Handle):
         """Open a consumer of a shared group; close it, or use ``with``.
 
         The consumers of one shared group work in parallel. Records of one group, those that have
-        the same key or header (``group_by`` of the stream), are processed in order, by one of them
-        at a time. Settings from ``group_cap`` to ``ungrouped`` are those of the shared group: they
+        the same key or header (``ordering_key`` of the stream), are processed in order, by one of
+        them at a time. Settings from ``group_cap`` to ``ungrouped`` are those of the shared group: they
         count when it begins, and must be the same, or left out, later.
 
         Args:
@@ -184,7 +184,7 @@ class Stream(Handle):
             codec: How to decode values; None = as the stream says.
 
         Raises:
-            MeteorError: The stream has no ``group_by``.
+            MeteorError: The stream has no ``ordering_key``.
             GroupConfigMismatch: It exists with other settings, or for one reader at a time.
             GroupNotFound: NONE, and it does not exist.
             ValueError, TypeError: A setting out of its range, or of the wrong type.
@@ -232,7 +232,7 @@ class Stream(Handle):
         Raises:
             ValueError: A negative offset, one beyond the end, or a datetime without a timezone.
             RecordsLost: Some are neither in the ring nor in the store.
-            SegmentCorrupt: Some are damaged in the store.
+            CorruptSegment: Some are damaged in the store.
         """
         if isinstance(start, datetime):
             to_ms(start)
@@ -262,9 +262,9 @@ class Stream(Handle):
         Raises:
             ValueError: A datetime without a timezone.
             StreamNotFound: The stream was deleted.
-            StreamCorrupt: The log holds an entry that is not a frame.
+            CorruptStream: The log holds an entry that is not a frame.
         """
-        answer = self._run(LOCATE, [self.incarnation, to_ms(time)])
+        answer = self._run(OFFSET_AT_TIME, [self.incarnation, to_ms(time)])
         if answer[0] == b"FOREIGN":
             raise foreign_entry(self.name, answer[1])
         found, ring = int(answer[1]), int(answer[2])
@@ -301,7 +301,7 @@ class Stream(Handle):
 
     def _groups(self, end: int) -> list[GroupDescription]:
         found = list_groups(self, end)
-        if self.config.group_by is not None:
+        if self.config.ordering_key is not None:
             found += summarize_shared(self)
         return sorted(found, key=lambda group: group.name)
 
@@ -314,7 +314,7 @@ class Stream(Handle):
         for found in self._groups(self.bounds()[1]):
             if found.name == name:
                 return found
-        raise refusals.no_group(self.name, name)
+        raise reply_errors.no_group(self.name, name)
 
     def seek_group(self, group: str, to: int | str | datetime, *, force: bool = False) -> int:
         """Let a group go on from somewhere else, and return the offset; it begins if it is new.
@@ -345,7 +345,7 @@ class Stream(Handle):
             GroupNotFound: There is none.
         """
         keys.check_name(group, "group")
-        if self.config.group_by is not None and group in list_shared(self):
+        if self.config.ordering_key is not None and group in list_shared(self):
             SharedGroup(self, group).delete(force=force)
         else:
             delete_group(self, group, force=force)
@@ -411,7 +411,10 @@ class Stream(Handle):
         others = [item for s in asked if s != "capacity" for item in (s, fields[s])]
         new_capacity = fields["capacity"] if capacity is not None else ""
         logs = [*self._keys, *self.index_keys]
-        while self._run(CONFIGURE, [self.incarnation, new_capacity, *others], logs)[0] == b"MORE":
+        while (
+            self._run(CONFIGURE_STREAM, [self.incarnation, new_capacity, *others], logs)[0]
+            == b"MORE"
+        ):
             pass  # ends: each step trims at least one entry of a finite ring
         self.config = config
 
@@ -482,7 +485,7 @@ class Stream(Handle):
         answer = self.client.run(DELETE_STREAM, names, [self.incarnation])
         # Not found, though it was there before: deleted by a first try whose answer was lost.
         if answer[0] != b"OK" and not (answer[0] == b"NOSTREAM" and meta in found):
-            raise refusals.gone(self.name, answer[0])
+            raise reply_errors.gone(self.name, answer[0])
         self.client.call("SREM", keys.STREAMS, self.name)
         if self.client.call("EXISTS", self._keys[1]):  # created anew by somebody meanwhile
             self.client.call("SADD", keys.STREAMS, self.name)

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import pytest
 from hypothesis import settings
 
-from tests.bench import Pair
-from tests.java import require_java
-from tests.members import Crew
-from tests.servers import Server, binaries, plain_client
-from tests.workers import workers
+from tests.support.bench import Pair
+from tests.support.java import require_java
+from tests.support.members import Crew
+from tests.support.servers import Server, binaries, plain_client
+from tests.support.workers import workers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -128,7 +128,7 @@ def pair(private_server: ServerFactory) -> Iterator[Pair]:
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """The Spark of a worker: it takes seconds to start, so there is one for all tests."""
-    from tests.spark import session  # most tests do without PySpark
+    from tests.support.spark import session  # most tests do without PySpark
 
     require_java()
     with session() as spark:

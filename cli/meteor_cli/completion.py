@@ -53,14 +53,14 @@ def complete_shared_group(
 def complete_peer_group(
     context: click.Context, option: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Names of distributed groups."""
-    return _offer(context, incomplete, lambda m: m.groups())
+    """Names of peer groups."""
+    return _offer(context, incomplete, lambda m: m.peer_groups())
 
 
 def complete_peer(
     context: click.Context, option: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Members of the distributed group that was named before."""
+    """Members of the peer group that was named before."""
     return _complete_peer(context, incomplete)
 
 
@@ -77,9 +77,9 @@ def _complete_peer(context: click.Context, incomplete: str) -> list[CompletionIt
     name = context.params.get("group") or next(iter(context.args), None)
 
     def members(m: Client) -> list[str]:
-        from meteor_py.peers.books import Books
+        from meteor_py.peers.protocol import PeerProtocol
 
-        return [] if name is None else sorted(Books(m, name).look().members)
+        return [] if name is None else sorted(PeerProtocol(m, name).look().members)
 
     return _offer(context, incomplete, members)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 _GROUP = ("name", "confirmed", "lag", "owner", "term", "kind", "consumers")
 _STREAM = (
     "name", "first", "next", "length", "frames", "bytes", "appended", "archived", "archiver",
-    "capacity", "compression", "checksum", "codec", "group_by", "store", "max_unarchived",
+    "capacity", "compression", "checksum", "codec", "ordering_key", "store", "max_unarchived",
     "incarnation", "epoch", "epoch_first", "groups",
 )  # fmt: skip
 _SHARED = (

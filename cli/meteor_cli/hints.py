@@ -21,8 +21,7 @@ def explain(error: Exception) -> str:
             )
         case meteor_py.PeerGroupNotFound():
             return (
-                f"There is no distributed group {error.group!r}; `meteor peers ls` shows those "
-                "there are."
+                f"There is no peer group {error.group!r}; `meteor peers ls` shows those there are."
             )
         case meteor_py.MemberUnknown() if error.member:
             return (
@@ -78,7 +77,7 @@ def explain(error: Exception) -> str:
                 f"{error.stream!r}, or the stream was created anew; what is there now may be other "
                 "records. Start again to read them."
             )
-        case meteor_py.RecordsLost() | meteor_py.SegmentCorrupt():
+        case meteor_py.RecordsLost() | meteor_py.CorruptSegment():
             lost = isinstance(error, meteor_py.RecordsLost)
             return (
                 f"Records {error.first} to {error.last} of stream {error.stream!r} are "

@@ -20,7 +20,7 @@ import msgspec
 
 from meteor_cli.harmless import harmless_json
 from meteor_py import Record
-from meteor_py.times import check_ms
+from meteor_py.records.times import check_ms
 
 
 class Binary(msgspec.Struct, forbid_unknown_fields=True):

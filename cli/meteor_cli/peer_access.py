@@ -1,4 +1,4 @@
-"""A distributed group on the command line: how it is opened, and how a member is shown."""
+"""A peer group on the command line: how it is opened, and how a member is shown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_existing(m: Client, name: str) -> PeerGroup:
     Raises:
         ValueError: No group can be named so.
     """
-    from meteor_py.keys import check_name
+    from meteor_py.redis.keys import check_name
 
     parts = name.split("/")
     try:
@@ -39,7 +39,7 @@ def open_existing(m: Client, name: str) -> PeerGroup:
             f"{name[:200]!r} cannot be the name of a group: GROUP is NAME or NAME/INSTANCE, each 1 "
             "to 128 of the characters A-Z a-z 0-9 . _ - and not starting with a dot."
         )
-    return m.group(name, create=False)
+    return m.peer_group(name, create=False)
 
 
 def member_fields(member: Member, leader: str | None) -> dict[str, Any]:

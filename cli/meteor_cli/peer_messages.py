@@ -1,4 +1,4 @@
-"""``meteor peers send``, ``ask`` and ``propose``: speak to the members of a distributed group."""
+"""``meteor peers send``, ``ask`` and ``propose``: speak to the members of a peer group."""
 
 from __future__ import annotations
 

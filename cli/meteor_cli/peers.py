@@ -1,4 +1,4 @@
-"""``meteor peers``: look at distributed groups, and speak to their members."""
+"""``meteor peers``: look at peer groups, and speak to their members."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meteor_cli.session import Session
 
 if TYPE_CHECKING:
     from meteor_py import PeerGroup, PeerLetter
-    from meteor_py.peers.books import Look
+    from meteor_py.peers.protocol import Look
 
 #: Members that are named in a sentence.
 _NAMED = 3
@@ -24,7 +24,7 @@ _NAMED = 3
 
 @click.group(cls=Group)
 def peers() -> None:
-    """Distributed groups: members, leaders, messages, votes.
+    """Peer groups: members, leaders, messages, votes.
 
     GROUP is a name, or name/instance. Looking at a group does not begin it, and does not join.
     """
@@ -33,22 +33,22 @@ def peers() -> None:
 @command("ls", example="meteor peers ls")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on each line.")
 def list_peers(session: Session, as_json: bool) -> None:
-    """List the distributed groups: members, leader, term."""
+    """List the peer groups: members, leader, term."""
     from meteor_cli.hints import explain
     from meteor_py import ConnectionFailed, MeteorError, PeerGroupNotFound
-    from meteor_py.peers.books import Books
+    from meteor_py.peers.protocol import PeerProtocol
 
     found: list[tuple[str, Look, dict[str, Any]]] = []
     is_all = True
     with session.connect() as m:
-        for name in m.groups():
-            books = Books(m, name)
+        for name in m.peer_groups():
+            books = PeerProtocol(m, name)
             try:
                 found.append((name, books.look(), _settings(books.settings())))
             except ConnectionFailed:
                 raise
             except (MeteorError, ValueError) as error:
-                if isinstance(error, PeerGroupNotFound) and name not in m.groups():
+                if isinstance(error, PeerGroupNotFound) and name not in m.peer_groups():
                     continue  # deleted a moment ago
                 say(f"group {name!r} is left out: {explain(error)}")
                 is_all = False
@@ -64,7 +64,7 @@ def list_peers(session: Session, as_json: bool) -> None:
             ],
         )
     elif is_all:
-        say("there is no distributed group yet; `client.group(NAME)` in Python begins one.")
+        say("there is no peer group yet; `client.peer_group(NAME)` in Python begins one.")
     if not is_all:
         raise click.exceptions.Exit(1)
 

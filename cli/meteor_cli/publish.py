@@ -83,7 +83,7 @@ meteor tail orders -e --json | meteor publish copy --jsonl""",
     help="Of a stream that is made: 10,000 records.",
 )
 @click.option(
-    "--group-by",
+    "--ordering-key",
     type=RuleType(),
     metavar="RULE",
     help="Of a stream that is made: key or header:NAME.",
@@ -103,7 +103,7 @@ def publish(
     max_bytes: int,
     create: bool,
     capacity: int | None,
-    group_by: str | None,
+    ordering_key: str | None,
     quiet: bool,
 ) -> None:
     """Publish records: the values given, or else the standard input, line by line as it comes.
@@ -118,7 +118,7 @@ def publish(
     if key is not None and key_separator:
         raise click.UsageError("The key is either -k for all, or before -K in each line.")
     with session.connect(writing=True) as m:
-        opened = m.stream(stream, create=create, capacity=capacity, group_by=group_by)
+        opened = m.stream(stream, create=create, capacity=capacity, ordering_key=ordering_key)
         intake = Intake(opened.config.codec, key, key_separator, headers)
         settings = PublisherSettings(
             compression=compression,
@@ -228,7 +228,7 @@ def _cut(rows: Columns, limit: int) -> Iterator[Columns]:
     if rows.keys is not None:
         sizes = [size + len(key or b"") for size, key in zip(sizes, rows.keys, strict=True)]
     if rows.headers is not None:
-        from meteor_py.intake import headers_size
+        from meteor_py.publish.validation import headers_size
 
         extra = [headers_size(headers or {}) for headers in rows.headers]
         sizes = [size + more for size, more in zip(sizes, extra, strict=True)]
@@ -251,7 +251,7 @@ class Intake:
         headers: dict[str, bytes] | None = None,
     ) -> None:
         from meteor_cli import jsonl
-        from meteor_py.codec import find_codec
+        from meteor_py.records.codec import find_codec
 
         self._jsonl = jsonl
         self._codec = codec

@@ -47,7 +47,7 @@ def list_shared(session: Session, stream: str | None, as_json: bool) -> None:
             parts, is_all = look_at_all(m, _shared_of)
         else:
             opened = m.stream(stream, create=False)
-            no_groups = opened.config.group_by is None
+            no_groups = opened.config.ordering_key is None
             parts = [_shared_of(opened)]
     found = [one for part in parts for one in part]
     if as_json:
@@ -57,8 +57,8 @@ def list_shared(session: Session, stream: str | None, as_json: bool) -> None:
         _print_shared(found)
     elif no_groups:
         say(
-            f"stream {stream!r} was created without --group-by, so it has no shared groups; "
-            "`meteor streams create NAME --group-by key` makes one that can have them."
+            f"stream {stream!r} was created without --ordering-key, so it has no shared groups; "
+            "`meteor streams create NAME --ordering-key key` makes one that can have them."
         )
     elif is_all:
         say("there is no shared group yet; `stream.shared_subscriber(GROUP)` in Python begins one.")

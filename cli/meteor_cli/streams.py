@@ -101,7 +101,7 @@ def describe_stream(session: Session, stream: str, as_json: bool) -> None:
         "codec": found.config.codec,
         "compression": found.config.compression,
         "checksum": found.config.checksum,
-        "group by": found.config.group_by,
+        "group by": found.config.ordering_key,
         "incarnation": found.incarnation,
         "epoch": str(found.epoch),
     }
@@ -146,7 +146,7 @@ def _settings(function: Any) -> Any:
     example="""\
 meteor streams create orders --capacity 100000 --codec json
 meteor streams create trades --store s3://bucket/meteor
-meteor streams create carts --group-by key""",
+meteor streams create carts --ordering-key key""",
 )
 @click.argument("stream")
 @_settings
@@ -156,7 +156,7 @@ meteor streams create carts --group-by key""",
     help="What values are: bytes. Cannot be changed later.",
 )
 @click.option(
-    "--group-by",
+    "--ordering-key",
     type=RuleType(),
     metavar="RULE",
     help="What makes groups for shared subscribers: key or header:NAME. Cannot be changed later.",

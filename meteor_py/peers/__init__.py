@@ -1,1 +1,1 @@
-"""Distributed groups: who is there, who leads, messages, votes, and things done at one time."""
+"""Peer groups: who is there, who leads, messages, votes, and things done at one time."""

@@ -2,7 +2,7 @@
 
 Nothing is done here but to translate: delivery and execution are a target and a verb.
 
->>> group = DistributedGroup(m.group("workers"))               # doctest: +SKIP
+>>> group = DistributedGroup(m.peer_group("workers"))               # doctest: +SKIP
 >>> local = group.join("worker-7")                             # doctest: +SKIP
 >>> local.messaging().consumer("bar").on_message(lambda message: message.ack())  # doctest: +SKIP
 >>> group.member("worker-7").messaging().producer("bar").send("baz").result()    # doctest: +SKIP
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.member import Member, Status
-from meteor_py.peers.message import Message
-from meteor_py.peers.target import PRIORITY, TIMEOUT_S, Sending, Target
+from meteor_py.peers.messaging.message import Message
+from meteor_py.peers.messaging.target import PRIORITY, TIMEOUT_S, Sending, Target
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup

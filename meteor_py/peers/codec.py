@@ -1,4 +1,4 @@
-"""Codecs of distributed groups: how the bodies of messages become bytes. No pickle, anywhere.
+"""Codecs of peer groups: how the bodies of messages become bytes. No pickle, anywhere.
 
 What kind of bytes they are is written beside them: the name of a format, or the number of a type
 that was registered. So members with different codecs understand each other, as far as they know
@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from meteor_py.config import check_choice, check_int
+from meteor_py.records.config import check_choice, check_int
 
 Format = Literal["json", "msgpack", "bytes"]
 _T = TypeVar("_T")

@@ -1,11 +1,11 @@
-"""Settings of a distributed group, which all who use it have."""
+"""Settings of a peer group, which all who use it have."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from meteor_py.config import check_choice, check_int, check_seconds
+from meteor_py.records.config import check_choice, check_int, check_seconds
 
 Election = Literal["oldest", "random", "none"]
 
@@ -24,7 +24,7 @@ MEMBERS_MAX = 1_000
 
 @dataclass(frozen=True)
 class PeersConfig:
-    """Settings of a distributed group, kept in Redis: who begins it chooses them."""
+    """Settings of a peer group, kept in Redis: who begins it chooses them."""
 
     #: Seconds of silence after which a member is taken for dead.
     ttl: float = 10.0

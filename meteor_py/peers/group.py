@@ -1,4 +1,4 @@
-"""A distributed group: who is in it, who leads it, and the way to all of them."""
+"""A peer group: who is in it, who leads it, and the way to all of them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import weakref
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from meteor_py.closing import Closing
-from meteor_py.config import check_int
 from meteor_py.errors import ConnectionFailed, MeteorError, PeerError, PeerGroupNotFound
-from meteor_py.lease import now
 from meteor_py.peers import registry
-from meteor_py.peers.ballots import Ballots
-from meteor_py.peers.books import NOTHING, Beat, Books
-from meteor_py.peers.clock import GroupClock
 from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.event import Event
-from meteor_py.peers.heart import Heart
+from meteor_py.peers.event_reader import CallbackThread, EventReader
+from meteor_py.peers.heartbeat import Heartbeat
 from meteor_py.peers.joining import Joining
-from meteor_py.peers.letter import PeerLetter, read_letter
 from meteor_py.peers.listening import Listening
-from meteor_py.peers.mail import Mail
 from meteor_py.peers.member import Member, Status
 from meteor_py.peers.membership import Membership
+from meteor_py.peers.messaging.dead_letter import PeerLetter, read_letter
+from meteor_py.peers.messaging.requests import Requests
+from meteor_py.peers.messaging.target import Sending
 from meteor_py.peers.opening import delete_group
-from meteor_py.peers.picture import Moment, Picture, View
-from meteor_py.peers.proposal import Outcome
-from meteor_py.peers.proposing import Proposing
-from meteor_py.peers.target import Sending
-from meteor_py.peers.watch import Caller, Watch
-from meteor_py.scripts import PEERS_LEAVE
+from meteor_py.peers.protocol import NOTHING, Beat, PeerProtocol
+from meteor_py.peers.view import GroupView, Moment, View
+from meteor_py.peers.voting.clock import GroupClock
+from meteor_py.peers.voting.polls import Polls
+from meteor_py.peers.voting.proposal import Outcome
+from meteor_py.peers.voting.proposing import Proposing
+from meteor_py.records.config import check_int
+from meteor_py.redis.scripts import PEERS_LEAVE
+from meteor_py.runtime.lifecycle import Closeable
+from meteor_py.subscribe.lease import now
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
-    from meteor_py.link import Link
+    from meteor_py.redis.connection import Connection
 
 _log = logging.getLogger(__name__)
 
@@ -51,10 +51,10 @@ _STUCK_S = 5.0
 _LOOKS = 10
 
 
-class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
-    """One group, watched by this process. Get it with ``client.group(name)``.
+class PeerGroup(Closeable, Proposing, Sending, Listening, Joining):
+    """One group, watched by this process. Get it with ``client.peer_group(name)``.
 
-    >>> with m.group("workers") as group, group.join() as me:      # doctest: +SKIP
+    >>> with m.peer_group("workers") as group, group.join() as me:      # doctest: +SKIP
     ...     print(me.id, [member.id for member in group.members], group.leader)
 
     Nobody has to join to look on, or to send messages. Safe for several threads.
@@ -67,12 +67,12 @@ class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
         self.name = name
         #: The settings of the group.
         self.config = config
-        self.books = Books(client, name)
+        self.books = PeerProtocol(client, name)
         #: Under which answers to messages of this handle come back.
         self.session = secrets.token_hex(8)
         #: The server's clock, as it is known here.
         self.clock = GroupClock()
-        self.picture = Picture(self.books.look())
+        self.picture = GroupView(self.books.look())
         #: Held while the picture is changed, and what follows from it is said.
         self.lock = threading.RLock()
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -81,11 +81,11 @@ class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
         self._closed = False
         self._ended = False
         self._pid = os.getpid()
-        self.caller = Caller(name, self._look_anew)
-        self.mail = Mail(self, codec or PeerCodec())
-        self.ballots = Ballots(self)
-        self._heart = Heart(self)
-        self._watch = Watch(self)
+        self.caller = CallbackThread(name, self._look_anew)
+        self.mail = Requests(self, codec or PeerCodec())
+        self.ballots = Polls(self)
+        self._heart = Heartbeat(self)
+        self._watch = EventReader(self)
         for thread in (self.caller, self._heart, self._watch):
             thread.start()
         registry.register(self)
@@ -234,10 +234,10 @@ class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
         """A member has joined again by itself."""
         membership.receiver_rejoined()
 
-    def read_settings(self, link: Link | None = None) -> None:
+    def read_settings(self, connection: Connection | None = None) -> None:
         """It may have been begun anew, with other settings."""
         try:
-            found = self.books.settings(link)
+            found = self.books.settings(connection)
         except PeerGroupNotFound:
             return
         if found != self.config:
@@ -249,7 +249,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
         with self.lock:
             return self.picture.moment
 
-    def compare(self, beat: Beat, seen: Moment, link: Link) -> None:
+    def compare(self, beat: Beat, seen: Moment, connection: Connection) -> None:
         """If the server knows less than we did when it was asked, it has lost something."""
         same = beat.view == seen.view and beat.mark == seen.mark
         lost = beat.life != seen.life or beat.view < seen.view
@@ -257,7 +257,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
             if self.moment() == seen:
                 if seen.life:
                     _log.warning("The server has lost state of group %r: looking anew.", self.name)
-                self.resync(reset=True, link=link)
+                self.resync(reset=True, connection=connection)
         elif same:
             self._behind = None
         elif self._behind is None or self._behind[0] != seen:
@@ -265,9 +265,9 @@ class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
         elif time.monotonic() > self._behind[1] + _STUCK_S:
             _log.warning("Group %r goes on, but no event comes: looking anew.", self.name)
             self._behind = None
-            self.resync(link=link)
+            self.resync(connection=connection)
 
-    def resync(self, *, reset: bool = False, link: Link | None = None) -> None:
+    def resync(self, *, reset: bool = False, connection: Connection | None = None) -> None:
         """Look at the group as it is; tell what has changed.
 
         Args:
@@ -276,11 +276,11 @@ class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
         for _ in range(_LOOKS):
             before = self.moment()
             try:
-                look = self.books.look(link)
+                look = self.books.look(connection)
             except PeerGroupNotFound:
                 look = NOTHING
             if look.life != before.life:
-                self.read_settings(link)
+                self.read_settings(connection)
             with self.lock:
                 if self.moment() == before:
                     known = self.picture.members
@@ -375,7 +375,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
         if self.picture.life != beat.life:
             self.resync(reset=True)
 
-    def _mail_of(self) -> tuple[Mail, None]:
+    def _mail_of(self) -> tuple[Requests, None]:
         return self.mail, None
 
     def check_owned(self) -> None:
@@ -383,7 +383,7 @@ class PeerGroup(Closing, Proposing, Sending, Listening, Joining):
         if self._pid != os.getpid():
             raise MeteorError(
                 f"This handle of group {self.name!r} belongs to the parent process; open another "
-                "here with client.group()."
+                "here with client.peer_group()."
             )
 
     def _check_open(self) -> None:

@@ -1,4 +1,4 @@
-"""Joining a distributed group: how a handle gets its members."""
+"""Joining a peer group: how a handle gets its members."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
-from meteor_py import keys
-from meteor_py.config import check_choice, check_int, check_seconds
 from meteor_py.errors import MemberTaken, MeteorError, PeerGroupNotFound
-from meteor_py.peers.books import Books
 from meteor_py.peers.config import PeersConfig
+from meteor_py.peers.event_reader import CallbackThread
 from meteor_py.peers.member import dump_metadata
 from meteor_py.peers.membership import Membership, new_id
-from meteor_py.peers.picture import Picture
-from meteor_py.peers.watch import Caller
+from meteor_py.peers.protocol import PeerProtocol
+from meteor_py.peers.view import GroupView
+from meteor_py.records.config import check_choice, check_int, check_seconds
+from meteor_py.redis import keys
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup
@@ -31,10 +31,10 @@ class Joining:
 
     name: str
     config: PeersConfig
-    books: Books
-    picture: Picture
+    books: PeerProtocol
+    picture: GroupView
     lock: threading.RLock
-    caller: Caller
+    caller: CallbackThread
     _closed: bool
 
     def __init__(self) -> None:

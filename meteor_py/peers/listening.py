@@ -1,4 +1,4 @@
-"""Being told of what happens in a distributed group: callbacks, and iterating over its events."""
+"""Being told of what happens in a peer group: callbacks, and iterating over its events."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from meteor_py.config import check_function, check_int, check_seconds
 from meteor_py.errors import PeerError
-from meteor_py.peers.ballots import Ballots
-from meteor_py.peers.books import Books
 from meteor_py.peers.event import Event, read_event
-from meteor_py.peers.picture import Picture
-from meteor_py.peers.watch import Caller
+from meteor_py.peers.event_reader import CallbackThread
+from meteor_py.peers.protocol import PeerProtocol
+from meteor_py.peers.view import GroupView
+from meteor_py.peers.voting.polls import Polls
+from meteor_py.records.config import check_function, check_int, check_seconds
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -29,11 +29,11 @@ class Listening:
     """What a group handle tells to its process."""
 
     name: str
-    books: Books
-    picture: Picture
+    books: PeerProtocol
+    picture: GroupView
     lock: threading.RLock
-    caller: Caller
-    ballots: Ballots
+    caller: CallbackThread
+    ballots: Polls
 
     def __init__(self) -> None:
         super().__init__()

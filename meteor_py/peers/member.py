@@ -1,4 +1,4 @@
-"""A member of a distributed group, as it was when it was last heard of."""
+"""A member of a peer group, as it was when it was last heard of."""
 
 from __future__ import annotations
 

@@ -11,28 +11,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from meteor_py.backoff import pause_s
-from meteor_py.closing import Closing
-from meteor_py.config import check_function, check_seconds
 from meteor_py.errors import ConnectionFailed, MembershipLost, MeteorError, PeerError
-from meteor_py.lease import BELIEF, now
-from meteor_py.peers.books import Beat
 from meteor_py.peers.config import MEMBERS_MAX
-from meteor_py.peers.inbox import Inbox
+from meteor_py.peers.leader_task import LeaderTask
+from meteor_py.peers.leadership import Term
 from meteor_py.peers.member import dump_metadata
-from meteor_py.peers.proposing import Proposing
+from meteor_py.peers.messaging.inbox import Inbox
+from meteor_py.peers.messaging.target import Sending
+from meteor_py.peers.protocol import Beat
 from meteor_py.peers.receiving import Receiving
-from meteor_py.peers.target import Sending
-from meteor_py.peers.term import Term
-from meteor_py.peers.voter import Voter, Voting
-from meteor_py.peers.work import Work
-from meteor_py.scripts import PEERS_JOIN, PEERS_LEAVE, PEERS_UPDATE
-from meteor_py.state import Flag, State
+from meteor_py.peers.voting.proposing import Proposing
+from meteor_py.peers.voting.voter import Voter, Voting
+from meteor_py.records.config import check_function, check_seconds
+from meteor_py.redis.scripts import PEERS_JOIN, PEERS_LEAVE, PEERS_UPDATE_MEMBER
+from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.lifecycle import Closeable
+from meteor_py.runtime.locks import SignalSafeCondition, SignalSafeEvent
+from meteor_py.subscribe.lease import BELIEF, now
 
 if TYPE_CHECKING:
-    from meteor_py.link import Link
     from meteor_py.peers.group import PeerGroup
-    from meteor_py.peers.mail import Mail
+    from meteor_py.peers.messaging.requests import Requests
+    from meteor_py.redis.connection import Connection
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _BACKOFF_S = (0.01, 0.16)
 _FORMER_MAX = 16
 
 
-class Membership(Closing, Proposing, Voting, Sending, Receiving):
+class Membership(Closeable, Proposing, Voting, Sending, Receiving):
     """One member, in the hands of the process that joined. Get it with ``group.join()``.
 
     Leaves at the end of a ``with`` block. A member that was given a name stays one, dead, when its
@@ -61,7 +61,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         #: Until then the server keeps it, even if it is not heard of, by ``lease.now()``.
         self.valid_until = 0.0
         #: Set when it is not a member any more, and will not be by itself.
-        self.lost = Flag()
+        self.lost = SignalSafeEvent()
         #: Why.
         self.reason: str | None = None
         #: Its place in the order of joining when it joined.
@@ -72,11 +72,11 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         self._term: Term | None = None
         #: Terms up to this number are over for it: no late news makes it believe in them.
         self._over = 0
-        self._state = State()
+        self._state = SignalSafeCondition()
         #: Its ids before this one: each time that it was expelled, it got another.
         self.former_ids: deque[str] = deque(maxlen=_FORMER_MAX)
         #: What leads.
-        self._works: dict[Callable[[Term], object], Work] = {}
+        self._works: dict[Callable[[Term], object], LeaderTask] = {}
         #: How many wait for what leads to end before the office is laid down.
         self._handing_over = 0
         #: Whether it leaves: it takes on nothing new, and is a member until the server knows.
@@ -118,7 +118,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         data = dump_metadata(metadata)
         books = self.group.books
         self.do(
-            lambda: books.run(PEERS_UPDATE, [self.id, self.session, "metadata", data]),
+            lambda: books.run(PEERS_UPDATE_MEMBER, [self.id, self.session, "metadata", data]),
             now() + _BACK_S,
         )
         self._metadata = data
@@ -179,7 +179,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         check_function("as_leader", function)
         with self._state:
             if function not in self._works:
-                self._works[function] = work = Work(self, function)
+                self._works[function] = work = LeaderTask(self, function)
                 term = self.term
                 if term is not None:
                     work.begin(term)
@@ -219,10 +219,10 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
             with self._state:
                 self._handing_over -= 1
 
-    def lay_down(self, number: int, link: Link | None = None) -> bool:
+    def lay_down(self, number: int, connection: Connection | None = None) -> bool:
         """Tell the server that it does not lead any more in a term."""
         args = [self.id, self.session, "resign", number, self._over]
-        answer = self.group.books.run(PEERS_UPDATE, args, link)
+        answer = self.group.books.run(PEERS_UPDATE_MEMBER, args, connection)
         return answer[0] == b"OK" and bool(answer[1])
 
     def _await_works(self, deadline: float) -> None:
@@ -282,7 +282,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         if self._announced or not self.busy:
             return True
         try:
-            self.group.books.run(PEERS_UPDATE, [self.id, self.session, "leave", ""])
+            self.group.books.run(PEERS_UPDATE_MEMBER, [self.id, self.session, "leave", ""])
             self._announced = True
         except MeteorError as error:
             _log.warning("%r could not say that it will leave: %s", self, error)
@@ -305,9 +305,9 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         self.lose("left")  # not if it was interrupted: then the group tells the server at its end
         return told
 
-    def withdraw(self, link: Link | None = None) -> None:
+    def withdraw(self, connection: Connection | None = None) -> None:
         """Have the server take it out, in the way it left."""
-        self.group.books.run(PEERS_LEAVE, [self.id, self.session, self._how], link)
+        self.group.books.run(PEERS_LEAVE, [self.id, self.session, self._how], connection)
 
     def __repr__(self) -> str:
         state = f"lost: {self.reason}" if self.lost.is_set() else "alive"
@@ -316,7 +316,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
     # -- for the group's threads ---------------------------------------------------------------
 
     def join(
-        self, on_conflict: str, metadata: bytes | None = None, link: Link | None = None
+        self, on_conflict: str, metadata: bytes | None = None, connection: Connection | None = None
     ) -> bool:
         """Become a member; False if somebody has the name."""
         if metadata is not None:
@@ -324,7 +324,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         sent = now()
         args: list[Any] = [self.id, self.session, "1" if self.persistent else "0", self.priority]
         args += [self._metadata, on_conflict, MEMBERS_MAX]
-        answer = self.group.books.run(PEERS_JOIN, args, link)
+        answer = self.group.books.run(PEERS_JOIN, args, connection)
         if answer[0] == b"FULL":
             raise PeerError(
                 f"Group {self.group.name!r} has {answer[1]:,} members, and may not have more; "
@@ -445,7 +445,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
             group=self.group.name,
         )
 
-    def _mail_of(self) -> tuple[Mail, Membership]:
+    def _mail_of(self) -> tuple[Requests, Membership]:
         return self.group.mail, self
 
     def _open_inbox(self) -> Inbox:
@@ -469,7 +469,7 @@ class Membership(Closing, Proposing, Voting, Sending, Receiving):
         if self.foreign:
             raise MeteorError(
                 f"Member {self.id!r} of group {self.group.name!r} belongs to the parent process; "
-                "open the group here with client.group(), and join."
+                "open the group here with client.peer_group(), and join."
             )
         if self.lost.is_set():
             raise self.lost_error()

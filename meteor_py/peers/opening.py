@@ -1,16 +1,16 @@
-"""Opening a distributed group, beginning it if need be; and deleting one."""
+"""Opening a peer group, beginning it if need be; and deleting one."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from meteor_py import keys
 from meteor_py.errors import PeerError
-from meteor_py.peers.books import Books
 from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.config import PeersConfig
-from meteor_py.scripts import PEERS_DELETE
+from meteor_py.peers.protocol import PeerProtocol
+from meteor_py.redis import keys
+from meteor_py.redis.scripts import PEERS_DELETE
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
@@ -37,7 +37,7 @@ def open_group(
     if instance is not None:
         name = f"{name}/{keys.check_name(instance, 'group')}"
     config = replace(PeersConfig(), **asked)
-    present = Books(client, name).open(config, create=create)
+    present = PeerProtocol(client, name).open(config, create=create)
     setting = present.differing(asked)
     if setting is not None:
         raise PeerError(

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from meteor_py.peers.box import Ack
-from meteor_py.peers.inbox import Inbox
-from meteor_py.peers.message import Message
+from meteor_py.peers.messaging.inbox import Inbox
+from meteor_py.peers.messaging.message import Message
+from meteor_py.peers.messaging.queue_state import Ack
 
 _log = logging.getLogger(__name__)
 _F = TypeVar("_F", bound=Callable[..., object])

@@ -9,8 +9,8 @@ the watcher ends the server when the last one is gone, crashed or killed ones in
 and what each of them means are described in ``watcher.py``; they are the only state.
 """
 
+from meteor_py.server.binary import find_server
+from meteor_py.server.datadir import default_directory
 from meteor_py.server.embedded import EmbeddedServer, open_embedded
-from meteor_py.server.home import default_directory
-from meteor_py.server.program import find_server
 
 __all__ = ["EmbeddedServer", "default_directory", "find_server", "open_embedded"]

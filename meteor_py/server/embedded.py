@@ -17,8 +17,9 @@ from typing import IO, Self
 from urllib.parse import quote
 
 from meteor_py.errors import ServerStartFailed
-from meteor_py.server import watcher
-from meteor_py.server.home import (
+from meteor_py.server import supervisor
+from meteor_py.server.binary import find_server
+from meteor_py.server.datadir import (
     LOG_START,
     kept_directory,
     last_lines,
@@ -29,8 +30,7 @@ from meteor_py.server.home import (
     write_config,
 )
 from meteor_py.server.lock import Lock
-from meteor_py.server.program import find_server
-from meteor_py.server.wire import Address, answers, find_address, shut_down
+from meteor_py.server.ping import Address, answers, find_address, shut_down
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def open_embedded(
 def _hold(home: Path, deadline: float) -> Lock:
     """Become a user: from here on nobody ends the server."""
     while True:
-        users = Lock(home / watcher.USERS_LOCK)
+        users = Lock(home / supervisor.USERS_LOCK)
         try:
             # Refused only while somebody is ending the former server.
             taken = _poll(partial(users.take, fcntl.LOCK_SH), deadline)
@@ -137,7 +137,7 @@ def _release(users: Lock, home: Path, keep: bool) -> None:
     """Stop being a user; the last one ends the server and returns when all of it is gone."""
     if users.fd < 0:  # a forked child: the hold is its parent's
         return
-    deadline = time.monotonic() + 2 * watcher.STOP_S
+    deadline = time.monotonic() + 2 * supervisor.STOP_S
     try:
         if users.take(fcntl.LOCK_EX):  # the last one, and nobody comes in before we let go
             # Of a deleted directory only the watcher knows the server; another may be in its place.
@@ -157,12 +157,15 @@ def _release(users: Lock, home: Path, keep: bool) -> None:
 def _end(users: Lock, home: Path, deadline: float) -> None:
     """Shut the server down and wait until its processes are gone."""
     # Opened before the files may vanish with a private directory.
-    with Lock(home / watcher.WATCHER_LOCK) as lock, Lock(home / watcher.SERVER_LOCK) as server:
+    with (
+        Lock(home / supervisor.WATCHER_LOCK) as lock,
+        Lock(home / supervisor.SERVER_LOCK) as server,
+    ):
 
         def are_gone() -> bool:
             return lock.take(fcntl.LOCK_EX) and server.take(fcntl.LOCK_EX)
 
-        ended = shut_down(home) or _poll(are_gone, time.monotonic() + 2 * watcher.POLL_S)
+        ended = shut_down(home) or _poll(are_gone, time.monotonic() + 2 * supervisor.POLL_S)
         if not ended:
             users.close()  # still starting, or stuck: the watcher has the means for both
         if not _poll(are_gone, deadline):
@@ -170,7 +173,7 @@ def _end(users: Lock, home: Path, deadline: float) -> None:
             return
         left = read_config(home).get("unixsocket")
         if left:  # by a watcher that was killed; the locks keep others from starting one now
-            watcher.clean_up(str(home), left)
+            supervisor.clean_up(str(home), left)
 
 
 def _reach(home: Path, keep: bool, tcp: bool, deadline: float) -> Address:
@@ -180,7 +183,7 @@ def _reach(home: Path, keep: bool, tcp: bool, deadline: float) -> Address:
     try:
         while True:
             # Opened anew each time: after a start the open file, and so the lock, is the watcher's.
-            with Lock(home / watcher.WATCHER_LOCK) as lock:
+            with Lock(home / supervisor.WATCHER_LOCK) as lock:
                 if lock.take(fcntl.LOCK_EX):  # no watcher, and nobody else can start one now
                     if log:
                         tries -= 1
@@ -211,7 +214,7 @@ def _start(home: Path, lock: Lock, keep: bool, tcp: bool) -> IO[bytes] | None:
 
     None, and nothing is started, if there still is a server whose watcher was killed.
     """
-    with Lock(home / watcher.SERVER_LOCK) as server:
+    with Lock(home / supervisor.SERVER_LOCK) as server:
         if not server.take(fcntl.LOCK_EX):
             # On Linux the kernel has told it to end, elsewhere we do.
             shut_down(home)
@@ -224,7 +227,7 @@ def _start(home: Path, lock: Lock, keep: bool, tcp: bool) -> IO[bytes] | None:
         program = find_server()
         socket_path = write_config(home, keep, tcp)
         # Isolated (-I) and without site-packages (-S): quick, and nothing of the user's is run.
-        command = [sys.executable, "-I", "-S", watcher.__file__, str(program), socket_path]
+        command = [sys.executable, "-I", "-S", supervisor.__file__, str(program), socket_path]
         command += ["keep" if keep else "remove", str(lock.fd), str(server.fd)]
         log = open_log(home)
         try:

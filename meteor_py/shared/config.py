@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from meteor_py import keys
-from meteor_py.config import LEASE_TTL_S, OnGap, check_choice, check_int, check_seconds
-from meteor_py.grouping import GROUP_BYTES_MAX
+from meteor_py.records.config import LEASE_TTL_S, OnGap, check_choice, check_int, check_seconds
+from meteor_py.records.ordering_index import GROUP_BYTES_MAX
+from meteor_py.redis import keys
 
 OnPoison = Literal["skip", "park"]
 Ungrouped = Literal["default", "free"]

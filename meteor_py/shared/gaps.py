@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meteor_py.errors import (
-    CorruptFrameError,
+    CorruptFrame,
+    CorruptSegment,
     MeteorError,
     RecordsLost,
-    SegmentCorrupt,
-    UnsupportedFrameError,
+    UnsupportedFrame,
 )
 
 #: What may be wrong with records that are there.
-Unreadable = CorruptFrameError | UnsupportedFrameError | SegmentCorrupt
+Unreadable = CorruptFrame | UnsupportedFrame | CorruptSegment
 
 
 class Gap(NamedTuple):
@@ -38,10 +38,10 @@ class Gap(NamedTuple):
             )
         why = (
             "the store has damaged ones"
-            if isinstance(cause, SegmentCorrupt)
+            if isinstance(cause, CorruptSegment)
             else (
                 "a newer version of meteor-py wrote them"
-                if isinstance(cause, UnsupportedFrameError)
+                if isinstance(cause, UnsupportedFrame)
                 else "their bytes are not what a publisher wrote"
             )
         )

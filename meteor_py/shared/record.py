@@ -6,11 +6,11 @@ import enum
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from meteor_py.record import Headers, Record, decode_record
+from meteor_py.records.record import Headers, Record, decode_record
 
 if TYPE_CHECKING:
-    from meteor_py.codec import Codec
-    from meteor_py.shared.desk import Desk
+    from meteor_py.records.codec import Codec
+    from meteor_py.shared.deliveries import Deliveries
 
 
 class Standing(enum.Enum):
@@ -35,7 +35,12 @@ class SharedRecord:
     __slots__ = ("_codec", "_desk", "failures", "group", "record", "standing")
 
     def __init__(
-        self, desk: Desk, record: Record, group: bytes, failures: int, codec: Codec | None = None
+        self,
+        desk: Deliveries,
+        record: Record,
+        group: bytes,
+        failures: int,
+        codec: Codec | None = None,
     ) -> None:
         self._desk = desk
         self._codec = codec

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from meteor_py import keys, refusals
 from meteor_py.errors import MeteorError
-from meteor_py.shared.books import Books
+from meteor_py.redis import keys, reply_errors
+from meteor_py.shared.protocol import SharedProtocol
 
 #: Tries to see all keys at one instant while consumers make and remove some.
 _TRIES = 20
@@ -50,7 +50,7 @@ class Snapshot:
         GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: SharedProtocol) -> None:
         self.flaws: list[str] = []
         self._parts = parts = self._read(books)
         self.state = _mapping(parts.get(b"state", []))
@@ -94,7 +94,7 @@ class Snapshot:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def _read(self, books: Books) -> dict[bytes, Any]:
+    def _read(self, books: SharedProtocol) -> dict[bytes, Any]:
         call, names = books.stream.client.pipeline, keys.shared_groups(books.stream.name)
         for _ in range(_TRIES):
             parts = sorted(seen := books.find() - {b"bell"})
@@ -124,13 +124,15 @@ class Snapshot:
         self.is_listed = len(answers) > len(good) + 1 and bool(answers[1])
         return dict(zip(good, answers[len(answers) - len(good) :], strict=True))
 
-    def _check_alive(self, books: Books) -> None:
+    def _check_alive(self, books: SharedProtocol) -> None:
         stream = books.stream
         if (self._incarnation or b"").decode() != stream.incarnation:
-            raise refusals.gone(stream.name, b"INCARNATION" if self._incarnation else b"NOSTREAM")
+            raise reply_errors.gone(
+                stream.name, b"INCARNATION" if self._incarnation else b"NOSTREAM"
+            )
         found = self.state.get(b"incarnation", b"").decode(errors="replace")
         if not self._misread and books.incarnation not in (found, found.partition(".")[0]):
-            raise refusals.no_group(stream.name, books.group)
+            raise reply_errors.no_group(stream.name, books.group)
 
     def _family(self, name: bytes) -> Iterable[tuple[bytes, Any]]:
         size = len(name) + 1
@@ -187,7 +189,7 @@ class Snapshot:
         return int(entries[0][0].partition(b"-")[0]) if entries else 0
 
 
-def _command(books: Books, part: bytes) -> tuple[Any, ...]:
+def _command(books: SharedProtocol, part: bytes) -> tuple[Any, ...]:
     command, options = _READ[_type(part)]
     return (command, books.whole(part), *options)
 

@@ -11,10 +11,6 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from meteor_py import refusals
-from meteor_py.closing import Closing
-from meteor_py.codec import Codec
-from meteor_py.config import check_int, check_seconds
 from meteor_py.errors import (
     ConnectionFailed,
     GroupNotFound,
@@ -22,13 +18,17 @@ from meteor_py.errors import (
     MeteorError,
     StreamNotFound,
 )
-from meteor_py.lease import member_name, now
+from meteor_py.records.codec import Codec
+from meteor_py.records.config import check_int, check_seconds
+from meteor_py.redis import reply_errors
+from meteor_py.runtime.lifecycle import Closeable
+from meteor_py.shared.admin import GroupState, SharedGroup
 from meteor_py.shared.config import PREFETCH_MAX, ConsumerConfig, SharedConfig
-from meteor_py.shared.crew import Crew, Handler
-from meteor_py.shared.group import GroupState, SharedGroup
+from meteor_py.shared.lease_renewer import TENDER_PREFIX, LeaseRenewer
+from meteor_py.shared.prefetcher import Prefetcher
 from meteor_py.shared.record import SharedRecord
-from meteor_py.shared.supply import Supply
-from meteor_py.shared.tender import TENDER_PREFIX, Tender
+from meteor_py.shared.worker_pool import Handler, WorkerPool
+from meteor_py.subscribe.lease import member_name, now
 
 if TYPE_CHECKING:
     from meteor_py.client import Client
@@ -41,7 +41,7 @@ _RECONNECT_S = 30.0
 _EXIT_S = 5.0
 
 
-class SharedSubscriber(Closing):
+class SharedSubscriber(Closeable):
     """One consumer of a shared group. Make as many as you like, here and elsewhere.
 
     >>> with stream.shared_subscriber("billing") as sub:    # doctest: +SKIP
@@ -49,8 +49,8 @@ class SharedSubscriber(Closing):
     ...         handle(record)
     ...         record.ack()
 
-    Records of one group (``group_by`` of the stream) are delivered in order, to one consumer at a
-    time: the one that holds unsettled records of it. ``poll`` and iterating are for one thread at a
+    Records of one group (``ordering_key`` of the stream) are delivered in order, to one consumer at
+    a time: the one that holds unsettled records of it. ``poll`` and iterating are for one thread at a
     time; records may be settled in any. Create it with ``stream.shared_subscriber()``.
     """
 
@@ -70,10 +70,10 @@ class SharedSubscriber(Closing):
         #: Its name among the consumers.
         self.name = member_name()
         self._shared = shared
-        self._supply = Supply(shared.books, settings, config, codec, self.name)
+        self._supply = Prefetcher(shared.books, settings, config, codec, self.name)
         self._desk = self._supply.desk
-        self._tender = Tender(self._desk, config.max_poll_interval)
-        self._crew: Crew | None = None
+        self._tender = LeaseRenewer(self._desk, config.max_poll_interval)
+        self._crew: WorkerPool | None = None
         self._crew_lock = threading.RLock()  # a signal handler may stop() or close()
         self._stop_next = False  # stop() was called when there was nothing to stop
         self._closed = False
@@ -102,7 +102,7 @@ class SharedSubscriber(Closing):
             Fenced: Something that was settled here had been given to others; raised once.
             RecordsLost: Records are gone from the ring before they were delivered, and are not in a
                 store; raised once for each gap, and the next poll goes on.
-            CorruptFrameError, UnsupportedFrameError, SegmentCorrupt: Records are there and cannot
+            CorruptFrame, UnsupportedFrame, CorruptSegment: Records are there and cannot
                 be read; the same.
             StreamNotFound, LogTruncated, GroupNotFound: It was deleted.
             ConnectionFailed: The server could not be reached until the timeout.
@@ -159,7 +159,7 @@ class SharedSubscriber(Closing):
         """
         self._check_open()
         check_int("concurrency", concurrency, 1, 1_000)
-        crew = Crew(self, self._supply, handler, concurrency)
+        crew = WorkerPool(self, self._supply, handler, concurrency)
         with self._crew_lock:
             self._check_open(closing=True)
             if self._crew is not None:
@@ -310,7 +310,7 @@ class SharedSubscriber(Closing):
     def _check_open(self, *, closing: bool = False) -> None:
         """Raise if it is the parent's, or closed, or (``closing``) about to be."""
         if self._pid != os.getpid():
-            raise refusals.of_parent(self.stream.name)
+            raise reply_errors.of_parent(self.stream.name)
         if self._closed or (closing and self._supply.halted):
             raise MeteorError(
                 f"This shared subscriber of stream {self.stream.name!r} is closed; open another "
@@ -318,7 +318,7 @@ class SharedSubscriber(Closing):
             )
 
 
-def _drop(tender: Tender, supply: Supply) -> None:
+def _drop(tender: LeaseRenewer, supply: Prefetcher) -> None:
     """For one that was dropped without a close(), or closed: then there is nothing to do."""
     tender.abandon(supply.close)
 

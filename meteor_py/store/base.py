@@ -65,7 +65,7 @@ class RingbufferStore(Protocol):
     **Concurrency.** Any number of threads and processes read while one appends.
 
     **Errors.** ``StoreUnavailable`` for what may pass by itself (disk full, no connection): it
-    must leave nothing visible that ``read`` could return. ``RecordsLost`` and ``SegmentCorrupt``
+    must leave nothing visible that ``read`` could return. ``RecordsLost`` and ``CorruptSegment``
     for records that are gone or damaged, with their offsets; others stay readable.
 
     ``meteor_py.testing.store_contract`` is this text as tests; run it on your own store.
@@ -118,7 +118,7 @@ class RingbufferStore(Protocol):
 
         Raises:
             RecordsLost: From the first offset on that is not there, to before the next that is.
-            SegmentCorrupt: Some are damaged.
+            CorruptSegment: Some are damaged.
         """
 
     def locate(self, life: str, ms: int, start: int, stop: int) -> int:

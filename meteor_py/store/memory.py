@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
-from meteor_py import refusals
 from meteor_py.errors import RecordsLost
-from meteor_py.record import ARROW_SCHEMA
+from meteor_py.records.record import ARROW_SCHEMA
+from meteor_py.redis import reply_errors
 from meteor_py.store.base import TERMS, Bounds, Flaw, Progress, RingbufferStore
 
 
@@ -110,7 +110,7 @@ class MemoryStore(RingbufferStore):
                 first = found.firsts[index] if index >= 0 else 0
                 following = found.firsts[index + 1] if index + 1 < len(found.firsts) else stop
             if batch is None or start >= first + len(batch):
-                raise refusals.not_stored(self.stream, start, min(following, stop) - 1)
+                raise reply_errors.not_stored(self.stream, start, min(following, stop) - 1)
             part = batch.slice(start - first, stop - start)
             yield part
             start += len(part)

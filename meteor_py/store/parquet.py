@@ -16,14 +16,14 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import pyarrow as pa
 
-from meteor_py import keys, refusals
-from meteor_py.address import mask
 from meteor_py.errors import StoreMismatch
-from meteor_py.store import upkeep
+from meteor_py.redis import keys, reply_errors
+from meteor_py.redis.address import mask
+from meteor_py.store import maintenance
 from meteor_py.store.base import TERMS, Bounds, Flaw, Progress, RingbufferStore
-from meteor_py.store.folder import Folder, LocalFolder, RemoteFolder
 from meteor_py.store.segment import Segment, SegmentDescription, Span, lay_out
-from meteor_py.store.shelf import Shelf, unavailable
+from meteor_py.store.segment_log import SegmentLog, unavailable
+from meteor_py.store.storage import Folder, LocalFolder, RemoteFolder
 
 if TYPE_CHECKING:
     import pyarrow.fs as fs
@@ -174,13 +174,13 @@ class ParquetStore(RingbufferStore):
         at = start
         for span in spans:
             if span.first > at:
-                raise refusals.not_stored(self.stream, at, span.first - 1)
+                raise reply_errors.not_stored(self.stream, at, span.first - 1)
             if not span.exact:
                 more = OSError(f"not all that {span.segment.name} holds counts, or not yet")
-                raise refusals.store_unavailable(self.stream, self._shown, "listed", more)
+                raise reply_errors.store_unavailable(self.stream, self._shown, "listed", more)
             at = span.stop
         if at < stop:
-            raise refusals.not_stored(self.stream, at, stop - 1)
+            raise reply_errors.not_stored(self.stream, at, stop - 1)
         return [self._file(life, span.segment) for span in spans]
 
     def segments(self, life: str, start: int, stop: int) -> list[SegmentDescription]:
@@ -228,12 +228,12 @@ class ParquetStore(RingbufferStore):
     def verify(
         self, life: str, start: int, stop: int, progress: Progress | None = None
     ) -> Iterator[Flaw]:
-        return upkeep.verify(self._shelf(life), start, stop, progress)
+        return maintenance.verify(self._shelf(life), start, stop, progress)
 
     def tidy(self, life: str, term: int, end: int, still: Callable[[], bool]) -> None:
         shelf = self._shelf(life)
-        upkeep.mend(shelf, end)
-        upkeep.sweep(shelf, term, end, still)
+        maintenance.mend(shelf, end)
+        maintenance.sweep(shelf, term, end, still)
 
     def compact(
         self,
@@ -250,23 +250,23 @@ class ParquetStore(RingbufferStore):
         Returns:
             How many segments fewer there are to read.
         """
-        return upkeep.compact(self._shelf(life), start, stop, records, size, progress)
+        return maintenance.compact(self._shelf(life), start, stop, records, size, progress)
 
     def delete(self, life: str, below: int | None = None) -> None:
         shelf = self._shelf(life)
         if below is None:
             self._delete_life(shelf)
         else:
-            upkeep.remove_below(shelf, below)
+            maintenance.remove_below(shelf, below)
 
-    def _delete_life(self, shelf: Shelf) -> None:
+    def _delete_life(self, shelf: SegmentLog) -> None:
         with unavailable(self.stream, self._shown, "written to"):
             self._folder.remove_all(shelf.life)  # the mark stays: another life may have begun
 
-    def _shelf(self, life: str) -> Shelf:
+    def _shelf(self, life: str) -> SegmentLog:
         if not _LIFE.fullmatch(life):
             raise ValueError(f"{life[:100]!r} is not a life of a stream.")
-        return Shelf(self._folder, self.stream, life, self._shown)
+        return SegmentLog(self._folder, self.stream, life, self._shown)
 
 
 def _behind(spans: list[Span], start: int) -> list[Span]:

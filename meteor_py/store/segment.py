@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meteor_py.config import OFFSET_MAX
+from meteor_py.records.config import OFFSET_MAX
 
 _NAME = re.compile(r"(\d{20})-(\d{20})-(\d{1,20})-([0-9a-f]{8})\.parquet")
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pytest
 
 from meteor_py.errors import RecordsLost
-from meteor_py.record import ARROW_SCHEMA
+from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store.base import Bounds, RingbufferStore
 
 OpenStore = Callable[[], RingbufferStore]

@@ -10,8 +10,8 @@ import os
 from typing import TYPE_CHECKING
 
 from meteor_py import GroupActive, GroupNotFound, LeaseLost, Position, Stream
-from meteor_py.keeper import Keeper
-from meteor_py.lease import Lease, Term, now
+from meteor_py.subscribe.group_session import GroupSession
+from meteor_py.subscribe.lease import Lease, Term, now
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ class Membership:
     def __init__(self, stream: Stream, group: str) -> None:
         self._stream = stream
         self._group = group
-        self._keeper: Keeper | None = None
+        self._keeper: GroupSession | None = None
         self._term: Term | None = None
 
     def start(self, resolve: Callable[[], int]) -> int:
@@ -54,7 +54,7 @@ class Membership:
             member = f"spark:{self._group}:{os.getpid()}"
             lease = Lease(name, life, self._group, member, LEASE_S)
             confirmed = self._stream.group(self._group).confirmed
-            self._keeper = Keeper(self._stream.client, lease, confirmed, _BUSY_S)
+            self._keeper = GroupSession(self._stream.client, lease, confirmed, _BUSY_S)
         self._term = self._keeper.hold(2 * LEASE_S)
         if self._term is None:
             owner = self._stream.group(self._group).owner or "somebody"

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from meteor_py import keys
-from meteor_py.times import to_ms
+from meteor_py.records.times import to_ms
+from meteor_py.redis import keys
 from pyspark_meteor.server import ServerOptions
 
 #: Places that Kafka's source has numbers for.

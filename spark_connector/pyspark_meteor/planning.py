@@ -10,9 +10,10 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from meteor_py import Client, LogTruncated, Position, Stream, StreamNotFound, keys
-from meteor_py.borders import borders
-from meteor_py.times import EPOCH
+from meteor_py import Client, LogTruncated, Position, Stream, StreamNotFound
+from meteor_py.log.split_points import borders
+from meteor_py.records.times import EPOCH
+from meteor_py.redis import keys
 from pyspark_meteor.offsets import Offsets
 from pyspark_meteor.ranges import Range, cut
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-    from meteor_py import RecordsLost, SegmentCorrupt, Subscriber
+    from meteor_py import CorruptSegment, RecordsLost, Subscriber
     from pyspark_meteor.options import SourceOptions
     from pyspark_meteor.ranges import Range
 
@@ -30,7 +30,7 @@ def read_range(
     """The records of a range, whatever the ring has dropped since it was planned.
 
     Raises:
-        RecordsLost, SegmentCorrupt: Some are gone, and the query is to fail then.
+        RecordsLost, CorruptSegment: Some are gone, and the query is to fail then.
         LogTruncated: The server has lost some of them, or the stream was created anew.
         StreamNotFound: It was deleted.
     """
@@ -48,7 +48,7 @@ def _read_range(
     options: SourceOptions, schema: StructType, wanted: Range
 ) -> Iterator[pa.RecordBatch]:
     """The same; what becomes of the stream meanwhile is raised."""
-    from meteor_py import RecordsLost, SegmentCorrupt
+    from meteor_py import CorruptSegment, RecordsLost
 
     columns = Columns(schema)
     stream = options.server.connect().stream(wanted.stream, create=False)
@@ -61,7 +61,7 @@ def _read_range(
         while sub.position < stop:
             try:
                 batch = sub.poll(_POLL_S, min(stop - sub.position, size))
-            except (RecordsLost, SegmentCorrupt) as loss:
+            except (RecordsLost, CorruptSegment) as loss:
                 _judge(loss, options, wanted)
                 sub.skip_gap()
                 continue
@@ -97,7 +97,7 @@ def _find_end(sub: Subscriber, options: SourceOptions, wanted: Range) -> int:
     return wanted.end.offset
 
 
-def _judge(loss: RecordsLost | SegmentCorrupt, options: SourceOptions, wanted: Range) -> None:
+def _judge(loss: RecordsLost | CorruptSegment, options: SourceOptions, wanted: Range) -> None:
     """Raise, unless the query is to go on without these records."""
     if options.fail_on_data_loss:
         raise loss

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import meteor_py
-from meteor_py import address
+from meteor_py.redis import address
 
 if TYPE_CHECKING:
     from pyspark_meteor.options import Given

@@ -26,7 +26,7 @@ from pyspark.sql.datasource import (
 )
 
 from meteor_py.errors import PublishError, StreamNotFound
-from meteor_py.transaction import (
+from meteor_py.publish.transaction import (
     Staged,
     VersionDiffers,
     VersionPassed,

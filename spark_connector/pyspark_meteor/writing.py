@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from meteor_py.config import FRAME_RECORDS_MAX
 from meteor_py.errors import MeteorError, StreamConfigMismatch, StreamNotFound
-from meteor_py.intake import Intake
-from meteor_py.transaction import Stage, Staged
+from meteor_py.publish.transaction import Stage, Staged
+from meteor_py.publish.validation import RecordValidator
+from meteor_py.records.config import FRAME_RECORDS_MAX
 
 if TYPE_CHECKING:
     from meteor_py import Publisher, Stream
@@ -49,13 +49,15 @@ def stage_all(
     options: SinkOptions, batches: Iterator[pa.RecordBatch], name: str
 ) -> dict[str, Staged]:
     """Stage the rows of a task, for each stream under this name."""
-    stages: dict[str, tuple[Stage, Intake]] = {}
+    stages: dict[str, tuple[Stage, RecordValidator]] = {}
     try:
         for stream_name, rows in _by_stream(options, batches):
             if stream_name not in stages:
                 stream = open_stream(options, stream_name)
                 records = min(FRAME_RECORDS_MAX, stream.config.capacity)
-                intake = Intake(stream_name, records, _RECORD_BYTES, stream.config.grouping)
+                intake = RecordValidator(
+                    stream_name, records, _RECORD_BYTES, stream.config.grouping
+                )
                 stages[stream_name] = Stage(stream, name), intake
             stage, intake = stages[stream_name]
             for columns, _ in intake.frames(**_arguments(rows)):

@@ -17,7 +17,7 @@ from tests.chaos import report
 from tests.chaos.mutants import MUTANTS
 from tests.chaos.nemesis import KINDS, STORE_KINDS
 from tests.chaos.run import Plan, Result, mutant_plan, run
-from tests.servers import binaries
+from tests.support.servers import binaries
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,7 +14,8 @@ import traceback
 import pyarrow as pa
 
 import meteor_py as meteor
-from meteor_py.store import duty, upkeep
+from meteor_py.archive import archive_term
+from meteor_py.store import maintenance
 from tests.chaos.history import Writer, now
 from tests.chaos.orders import STREAM, Orders, Signs
 from tests.chaos.process import DIED
@@ -33,7 +34,7 @@ LOOK_S = 0.05
 
 def hasten() -> None:
     """Let archivers tidy up often, and soon; who was paused must still notice that it was."""
-    duty._TIDY_S, duty._CERTAIN_S, upkeep.GRACE_S = 1.0, 0.4, 4.0
+    archive_term._TIDY_S, archive_term._CERTAIN_S, maintenance.GRACE_S = 1.0, 0.4, 4.0
 
 
 class Store(meteor.ParquetStore):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol
 
-from meteor_py import scripts
+from meteor_py.redis import scripts
 from tests.chaos.violation import Wrong
 
 

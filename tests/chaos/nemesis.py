@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import redis
 
-from meteor_py import keys
+from meteor_py.redis import keys
 from tests.chaos.history import Writer
 from tests.chaos.orders import STREAM, Signs
 from tests.chaos.slot import Slot
-from tests.proxy import Direction
-from tests.servers import Server, plain_client
+from tests.support.proxy import Direction
+from tests.support.servers import Server, plain_client
 
 ANSWER_S = 2.0
 #: How long an archiver stops at a commit, in lives of its lease: until another has begun.

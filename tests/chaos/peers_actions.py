@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from meteor_py.peers.proposal import Outcome
-from tests.peer_voters import RESULT_S, Panel
-from tests.waiting import eventually
+from meteor_py.peers.voting.proposal import Outcome
+from tests.support.peer_voters import RESULT_S, Panel
+from tests.support.waiting import eventually
 
 ACTIONS = 1_000
 PROCESSES = 5
@@ -48,11 +48,11 @@ def test_a_thousand_actions_are_done_by_all_and_not_too_early(url: str) -> None:
 
 def _propose(panel: Panel) -> list[Future[Outcome]]:
     futures: list[Future[Outcome]] = []
-    begin = panel.group.now() + AHEAD_S
+    begin = panel.peer_group.now() + AHEAD_S
     for number in range(ACTIONS):
         at = begin + number * EVERY_S
-        time.sleep(max(at - AHEAD_S - panel.group.now(), 0.0))  # the pace that is measured
-        futures.append(panel.group.propose_action(f"action-{number % NAMES}", number, at=at))
+        time.sleep(max(at - AHEAD_S - panel.peer_group.now(), 0.0))  # the pace that is measured
+        futures.append(panel.peer_group.propose_action(f"action-{number % NAMES}", number, at=at))
     return futures
 
 

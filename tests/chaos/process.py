@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.warm import Warm
+from tests.support.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 #: With this code a worker ends that has chosen to die in the middle of its work.

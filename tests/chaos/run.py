@@ -32,8 +32,8 @@ from tests.chaos.witness import (
     take_stock,
     wait_for,
 )
-from tests.proxy import Proxy
-from tests.servers import HOST, Server, binaries
+from tests.support.proxy import Proxy
+from tests.support.servers import HOST, Server, binaries
 
 #: A ring that keeps all records of a run, and one that a paused group is soon overtaken by.
 LARGE, SMALL = 10_000_000, 200

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from tests.shared_fleet import Fleet
-from tests.shared_stress import Row, stress
-from tests.test_shared_model import walk
+from tests.shared.test_model import walk
+from tests.support.shared_fleet import Fleet
+from tests.support.shared_stress import Row, stress
 
 SOAK = [
     Row(10_007, 211, cap, ack, 1, senders=5, receivers=3)

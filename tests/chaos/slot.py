@@ -10,7 +10,7 @@ import msgspec
 from tests.chaos.history import Writer
 from tests.chaos.orders import Orders
 from tests.chaos.process import DIED, Process
-from tests.proxy import Proxy
+from tests.support.proxy import Proxy
 
 Role = Literal["publisher", "member", "archiver", "reader"]
 

@@ -3,7 +3,7 @@
     pytest tests/chaos/spark_executors.py
 
 It takes three processes of Java, so it is a part of ``make chaos``. What fails and is tried again
-is the same in one of them, and in ``make test``: tests/test_spark_faults.py.
+is the same in one of them, and in ``make test``: tests/spark/test_spark_faults.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import meteor_py as meteor
-from tests.java import require_java
-from tests.spark_copy import TARGET, Copy, fill
-from tests.staging import contents, numbers
+from tests.support.java import require_java
+from tests.support.spark_copy import TARGET, Copy, fill
+from tests.support.staging import contents, numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

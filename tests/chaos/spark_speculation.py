@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import meteor_py as meteor
-from tests.java import require_java
-from tests.spark_cluster import ROW_BYTES, SOURCE, TARGET, TASK_ROWS, TASKS, Cluster, Driver
-from tests.staging import contents
+from tests.support.java import require_java
+from tests.support.spark_cluster import ROW_BYTES, SOURCE, TARGET, TASK_ROWS, TASKS, Cluster, Driver
+from tests.support.staging import contents
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import redis
 
 import meteor_py as meteor
-from meteor_py import keys
+from meteor_py.redis import keys
 from tests.chaos.archiving import UNAVAILABLE
 from tests.chaos.history import Event, Writer, now, value_of
 from tests.chaos.orders import STREAM
-from tests.servers import plain_client
+from tests.support.servers import plain_client
 
 SAMPLE_S = 0.05
 ANSWER_S = 5.0

@@ -1,4 +1,4 @@
-"""The distributed group of the tour: a leader is killed, a vote taken, something done together."""
+"""The peer group of the tour: a leader is killed, a vote taken, something done together."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _wait(condition: Callable[[], bool]) -> None:
 def _work(name: str) -> None:
     """What a member does."""
     end_with_parent()
-    with meteor.connect() as m, m.group(name, create=False) as group, group.join() as me:
+    with meteor.connect() as m, m.peer_group(name, create=False) as group, group.join() as me:
         me.on_vote(lambda proposal: True)
 
         @me.on_action("act")

@@ -78,7 +78,7 @@ class Tour:
                     self._spark(stream, url)
             with self._stream(m, "work") as stream:
                 self._fail_over(stream, url)
-            with self._stream(m, "carts", group_by="key") as stream:
+            with self._stream(m, "carts", ordering_key="key") as stream:
                 self._share(stream, url)
             with self._group(m, "workers") as group:
                 self._coordinate(group, url)
@@ -224,7 +224,7 @@ class Tour:
             f"{sharing.RECORDS:,} records {self._figure(f'{outcome.lost} lost')}, "
             f"{outcome.twice} handled again",
         )
-        self._how(f'>>> stream.shared_subscriber("{sharing.GROUP}")  # group_by="key"')
+        self._how(f'>>> stream.shared_subscriber("{sharing.GROUP}")  # ordering_key="key"')
 
     def _coordinate(self, group: meteor.PeerGroup, url: str) -> None:
         with progress("three members, the leader is killed", peers.STEPS) as advance:
@@ -239,7 +239,7 @@ class Tour:
             f"within {self._figure(f'{outcome.spread_s * 1000:.2f} ms')}; clocks agree to "
             f"{outcome.bound_s * 1000:.1f} ms",
         )
-        self._how('>>> m.group("workers").join().leadership()  # propose(), propose_action()')
+        self._how('>>> m.peer_group("workers").join().leadership()  # propose(), propose_action()')
 
     def _crash(self) -> None:
         with progress("publishing, and the server is killed", crash.RECORDS) as advance:
@@ -315,10 +315,10 @@ class Tour:
         *,
         capacity: int | None = None,
         store: str | None = None,
-        group_by: str | None = None,
+        ordering_key: str | None = None,
     ) -> Iterator[meteor.Stream]:
         """A stream that is deleted in the end."""
-        settings = {"capacity": capacity, "store": store, "group_by": group_by}
+        settings = {"capacity": capacity, "store": store, "ordering_key": ordering_key}
         stream = m.stream(name + self._suffix, **settings)  # type: ignore[arg-type]
         try:
             yield stream
@@ -327,8 +327,8 @@ class Tour:
 
     @contextmanager
     def _group(self, m: meteor.Client, name: str) -> Iterator[meteor.PeerGroup]:
-        """A distributed group that is deleted in the end."""
-        group = m.group(name + self._suffix, ttl=peers.TTL_S)
+        """A peer group that is deleted in the end."""
+        group = m.peer_group(name + self._suffix, ttl=peers.TTL_S)
         try:
             yield group
         finally:

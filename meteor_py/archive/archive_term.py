@@ -1,0 +1,318 @@
+"""The duty of an archiver: what it does in one term.
+
+Records are gathered from where the stream is archived up to; when there are enough of them, they
+are appended to the store, and then the stream is told, which is the commit. The order makes a
+crash at any point harmless: before the commit the stream still has them all, and what lies in the
+store from there on does not count.
+
+After a fail-over the old server may live on, and its archiver with it: a lease cannot keep that
+one from appending. So the store is given terms that begin with the epoch, which is later on the new
+server: whatever the old one appends counts for less. Who sees that a later epoch has come stops.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from meteor_py.errors import (
+    CorruptFrame,
+    CorruptStream,
+    MeteorError,
+    RecordsLost,
+    ServerRefused,
+    UnsupportedFrame,
+)
+from meteor_py.log.log_reader import LogReader
+from meteor_py.records.config import (
+    FRAME_RECORDS_MAX,
+    OFFSET_MAX,
+    StreamConfig,
+    check_int,
+    check_seconds,
+)
+from meteor_py.records.position import Position, begin_epoch
+from meteor_py.records.record import ARROW_SCHEMA, Chunk, Headers, ListChunk
+from meteor_py.redis import keys, reply_errors
+from meteor_py.redis.connection import parse_info
+from meteor_py.redis.scripts import ADVANCE_ARCHIVED
+from meteor_py.store.base import TERMS
+from meteor_py.store.identity import check_identity
+from meteor_py.subscribe.lease import Term, now
+
+if TYPE_CHECKING:
+    from meteor_py.store.base import RingbufferStore
+    from meteor_py.stream import Stream
+    from meteor_py.subscribe.group_session import GroupSession
+
+_log = logging.getLogger(__name__)
+
+#: Records that one ``advance_archived`` covers: it may trim as many entries, and others wait.
+_STEP = 10_000
+#: Seconds between two looks at the stream while records are gathered.
+_LOOK_S = 0.2
+#: Seconds between two looks at the server's memory, and the part of it from which on not to wait.
+_MEMORY_S = 1.0
+_PRESSURE = 0.8
+#: Seconds between two looks at what lies about in the store.
+_TIDY_S = 600.0
+#: Seconds for which it is certain that nobody else has moved the end of what counts.
+_CERTAIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class ArchiverConfig:
+    """When a segment is written: as soon as one of these is reached."""
+
+    #: Records; or half of what may wait for the archiver, if that is less.
+    segment_records: int = 1_000_000
+    #: Bytes of records in memory; in the file they are compressed.
+    segment_bytes: int = 64 * 1024 * 1024
+    #: Seconds that a record waits for others.
+    segment_age: float = 60.0
+    #: Seconds that the others wait for one that has died.
+    lease_ttl: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_int("segment_records", self.segment_records, 1, OFFSET_MAX)
+        check_int("segment_bytes", self.segment_bytes, 1, 2**40)
+        check_seconds("segment_age", self.segment_age, zero=True)
+        check_seconds("lease_ttl", self.lease_ttl)
+
+    def room(self, stream: StreamConfig) -> int:
+        """Records that may wait: a publisher with a whole frame must still find room."""
+        room = (stream.max_unarchived or OFFSET_MAX) - min(stream.capacity, FRAME_RECORDS_MAX)
+        return max(min(self.segment_records, room // 2), 1)
+
+
+class Outnumbered(Exception):
+    """The store has appends of this epoch in a term that is not older: begin a later one."""
+
+    def __init__(self, term: int) -> None:
+        self.term = term
+
+
+class ArchiveTerm:
+    """For one thread; made when a term begins.
+
+    Raises:
+        StoreMismatch, StoreUnavailable: The store is another, or cannot be reached.
+        Outnumbered: What is appended in this term would not count.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        store: RingbufferStore,
+        config: ArchiverConfig,
+        keeper: GroupSession,
+        term: Term,
+    ) -> None:
+        self._stream = stream
+        self._store = store
+        self._config = config
+        self._keeper = keeper
+        self._term = term
+        #: Records that were gathered and are not archived yet.
+        self.records = 0
+        self._gathered: list[Chunk] = []
+        self._bytes = 0
+        self._since = 0.0  # when the first of them came
+        self._looked_at = self._memory_at = 0.0
+        self._settings = stream.config
+        self._identity = ""
+        self._flush = 0
+        self._pressed = False
+        self._connection = stream.client.open_connection()
+        self._cursor: LogReader | None = None
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def go_on(self) -> None:
+        """Wait for records, up to a short time, and write a segment if there are enough."""
+        assert self._cursor is not None, "closed"
+        self._keeper.alive_at = now()
+        self._look()
+        block_s = (
+            min(_LOOK_S, self._connection.block_max_s)
+            if self.records
+            else self._connection.block_max_s
+        )
+        wanted = max(self._config.segment_records - self.records, 1)
+        try:
+            chunks = self._cursor.fetch(block_s, records=wanted)
+        except (CorruptStream, CorruptFrame, UnsupportedFrame, RecordsLost):
+            if self.records:
+                self._commit()  # what lies before it is whole, and nothing will follow
+            raise
+        for chunk in chunks:
+            if not self.records:
+                self._since = time.monotonic()
+            self._gathered.append(chunk)
+            self.records += len(chunk)
+            self._bytes += _size(chunk)
+        if self.records and self._is_enough():
+            self._commit()
+        elif time.monotonic() >= self._tidy_at:
+            self._tidy()
+
+    def interrupt(self) -> None:
+        """End a wait in another thread."""
+        cursor = self._cursor
+        if cursor is not None:
+            cursor.interrupt()
+
+    def close(self) -> None:
+        self._connection.close()
+        if self._cursor is not None:
+            self._cursor.close()
+
+    # -- beginning -----------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        stream = self._stream
+        self._certain_at = now()
+        self._begin_epoch()
+        fields = ("incarnation", "epoch", "next", "archived", "store")
+        answer = self._connection.call("HMGET", keys.meta(stream.name), *fields)
+        reply_errors.check_incarnation(stream.name, stream.incarnation, answer[0])
+        if answer[3] is None:
+            raise reply_errors.no_store(stream.name)
+        epoch, end, self._archived = map(int, answer[1:4])
+        self._epoch = epoch
+        self._identity = answer[4].decode()
+        check_identity(self._store, stream.name, self._identity)
+        self._number = epoch * TERMS + self._term.number
+        highest = self._store.bounds(stream.incarnation).term
+        if highest >= self._number:
+            if highest // TERMS > epoch:
+                raise reply_errors.other_branch(stream.name)
+            raise Outnumbered(highest % TERMS)
+        self._tidy()
+        position = Position(stream.incarnation, epoch, self._archived)
+        self._cursor = LogReader(stream.client.open_connection(), stream.name, position)
+        self._cursor.start(position, end, keys.ARCHIVERS, self._term.nonce)
+
+    def _begin_epoch(self) -> None:
+        """If this is another server than the one that was last written to, say so first."""
+        found = self._connection.call("HGET", keys.meta(self._stream.name), "history")
+        if found is not None and self._connection.history not in ("", found.decode()):
+            begin_epoch(
+                self._connection, self._stream.name, self._stream.incarnation, found.decode()
+            )
+
+    def _tidy(self) -> None:
+        """Put the store in order. Not while its end is in doubt: what counts must not go."""
+        self._tidy_at = time.monotonic() + _TIDY_S
+        certain_until = self._certain_at + _CERTAIN_S
+        try:
+            life, number = self._stream.incarnation, self._number
+            self._store.tidy(life, number, self._archived, lambda: now() < certain_until)
+        except MeteorError as error:
+            _log.warning("The store cannot be put in order now: %s", error)
+
+    # -- gathering -----------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """See what the settings are, and whether somebody is waiting."""
+        at = time.monotonic()
+        if at < self._looked_at + _LOOK_S:
+            return
+        self._looked_at = at
+        fields = ("incarnation", "capacity", "max_unarchived", "flush")
+        answer = self._connection.call("HMGET", keys.meta(self._stream.name), *fields)
+        reply_errors.check_incarnation(self._stream.name, self._stream.incarnation, answer[0])
+        capacity, most, flush = answer[1:]
+        self._settings = replace(self._settings, capacity=int(capacity), max_unarchived=int(most))
+        self._flush = int(flush or 0)
+        if self.records and at >= self._memory_at + _MEMORY_S:
+            self._memory_at = at
+            self._pressed = self._is_pressed()
+
+    def _is_pressed(self) -> bool:
+        """Whether the server needs the room."""
+        try:
+            facts = parse_info(self._connection.call("INFO", "memory"))
+        except ServerRefused:
+            return False  # this user may not look, or there is no memory to speak of
+        most = int(facts.get("maxmemory", 0))
+        return most > 0 and int(facts.get("used_memory", 0)) >= _PRESSURE * most
+
+    def _is_enough(self) -> bool:
+        assert self._cursor is not None, "closed"
+        at = self._cursor.position.offset
+        caught_up = at >= self._cursor.next
+        return (
+            self.records >= self._config.segment_records
+            or (caught_up and self.records >= self._config.room(self._settings))
+            or self._bytes >= self._config.segment_bytes
+            or time.monotonic() - self._since >= self._config.segment_age
+            or (self._flush > self._archived and at >= min(self._flush, self._cursor.next))
+            or (caught_up and self._pressed)
+        )
+
+    # -- committing ----------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        """Append what was gathered to the store, and tell the stream."""
+        batches = [chunk.to_arrow() for chunk in self._gathered]
+        table = pa.Table.from_batches(batches, schema=ARROW_SCHEMA)
+        end = self._archived + len(table)
+        check_identity(self._store, self._stream.name, self._identity)
+        if self._store.bounds(self._stream.incarnation).term > self._number:
+            raise reply_errors.other_branch(self._stream.name)
+        self._store.append(self._stream.incarnation, self._number, table)
+        while self._archived < end:
+            self._advance(min(self._archived + _STEP, end))
+        self._gathered = []
+        self.records = self._bytes = 0
+        self._pressed = False
+
+    def _advance(self, to: int) -> None:
+        stream, term = self._stream, self._term
+        script_keys = [
+            keys.log(stream.name),
+            keys.meta(stream.name),
+            keys.group(stream.name, keys.ARCHIVERS),
+            *stream.index_keys,
+        ]
+        args: list[Any] = [stream.incarnation, self._connection.history, term.nonce, term.number]
+        sent_at = now()
+        # The epoch of the duty, not that of the cursor, which may have seen a later one: the number
+        # under which all was appended begins with it. And never sent twice: a late repeat could
+        # find a new epoch.
+        answer = self._connection.run(
+            ADVANCE_ARCHIVED, script_keys, [*args, self._epoch, self._archived, to]
+        )
+        if answer[0] == b"OK":
+            self._archived, self._certain_at = to, sent_at
+            return
+        if answer[0] in (b"NOSTREAM", b"INCARNATION"):
+            raise reply_errors.gone(stream.name, answer[0])
+        if answer[0] == b"FENCED":
+            raise reply_errors.fenced(stream.name, keys.ARCHIVERS, answer[1])
+        if answer[0] == b"HISTORY":
+            begin_epoch(self._connection, stream.name, stream.incarnation, answer[1].decode())
+        # The next term begins at what is archived now, in what is left of the stream.
+        raise MeteorError(f"Stream {stream.name!r} has changed while it was archived.")
+
+
+def _size(chunk: Chunk) -> int:
+    """The bytes of a chunk, about."""
+    if isinstance(chunk, ListChunk):
+        keys_size = sum(len(key) for key in chunk.keys or () if key)
+        headers = sum(len(name) + len(x) for row in chunk.headers or () for name, x in _items(row))
+        return sum(map(len, chunk.values)) + keys_size + headers
+    return int(chunk.columns.nbytes)
+
+
+def _items(headers: Headers | None) -> Iterable[tuple[str, bytes]]:
+    return headers.items() if headers else ()

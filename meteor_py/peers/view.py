@@ -1,0 +1,129 @@
+"""The picture that one process has of a group: who is in it, who leads, and up to which event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from meteor_py.peers.event import Event
+from meteor_py.peers.member import Member, Status, load_metadata
+from meteor_py.peers.protocol import Look
+
+
+class View(NamedTuple):
+    """A group as it was after one event."""
+
+    #: The number of that event.
+    number: int
+    #: In the order in which they joined.
+    members: list[Member]
+    #: Who leads; None if nobody does.
+    leader: Member | None
+    #: The number of the last term; 0 if there was none.
+    term: int
+
+
+class Moment(NamedTuple):
+    """Which event of which history a picture shows."""
+
+    life: str
+    view: int
+    mark: str
+
+
+class GroupView:
+    """Changed under the lock of its group, looked at by any: each attribute is replaced whole."""
+
+    def __init__(self, look: Look) -> None:
+        #: Empty if there is no such group on the server.
+        self.life = look.life
+        #: Which event of that number was the last.
+        self.mark = look.mark
+        self.members: dict[str, Member] = dict(look.members)
+        self.term = look.term
+        #: The id of the leader; None if there is none.
+        self.leader: str | None = look.leader or None
+        #: The number of the last event that is in it; last, for who waits for it.
+        self.view = look.view
+
+    @property
+    def moment(self) -> Moment:
+        return Moment(self.life, self.view, self.mark)
+
+    @property
+    def in_order(self) -> list[Member]:
+        return sorted(self.members.values(), key=lambda member: member.index)
+
+    def continues(self, event: Event) -> bool:
+        """Whether the event comes after the last one of the same history."""
+        return event.fields.get("after") == self.mark.encode()
+
+    def apply(self, event: Event) -> None:
+        """Take in the next event."""
+        members = dict(self.members)
+        known = members.get(event.member or "")
+        fields = event.fields
+        match event.kind:
+            case "joined" | "alive":
+                assert event.member is not None, "it is about somebody"
+                members[event.member] = Member(
+                    id=event.member,
+                    metadata=load_metadata(fields["metadata"]),
+                    status=Status.ALIVE,
+                    persistent=fields["persistent"] == b"1",
+                    priority=int(fields["priority"]),
+                    index=int(fields["index"]),
+                    joined=int(fields["joined"]),
+                    session=fields["session"].decode(),
+                )
+            case "left":
+                members.pop(event.member or "", None)
+            case "dead" if known is not None:
+                members[known.id] = replace(known, status=Status.DEAD, session="")
+            case "updated" if known is not None:
+                members[known.id] = replace(known, metadata=load_metadata(fields["metadata"]))
+            case "elected":
+                self.term, self.leader = event.term or 0, event.member
+            case "resigned":
+                self.leader = None
+                if known is not None and "index" in fields:  # it went to the back of the queue
+                    members[known.id] = replace(known, index=int(fields["index"]))
+        self.members = members
+        self.mark = fields["mark"].decode()
+        self.view = event.view
+
+    def resync(self, look: Look, *, reset: bool = False) -> list[Event]:
+        """Take in all at once; return what has changed, as events.
+
+        Args:
+            reset: The history is known to be another one.
+        """
+        lost = reset or look.life != self.life or look.view < self.view
+        changes = list(self._changes(look))
+        if lost and self.life:
+            changes.insert(0, Event(look.view, "reset", 0, resync=True))
+        self.__init__(look)  # type: ignore[misc]  # as a new one
+        return changes
+
+    def _changes(self, look: Look) -> Iterator[Event]:
+        def event(kind: str, **facts: object) -> Event:
+            return Event(look.view, kind, 0, resync=True, **facts)  # type: ignore[arg-type]
+
+        for member in self.members.values():
+            if member.id not in look.members:
+                yield event("left", member=member.id, reason="resync")
+        if self.leader is not None and (self.leader, self.term) != (look.leader, look.term):
+            yield event("resigned", member=self.leader, term=self.term, reason="resync")
+        for found in look.members.values():
+            known = self.members.get(found.id)
+            if known is None:
+                yield event("joined", member=found.id)
+            elif known.status is not found.status:
+                yield event(found.status.value, member=found.id)
+            elif known.session != found.session:
+                yield event("alive", member=found.id)
+            elif known.metadata != found.metadata:
+                yield event("updated", member=found.id)
+        if look.leader and (self.leader, self.term) != (look.leader, look.term):
+            yield event("elected", member=look.leader, term=look.term)

@@ -1,0 +1,34 @@
+#!lua flags=allow-oom
+-- Note that records are in the store, and trim the ring as far as that allows.
+--
+-- KEYS  1 log  2 meta  3 group of the archivers  4 index, if the stream has an ordering key
+-- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown  3 nonce  4 term
+--       5 epoch in which the records were read  6 what is archived, as the caller knows it
+--       7 what is archived now
+-- Returns {'OK'}, also when it was done before, or what kept it from being done:
+--   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'FENCED', term there}
+--   {'EPOCH'}: the server has lost records since, perhaps these  {'MOVED', archived}
+-- Atomic because nothing may be trimmed that is not archived, and only one archiver at a time may
+-- say so. It works in a full server, and empties it.
+--
+-- The caller goes forward in steps, so that one call does not trim more than a few thousand entries.
+
+local m = redis.call('HMGET', KEYS[2], 'incarnation', 'history', 'epoch', 'next', 'capacity', 'archived')
+if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
+if m[2] ~= ARGV[2] and ARGV[2] ~= '' then return {'HISTORY', m[2]} end
+local g = redis.call('HMGET', KEYS[3], 'nonce', 'term')
+if g[1] ~= ARGV[3] or g[2] ~= ARGV[4] then return {'FENCED', tonumber(g[2] or 0)} end
+if m[3] ~= ARGV[5] then return {'EPOCH'} end
+local archived, to = tonumber(m[6] or -1), tonumber(ARGV[7])
+if archived == to then return {'OK'} end
+if archived ~= tonumber(ARGV[6]) or to < archived or to > tonumber(m[4]) then
+  return {'MOVED', archived}
+end
+
+redis.call('HSET', KEYS[2], 'archived', ARGV[7])
+local floor = math.min(tonumber(m[4]) - tonumber(m[5]), to)
+if floor > 0 then
+  local id = string.format('%.0f-0', floor)
+  for _, key in ipairs({KEYS[1], KEYS[4]}) do redis.call('XTRIM', key, 'MINID', '=', id) end
+end
+return {'OK'}

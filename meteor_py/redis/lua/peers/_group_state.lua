@@ -1,0 +1,404 @@
+-- What the scripts of peer groups share: each begins with this text. First the clock is read,
+-- then whoever is overdue is dropped: so any living client is the failure detector of all.
+--
+-- KEYS[1] is what the keys of the group begin with, and carries its hash tag: all keys are of one
+-- slot. They are described in keys.py.
+
+local call, format, match, max, min = redis.call, string.format, string.match, math.max, math.min
+local P = KEYS[1]
+local STATE, MEMBERS = P .. 'state', P .. 'members'
+local DEADLINES, EXPIRATIONS = P .. 'deadlines', P .. 'expirations'
+local CANDIDATES, LEAVING, EVENTS = P .. 'candidates', P .. 'leaving', P .. 'events'
+local POLLS, LIMITS = P .. 'polls', P .. 'limits'
+local PENDING, AGENDA, GRACED = P .. 'pending', P .. 'agenda', P .. 'graced'
+local ORPHANS = P .. 'orphans'
+local HOUR = 3600000
+
+local function int(x) return format('%.0f', x) end
+
+local c = call('HMGET', P .. 'config', 'ttl', 'expiration', 'election', 'min_size', 'max_inbox')
+if not c[1] then return {'NOGROUP'} end
+local TTL, EXPIRATION, ELECTION, MIN_SIZE = tonumber(c[1]), tonumber(c[2]), c[3], tonumber(c[4])
+local MAX_INBOX = tonumber(c[5])
+local s = call('HMGET', STATE, 'last', 'leader', 'term', 'session', 'life', 'mark', 'view')
+if not s[5] then return {'NOGROUP'} end
+local last, leader, term, session = tonumber(s[1] or nil), s[2] or '', tonumber(s[3] or 0), s[4] or ''
+local life, mark, view = s[5], s[6] or '', tonumber(s[7] or 0)
+
+-- If nothing was heard for long, the server was away, or its clock was set: then members have all the
+-- time again to be heard of, and the rest keeps the time that it had left. A small step back stands
+-- still. Once only, until a member is heard of: else those who are late again and again themselves, or
+-- look in now and then, would keep one alive for ever who is dead.
+local micros, seconds
+local function read_clock()
+  local time = call('TIME')
+  local fraction = format('%06d', time[2])
+  micros, seconds = time[1] .. fraction, time[1] .. '.' .. fraction
+  local now = time[1] * 1000 + math.floor(time[2] / 1000)
+  local gap = now - (last or now)
+  if math.abs(gap) > TTL / 2 then
+    local members = call('ZRANGE', DEADLINES, 0, -1, 'WITHSCORES')
+    for i = 1, #members, 2 do
+      local id = members[i]
+      if not call('ZSCORE', GRACED, id) then
+        call('ZADD', DEADLINES, int(now + TTL), id)
+        call('ZADD', GRACED, int(now), id)
+      elseif gap < 0 then
+        call('ZADD', DEADLINES, int(members[i + 1] + gap), id)
+      end
+    end
+    for _, key in ipairs({EXPIRATIONS, POLLS}) do
+      local all = call('ZRANGE', key, 0, -1, 'WITHSCORES')
+      for i = 1, #all, 2 do call('ZADD', key, int(all[i + 1] + gap), all[i]) end
+    end
+    call('HINCRBY', STATE, 'graces', 1)
+  elseif gap < 0 then
+    now = last
+  end
+  if now ~= last then call('HSET', STATE, 'last', int(now)) end
+  return now
+end
+local now = read_clock()
+
+-- One event for each change, numbered without gaps: the number is the view. Each names the mark of the
+-- one before: after a fail-over that lost some, the same numbers are other events, with other marks.
+local function emit(kind, ...)
+  local after = mark
+  view = view + 1
+  mark = int(view) .. '.' .. micros
+  call('HSET', STATE, 'view', int(view), 'mark', mark)
+  call('XADD', EVENTS, 'MAXLEN', '~', 10000, int(view) .. '-0', 'kind', kind, 'at', int(now),
+       'mark', mark, 'after', after, ...)
+end
+
+-- Members: 'index:session:persistent:alive:priority:joined:metadata'. The session of one that is dead
+-- has a '-' before it: it is nobody's, but the one who had it can tell that it was the last.
+local function read_member(id)
+  local raw = call('HGET', MEMBERS, id)
+  if not raw then return nil end
+  local m = {}
+  m.index, m.session, m.persistent, m.alive, m.priority, m.joined, m.metadata =
+    match(raw, '^(%d+):(.-):(.):(.):(%-?%d+):(%d+):(.*)$')
+  return m
+end
+local function write_member(id, m)
+  call('HSET', MEMBERS, id, m.index .. ':' .. m.session .. ':' .. m.persistent .. ':' .. m.alive
+       .. ':' .. m.priority .. ':' .. m.joined .. ':' .. m.metadata)
+end
+
+-- Who was heard of.
+local function renew(id)
+  call('ZADD', DEADLINES, int(now + TTL), id)
+  call('ZREM', GRACED, id)
+end
+-- Of many who are overdue at once some may still be there: those do not count.
+local function beating(most)
+  return call('ZRANGEBYSCORE', DEADLINES, int(now), '+inf', 'LIMIT', 0, int(most or -1))
+end
+-- Who can be chosen for something: not who ends what it has begun, and leaves.
+local function alive(most)
+  local leaving = call('ZCARD', LEAVING)
+  local all = beating(most and most + leaving)
+  if leaving == 0 then return all end
+  local here = {}
+  for _, id in ipairs(all) do
+    if not call('ZSCORE', LEAVING, id) then here[#here + 1] = id end
+  end
+  return here
+end
+local function late(id)
+  local deadline = call('ZSCORE', DEADLINES, id)
+  return not deadline or tonumber(deadline) < now
+end
+
+-- The leader: the first of the candidates, by priority, and then the oldest, or any.
+-- Who resigns ('not_id') comes last, whatever its priority.
+local function candidate(not_id)
+  local same, level, resigned = {}, nil, nil
+  local all = call('ZRANGE', CANDIDATES, 0, -1, 'WITHSCORES')
+  for i = 1, #all, 2 do
+    local id, its_level = all[i], math.floor(all[i + 1] / 1e12)
+    if level and its_level ~= level then break end
+    local can = not late(id)
+    if can and id == not_id then
+      resigned = id
+    elseif can then
+      if ELECTION == 'oldest' then return id end
+      level = its_level
+      same[#same + 1] = id
+    end
+  end
+  return same[micros % max(#same, 1) + 1] or resigned
+end
+local function elect(not_id)
+  if ELECTION == 'none' or leader ~= '' or #alive(MIN_SIZE) < MIN_SIZE then return end
+  local id = candidate(not_id)
+  local m = id and read_member(id)
+  if not m then return end
+  -- Numbers follow the clock: one that was lost with a fail-over is not given out again.
+  term = max(term + 1, now)
+  leader, session = id, m.session
+  call('HSET', STATE, 'leader', leader, 'term', int(term), 'session', session)
+  emit('elected', 'member', id, 'term', int(term))
+end
+local function depose(reason, ...)
+  if leader == '' then return end
+  local id = leader
+  leader, session = '', ''
+  call('HSET', STATE, 'leader', '', 'session', '')
+  emit('resigned', 'member', id, 'term', int(term), 'reason', reason, ...)
+end
+
+-- Messages.
+local function complete(id, member, ok, value)
+  local key = P .. 'message:' .. id
+  local m = call('HMGET', key, 'from', 'verb', 'need')
+  if not m[3] or call('HSETNX', key, 'r:' .. member, ok .. ':' .. value) == 0 then return end
+  local got = call('HINCRBY', key, 'got', 1)
+  if m[2] ~= 'tell' and got == tonumber(m[3]) then
+    local replies = P .. 'replies:' .. m[1]
+    call('XADD', replies, 'MAXLEN', '~', 10000, '*', 'id', id)
+    call('PEXPIRE', replies, HOUR)
+  end
+end
+-- Beside an inbox lie the places in it of what is for anybody, in order, and of what somebody waits
+-- for, by the end of that: so neither is looked for among large messages that it does not concern.
+local function deliver(member, f, fields)
+  local place = call('XADD', P .. 'inbox:' .. member, '*', unpack(fields))
+  if f.to == 'any' then
+    call('ZADD', P .. 'movable:' .. member, int(call('HINCRBY', STATE, 'moves', 1)), place)
+  end
+  if f.verb ~= 'tell' then
+    call('ZADD', P .. 'awaited:' .. member, f['until'], place .. ' ' .. f.id)
+  end
+end
+local function discard(member, place, id)
+  call('XDEL', P .. 'inbox:' .. member, place)
+  call('ZREM', P .. 'movable:' .. member, place)
+  call('ZREM', P .. 'awaited:' .. member, place .. ' ' .. id)
+end
+local function pairs_of(flat)
+  local f = {}
+  for i = 1, #flat, 2 do f[flat[i]] = flat[i + 1] end
+  return f
+end
+local function bury(member, reason, fields)
+  call('XADD', P .. 'dead', 'MAXLEN', '~', 1000, '*', 'member', member, 'reason', reason,
+       unpack(fields))
+end
+
+-- Those who get what was for anybody. Who has as much as it may have gets it only if all have: what
+-- was taken in is not refused later.
+local function choose(others, number)
+  while #others.roomy > 0 do
+    local n = number % #others.roomy + 1
+    local id = others.roomy[n]
+    others.size[id] = others.size[id] or call('XLEN', P .. 'inbox:' .. id)
+    if others.size[id] < MAX_INBOX then
+      others.size[id] = others.size[id] + 1
+      return id
+    end
+    others.roomy[n] = others.roomy[#others.roomy]
+    others.roomy[#others.roomy] = nil
+  end
+  return others.all[number % #others.all + 1]
+end
+local function move(box, owner, others, place)
+  local entry = call('XRANGE', P .. 'inbox:' .. box, place, place)[1]
+  if not entry then  -- a part of the group was deleted
+    call('ZREM', P .. 'movable:' .. box, place)
+    return
+  end
+  local fields = entry[2]
+  local f = pairs_of(fields)
+  discard(box, place, f.id)
+  local tries = tonumber(f.tries) + 1
+  if #others.all == 0 or tries > 16 then
+    bury(owner, #others.all == 0 and 'nobody is left' or 'it was given to too many', fields)
+    complete(f.id, owner, 'left', '')
+    return
+  end
+  for i = 1, #fields, 2 do
+    if fields[i] == 'tries' then fields[i + 1] = int(tries) end
+  end
+  deliver(choose(others, tonumber(f.random) + tries), f, fields)
+end
+
+-- What lies in the inbox of somebody who is gone is an orphan: what was for anybody goes to another,
+-- and who waits for the rest is told. So much in one call, and the rest in the next ones: an inbox may
+-- hold a million. Who is only dead keeps all while there is no other: until one joins, or it comes back.
+local budget, orphans = 500, false
+local function others_than(owner)
+  local others = {all = {}, roomy = {}, size = {}}
+  local function add(ids)
+    for _, other in ipairs(ids) do
+      if other ~= owner then
+        others.all[#others.all + 1] = other
+        others.roomy[#others.roomy + 1] = other
+      end
+    end
+  end
+  add(alive())
+  if #others.all == 0 then add(beating()) end  -- rather to one who leaves: it may come back
+  return others
+end
+local function take(key)
+  local some = budget > 0 and call('ZRANGE', key, 0, int(budget - 1)) or {}
+  budget = budget - #some
+  return some
+end
+local function hand_over(box)
+  local movable, awaited = P .. 'movable:' .. box, P .. 'awaited:' .. box
+  local owner = match(box, '^~.-~(.*)$')
+  local gone = owner ~= nil
+  owner = owner or box
+  if call('EXISTS', movable) == 1 then
+    local others = others_than(owner)
+    if #others.all == 0 and not gone then
+      call('HSET', STATE, 'stranded', 1)
+      call('ZREM', ORPHANS, box)
+      return
+    end
+    for _, place in ipairs(take(movable)) do move(box, owner, others, place) end
+    if call('EXISTS', movable) == 1 then return end
+  end
+  if gone then
+    for _, one in ipairs(take(awaited)) do
+      complete(match(one, ' (.*)$'), owner, 'left', '')
+      call('ZREM', awaited, one)
+    end
+    if call('EXISTS', awaited) == 1 then return end
+    call('UNLINK', P .. 'inbox:' .. box)
+  end
+  call('ZREM', ORPHANS, box)
+end
+local function orphan(box)
+  orphans = true
+  call('ZADD', ORPHANS, int(now), box)
+  hand_over(box)
+end
+-- Under another name, that nobody can have: whoever joins with the old one begins with nothing.
+local function orphan_for_good(id)
+  local box = '~' .. mark .. '~' .. id
+  call('ZREM', ORPHANS, id)
+  for _, part in ipairs({'inbox:', 'movable:', 'awaited:'}) do
+    if call('EXISTS', P .. part .. id) == 1 then
+      call('RENAME', P .. part .. id, P .. part .. box)
+    end
+  end
+  orphan(box)
+end
+
+-- Polls: each voter's field is '-', 'y', 'n', 'a' (abstains) or 'g' (gone). Who voted in which way is
+-- told as lists of ids: a field for each would be more than a script may hand to a command.
+local function describe(id)
+  local key = P .. 'poll:' .. id
+  local f = call('HMGET', key, 'result', 'reason', 'decided', 'rule', 'quorum', 'until', 'topic',
+                 'when', 'name', 'by', 'error')
+  if not f[4] then return nil end
+  local lists = {y = {}, n = {}, a = {}, ['-'] = {}}
+  lists.g = lists['-']
+  local votes = call('HGETALL', P .. 'votes:' .. id)
+  for i = 1, #votes, 2 do table.insert(lists[votes[i + 1]], votes[i]) end
+  return {'poll', id, 'result', f[1] or '', 'reason', f[2] or '', 'decided', f[3] or '',
+          'rule', f[4], 'quorum', f[5], 'until', f[6], 'topic', f[7], 'when', f[8], 'name', f[9],
+          'by', f[10], 'error', f[11],
+          'yes', table.concat(lists.y, ','), 'no', table.concat(lists.n, ','),
+          'abstained', table.concat(lists.a, ','), 'missing', table.concat(lists.g, ',')}
+end
+local function decide(id, result, reason)
+  local key = P .. 'poll:' .. id
+  local f = call('HMGET', key, 'when', 'name')
+  call('ZREM', POLLS, id)
+  call('ZREM', LIMITS, id)
+  if not f[1] then return end  -- somebody has deleted it
+  call('HSET', key, 'result', result, 'reason', reason, 'decided', int(now))
+  -- What was agreed on can be looked up until it is done, by who comes back in between.
+  local keep = int(max((tonumber(f[1]) or now) - now, 0) + HOUR)
+  call('PEXPIRE', key, keep)
+  call('PEXPIRE', P .. 'votes:' .. id, keep)
+  if result == 'no' and match(call('HGET', PENDING, f[2]) or '', '^(.-):') == id then
+    call('HDEL', PENDING, f[2])
+    call('ZREM', AGENDA, f[2])
+  end
+  emit('decided', unpack(describe(id)))
+end
+-- One vote less is open. They are counted as they come: there may be a thousand.
+local function tally(id, vote, reason)
+  local key = P .. 'poll:' .. id
+  local quorum = tonumber(call('HGET', key, 'quorum') or nil)
+  if not quorum then return decide(id, 'no', reason) end  -- somebody has deleted it
+  call('HSET', P .. 'votes:' .. id, vote.member, vote.says)
+  local open = call('HINCRBY', key, 'open', -1)
+  local yes = call('HINCRBY', key, 'yes', vote.says == 'y' and 1 or 0)
+  if yes >= quorum then
+    decide(id, 'yes', 'passed')
+  elseif yes + open < quorum then
+    decide(id, 'no', reason)
+  end
+end
+-- Who is gone can say yes no more. A vote that was given stays.
+local function unseat(member)
+  for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
+    if call('HGET', P .. 'votes:' .. id, member) == '-' then
+      tally(id, {member = member, says = 'g'}, 'left')
+    end
+  end
+end
+-- What is over is forgotten with its vote, a little at a time.
+local function prune()
+  for _, name in ipairs(call('ZRANGEBYSCORE', AGENDA, '-inf', int(now - HOUR), 'LIMIT', 0, 64)) do
+    call('ZREM', AGENDA, name)
+    call('HDEL', PENDING, name)
+  end
+end
+
+-- Take somebody out: 'left', 'removed' or 'expired'; who 'stays', if it has a name, is only dead. The
+-- caller elects, so that nobody is elected who is taken out right after.
+local function drop(id, reason, stays)
+  local m = read_member(id)
+  call('ZREM', DEADLINES, id)
+  call('ZREM', CANDIDATES, id)
+  call('ZREM', LEAVING, id)
+  call('ZREM', EXPIRATIONS, id)
+  call('ZREM', GRACED, id)
+  if not m then  -- a part of the group was deleted
+    if leader == id then depose(reason) end
+    return
+  end
+  local was = m.session
+  if m.persistent == '1' and stays then
+    if m.alive == '0' then return end
+    m.alive, m.session = '0', '-' .. was
+    write_member(id, m)
+    if EXPIRATION >= 0 then call('ZADD', EXPIRATIONS, int(now + EXPIRATION), id) end
+    emit('dead', 'member', id, 'session', was, 'reason', reason)
+    orphan(id)
+  else
+    call('HDEL', MEMBERS, id)
+    emit('left', 'member', id, 'session', was, 'reason', reason)
+    orphan_for_good(id)
+  end
+  unseat(id)
+  if leader == id then depose(reason) end
+end
+
+-- A part at a time.
+local function sweep(key, before, stays)
+  for _, id in ipairs(call('ZRANGEBYSCORE', key, '-inf', before, 'LIMIT', 0, 64)) do
+    drop(id, 'expired', stays)
+  end
+end
+for _, box in ipairs(call('ZRANGE', ORPHANS, 0, 63)) do
+  orphans = true
+  hand_over(box)
+end
+sweep(DEADLINES, '(' .. int(now), true)
+sweep(EXPIRATIONS, int(now), false)
+elect()
+-- A vote on something to be done at a time closes before that time, whatever was shifted.
+for _, key in ipairs({POLLS, LIMITS}) do
+  for _, id in ipairs(call('ZRANGEBYSCORE', key, '-inf', int(now), 'LIMIT', 0, 64)) do
+    decide(id, 'no', 'timeout')
+  end
+end

@@ -1,0 +1,24 @@
+#!lua flags=allow-oom
+-- Delete a peer group, with all that it has.
+--
+-- KEYS  1 what the keys of the group begin with
+-- ARGV  1 'force' if also one that has members who are alive  2... keys that are left of one of
+--       which the server has lost a part
+-- Returns {'OK'}, or {'NOGROUP'}  {'ALIVE', members}
+-- Atomic because nobody may join in between. Answers and messages expire by themselves.
+
+local members = call('ZCARD', DEADLINES)
+if members > 0 and ARGV[1] ~= 'force' then return {'ALIVE', members} end
+for _, boxes in ipairs({call('HKEYS', MEMBERS), call('ZRANGE', ORPHANS, 0, -1)}) do
+  for _, id in ipairs(boxes) do
+    call('UNLINK', P .. 'inbox:' .. id, P .. 'movable:' .. id, P .. 'awaited:' .. id)
+  end
+end
+for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
+  call('DEL', P .. 'poll:' .. id, P .. 'votes:' .. id)
+end
+for i = 2, #ARGV do call('UNLINK', ARGV[i]) end
+for _, part in ipairs({'guarded', 'removed', 'dead', 'config'}) do call('DEL', P .. part) end
+call('DEL', STATE, MEMBERS, DEADLINES, EXPIRATIONS, CANDIDATES, LEAVING, EVENTS, POLLS, LIMITS,
+     PENDING, AGENDA, GRACED, ORPHANS)
+return {'OK'}

@@ -1,0 +1,43 @@
+#!lua flags=allow-oom
+-- Join a peer group, or come back to it under a name.
+--
+-- KEYS  1 what the keys of the group begin with
+-- ARGV  1 id  2 session  3 '1' if persistent  4 priority  5 metadata
+--       6 'takeover', or 'fail' if somebody alive has the name
+--       7 members that a group may have
+-- Returns {'OK', index, ms left of the lease}, or {'NOGROUP'}  {'TAKEN', session}: the name is
+--   somebody's who is alive, or that of one that is not persistent  {'FULL', members}
+-- Atomic because being a member, its announcement, and an election that it makes possible are one.
+
+local id, sid, persistent, priority, metadata = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local m = read_member(id)
+if m and m.session == sid and m.alive == '1' then  -- a repeat: the answer was lost
+  renew(id)
+  return {'OK', tonumber(m.index), TTL}
+end
+if m and (m.persistent == '0' or persistent == '0' or (m.alive == '1' and ARGV[6] ~= 'takeover')) then
+  return {'TAKEN', m.session}
+end
+local size = call('HLEN', MEMBERS)
+if not m and size >= tonumber(ARGV[7]) then return {'FULL', size} end
+local index = call('HINCRBY', STATE, 'joins', 1)
+local joined = m and m.joined or int(now)
+write_member(id, {index = int(index), session = sid, persistent = persistent, alive = '1',
+                  priority = priority, joined = joined, metadata = metadata})
+renew(id)
+call('ZADD', CANDIDATES, int(-priority * 1e12 + index), id)
+call('ZREM', LEAVING, id)
+call('ZREM', EXPIRATIONS, id)
+call('ZREM', ORPHANS, id)
+call('ZREM', P .. 'removed', id)
+emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index),
+     'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)
+if leader == id then depose('taken over') end
+elect()
+-- What was for anybody, when there was nobody but the dead.
+if call('HDEL', STATE, 'stranded') == 1 then
+  for _, one in ipairs(call('HKEYS', MEMBERS)) do
+    if read_member(one).alive == '0' then orphan(one) end
+  end
+end
+return {'OK', index, TTL}

@@ -1,0 +1,98 @@
+"""The Lua scripts: constant package data, called by hash.
+
+Each script is the file ``lua/<name>.lua``, or the parts in ``lua/<name>/`` joined in order. Its
+header states the purpose, keys, arguments, replies, and why it must be atomic. The scripts of peer groups
+start with ``lua/peers/_group_state.lua``. A script replies with a list whose first item is a fixed
+code. An error reply therefore always comes from the server, before or instead of the script.
+
+``shared/step`` is far longer than the others. Settling, reaping dead consumers, claiming and
+scanning the index change the same ordering keys and must appear as one change to every client. As separate
+scripts, each would read and write that state again, and a consumer would pay for four round trips.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.resources import files
+
+
+class Script:
+    """One script: its text, and the hash by which the server knows it."""
+
+    def __init__(self, name: str, library: str = "") -> None:
+        self.name = name
+        self.source = _read(name)
+        if library:  # after the line with the flags
+            flags, body = self.source.split(b"\n", 1)
+            self.source = b"\n".join((flags, _read(library), body))
+        self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
+        #: The script can run by EVALSHA_RO: on replicas, and for users with read-only rights.
+        self.read_only = self.source.startswith(b"#!lua flags=no-writes")
+        # fakeredis takes the '#!lua' line for Lua.
+        self.plain_source = (
+            self.source.split(b"\n", 1)[1] if self.source.startswith(b"#!") else self.source
+        )
+
+    def __repr__(self) -> str:
+        return f"Script({self.name!r})"
+
+
+def _read(name: str) -> bytes:
+    lua = files("meteor_py.redis").joinpath("lua")
+    folder = lua.joinpath(*name.split("/"))
+    if not folder.is_dir():
+        return lua.joinpath(*f"{name}.lua".split("/")).read_bytes()
+    parts = sorted(folder.iterdir(), key=lambda part: part.name)
+    return b"\n".join(part.read_bytes() for part in parts)
+
+
+_PEER_STATE = "peers/_group_state"
+
+CONFIGURE_STREAM = Script("log/configure_stream")
+CREATE_STREAM = Script("log/create_stream")
+DELETE_STREAM = Script("log/delete_stream")
+DESCRIBE_STREAM = Script("log/describe_stream")
+NEW_EPOCH = Script("log/new_epoch")
+OFFSET_AT_TIME = Script("log/offset_at_time")
+PUBLISH = Script("log/publish")
+SPLIT_POINTS = Script("log/split_points")
+
+DISCARD_STAGES = Script("transaction/discard_stages")
+MOVE_STAGED = Script("transaction/move_staged")
+PLAN_COMMIT = Script("transaction/plan_commit")
+
+ACQUIRE_LEASE = Script("group/acquire_lease")
+CONFIRM_OFFSET = Script("group/confirm_offset")
+DELETE_GROUP = Script("group/delete_group")
+OPEN_GROUP = Script("group/open_group")
+RELEASE_LEASE = Script("group/release_lease")
+RENEW_LEASE = Script("group/renew_lease")
+SEEK_GROUP = Script("group/seek_group")
+
+ADVANCE_ARCHIVED = Script("archive/advance_archived")
+EXPIRE_HISTORY = Script("archive/expire_history")
+REQUEST_FLUSH = Script("archive/request_flush")
+
+SHARED_DESCRIBE = Script("shared/describe")
+SHARED_JOIN = Script("shared/join")
+SHARED_OPEN = Script("shared/open")
+SHARED_PURGE = Script("shared/purge")
+SHARED_RESUME = Script("shared/resume")
+SHARED_STEP = Script("shared/step")
+
+PEERS_DELETE = Script("peers/delete", _PEER_STATE)
+PEERS_DESCRIBE = Script("peers/describe", _PEER_STATE)
+PEERS_GUARDED_WRITE = Script("peers/guarded_write", _PEER_STATE)
+PEERS_HEARTBEAT = Script("peers/heartbeat", _PEER_STATE)
+PEERS_JOIN = Script("peers/join", _PEER_STATE)
+PEERS_LEAVE = Script("peers/leave", _PEER_STATE)
+PEERS_OPEN = Script("peers/open")
+PEERS_PROPOSE = Script("peers/propose", _PEER_STATE)
+PEERS_READ_POLLS = Script("peers/read_polls", _PEER_STATE)
+PEERS_SEND = Script("peers/send", _PEER_STATE)
+PEERS_SETTLE = Script("peers/settle", _PEER_STATE)
+PEERS_UPDATE_MEMBER = Script("peers/update_member", _PEER_STATE)
+PEERS_VOTE = Script("peers/vote", _PEER_STATE)
+
+#: Every script, for an administrator who loads them for users that may only EVALSHA.
+ALL = tuple(script for script in list(globals().values()) if isinstance(script, Script))

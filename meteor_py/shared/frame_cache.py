@@ -1,0 +1,273 @@
+"""Payloads: the records of offsets here and there in a stream.
+
+A frame is fetched once, and kept as long as records of it may be wanted: consumers of a shared
+group get theirs out of the same frames, a few at a time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from meteor_py.errors import (
+    ConnectionFailed,
+    CorruptFrame,
+    CorruptSegment,
+    CorruptStream,
+    RecordsLost,
+    UnsupportedFrame,
+)
+from meteor_py.log.log_reader import LogReader
+from meteor_py.records.config import FRAME_RECORDS_MAX
+from meteor_py.records.frame import decode, entry_span
+from meteor_py.records.record import Chunk, Record
+from meteor_py.redis import keys
+from meteor_py.redis.connection import Connection
+from meteor_py.shared.gaps import Unreadable
+
+if TYPE_CHECKING:
+    from meteor_py.stream import Stream
+
+#: Frames that are kept, and that are asked for at a time; more of them if they are small, up to so
+#: many, and so many records.
+_KEEP = 16
+_ASK = 64
+_KEEP_RECORDS = 4_096
+
+
+class Fetched(NamedTuple):
+    """What became of the offsets that were asked for."""
+
+    found: dict[int, Record]
+    #: In neither ring nor store.
+    lost: list[int]
+    #: There, and not to be read: why.
+    unreadable: dict[int, Unreadable]
+
+
+class FrameCache:
+    """For one thread at a time, except ``interrupt``."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._connection: Connection = stream.client.open_connection()
+        self._cursor: LogReader | None = None
+        self._frames: dict[int, list[Record]] = {}  # by first offset
+        self._firsts: list[int] = []  # the same, in order
+        # Records of a frame, as far as is known: one is asked for before many, for a frame that is
+        # asked for with two of its records travels twice.
+        self._size = FRAME_RECORDS_MAX
+
+    def fetch(self, offsets: Sequence[int]) -> Fetched:
+        """The records, a few frames at a time: of the others in them nothing is kept.
+
+        Args:
+            offsets: In rising order.
+
+        Raises:
+            ConnectionFailed, StoreUnavailable: Not now.
+        """
+        fetched = Fetched({}, [], {})
+        dropped: set[int] = set()  # by the ring
+        at = 0
+        while at < len(offsets):  # ends: a round is done with the first that is left, at least
+            left = offsets[at:]
+            self._trim(left)
+            if left[0] not in dropped and self._find(left[0]) is None:
+                dropped |= self._ask([o for o in left if o not in dropped], fetched.unreadable)
+            at += self._gather(left, dropped, fetched)
+        return fetched
+
+    def _gather(self, offsets: Sequence[int], dropped: set[int], fetched: Fetched) -> int:
+        """Add what is at hand, or in the store; return how many of the first are done with."""
+        dug = 0
+        for number, offset in enumerate(offsets):
+            if offset in fetched.unreadable:
+                continue
+            record = self._find(offset)
+            if record is None and offset in dropped:
+                if dug == _KEEP:
+                    return number
+                dug += 1
+                record = self._dig(offset, offsets, fetched.unreadable)
+                if record is None and offset not in fetched.unreadable:
+                    fetched.lost.append(offset)
+                    continue
+            if record is not None:
+                fetched.found[offset] = record
+            elif offset not in fetched.unreadable:
+                return number  # not asked for yet
+        return len(offsets)
+
+    def forget(self) -> None:
+        """Fetch all anew: offsets may mean other records now."""
+        self._frames, self._firsts = {}, []
+
+    def cold(self, start: int, stop: int) -> list[Chunk]:
+        """Records that only the store has, from ``start`` on, at least one.
+
+        Raises:
+            RecordsLost: It has not.
+        """
+        chunks = self._read(start, stop - start)
+        return [chunk for chunk in chunks if chunk.first < stop]
+
+    def wait(self, streams: Sequence[tuple[str, str]], block_s: float) -> None:
+        """Wait until one of some keys has an entry behind an ID."""
+        names, ids = zip(*streams, strict=True)
+        block = ("BLOCK", max(int(min(block_s, self._connection.block_max_s) * 1000), 1))
+        command = ("XREAD", "COUNT", 1, *block, "STREAMS", *names, *ids)
+        self._connection.call(
+            *command, timeout_s=self._connection.block_max_s + self._connection.timeout_s
+        )
+
+    def interrupt(self) -> None:
+        self._connection.interrupt()
+        if self._cursor is not None:
+            self._cursor.interrupt()
+
+    def close(self) -> None:
+        self._connection.close()
+        if self._cursor is not None:
+            self._cursor.close()
+
+    # -- the ring ------------------------------------------------------------------------------
+
+    def _ask(self, offsets: Sequence[int], unreadable: dict[int, Unreadable]) -> set[int]:
+        """Fetch frames of the first that are missing, as many as is good to have at a time.
+
+        Returns:
+            The offsets of those that the ring does not have.
+        """
+        wanted: list[int] = []
+        limit = max(_KEEP, min(_ASK, _KEEP_RECORDS // self._size))
+        for offset in offsets:
+            if wanted and offset < wanted[-1] + self._size:
+                continue  # in the same frame, as far as is known
+            if offset not in unreadable and self._find(offset) is None:
+                wanted.append(offset)
+                if len(wanted) == limit:
+                    break
+        log = keys.log(self._stream.name)
+        answers = self._call([("XRANGE", log, f"{o}-0", "+", "COUNT", 1) for o in wanted])
+        dropped: set[int] = set()
+        sizes: list[int] = []
+        for offset, entries in zip(wanted, answers, strict=True):
+            span = entry_span(self._stream.name, entries[0][0]) if entries else None
+            if span is None or span[0] > offset:
+                dropped.update(_between(offsets, offset, None if span is None else span[0]))
+                continue
+            sizes.append(span[1] - span[0] + 1)
+            if self._find(offset) is None:
+                try:
+                    self._keep(self._decode(entries, *span))
+                except (CorruptFrame, UnsupportedFrame) as error:
+                    unreadable |= dict.fromkeys(_between(offsets, span[0], span[1] + 1), error)
+        self._size = max(sizes, default=self._size)
+        first = wanted[0]
+        if first not in unreadable and self._find(first) is None:
+            dropped.add(first)  # whatever the ring has there: not this record
+        return dropped
+
+    def _decode(self, entries: list[tuple[bytes, list[bytes]]], first: int, last: int) -> Chunk:
+        try:
+            return decode(self._stream.name, entries)[0]
+        except CorruptStream as error:
+            raise CorruptFrame(
+                str(error), stream=self._stream.name, first=first, last=last
+            ) from error
+
+    def _call(
+        self, commands: Sequence[tuple[object, ...]]
+    ) -> list[list[tuple[bytes, list[bytes]]]]:
+        was_connected = self._connection.connected
+        try:
+            return self._connection.pipeline(commands, self._connection.timeout_s)
+        except ConnectionFailed:
+            if not was_connected:
+                raise
+            return self._connection.pipeline(
+                commands, self._connection.timeout_s
+            )  # an idle one may have died
+
+    # -- the store -----------------------------------------------------------------------------
+
+    def _dig(
+        self, offset: int, offsets: Sequence[int], unreadable: dict[int, Unreadable]
+    ) -> Record | None:
+        """A record that the ring has dropped, from the store; None if that has not got it."""
+        try:
+            chunks = self._read(offset, 1)
+        except RecordsLost:
+            return None
+        except CorruptSegment as error:
+            unreadable[offset] = error
+            unreadable |= dict.fromkeys(_between(offsets, offset, error.last + 1), error)
+            return None
+        for chunk in chunks:
+            self._keep(chunk)
+        return self._find(offset)
+
+    def _read(self, offset: int, records: int) -> list[Chunk]:
+        if self._cursor is None:
+            self._cursor = self._stream.cursor()
+        try:
+            self._cursor.move(offset)
+            return self._until_there(records)
+        except (RecordsLost, CorruptSegment):
+            raise
+        except BaseException:
+            self._cursor.close()
+            self._cursor = None
+            raise
+
+    def _until_there(self, records: int) -> list[Chunk]:
+        assert self._cursor is not None, "it was opened"
+        while True:  # ends: it is there, or lost; the stream may have changed while it was read
+            chunks = self._cursor.fetch(records=records)
+            if chunks:
+                return chunks
+
+    # -- what is kept --------------------------------------------------------------------------
+
+    def _find(self, offset: int) -> Record | None:
+        at = bisect_right(self._firsts, offset) - 1
+        if at < 0:
+            return None
+        first = self._firsts[at]
+        records = self._frames[first]
+        return records[offset - first] if offset < first + len(records) else None
+
+    def _keep(self, chunk: Chunk) -> None:
+        """In place of what overlaps it: the store cuts records into other pieces than the ring."""
+        start, stop = chunk.first, chunk.first + len(chunk)
+        at = bisect_left(self._firsts, start)
+        if at and self._firsts[at - 1] + len(self._frames[self._firsts[at - 1]]) > start:
+            at -= 1
+        end = bisect_left(self._firsts, stop)
+        for first in self._firsts[at:end]:
+            del self._frames[first]
+        self._firsts[at:end] = [start]
+        self._frames[start] = list(chunk.rows())
+
+    def _trim(self, wanted: Sequence[int]) -> None:
+        """Drop frames that are not wanted now: the oldest if there are many, all of one record."""
+        needed = {
+            first
+            for first, records in self._frames.items()
+            if (at := bisect_left(wanted, first)) < len(wanted)
+            and wanted[at] < first + len(records)
+        }
+        spare = [first for first in self._firsts if first not in needed]
+        many = len(self._firsts) - _KEEP
+        for number, first in enumerate(spare):
+            if number < many or len(self._frames[first]) == 1:
+                del self._frames[first]
+        self._firsts = sorted(self._frames)
+
+
+def _between(offsets: Sequence[int], start: int, stop: int | None) -> Sequence[int]:
+    """Those from ``start`` to before ``stop``."""
+    end = len(offsets) if stop is None else bisect_left(offsets, stop)
+    return offsets[bisect_left(offsets, start) : end]

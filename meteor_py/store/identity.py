@@ -1,0 +1,126 @@
+"""Finding the store of a stream, and making sure that it is the one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+from meteor_py.errors import ReadError
+from meteor_py.redis import reply_errors
+from meteor_py.store.base import TERMS, RingbufferStore
+from meteor_py.store.parquet import ParquetStore
+
+if TYPE_CHECKING:
+    from meteor_py.client import Client
+    from meteor_py.records.descriptions import Meta
+
+_log = logging.getLogger(__name__)
+
+Store = str | os.PathLike[str] | RingbufferStore
+
+
+def open_store(store: Store, stream: str) -> RingbufferStore:
+    """The store that is meant by an address, or the store itself.
+
+    Raises:
+        ValueError, TypeError: It is neither.
+        StoreUnavailable: It cannot be reached.
+    """
+    if isinstance(store, (str, os.PathLike)):
+        return ParquetStore(store, stream)
+    if isinstance(store, type) or not isinstance(store, RingbufferStore):
+        raise TypeError(f"store must be an address or a RingbufferStore, not {store!r}.")
+    made_for = getattr(store, "stream", stream)
+    if made_for != stream:
+        raise ValueError(f"{store!r} is for stream {made_for!r}, not {stream!r}; make another.")
+    return store
+
+
+def founding_fields(
+    client: Client, store: RingbufferStore, stream: str, resume: bool
+) -> dict[str, str]:
+    """The fields of the meta of a new stream that concern its store; it is claimed for it.
+
+    With ``resume`` they are those of its last life, which goes on where the store ends.
+    """
+    if store.identity() is None:
+        store.claim(secrets.token_hex(8))
+    identity = store.identity()
+    if identity is None:
+        raise reply_errors.other_store(stream, _shown(store), None)
+    # Epochs tell lives apart, too, and the newest by its number: so the first is one of the clock.
+    seconds, micros = client.call("TIME")
+    now = int(seconds) * 1000 + int(micros) // 1000
+    fields = {"store": identity, "archived": "0", "expired": "0"}
+    fields |= {"epoch": str(now), "epochs": f"{now}:0"}
+    lives = store.lives()
+    if lives and resume:
+        # Another id: the server that was believed lost may come back, and must not go on with it.
+        fields |= {"store": secrets.token_hex(8), "store_before": identity}
+        fields |= _resumed(store, lives[-1], now)
+    elif lives:
+        end = store.bounds(lives[-1]).end
+        _log.warning(
+            "The store at %s holds %d records of an earlier stream %r, which are left there; "
+            "resume=True would go on with them.",
+            *(_shown(store), end, stream),
+        )
+    return fields
+
+
+def _resumed(store: RingbufferStore, life: str, now: int) -> dict[str, str]:
+    first, end, term = store.bounds(life)
+    try:
+        (last,) = store.read(life, end - 1, end)
+        appended = int(last.column("appended").cast("int64")[0].as_py())
+    except ReadError as error:
+        _log.warning("The last record of stream %r cannot be read: %s", error.stream, error)
+        appended = 0
+    # A new epoch: whoever has seen more than the store holds is told that it is gone.
+    epoch = max(now, term // TERMS + 1)
+    epochs = [*sorted(store.epochs(life).items()), (epoch, end)]
+    return {
+        "incarnation": life,
+        "next": str(end),
+        "appended": str(max(now, appended)),
+        "epoch": str(epoch),
+        "epochs": ",".join(f"{number}:{start}" for number, start in epochs),
+        "archived": str(end),
+        "expired": str(first),
+    }
+
+
+def settle(store: RingbufferStore, stream: str, meta: Meta, *, founder: bool, resume: bool) -> None:
+    """Make sure that this is the store of the stream, which may have been created just now.
+
+    Raises:
+        StoreMismatch: It is not.
+        StoreUnavailable: It could not be looked at.
+    """
+    assert meta.store is not None, "it has a store"
+    seen = store.identity()
+    if seen == meta.store:
+        return
+    # Another founder may have claimed it at the same moment; or it is that of a stream which was
+    # resumed, by one who has not come further than that.
+    if founder or (resume and seen is not None and seen == meta.store_before):
+        store.claim(meta.store, replacing=seen)
+    check_identity(store, stream, meta.store)
+
+
+def check_identity(store: RingbufferStore, stream: str, identity: str) -> None:
+    """Raise unless this is the store with that id.
+
+    Raises:
+        StoreMismatch: It is another, or there is none.
+        StoreUnavailable: It could not be looked at.
+    """
+    seen = store.identity()
+    if seen != identity:
+        raise reply_errors.other_store(stream, _shown(store), seen)
+
+
+def _shown(store: RingbufferStore) -> str:
+    return store.uri or repr(store)

@@ -1,0 +1,465 @@
+"""Archivers at work: who archives, when a segment is written, and what publishers notice of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.archive.archive_term import ArchiverConfig, ArchiveTerm
+from meteor_py.redis import keys, reply_errors
+from meteor_py.redis.scripts import ADVANCE_ARCHIVED
+from meteor_py.subscribe.lease import now
+from tests.conftest import ServerFactory
+from tests.support.archiving import LONG_S, SHORT_S, Depot, archiver_threads, harm_of, offsets_of
+from tests.support.bench import Bench, failure
+from tests.support.members import STREAM
+from tests.support.reading import background, entries, fill, replace_frame, value
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def depot(url: str, tmp_path: Path) -> Iterator[Depot]:
+    with Depot(url, tmp_path / "store") as depot:
+        yield depot
+
+
+# The one that runs by itself
+
+
+def test_who_opens_a_stream_with_a_store_archives_until_its_client_is_closed(
+    url: str, tmp_path: Path
+) -> None:
+    with meteor.connect(url) as client:
+        stream = client.stream("s", capacity=10, store=tmp_path)
+        (thread,) = archiver_threads()
+        assert client.stream("s", store=tmp_path).incarnation == stream.incarnation
+        assert archiver_threads() == [thread]  # one is enough
+        end = fill(stream, 1000)
+        assert stream.store.flush() == end
+        assert stream.describe().length < 30
+        assert offsets_of(stream) == list(range(end))
+    assert archiver_threads() == []
+
+
+def test_nobody_archives_who_does_not_want_to_or_does_not_name_the_store(depot: Depot) -> None:
+    with depot.another_client() as client:
+        client.stream(STREAM, store=depot.root, archive=False)
+        client.stream(STREAM)
+        stream = client.stream(STREAM, create=False)
+        assert archiver_threads() == []
+        depot.fill(50)
+        with pytest.raises(meteor.StoreUnavailable, match="Does an archiver run"):
+            stream.store.flush(timeout=0)
+    assert depot.events() == []
+
+
+def test_an_archiver_with_settings_takes_the_place_of_the_one_that_runs_by_itself(
+    depot: Depot,
+) -> None:
+    client = depot.another_client()
+    stream = client.stream(STREAM, store=depot.root)
+    (thread,) = archiver_threads()
+    eventually(lambda: depot.owner)
+    before = depot.owner
+    with stream.archiver(segment_records=25, segment_age=0, lease_ttl=LONG_S).start() as archiver:
+        assert not thread.is_alive()
+        assert len(archiver_threads()) == 1
+        depot.fill(*[25] * 8)
+        depot.wait_archived(200)
+        assert depot.owner not in (None, before)
+        assert depot.stream.describe().archiver == depot.owner
+    assert depot.stream.describe().archiver is None
+    assert not archiver.alive
+    assert archiver_threads() == []
+    assert depot.lease_left_ms == -2  # given up
+    depot.archiver()
+    depot.check(200)
+
+
+def test_an_archiver_may_run_in_the_thread_of_its_caller(depot: Depot) -> None:
+    archiver = depot.stream.archiver(segment_age=0)
+    with background(lambda _: archiver.run()):
+        end = depot.fill(500)
+        depot.wait_archived(end)
+        assert not archiver.alive
+        archiver.close()
+
+
+def test_an_archiver_ends_with_its_client(depot: Depot) -> None:
+    client = meteor.connect(depot.url)
+    stream = client.stream(STREAM, create=False)
+    archiver = stream.archiver(segment_age=0, lease_ttl=LONG_S).start()
+    eventually(lambda: depot.owner)
+    client.close()
+    eventually(lambda: not archiver.alive)
+    assert depot.owner is None
+
+
+def test_a_fork_does_not_archive_and_its_parent_goes_on(depot: Depot) -> None:
+    parent = depot.process(background=True)
+    parent.ready()
+    eventually(lambda: depot.owner)
+    owner, term = depot.owner, depot.field("term")
+    assert parent.ask("fork") == ["", "0"]
+    assert (depot.owner, depot.field("term")) == (owner, term)
+    depot.check(depot.fill(500))
+    assert depot.field("term") == term
+
+
+#: Publishes more than may wait, and closes nothing; the second stream is opened for its archiver.
+PROGRAM = """
+import sys, meteor_py as meteor
+client = meteor.connect(sys.argv[1])
+publisher = client.stream("s", store=sys.argv[2], capacity=100).publisher()
+client.stream("t", store=sys.argv[2])
+publisher.publish_many([b"x"] * 5000)
+"""
+
+
+def test_a_program_that_closes_nothing_archives_to_its_end_and_then_gives_up_its_turn(
+    depot: Depot, tmp_path: Path
+) -> None:
+    url = f"embedded://{tmp_path}/kept"
+    program = depot.program(PROGRAM.replace("sys.argv[1]", repr(url)), str(tmp_path))
+    assert program.wait() == 0
+    with meteor.connect(url) as client:
+        stream = client.stream("s", create=False)
+        assert stream.describe().next == 5000
+        assert stream.store.bounds()[1] >= 4000
+        for name in ("s", "t"):
+            assert client.redis.hget(keys.group(name, keys.ARCHIVERS), "owner") == b""
+
+
+# Taking turns
+
+
+def test_of_two_archivers_one_works_and_the_other_goes_on_at_once_when_that_is_closed(
+    depot: Depot,
+) -> None:
+    first = depot.process(lease_ttl=LONG_S)
+    first.ready()
+    eventually(lambda: depot.owner)
+    second = depot.archiver()
+    end = depot.fill(500)
+    depot.wait_archived(end)
+    first.ask("close")
+    end = depot.fill(500)
+    depot.wait_archived(end)
+    assert [event.what for event in depot.events()] == ["assigned", "released", "assigned"]
+    assert second.error is None
+    depot.check(end)
+
+
+def test_when_an_archiver_is_killed_another_goes_on_after_its_lease(depot: Depot) -> None:
+    first = depot.process(lease_ttl=SHORT_S)
+    depot.fill(500)
+    depot.wait_archived(500)
+    depot.archiver()
+    first.kill()
+    depot.check(depot.fill(500))
+    assert [event.what for event in depot.events()] == ["assigned", "assigned"]
+
+
+def test_an_archiver_that_waits_for_its_turn_is_not_taken_for_one_that_hangs(depot: Depot) -> None:
+    first = depot.archiver()
+    eventually(lambda: first._duty)
+    second = depot.archiver()
+    keeper = eventually(lambda: second._keeper)
+    assert keeper is not None
+    keeper.alive_at = now() - 10_000  # it has waited for hours
+    eventually(lambda: keeper.alive_at > now() - 100)
+    first.close()
+    depot.check(depot.fill(500))
+    assert [event.what for event in depot.events()] == ["assigned", "released", "assigned"]
+
+
+# When a segment is written
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"segment_records": 200},
+        {"segment_bytes": 2000},
+        {"segment_age": 0.3},
+        {"segment_age": 0},
+    ],
+    ids=str,
+)
+def test_a_segment_is_written_when_one_of_its_limits_is_reached(
+    depot: Depot, settings: dict[str, Any]
+) -> None:
+    limits = {"segment_age": LONG_S} | settings
+    depot.archiver(**limits)
+    depot.fill(100, 100)
+    depot.wait_archived(200)
+
+
+def test_a_flush_waits_for_what_is_there_and_not_for_more(depot: Depot) -> None:
+    depot.archiver(segment_age=LONG_S)
+    for size in (1, 99, 7):
+        end = depot.fill(size)
+        assert depot.stream.store.flush() == depot.archived == end
+    assert len(depot.segments()) == 3
+    assert depot.stream.store.flush() == end  # there is nothing to do
+
+
+@pytest.mark.parametrize(
+    "setting", ["segment_records", "segment_bytes", "segment_age", "lease_ttl"]
+)
+def test_settings_of_an_archiver_are_checked_and_the_present_one_stays(
+    depot: Depot, setting: str
+) -> None:
+    client = depot.another_client()
+    stream = client.stream(STREAM, store=depot.root)
+    for wrong, error in ((-1, ValueError), ("1", TypeError)):
+        settings: dict[str, Any] = {setting: wrong}
+        with pytest.raises(error, match=setting):
+            stream.archiver(**settings)
+    assert len(archiver_threads()) == 1
+
+
+def test_a_stream_without_a_store_has_no_archiver(url: str) -> None:
+    with meteor.connect(url) as client:
+        stream = client.stream("plain")
+        for use in (stream.archiver, lambda: stream.store):
+            with pytest.raises(meteor.StoreMismatch, match="without a store"):
+                use()
+
+
+# How much may wait
+
+
+def test_ten_times_the_capacity_may_wait_if_nobody_says_otherwise(depot: Depot) -> None:
+    assert depot.stream.config.max_unarchived == 1000
+    depot.fill(*[100] * 10)
+    with depot.stream.publisher(delivery_timeout=0.2) as pub:
+        error = failure(pub.publish(b"one too many"))
+    assert isinstance(error, meteor.StreamFull)
+    assert depot.ring()[0] == 0
+
+
+def test_no_less_than_the_capacity_may_wait(url: str, tmp_path: Path) -> None:
+    with meteor.connect(url) as client:
+        with pytest.raises(ValueError, match="at least the capacity"):
+            client.stream("s", store=tmp_path, capacity=100, max_unarchived=99)
+        with pytest.raises(ValueError, match="for a stream with a store"):
+            client.stream("s", max_unarchived=10_000)
+        assert client.streams() == []
+        stream = client.stream("s", store=tmp_path, capacity=100, max_unarchived=100, archive=False)
+        with pytest.raises(ValueError, match="at least the capacity"):
+            stream.configure(max_unarchived=99)
+        with pytest.raises(ValueError, match="at least the capacity"):
+            stream.configure(capacity=101)
+        with pytest.raises(ValueError, match="has not"):
+            client.stream("plain").configure(max_unarchived=10_000)
+        with pytest.raises(meteor.StreamConfigMismatch, match="max_unarchived=100"):
+            client.stream("s", max_unarchived=200)
+        assert client.stream("s", max_unarchived=100).config == stream.config
+        with stream.archiver(segment_age=LONG_S).start():  # the tightest there is works, too
+            fill(stream, *[100] * 5)
+
+
+def test_a_higher_limit_lets_a_publisher_go_on(depot: Depot) -> None:
+    depot.fill(*[100] * 10)
+    with depot.stream.publisher() as pub:
+        ack = pub.publish(value(1000))
+        with pytest.raises(TimeoutError):
+            ack.result(0.1)
+        depot.stream.configure(max_unarchived=1001)
+        assert ack.result(10) == 1000
+
+
+def test_a_lower_limit_lets_a_running_archiver_write_sooner(url: str, tmp_path: Path) -> None:
+    with Depot(url, tmp_path, max_unarchived=1_000_000) as depot:
+        archiver = depot.archiver(segment_age=LONG_S)
+        depot.fill(2000)
+        eventually(lambda: archiver._duty is not None and archiver._duty.records == 2000)
+        assert depot.archived == 0
+        depot.stream.configure(max_unarchived=1000)
+        depot.wait_archived(2000)
+        depot.check(depot.fill(1000))
+
+
+def test_the_ring_never_drops_what_is_not_archived(url: str, tmp_path: Path) -> None:
+    with Depot(url, tmp_path, capacity=50, max_unarchived=400) as depot:
+        looks = ends = 0
+
+        def publish(_: threading.Event) -> None:
+            depot.fill(*[1, 50, 7, 33] * 100)
+
+        depot.archiver()
+        with background(publish) as thread:
+            while thread.is_alive():
+                looks += 1
+                pipe = depot.redis.pipeline(transaction=True)
+                pipe.xrange(keys.log(STREAM), count=1)
+                pipe.hmget(keys.meta(STREAM), "archived", "next", "expired")
+                oldest, (archived, end, expired) = pipe.execute()
+                if oldest:
+                    last, count = map(int, oldest[0][0].split(b"-"))
+                    assert last - count + 1 <= int(archived)
+                    assert last - count + 1 <= max(int(end) - 50, 0)
+                assert int(end) - int(archived) <= 400
+                assert expired == b"0"
+                ends = int(end)
+        assert looks > 20
+        assert ends > 0
+        depot.check(9100)
+
+
+# Deleted
+
+
+def test_the_archiver_of_a_deleted_stream_ends_and_leaves_nothing_behind(depot: Depot) -> None:
+    end = depot.fill(300)
+    archiver = depot.archiver(segment_age=LONG_S)
+    eventually(lambda: archiver._duty is not None and archiver._duty.records == end)
+    depot.another_client().stream(STREAM).delete()
+    eventually(lambda: not archiver.alive)
+    assert isinstance(archiver.error, meteor.StreamNotFound)
+    assert depot.redis.keys("*") == []
+    assert depot.segments() == []
+
+
+@pytest.mark.parametrize("step", ["before append", "before advance"])
+def test_an_archiver_writes_nothing_into_the_next_life_of_its_stream(
+    depot: Depot, step: str
+) -> None:
+    depot.fill(500)
+    old_life = depot.stream.incarnation
+    old = depot.process(f"stop {step}", segment_records=500)
+    old.wait_stopped()
+    depot.stream.delete()
+    depot.open()
+    end = depot.fill(300)
+    depot.archiver()
+    depot.wait_archived(end)
+    before = [name for name in depot.files() if old_life not in name]
+    old.resume()
+    eventually(lambda: not old.ask("alive"))
+    assert old.ask("error") in ("LogTruncated", "StreamNotFound")
+    assert [name for name in depot.files() if old_life not in name] == before
+    depot.check(depot.fill(200))
+
+
+def test_a_stream_that_is_opened_again_while_its_archiver_ends_gets_another(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave, leaving = meteor.Archiver._leave, threading.Event()
+
+    def leave_slowly(archiver: meteor.Archiver) -> None:
+        if isinstance(archiver.error, meteor.StreamNotFound):
+            leaving.set()
+            time.sleep(0.2)  # holds the window open in which the stream is opened again
+        leave(archiver)
+
+    monkeypatch.setattr(meteor.Archiver, "_leave", leave_slowly)
+    with meteor.connect(url) as client:
+        stream = client.stream("s", store=tmp_path)
+        assert fill(stream, 10) == stream.store.flush()
+        fill(stream, 10)  # with something at hand it looks often
+        client.redis.flushall()
+        assert leaving.wait(10)
+        stream = client.stream("s", store=tmp_path, resume=True)
+        assert fill(stream, 10) == stream.store.flush()
+
+
+# Records that cannot be archived
+
+
+def test_a_damaged_frame_is_named_and_not_passed_over_and_all_before_it_is_archived(
+    depot: Depot,
+) -> None:
+    depot.fill(*[10] * 5)
+    entry_id, fields = entries(depot.redis, STREAM)[2]
+    whole = next(payload for name, payload in fields.items() if name != b"t")
+    replace_frame(depot.redis, STREAM, entry_id, b"damaged")
+    archiver = depot.archiver(segment_age=LONG_S)
+    eventually(lambda: isinstance(archiver.error, meteor.CorruptFrame))
+    error = archiver.error
+    assert isinstance(error, meteor.CorruptFrame)
+    assert (error.first, error.last) == (20, 29)
+    depot.wait_archived(20)
+    assert depot.stored() == list(range(20))
+    end = depot.fill(100, 100)
+    assert depot.ring()[0] == 20
+    assert depot.archived == 20
+    replace_frame(depot.redis, STREAM, entry_id, whole)
+    depot.check(end)
+    assert archiver.error is None
+
+
+# The server goes away
+
+
+@pytest.mark.parametrize("answer", ["answered", "unanswered"])
+def test_a_commit_whose_connection_is_cut_is_done_once(
+    private_server: ServerFactory, tmp_path: Path, answer: str
+) -> None:
+    with Bench(private_server(), store=tmp_path, archive=False, capacity=100) as bench:
+        archiver = bench.through.stream("orders", create=False).archiver(segment_age=LONG_S)
+        with archiver.start():
+            end = 0
+            for _ in range(3):
+                end = fill(bench.stream, 300)
+                cut = bench.proxy.cut_after_request
+                if answer == "unanswered":
+                    cut = bench.proxy.cut_before_request
+                cut(match=ADVANCE_ARCHIVED.sha.encode())
+                assert bench.stream.store.flush() == end
+            assert offsets_of(bench.stream) == [*range(end)]
+            assert harm_of(bench.stream) == []
+            bench.stream.store.files()
+
+
+def test_an_archiver_that_cannot_ask_what_became_of_its_stream_asks_again(
+    private_server: ServerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Bench(private_server(), store=tmp_path, archive=False) as bench:
+        cut = threading.Event()
+
+        def cut_off(_: ArchiveTerm) -> None:
+            monkeypatch.undo()
+            bench.proxy.refuse()
+            bench.proxy.cut()
+            cut.set()
+            raise reply_errors.truncated("orders", 0, 0)
+
+        monkeypatch.setattr(ArchiveTerm, "go_on", cut_off)
+        archiver = bench.through.stream("orders", create=False).archiver(lease_ttl=SHORT_S)
+        with archiver.start():
+            assert cut.wait(10)
+            eventually(lambda: isinstance(archiver.error, meteor.LogTruncated))
+            bench.proxy.accept()
+            assert fill(bench.stream, 10) == bench.stream.store.flush()
+
+
+def test_the_archiver_of_a_client_survives_cuts_and_restarts_of_the_server(
+    private_server: ServerFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = ArchiverConfig(lease_ttl=SHORT_S)
+    monkeypatch.setattr("meteor_py.archive.archiver.ArchiverConfig", lambda: quick)
+    server = private_server("--appendonly", "yes", "--appendfsync", "always")
+    with Bench(server, store=tmp_path, archive=False, capacity=100) as bench:
+        bench.through.stream("orders", store=tmp_path)
+        end = 0
+        for fault in ("cut", "restart", "restart", "cut"):
+            end = fill(bench.stream, 300)
+            assert bench.stream.store.flush() == end
+            end = fill(bench.stream, 300)
+            if fault == "cut":
+                bench.proxy.cut()
+            else:
+                server.kill()
+                server.restart()
+            assert bench.stream.store.flush() == end
+        assert offsets_of(bench.stream) == [*range(end)]
+        assert len(archiver_threads()) == 1
+    assert archiver_threads() == []

@@ -1,0 +1,97 @@
+"""A stream whose history is in an object store: archived, read, cut off, and resumed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import pyarrow.parquet as pq
+import pytest
+
+import meteor_py as meteor
+from meteor_py import ParquetStore
+from tests.support.s3 import ACCESS_KEY, BUCKET, S3, SECRET
+from tests.support.servers import plain_client
+from tests.support.waiting import eventually
+
+COUNT = 25_000
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with S3() as s3:
+        yield s3
+
+
+def value(offset: int) -> bytes:
+    """Large enough for an upload that takes its time."""
+    return hashlib.sha256(b"%d" % offset).digest()
+
+
+def publish(stream: meteor.Stream, start: int, stop: int) -> None:
+    with stream.publisher() as pub:
+        pub.publish_many([value(n) for n in range(start, stop)]).result(30)
+
+
+def values(stream: meteor.Stream, start: int = 0) -> list[bytes]:
+    return [found for batch in stream.read(start) for found in batch.values()]
+
+
+def test_a_stream_with_history_in_s3_is_one_log(url: str, s3: S3) -> None:
+    uri = s3.uri()
+    with meteor.connect(url) as m:
+        stream = m.stream("orders", capacity=1_000, max_unarchived=COUNT, store=uri)
+        publish(stream, 0, COUNT)
+        assert stream.store.flush() == COUNT
+        stored = stream.config.store
+        assert stored is not None
+        assert SECRET not in stored
+        assert SECRET not in repr(stream.store)
+        assert stream.store.verify() == []
+        files = [_signed(name) for name in stream.store.files()]
+        assert sum(len(pq.read_table(name)) for name in files) == COUNT
+        assert stream.describe().length < COUNT
+        assert values(stream) == [value(n) for n in range(COUNT)]
+        (batch,) = stream.read(12_345, 12_346)
+        assert batch.values() == [value(12_345)]
+    with meteor.connect(url) as m, plain_client(url) as plain:
+        plain.flushall()
+        stream = m.stream("orders", capacity=1_000, store=uri, resume=True)
+        assert (stream.describe().first, stream.describe().next) == (0, COUNT)
+        publish(stream, COUNT, COUNT + 10)
+        assert values(stream, COUNT - 5) == [value(n) for n in range(COUNT - 5, COUNT + 10)]
+        stream.delete(history=True)
+        assert ParquetStore(uri, "orders").lives() == []
+
+
+def test_an_upload_that_is_cut_shows_nothing_and_the_next_archiver_goes_on(
+    url: str, s3: S3
+) -> None:
+    with s3.proxy() as proxy, meteor.connect(url) as m:
+        folder = f"{BUCKET}/cut"
+        direct = ParquetStore(folder, "orders", filesystem=s3.filesystem())
+        stream = m.stream("orders", capacity=100, max_unarchived=COUNT, store=direct, archive=False)
+        publish(stream, 0, COUNT)
+        broken = ParquetStore(folder, "orders", filesystem=s3.filesystem(proxy.port))
+        with meteor.connect(url) as other:
+            slow = other.stream("orders", store=broken, archive=False)
+            proxy.chunk(4_096, 0.002)
+            before = proxy.counters.request_bytes
+            with slow.archiver().start() as archiver:
+                # In the middle of the file: what comes before it is small.
+                eventually(lambda: proxy.counters.request_bytes > before + 100_000)
+                proxy.cut()
+                proxy.refuse()
+                eventually(lambda: archiver.error is not None)
+                assert isinstance(archiver.error, meteor.StoreUnavailable)
+                assert direct.bounds(stream.incarnation).end == 0
+                assert stream.describe().archived == 0
+        with stream.archiver(segment_age=0).start():
+            assert stream.store.flush() == COUNT
+        assert values(stream) == [value(n) for n in range(COUNT)]
+        assert stream.store.verify() == []
+
+
+def _signed(name: str) -> str:
+    """With the login that the list of files leaves out."""
+    return name.replace("s3://", f"s3://{ACCESS_KEY}:{SECRET}@")

@@ -1,0 +1,95 @@
+"""What ``--json`` prints has the fields that are promised, and the promise is in the reference."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meteor_cli
+from meteor_cli.contracts import CONSUMER_FIELDS, EVENTS, FIELDS, GROUP_FIELDS
+from meteor_py import connect
+from meteor_py.redis import keys
+from tests.support.commands import Running, meteor, succeed
+
+#: Left out where it was not measured.
+_OPTIONAL = {"records_per_s", "megabytes_per_s", "p50_ms", "p99_ms"}
+
+
+@pytest.fixture
+def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
+    """What each command prints of a stream with a group, and with a store that gets damaged."""
+    with connect(url) as m:
+        stream = m.stream("orders", store=str(tmp_path), ordering_key="key")
+        with stream.publisher() as pub:
+            pub.publish(b"x").result()
+        sub = stream.shared_subscriber("packing")  # closed with the client
+        assert sub.poll()
+        stream.store.flush()
+        stream.seek_group("billing", 0)
+        shown = {
+            command: succeed(url, *command.split(), *arguments, "--json").objects
+            for command, arguments in {
+                "streams ls": [],
+                "streams info": ["orders"],
+                "groups ls": ["orders"],
+                "groups info": ["orders", "billing"],
+                "shared ls": ["orders"],
+                "shared info": ["orders", "packing"],
+                "seek": ["orders", "billing", "--to", "latest", "--dry-run"],
+                "archive ls": ["orders"],
+                "top --once": [],
+                "bench": ["--records", "1000"],
+            }.items()
+        }
+        m.redis.hset(keys.shared("orders", "packing", "state"), "waiting", "7")
+        shown["shared fsck"] = meteor(
+            url, *("shared", "fsck", "orders", "packing", "--json")
+        ).objects
+        with Running(url, "watch", "--json", "--interval", "0.1") as watching:
+            assert "watching 1 stream" in watching.line("stderr")
+            m.stream("others")
+            shown["watch"] = [ast.literal_eval(watching.line().replace("null", "None"))]
+    (file,) = tmp_path.rglob("*.parquet")
+    file.write_bytes(b"damaged")
+    shown["archive verify"] = meteor(url, "archive", "verify", "orders", "--json").objects
+    return shown
+
+
+def test_the_fields_are_those_that_were_promised(printed: dict[str, list[Any]]) -> None:
+    others = {command for command in FIELDS if command.startswith("peers ")}  # test_cli_peers.py
+    assert printed.keys() == FIELDS.keys() - others
+    for command, objects in printed.items():
+        assert objects, command
+        for shown in objects:
+            extra = set(EVENTS[shown["event"]]) if command == "watch" else set()
+            assert set(shown) - extra <= set(FIELDS[command]), command
+            assert set(FIELDS[command]) - _OPTIONAL <= set(shown), command
+            for group in shown.get("groups", []):
+                assert set(group) == set(GROUP_FIELDS[command])
+            if command in ("shared ls", "shared info"):
+                assert [set(consumer) for consumer in shown["consumers"]] == [set(CONSUMER_FIELDS)]
+
+
+def test_every_event_is_promised_with_its_facts() -> None:
+    folder = Path(meteor_cli.__file__).parent
+    calls = [
+        node
+        for name in ("changes.py", "watch.py")
+        for node in ast.walk(ast.parse((folder / name).read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    found: dict[str, set[str]] = {}
+    for call in calls:
+        name = call.func.id if isinstance(call.func, ast.Name) else ""
+        words = [a.value for a in call.args if isinstance(a, ast.Constant)]
+        event = next((word for word in words if word in EVENTS), None)
+        if name in ("_change", "Change") and words:
+            assert event is not None, ast.unparse(call)
+            facts = {keyword.arg for keyword in call.keywords if keyword.arg}
+            found.setdefault(event, set()).update(facts)
+    assert found.keys() == EVENTS.keys()
+    for event, facts in found.items():
+        assert facts <= set(EVENTS[event]), event

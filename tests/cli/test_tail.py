@@ -1,0 +1,380 @@
+"""``meteor tail``, as a process, against a real server."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from meteor_cli.position import Place, parse_span
+from meteor_cli.rendering import as_raw
+from meteor_cli.session import Session
+from meteor_cli.tail import Tailer
+from meteor_py import Client, Stream, connect
+from tests.conftest import ServerFactory
+from tests.support.commands import METEOR, Running, meteor, succeed
+from tests.support.proxy import Proxy
+from tests.support.servers import HOST, Server
+from tests.support.terminal import Terminal
+from tests.support.waiting import eventually
+
+VALUES = [b"%d" % n for n in range(20)]
+
+
+@pytest.fixture
+def stream(url: str) -> Stream:
+    """Twenty records, of which those with even numbers are of the customer "even"."""
+    stream = connect(url).stream("orders")
+    with stream.publisher() as pub:
+        for n, value in enumerate(VALUES):
+            pub.publish(value, b"odd" if n % 2 else b"even", {"n": b"%d" % (n % 5)})
+    return stream
+
+
+def values(url: str, *arguments: str) -> list[int]:
+    return [int(line) for line in succeed(url, "tail", "orders", "--raw", *arguments).lines]
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("-e", range(20)),
+        ("--no-follow", range(20)),
+        ("--exit-at-end", range(20)),
+        ("-e -n 3", range(17, 20)),
+        ("-e -n 99", range(20)),
+        ("-e -n 0", []),
+        ("-e -o latest", []),
+        ("-e -o -3", range(17, 20)),
+        ("-e -o +18", [18, 19]),
+        ("-o 5..8", [5, 6, 7]),
+        ("-o ..3", [0, 1, 2]),
+        ("-e -o 18..", [18, 19]),
+        ("-o 5 -n 2", [5, 6]),
+        ("-o earliest -n 3", [0, 1, 2]),
+        ("-e -o @-1h", range(20)),
+        ("-o @-1h..now", range(20)),
+        ("-e --key odd -n 2", [17, 19]),
+        ("-e --key odd --key even -n 2", [18, 19]),
+        ("-o earliest --key odd -n 2", [1, 3]),
+        ("-e -H n=3", [3, 8, 13, 18]),
+        ("-e -H n=3 --key even -H n", [8, 18]),
+        ("-e --key nobody -n 3", []),
+    ],
+)
+def test_tail_prints_what_was_asked_for(url: str, arguments: str, expected: range) -> None:
+    assert values(url, *arguments.split()) == list(expected)
+
+
+def test_tail_follows_with_the_last_ten_first(url: str, stream: Stream) -> None:
+    with Running(url, "tail", "orders", "--raw") as running:
+        assert [int(running.line()) for _ in range(10)] == list(range(10, 20))
+        with stream.publisher() as pub:
+            pub.publish(b"news").result()
+        assert running.line() == "news"
+        done = running.end(signal.SIGINT)
+    assert (done.code, done.out) == (130, b"")
+    assert "Traceback" not in done.err
+
+
+def test_the_default_is_a_line_for_people(url: str, stream: Stream) -> None:
+    (line,) = succeed(url, "tail", "orders", "-o", "3..4").lines
+    offset, date, time, rest = line.split(" ", 3)
+    assert (offset, rest) == ("3", "odd: 3 {n=3}")
+    assert len(f"{date} {time}") == len("2026-11-16 13:55:10.528")
+
+
+def test_a_range_ends_when_its_last_record_has_come(url: str, stream: Stream) -> None:
+    with Running(url, "tail", "orders", "--raw", "-o", "19..22") as running:
+        assert running.line() == "19"
+        with stream.publisher() as pub:
+            pub.publish_many([b"20", b"21", b"22"]).result()
+        done = running.end()
+    assert (done.code, done.out) == (0, b"20\n21\n")
+
+
+def test_a_range_of_time_that_is_not_over_yet_ends_with_it(url: str, stream: Stream) -> None:
+    done = succeed(url, "tail", "orders", "--raw", "-o", "@-1h..@-0s")
+    assert done.lines == [str(n) for n in range(20)]
+    with Running(url, "tail", "orders", "--raw", "-o", "@now..3s") as running:
+        done = running.end()
+    assert (done.code, done.out) == (0, b"")
+
+
+def test_formats_show_what_they_say(url: str, stream: Stream) -> None:
+    arguments = ["tail", "orders", "-o", "3..5", "--format", r"%o|%k|%v|%h\n"]
+    assert succeed(url, *arguments).lines == ["3|odd|3|n=3", "4|even|4|n=4"]
+    assert meteor(url, "tail", "orders", "-e", "--format", "%q").code == 2
+
+
+def test_records_that_are_gone_are_named_and_the_exit_code_tells(url: str) -> None:
+    small = connect(url).stream("small", capacity=2)
+    with small.publisher() as pub:
+        for n in range(5):
+            pub.publish(b"%d" % n).result()
+    done = meteor(url, "tail", "small", "-e", "--raw", "-o", "1")
+    assert (done.code, done.lines) == (1, ["3", "4"])
+    assert "records 1 to 2 of stream 'small' are gone" in done.err
+    done = meteor(url, "tail", "small", "-e", "--raw", "-o", "0..2")
+    assert (done.code, done.out) == (1, b"")
+    assert meteor(url, "tail", "small", "-e", "--raw").code == 0, "all there is"
+
+
+def test_history_and_ring_are_one_log(url: str, tmp_path: Path) -> None:
+    with connect(url) as m:
+        stream = m.stream("old", capacity=5, store=str(tmp_path))
+        with stream.publisher() as pub:
+            pub.publish_many([b"%d" % n for n in range(40)]).result()
+        stream.store.flush()
+        pub = stream.publisher()
+        pub.publish(b"40").result()
+        assert succeed(url, "tail", "old", "-e", "--raw").lines == [str(n) for n in range(41)]
+
+
+@pytest.mark.parametrize("codec", ["text", "json", "msgpack"])
+def test_records_that_their_codec_cannot_read_are_shown_all_the_same(url: str, codec: str) -> None:
+    stream = connect(url).stream("odd", codec=codec)
+    with stream.publisher(codec="bytes") as pub:
+        pub.publish(b"\xc1\xff", key=b"k").result()
+    assert succeed(url, "tail", "odd", "-e", "--format", "%v").text == r"\xc1\xff"
+    assert succeed(url, "tail", "odd", "-e", "-n", "1", "--key", "k", "--raw").out == b"\xc1\xff\n"
+
+
+# -- groups ------------------------------------------------------------------------------------
+
+
+def confirmed(stream: Stream) -> int:
+    return next(group.confirmed for group in stream.groups() if group.name == "g")
+
+
+def test_a_group_goes_on_where_it_was(url: str, stream: Stream) -> None:
+    assert values(url, "-g", "g", "-n", "3") == [0, 1, 2]
+    assert confirmed(stream) == 3
+    assert values(url, "-g", "g", "-e") == list(range(3, 20))
+    assert confirmed(stream) == 20
+    assert values(url, "-g", "g", "-e") == []
+
+
+def test_a_new_group_can_begin_at_the_end(url: str, stream: Stream) -> None:
+    assert values(url, "-g", "g", "-e", "-o", "latest") == []
+    assert confirmed(stream) == 20
+    done = meteor(url, "tail", "orders", "-g", "g", "-o", "5")
+    assert (done.code, done.out) == (2, b"")
+    assert "meteor seek" in done.err
+
+
+def test_with_a_filter_a_group_confirms_what_was_left_out_too(url: str, stream: Stream) -> None:
+    assert values(url, "-g", "g", "--key", "even", "-n", "2") == [0, 2]
+    assert confirmed(stream) == 3
+    assert values(url, "-g", "g", "--key", "nobody", "-e") == []
+    assert confirmed(stream) == 20
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_member_that_is_ended_leaves_the_group_to_the_next_at_once(
+    url: str, stream: Stream, how: signal.Signals
+) -> None:
+    with Running(url, "tail", "orders", "-g", "g", "--raw") as first:
+        assert first.line() == "0"
+        with Running(url, "tail", "orders", "-g", "g", "--raw", "-n", "1") as second:
+            assert "reads for group 'g'; waiting" in second.line("stderr")
+            done = first.end(how)
+            assert done.code == 128 + how
+            assert "Traceback" not in done.err
+            with stream.publisher() as pub:
+                pub.publish(b"news").result()
+            assert second.line() == "news"
+            assert second.end().code == 0
+    assert stream.groups()[0].owner is None
+
+
+def test_records_that_nobody_took_are_not_confirmed(url: str, stream: Stream) -> None:
+    with Running(url, "tail", "orders", "-g", "g", "--raw") as running:
+        assert running.line() == "0"
+        eventually(lambda: confirmed(stream) == 20)
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+        with stream.publisher() as pub:
+            pub.publish(b"lost?").result()
+        assert running.process.wait(30) == 0
+    assert confirmed(stream) == 20
+
+
+# -- pipes and terminals -----------------------------------------------------------------------
+
+
+def test_a_closed_pipe_ends_it_quietly(url: str, stream: Stream) -> None:
+    with stream.publisher() as pub:
+        pub.publish_many([b"x" * 1_000] * 5_000).result()
+    with Running(url, "tail", "orders", "-e", "--raw") as running:
+        assert running.line() == "0"
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+        assert running.process.wait(30) == 0
+        assert running.process.stderr is not None
+        assert running.process.stderr.read() == b""
+
+
+def test_one_that_waits_notices_that_nobody_reads_any_more(url: str, stream: Stream) -> None:
+    with Running(url, "tail", "orders", "-n", "1", "--raw") as running:
+        assert running.line() == "19"
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+        assert running.process.wait(30) == 0, "though no record came"
+
+
+def test_in_a_terminal_nothing_of_a_record_reaches_it_raw(url: str) -> None:
+    hostile = connect(url).stream("hostile")
+    evil = b"\x1b[2J\x1b]0;pwned\x07\x9b31m\xe2\x80\xae\0"
+    with hostile.publisher() as pub:
+        pub.publish(evil, key=evil, headers={"\x1b[31m": evil}).result()
+    for style in ([], ["--json"], ["--format", r"%k %v %h\n"]):
+        with Terminal([METEOR, "--url", url, "tail", "hostile", "-e", *style]) as terminal:
+            assert terminal.wait() == 0
+        shown = terminal.output.replace(b"\x1b[2m", b"").replace(b"\x1b[0m", b"")
+        shown = shown.replace(b"\x1b[36m", b"")  # our own colours
+        assert b"pwned" in shown or b"b64" in shown
+        assert not {*b"\x1b\x07\0\x9b"} & {*shown}
+        assert "\u202e" not in shown.decode(errors="replace")
+
+
+def test_raw_to_a_terminal_is_refused_without_force(url: str, stream: Stream) -> None:
+    for style in (["--raw"], ["--format", "%v{raw}"]):
+        command: list[str | Path] = [METEOR, "--url", url, "tail", "orders", "-e", *style]
+        with Terminal(command) as terminal:
+            assert terminal.wait() == 2
+        assert "--force" in terminal.text
+        with Terminal([*command, "--force"]) as terminal:
+            assert terminal.wait() == 0
+        assert "19" in terminal.text
+
+
+def test_ctrl_c_in_a_terminal_ends_following_with_130(url: str, stream: Stream) -> None:
+    with Terminal([METEOR, "--url", url, "tail", "orders"]) as terminal:
+        terminal.wait_for("odd: 19")
+        with stream.publisher() as pub:
+            pub.publish(b"news").result()
+        terminal.wait_for("news")
+        terminal.resize(100, 40)
+        with stream.publisher() as pub:
+            pub.publish(b"in a larger window").result()
+        terminal.wait_for("in a larger window")
+        terminal.press("\x03")
+        assert terminal.wait() == 130
+    assert "Traceback" not in terminal.text
+
+
+# -- what can go wrong -------------------------------------------------------------------------
+
+
+def test_a_stream_that_does_not_exist_is_said_to_and_nothing_is_created(url: str) -> None:
+    done = meteor(url, "tail", "nope")
+    assert (done.code, done.out) == (1, b"")
+    assert done.err.startswith("meteor: There is no stream 'nope'; `meteor streams ls`")
+    assert done.err.count("\n") == 1
+    assert connect(url).streams() == []
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["-o", "sideways"], 2, "'sideways' is not a position; write earliest"),
+        (["-o", "@never"], 2, "'never' is not a time"),
+        (["-o", "7..5"], 2, "ends before it begins"),
+        (["-o", "99"], 1, "beyond the end"),
+        (["--json", "--format", "%v"], 2, "only one of --json, --raw and --format"),
+        (["--raw", "--json"], 2, "only one of --json, --raw and --format"),
+        (["-0"], 2, "-0 goes with --raw"),
+        (["-n", "+5"], 2, "`-o +5` starts there"),
+        (["-g", "no good"], 1, "name"),
+    ],
+)
+def test_a_wrong_argument_is_a_sentence_and_the_right_code(
+    url: str, arguments: list[str], code: int, sentence: str
+) -> None:
+    done = meteor(url, "tail", "orders", *arguments)
+    assert (done.code, done.out) == (code, b"")
+    assert sentence in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_server_that_goes_away_is_waited_for_and_then_given_up(
+    private_server: ServerFactory,
+) -> None:
+    server = private_server()
+    with connect(server.url) as m:
+        publish(m, b"before")
+    with Running(server.url, "--timeout", "2", "tail", "orders", "--raw") as running:
+        assert running.line() == "before"
+        server.kill()
+        assert "does not answer; waiting" in running.line("stderr")
+        done = running.end()
+    assert (done.code, done.out) == (1, b"")
+    assert done.err.count("\n") == 1
+    assert "Traceback" not in done.err
+
+
+def test_a_connection_that_breaks_is_made_anew(server: Server, url: str) -> None:
+    with connect(url) as m, Proxy(HOST, server.port) as proxy:
+        publish(m, b"before")
+        with Running(proxy.url, "--timeout", "30", "tail", "orders", "--raw") as running:
+            assert running.line() == "before"
+            proxy.cut()
+            publish(m, b"after")
+            assert running.line() == "after"
+
+
+def test_a_stream_that_is_deleted_ends_it_with_a_sentence(url: str, stream: Stream) -> None:
+    with Running(url, "tail", "orders", "-n", "1", "--raw") as running:
+        assert running.line() == "19"
+        stream.delete()
+        done = running.end()
+    assert done.code == 1
+    assert "There is no stream 'orders'" in done.err
+
+
+def publish(m: Client, value: bytes) -> None:
+    with m.stream("orders").publisher() as pub:
+        pub.publish(value).result()
+
+
+def test_a_group_that_is_moved_while_a_pipe_is_full_is_followed(url: str, stream: Stream) -> None:
+    with stream.publisher() as pub:
+        pub.publish_many([b"x" * 1000] * 2000)
+    with Running(url, "tail", "orders", "-g", "billing", "-o", "earliest", "--raw") as tailing:
+        assert tailing.line() == "0"
+        eventually(lambda: stream.groups()[0].owner is not None, 20, "nobody reads")
+        stream.seek_group("billing", 2010, force=True)
+        for _ in range(2019):
+            tailing.line()
+        assert "another member has taken over group 'billing', or" in tailing.line("stderr")
+        for _ in range(10):
+            tailing.line()
+        eventually(lambda: stream.groups()[0].confirmed == 2020, 20, "it does not go on")
+        assert tailing.end(signal.SIGINT).code == 130
+
+
+@pytest.mark.parametrize("start", ["-100", "+0"])
+@pytest.mark.usefixtures("capfd")
+def test_what_the_ring_drops_before_the_first_look_was_not_asked_for(
+    url: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = connect(url).stream("small", capacity=10)
+    with stream.publisher() as pub:
+        pub.publish_many([b"old"] * 10).result()
+        resolve = Place.resolve
+
+        def look_and_drop(place: Place, opened: Stream) -> int:
+            found = resolve(place, opened)
+            pub.publish_many([b"new"] * 10).result()
+            return found
+
+        monkeypatch.setattr(Place, "resolve", look_and_drop)
+        tailer = Tailer(Session(), stream, as_raw(b"\n"), None)
+        tailer.read(parse_span(start), None, follow=False)
+        assert tailer.lost == 0
+        tailer.read(parse_span("3"), None, follow=False)
+        assert tailer.lost > 0, "these were asked for"

@@ -1,0 +1,335 @@
+"""The roles of docs/acl.md can do their work and nothing else.
+
+Those for groups that share a stream or are distributed: test_acl_groups.py.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from redis.exceptions import NoPermissionError
+
+import meteor_py as meteor
+from meteor_py.publish.transaction import Stage, abandon, commit, discard, forget, is_done
+from meteor_py.records.frame import Columns
+from tests.support.grouping import GroupBench
+from tests.support.guarding import PAGE, connect, contents, fill
+from tests.support.guarding import guarded as guarded
+from tests.support.receiving import Handler, fails_for
+from tests.support.servers import Replica, Server
+from tests.support.waiting import eventually
+
+
+def test_publisher_and_subscriber_can_do_their_work(guarded: Server) -> None:
+    with connect(guarded, "publisher") as m:
+        stream = m.stream("orders", create=False)
+        with stream.publisher() as pub:
+            assert pub.publish_many([b"%d" % n for n in range(1000)]).result() == 0
+            assert pub.publish(b"last", key=b"k").result() == 1000
+    with connect(guarded, "subscriber") as m:
+        stream = m.stream("orders", create=False)
+        description = stream.describe()
+        assert description.next == 1001
+        assert description.bytes
+        with stream.subscriber(initial_offset="earliest") as sub:
+            assert sub.poll().last_offset >= 999
+
+
+def test_a_subscriber_sees_the_groups_and_cannot_be_in_one(guarded: Server) -> None:
+    fill(guarded, 10)
+    with connect(guarded, "member") as m:
+        m.stream("orders", create=False).seek_group("g", 4)
+    before = contents(guarded)
+    with connect(guarded, "subscriber") as m:
+        stream = m.stream("orders", create=False)
+        (group,) = stream.groups()
+        assert (group.name, group.confirmed, group.lag) == ("g", 4, 6)
+        assert stream.describe().groups == (group,)
+        with pytest.raises(meteor.AccessDenied):
+            stream.subscriber(group="g")
+        with pytest.raises(meteor.AccessDenied):
+            stream.seek_group("g", 0)
+        with pytest.raises(meteor.AccessDenied):
+            stream.delete_group("g")
+    assert contents(guarded) == before
+
+
+def test_who_may_not_see_info_gets_a_description_of_the_server_without_facts(
+    guarded: Server,
+) -> None:
+    with connect(guarded, "subscriber") as m:
+        assert m.describe() == meteor.ServerDescription()
+    with connect(guarded, "member") as m:
+        assert (m.describe().role, bool(m.describe().memory)) == ("primary", True)
+
+
+# The member
+
+
+def test_a_member_can_read_confirm_pass_on_and_seek(guarded: Server) -> None:
+    fill(guarded, 10)
+    with connect(guarded, "member") as m:
+        stream = m.stream("orders", create=False)
+        assert stream.groups() == []
+        with stream.subscriber(group="g", lease_ttl=60) as sub:
+            assert len(sub.poll()) == 10
+            assert sub.confirm(3).result(20) == 4
+            assert stream.groups()[0].owner == sub.member
+            sub.deactivate()
+            with stream.subscriber(group="g", lease_ttl=60) as other:
+                assert other.poll().first_offset == 4
+                assert other.confirm(5).result(20) == 6
+            sub.reactivate()
+            assert sub.poll().first_offset == 6
+        assert stream.seek_group("g", 2) == 2
+        stream.seek_group("h", "earliest")
+        description = stream.describe()
+        assert description.bytes
+        groups = [(group.name, group.confirmed) for group in description.groups]
+        assert groups == [("g", 2), ("h", 0)]
+        with stream.subscriber(initial_offset="earliest") as alone:
+            assert len(alone.poll()) == 10
+
+
+def test_a_member_can_take_a_group_over_from_a_dead_one_and_by_force(guarded: Server) -> None:
+    fill(guarded, 10)
+    with connect(guarded, "member") as m:
+        stream = m.stream("orders", create=False)
+        bench = GroupBench(m, "orders")
+        life = stream.incarnation
+        bench.open(3, life=life)
+        _, term, *_ = bench.acquire("dead", ttl_ms=100, life=life)
+        assert bench.touch("dead", term, ttl_ms=100, life=life) == ("OK",)
+        with stream.subscriber(group="g", lease_ttl=0.6) as sub:
+            assert sub.poll(timeout=20).first_offset == 3
+            assert (sub.term or 0) > term
+            stream.seek_group("g", 7, force=True)
+            eventually(lambda: sub.poll(timeout=0.1).first_offset == 7)
+
+
+def test_a_member_can_confirm_after_a_fail_over(guarded: Server) -> None:
+    fill(guarded, 10)
+    with connect(guarded, "member") as m, guarded.client() as plain:
+        stream = m.stream("orders", create=False)
+        with stream.subscriber(group="g") as sub:
+            sub.poll()
+            plain.hset("meteor:{orders}:meta", "history", "of the former server")
+            epoch = stream.describe().epoch
+            assert sub.confirm().result(20) == 10
+            assert stream.describe().epoch > epoch
+
+
+def test_a_member_cannot_publish_configure_or_delete(guarded: Server) -> None:
+    fill(guarded, 10)
+    with connect(guarded, "member") as m:
+        stream = m.stream("orders", create=False)
+        stream.seek_group("g", 5)
+        before = contents(guarded)
+        with stream.publisher() as pub, pytest.raises(meteor.AccessDenied):
+            pub.publish(b"x").result()
+        forbidden: list[Callable[[], object]] = [
+            stream.delete,
+            lambda: stream.delete_group("g"),
+            lambda: stream.configure(capacity=1),
+            lambda: m.stream("other", create=False),
+            lambda: m.stream("new"),
+            m.streams,
+        ]
+        for call in forbidden:
+            with pytest.raises(meteor.AccessDenied):
+                call()
+    assert contents(guarded) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "DEL meteor:{orders}:meta",
+        "DEL meteor:{orders}:log",
+        "DEL meteor:{orders}:events",
+        "DEL meteor:{orders}:groups",
+        "SET meteor:{orders}:meta x",
+        "XADD meteor:{orders}:log * a b",
+        "XTRIM meteor:{orders}:log MAXLEN 0",
+        "HSET meteor:{orders}:producer:p epoch 1",
+        "HGET meteor:{other}:meta next",
+        "HSET meteor:{other}:meta next 1",
+        "EVAL return 0",
+        "FLUSHALL",
+        "KEYS *",
+    ],
+)
+def test_a_member_cannot_go_around_the_scripts(guarded: Server, command: str) -> None:
+    fill(guarded, 10)
+    before = contents(guarded)
+    with connect(guarded, "member") as m, pytest.raises(NoPermissionError):
+        m.redis.execute_command(*command.split())
+    assert contents(guarded) == before
+
+
+def test_a_member_with_dead_letters_needs_what_the_page_says(guarded: Server) -> None:
+    fill(guarded, 3)
+    found = re.search(r"`(\([^`]*\{dead\}[^`]*\))`", PAGE.read_text())
+    assert found is not None
+    with connect(guarded, "admin") as admin:
+        admin.stream("dead")
+    with guarded.client() as plain, connect(guarded, "member") as m:
+        stream = m.stream("orders", create=False)
+        with pytest.raises(meteor.AccessDenied):
+            m.stream("dead", create=False)
+        plain.execute_command("ACL", "SETUSER", "member", found[1])
+        handler = Handler(fails_for(1))
+        with stream.subscriber(group="g", auto_confirm=True) as sub:
+            dead = m.stream("dead", create=False)
+            receiver = sub.attach_receiver(handler, on_error=dead, tries=1)
+            handler.wait_for(0, 2)
+            assert receiver.failed == 1
+        assert plain.xlen("meteor:{dead}:log") == 1
+
+
+# The writer
+
+
+def test_a_writer_can_stage_commit_finish_and_discard(guarded: Server) -> None:
+    with connect(guarded, "writer") as m:
+        stream = m.stream("orders", create=False)
+        staged = []
+        for name in ("a", "b", "c"):
+            staging = Stage(stream, name)
+            staging.write(Columns([b"x"] * 10))
+            staged.append(staging.finish())
+        discard(stream, "w", ["c"])
+        with guarded.client() as plain:
+            plain.hset("meteor:{orders}:meta", "history", "of the former server")
+        assert commit(stream, "w", 1, staged[:2])
+        assert is_done(stream, "w", 1)
+        assert not commit(stream, "w", 1, staged[:2])
+        forget(stream, "w")
+        abandon(stream, "other", ["d"])
+    with connect(guarded, "subscriber") as m:
+        assert sum(map(len, m.stream("orders", create=False).read())) == 20
+
+
+def test_a_writer_can_wait_for_replicas(guarded: Server) -> None:
+    with Replica(guarded) as replica, connect(guarded, "writer") as m:
+        replica.wait_in_sync()
+        stream = m.stream("orders", create=False)
+        staging = Stage(stream, "a")
+        staging.write(Columns([b"x"] * 10))
+        assert commit(stream, "w", 1, [staging.finish()], replicas=1)
+        with replica.client() as plain:
+            assert plain.hget("meteor:{orders}:fences", "w") == b"1:1:1:10"
+
+
+def test_a_writer_can_neither_read_nor_use_another_stream(guarded: Server) -> None:
+    fill(guarded, 10)
+    before = contents(guarded)
+    with connect(guarded, "writer") as m:
+        stream = m.stream("orders", create=False)
+        forbidden: list[Callable[[], object]] = [
+            stream.delete,
+            lambda: list(stream.read()),
+            lambda: stream.seek_group("g", 0),
+            lambda: m.stream("other", create=False),
+            lambda: m.stream("new"),
+        ]
+        for call in forbidden:
+            with pytest.raises(meteor.AccessDenied):
+                call()
+    assert contents(guarded) == before
+
+
+# The archiver
+
+
+@pytest.fixture
+def stored(guarded: Server, tmp_path: Path) -> Path:
+    """A store that the admin has given the stream, with nobody who archives yet."""
+    with connect(guarded, "admin") as admin:
+        admin.stream("orders").delete()
+        admin.stream("orders", capacity=100, store=tmp_path, archive=False)
+    fill(guarded, 900)
+    return tmp_path
+
+
+def test_an_archiver_can_archive_flush_and_expire(guarded: Server, stored: Path) -> None:
+    with connect(guarded, "archiver") as m:
+        stream = m.stream("orders", store=stored, create=False)
+        assert stream.store.flush() == 900
+        assert stream.describe().length < 900
+        assert stream.store.expire(offset=900) == 900
+        assert stream.store.bounds() == (900, 900)
+    with connect(guarded, "archiver") as m:
+        m.stream("orders", store=stored, create=False)
+        fill(guarded, 100)
+        assert m.stream("orders", create=False).store.flush() == 1000
+        with connect(guarded, "subscriber") as other:
+            assert other.stream("orders", create=False).describe().archiver is not None
+    with connect(guarded, "subscriber") as m:
+        stream = m.stream("orders", create=False)
+        assert sum(map(len, stream.read())) == 100
+        assert stream.store.verify() == []
+
+
+def test_an_archiver_can_neither_publish_nor_be_in_a_group(guarded: Server, stored: Path) -> None:
+    with connect(guarded, "archiver") as m:
+        stream = m.stream("orders", store=stored, archive=False, create=False)
+        before = contents(guarded)
+        with stream.publisher() as pub, pytest.raises(meteor.AccessDenied):
+            pub.publish(b"x").result(20)
+        with pytest.raises(meteor.AccessDenied):
+            stream.subscriber(group="g")
+        with pytest.raises(meteor.AccessDenied):
+            stream.delete()
+    assert contents(guarded) == before
+
+
+def test_who_may_not_archive_is_told_and_ends(guarded: Server, stored: Path) -> None:
+    with connect(guarded, "subscriber") as m:
+        stream = m.stream("orders", store=stored, archive=False, create=False)
+        with pytest.raises(meteor.AccessDenied):
+            stream.archiver().run()
+
+
+# Publisher, subscriber, loader
+
+
+def test_a_publisher_cannot_read_or_use_another_stream(guarded: Server) -> None:
+    with connect(guarded, "publisher") as m:
+        stream = m.stream("orders", create=False)
+        with stream.subscriber() as sub, pytest.raises(meteor.AccessDenied):
+            sub.poll(timeout=0)
+        with pytest.raises(meteor.AccessDenied):
+            m.stream("other", create=False)
+        with pytest.raises(meteor.AccessDenied):
+            stream.delete()
+
+
+def test_a_subscriber_cannot_write(guarded: Server) -> None:
+    with connect(guarded, "subscriber") as m, warnings.catch_warnings():
+        warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # it may not see INFO
+        stream = m.stream("orders", create=False)
+        with pytest.raises(meteor.AccessDenied):
+            stream.configure(capacity=1)
+        with stream.publisher() as pub, pytest.raises(meteor.AccessDenied):
+            pub.publish(b"x").result()
+    with guarded.client() as client:
+        assert client.xlen("meteor:{orders}:log") == 0
+
+
+def test_the_loader_can_load_scripts_only(guarded: Server) -> None:
+    with connect(guarded, "loader") as m, pytest.raises(meteor.AccessDenied):
+        m.stream("orders", create=False)
+
+
+def test_a_missing_script_is_named_when_it_may_not_be_brought(guarded: Server) -> None:
+    with guarded.client() as client:
+        client.script_flush()
+    with connect(guarded, "publisher") as m:
+        stream = m.stream("orders", create=False)
+        with stream.publisher() as pub, pytest.raises(meteor.AccessDenied, match=r"acl\.md"):
+            pub.publish(b"x").result()

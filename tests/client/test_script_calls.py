@@ -1,0 +1,194 @@
+"""Scripts are called by their hash, survive SCRIPT FLUSH, and work in a server that is full.
+
+On both kinds of real server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import pytest
+import redis
+from redis.crc import key_slot
+
+import meteor_py as meteor
+from meteor_py.publish.transaction import Stage, commit
+from meteor_py.records.frame import Columns
+from meteor_py.redis import keys, scripts
+from tests.conftest import ServerFactory
+from tests.support.reading import drain, everything, fill, value
+from tests.support.servers import Server
+
+Kind = Literal["valkey", "redis"]
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def server(request: pytest.FixtureRequest, private_server: ServerFactory) -> Server:
+    return private_server(kind=request.param)
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[meteor.Client]:
+    with meteor.connect(server.url) as m:
+        yield m
+
+
+def use_everything(client: meteor.Client, between: Any) -> None:
+    """Run every script but new_epoch, with something in between."""
+    stream = client.stream("s")
+    between()
+    with stream.publisher() as pub, stream.subscriber() as sub:
+        for i in range(3):
+            offset = pub.publish(value(i)).result()
+            between()
+            assert [record.offset for record in sub.poll()] == [offset]
+            between()
+    stream.describe()
+    between()
+    stream.offset_at(datetime.now(UTC))
+    between()
+    for version in range(2):
+        staging = Stage(stream, f"{version}")
+        staging.write(Columns([b"x"]))
+        staged = staging.finish()
+        between()
+        assert commit(stream, "w", version, [staged])
+        between()
+    stream.configure(capacity=5)
+    between()
+    stream.delete()
+    between()
+
+
+def calls(plain: redis.Redis) -> dict[str, int]:
+    stats: Any = plain.info("commandstats")
+    return {name.removeprefix("cmdstat_"): stat["calls"] for name, stat in stats.items()}
+
+
+def test_after_script_flush_every_script_is_sent_again(
+    client: meteor.Client, server: Server
+) -> None:
+    use_everything(client, server.client().script_flush)
+
+
+def test_a_script_that_the_server_knows_is_called_by_its_hash_only(
+    client: meteor.Client, server: Server
+) -> None:
+    plain = server.client()
+    use_everything(client, lambda: None)
+    plain.config_resetstat()
+    use_everything(client, lambda: None)
+    counted = calls(plain)
+    assert counted["evalsha"] > 0
+    assert counted["evalsha_ro"] > 0
+    assert not {"eval", "eval_ro", "script|load"} & set(counted)
+
+
+def test_scripts_loaded_beforehand_are_never_sent_by_their_users(
+    client: meteor.Client, server: Server
+) -> None:
+    plain = server.client()
+    client.load_scripts()
+    known: Any = plain.script_exists(*(script.sha for script in scripts.ALL))
+    assert all(known)
+    plain.config_resetstat()
+    use_everything(client, lambda: None)
+    assert not {"eval", "eval_ro", "script|load"} & set(calls(plain))
+
+
+def test_all_scripts_have_a_head_and_are_listed_for_the_loader() -> None:
+    from importlib.resources import files
+
+    names = {path.name for path in files("meteor_py").joinpath("lua").iterdir()}
+    folders = {"shared_step", "peers"}  # of parts that are joined, and of what others begin with
+    alone = {f"{script.name}.lua" for script in scripts.ALL if script.name not in folders}
+    assert names == alone | folders
+    for script in scripts.ALL:
+        text = script.source.decode()
+        assert text.isascii()
+        for part in ("-- KEYS", "-- ARGV", "-- Returns", "-- Atomic"):
+            assert part in text, script
+        assert script.source.endswith(script.plain_source)
+        assert not script.plain_source.startswith(b"#!")
+    without = {s.name for s in scripts.ALL if s.plain_source == s.source}
+    # Which a full server must be able to refuse.
+    assert without == {"publish", "move", "create_stream", "peers_open"}
+
+
+def test_all_keys_of_a_stream_lie_in_one_slot_of_a_cluster() -> None:
+    for name in ("s", "a.b", "x" * 128):
+        own = [keys.log(name), keys.meta(name), keys.producer(name, "p")]
+        own += [keys.stage(name, "{a}"), keys.plan(name, "{b}"), keys.fences(name)]
+        assert len({key_slot(key.encode()) for key in own}) == 1
+        assert all(key.startswith(keys.everything(name)[:-1]) for key in own)
+
+
+# A server that is out of memory
+
+
+def fill_up(plain: redis.Redis) -> None:
+    plain.config_set("maxmemory", 1)
+
+
+def test_in_a_full_server_a_repeat_gets_its_answer_and_a_new_frame_leaves_no_trace(
+    client: meteor.Client, server: Server
+) -> None:
+    plain = server.client()
+    stream = client.stream("s")
+    script_keys = [keys.log("s"), keys.meta("s"), keys.producer("s", "p")]
+
+    def publish(sequence: int) -> Any:
+        return client.run(
+            scripts.PUBLISH,
+            script_keys,
+            [stream.incarnation, "", 0, sequence, 1, 7, 60_000, "0v", b"x" * 100, ""],
+        )
+
+    first = publish(0)
+    assert first == [b"OK", 0, 1]
+    fill_up(plain)
+    before = everything(plain)
+    for sequence, producer in ((1, "p"), (0, "q")):
+        script_keys[2] = keys.producer("s", producer)
+        with pytest.raises(meteor.OutOfMemory, match="maxmemory"):
+            publish(sequence)
+    assert everything(plain) == before
+    script_keys[2] = keys.producer("s", "p")
+    assert publish(0) == first
+    plain.config_set("maxmemory", 0)
+    assert publish(1) == [b"OK", 1, 1]
+
+
+def test_a_full_server_can_be_read_configured_and_emptied(
+    client: meteor.Client, server: Server
+) -> None:
+    plain = server.client()
+    stream = client.stream("s")
+    end = fill(stream, *[10] * 20)
+    fill_up(plain)
+    with stream.subscriber(initial_offset="earliest") as sub:
+        assert drain(sub) == list(range(end))
+    assert stream.describe().length == end
+    assert stream.offset_at(datetime.fromtimestamp(0, UTC)) == 0
+    history = plain.hget(keys.meta("s"), "history")
+    answer = client.run(
+        scripts.NEW_EPOCH, [keys.meta("s")], [stream.incarnation, history, "another"]
+    )
+    assert answer == [b"OK"]
+    stream.configure(capacity=10)
+    assert stream.describe().first == end - 10
+    with pytest.raises(meteor.OutOfMemory):
+        client.stream("another")
+    assert client.stream("s", create=False).name == "s"
+    stream.delete()
+    assert plain.keys("*") == []
+
+
+def test_a_stream_that_exists_can_be_opened_in_a_full_server(
+    client: meteor.Client, server: Server
+) -> None:
+    client.stream("s")
+    fill_up(server.client())
+    assert client.stream("s").name == "s"

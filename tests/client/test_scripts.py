@@ -1,0 +1,442 @@
+"""Every Lua script gives every answer that its head promises, on Valkey, Redis 7.0 and fakeredis.
+
+Scripts are called here as the library calls them, but by hand: states can be made that a publisher
+would not get into. A refusal must leave everything as it was.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.records.config import OFFSET_MAX
+from meteor_py.records.position import Position, diverged_at
+from meteor_py.redis import keys, scripts
+from tests.support.reading import check_values, drain, fill, value
+
+TTL_MS = 60_000
+LIFE = "the-first-life"
+HISTORY = "h" * 40
+
+
+class Bench:
+    """A stream in a known state, and the scripts at hand."""
+
+    def __init__(self, client: meteor.Client, name: str = "s") -> None:
+        self.client = client
+        self.plain = client.redis
+        self.name = name
+        self.log, self.meta = keys.log(name), keys.meta(name)
+
+    def create(self, capacity: int = 10_000, **meta: Any) -> None:
+        fields = {"capacity": capacity, "compression": "none", "checksum": "0", "codec": "bytes"}
+        flat = [item for pair in fields.items() for item in pair]
+        answer = self.run(scripts.CREATE_STREAM, [self.meta], LIFE, HISTORY, *flat)
+        assert answer[0] == 1
+        if meta:
+            changes: dict[Any, Any] = meta
+            self.plain.hset(self.meta, mapping=changes)
+
+    def run(self, script: scripts.Script, script_keys: list[str], *args: Any) -> Any:
+        return self.client.run(script, script_keys, args)
+
+    def publish(
+        self,
+        seq: int = 0,
+        n: int = 1,
+        *,
+        producer: str = "p",
+        epoch: int = 0,
+        life: str = LIFE,
+        history: str = HISTORY,
+        payload: bytes = b"x",
+        crc: int | str = "",
+        fingerprint: int = 7,
+        ttl_ms: int = TTL_MS,
+    ) -> tuple[Any, ...]:
+        script_keys = [self.log, self.meta, keys.producer(self.name, producer)]
+        answer = self.run(
+            scripts.PUBLISH, script_keys, life, history, epoch, seq, n, fingerprint, ttl_ms,
+            "0v", payload, crc,
+        )  # fmt: skip
+        return tuple(x.decode() if isinstance(x, bytes) else x for x in answer)
+
+    def snapshot(self) -> dict[bytes, Any]:
+        """All that is stored, but for times to live."""
+        found: dict[bytes, Any] = {}
+        names: Any = self.plain.keys("*")
+        for key in names:
+            is_hash = self.plain.type(key) == b"hash"
+            found[key] = self.plain.hgetall(key) if is_hash else self.plain.xrange(key)
+        return found
+
+    def entries(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        answer: Any = self.plain.xrange(self.log)
+        return list(answer)
+
+    def meta_field(self, name: str) -> str:
+        answer: Any = self.plain.hget(self.meta, name)
+        return str(answer.decode())
+
+
+@pytest.fixture
+def bench(any_url: str) -> Iterator[Bench]:
+    with meteor.connect(any_url) as client:
+        bench = Bench(client)
+        yield bench
+        bench.plain.close()
+
+
+# publish: its answers
+
+
+def test_publish_gives_the_first_offset_and_the_epoch(bench: Bench) -> None:
+    bench.create(epoch=5)
+    assert bench.publish(0, 3) == ("OK", 0, 5)
+    assert bench.publish(1, 1) == ("OK", 3, 5)
+    assert bench.publish(0, 2, producer="q", crc=123) == ("OK", 4, 5)
+    assert [entry_id for entry_id, _ in bench.entries()] == [b"2-3", b"3-1", b"5-2"]
+    assert [set(fields) for _, fields in bench.entries()] == [
+        {b"t", b"0v"}, {b"t", b"0v"}, {b"t", b"0v", b"crc"},
+    ]  # fmt: skip
+    assert bench.meta_field("next") == "6"
+    assert bench.meta_field("appended") == bench.entries()[-1][1][b"t"].decode()
+
+
+def test_publish_remembers_a_producer_for_as_long_as_it_is_told(bench: Bench) -> None:
+    bench.create()
+    key = keys.producer("s", "p")
+    bench.publish(ttl_ms=5000)
+    assert 0 < bench.plain.pttl(key) <= 5000
+    bench.publish(ttl_ms=90_000)  # a repeat keeps it alive too
+    assert 5000 < bench.plain.pttl(key) <= 90_000
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "another life": ({"life": "second"}, ("INCARNATION",)),
+    "another history": ({"history": "g" * 40}, ("HISTORY", HISTORY)),
+    "a producer of a former epoch": ({"epoch": 2}, ("STALEPRODUCER", 3)),
+    "a later epoch that does not begin at 0": ({"epoch": 4, "seq": 2}, ("OUTOFSEQ", 0)),
+    "an unknown producer that does not begin at 0": ({"producer": "q"}, ("NOPRODUCER",)),
+    "a sequence too far": ({"seq": 3}, ("OUTOFSEQ", 2)),
+    "a sequence too old": ({"seq": 1, "fingerprint": 8}, ("OUTOFSEQ", 2)),
+    "a repeat with other records": ({"seq": 1, "n": 2}, ("OUTOFSEQ", 2)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_publish_refuses_with_the_promised_answer_and_writes_nothing(
+    bench: Bench, what: str
+) -> None:
+    call, answer = REFUSALS[what]
+    bench.create()
+    bench.publish(0, epoch=3)
+    bench.publish(1, epoch=3)
+    before = bench.snapshot()
+    assert bench.publish(**{"seq": 2, "epoch": 3} | call) == answer
+    assert bench.snapshot() == before
+    assert bench.publish(2, epoch=3)[0] == "OK"
+
+
+def test_publish_to_no_stream_creates_none(bench: Bench) -> None:
+    assert bench.publish() == ("NOSTREAM",)
+    assert bench.snapshot() == {}
+
+
+def test_publish_does_not_compare_a_history_that_the_sender_cannot_see(bench: Bench) -> None:
+    bench.create()
+    assert bench.publish(history="")[0] == "OK"
+
+
+def test_publish_checks_in_the_promised_order(bench: Bench) -> None:
+    """Of all that is wrong at once the first is told; then each is put right in turn."""
+    bench.create(archived=0, max_unarchived=2, next=OFFSET_MAX)
+    bench.plain.hset(keys.producer("s", "p"), mapping={"epoch": 3, "last": 4, "4": "4:0:1:7"})
+    wrong: dict[str, Any] = {"life": "second", "history": "g" * 40, "epoch": 2, "seq": 9}
+    assert bench.publish(**wrong) == ("INCARNATION",)
+    wrong["life"] = LIFE
+    assert bench.publish(**wrong) == ("HISTORY", HISTORY)
+    wrong["history"] = HISTORY
+    assert bench.publish(**wrong) == ("STALEPRODUCER", 3)
+    wrong["epoch"] = 4
+    assert bench.publish(**wrong) == ("OUTOFSEQ", 0)
+    wrong["epoch"] = 3
+    assert bench.publish(**wrong) == ("OUTOFSEQ", 5)
+    assert bench.publish(4, epoch=3) == ("OK", 0, 1)  # a repeat, though there is no room
+    wrong["seq"] = 5
+    assert bench.publish(**wrong) == ("EXHAUSTED",)
+    bench.plain.hset(bench.meta, "next", 2)
+    assert bench.publish(**wrong) == ("FULL", 0)
+    bench.plain.hset(bench.meta, "archived", 1)
+    assert bench.publish(**wrong) == ("OK", 2, 1)
+
+
+# publish: exactly once
+
+
+def test_a_repeat_of_one_of_the_last_eight_gets_its_first_answer(bench: Bench) -> None:
+    bench.create()
+    answers = [bench.publish(seq, 1 + seq % 3, fingerprint=seq) for seq in range(20)]
+    before = bench.snapshot()
+    for seq in range(12, 20):
+        assert bench.publish(seq, 1 + seq % 3, fingerprint=seq) == answers[seq]
+    for seq in range(12):
+        assert bench.publish(seq, 1 + seq % 3, fingerprint=seq) == ("OUTOFSEQ", 20)
+    assert bench.snapshot() == before
+
+
+def test_a_new_producer_epoch_forgets_the_old_one_and_fences_it(bench: Bench) -> None:
+    bench.create()
+    for seq in range(5):
+        bench.publish(seq)
+    assert bench.publish(0, epoch=1) == ("OK", 5, 1)
+    state: Any = bench.plain.hgetall(keys.producer("s", "p"))
+    assert state == {b"epoch": b"1", b"last": b"0", b"0": b"0:5:1:7"}
+    for seq in (0, 4, 5):
+        assert bench.publish(seq, epoch=0) == ("STALEPRODUCER", 1)
+    assert bench.publish(0, epoch=1) == ("OK", 5, 1)
+    assert bench.publish(1, epoch=1) == ("OK", 6, 1)
+    assert bench.publish(4, epoch=1) == ("OUTOFSEQ", 2)  # the former epoch had a 4
+
+
+def test_producers_do_not_know_each_other(bench: Bench) -> None:
+    bench.create()
+    for seq in range(3):
+        for number, producer in enumerate("abc"):
+            answer = ("OK", 3 * seq + number, 1)
+            assert bench.publish(seq, producer=producer, fingerprint=seq) == answer
+            assert bench.publish(seq, producer=producer, fingerprint=seq) == answer
+
+
+# publish: the ring
+
+
+def test_the_ring_is_trimmed_to_the_record(bench: Bench, rng: random.Random) -> None:
+    bench.create(capacity=20)
+    model: list[tuple[int, int]] = []
+    end = 0
+    for seq in range(80):
+        n = rng.randrange(1, 21)
+        assert bench.publish(seq, n) == ("OK", end, 1)
+        end += n
+        model = [(last, k) for last, k in [*model, (end - 1, n)] if last >= end - 20]
+        assert [entry_id for entry_id, _ in bench.entries()] == [b"%d-%d" % pair for pair in model]
+
+
+def test_with_a_store_nothing_is_trimmed_that_is_not_in_it(bench: Bench) -> None:
+    bench.create(capacity=3, archived=0, max_unarchived=6)
+    for seq in range(6):
+        assert bench.publish(seq)[0] == "OK"
+    assert len(bench.entries()) == 6
+    assert bench.publish(6) == ("FULL", 0)
+    assert bench.publish(5) == ("OK", 5, 1)
+    bench.plain.hset(bench.meta, "archived", 2)
+    assert bench.publish(6) == ("OK", 6, 1)
+    assert bench.entries()[0][0] == b"2-1"
+    bench.plain.hset(bench.meta, "archived", 7)
+    assert bench.publish(7) == ("OK", 7, 1)
+    assert bench.entries()[0][0] == b"5-1"
+
+
+def test_the_append_time_is_the_servers_and_never_goes_back(bench: Bench) -> None:
+    bench.create()
+    before = int(time.time() * 1000)
+    bench.publish(0)
+    now = int(bench.entries()[0][1][b"t"])
+    assert before - 1000 <= now <= int(time.time() * 1000) + 1000
+    ahead = now + 10**9
+    bench.plain.hset(bench.meta, "appended", ahead)  # the clock was wrong, and was set back
+    bench.publish(1)
+    bench.publish(2)
+    assert [int(fields[b"t"]) for _, fields in bench.entries()] == [now, ahead, ahead]
+    assert bench.meta_field("appended") == str(ahead)
+
+
+def test_offsets_stay_exact_up_to_the_last(bench: Bench) -> None:
+    end = OFFSET_MAX - 10
+    bench.create(capacity=6, next=end, appended=1000)
+    for seq, n in enumerate([3, 1, 4, 1]):
+        assert bench.publish(seq, n) == ("OK", end, 1)
+        assert bench.publish(seq, n) == ("OK", end, 1)
+        end += n
+        assert bench.entries()[-1][0] == b"%d-%d" % (end - 1, n)
+        assert bench.meta_field("next") == str(end)
+    assert bench.publish(4, 2) == ("EXHAUSTED",)
+    assert bench.publish(4, 1) == ("OK", OFFSET_MAX - 1, 1)
+    assert bench.publish(5, 1) == ("EXHAUSTED",)
+    assert bench.entries()[0][0] == b"%d-4" % (OFFSET_MAX - 3)
+    located = bench.run(scripts.OFFSET_AT_TIME, [bench.log, bench.meta], LIFE, 1001)
+    assert located == [b"OK", OFFSET_MAX - 6, OFFSET_MAX - 6]
+
+
+def test_a_stream_near_its_last_offset_is_read_like_any_other(bench: Bench) -> None:
+    start = OFFSET_MAX - 100
+    stream = bench.client.stream("s")
+    bench.plain.hset(bench.meta, "next", start)
+    with stream.subscriber() as sub:
+        assert fill(stream, 1, 50, 1, 40) == start + 92
+        assert drain(sub) == list(range(start, start + 92))
+        sub.seek(start + 60)
+        assert check_values(sub.poll(timeout=0)) == list(range(start + 60, start + 92))
+    assert stream.describe().first == stream.offset_at(datetime.fromtimestamp(0, UTC)) == start
+    with stream.publisher() as pub:
+        ack = pub.publish_many([value(0)] * 100)
+        with pytest.raises(meteor.ServerRefused, match="offsets"):
+            ack.result()
+
+
+# create_stream, describe, locate
+
+
+def test_create_stream_tells_whether_it_did_and_all_fields_either_way(bench: Bench) -> None:
+    args = [LIFE, HISTORY, "capacity", "5"]
+    created, fields = bench.run(scripts.CREATE_STREAM, [bench.meta], *args)
+    again, same = bench.run(scripts.CREATE_STREAM, [bench.meta], "other", "", "capacity", "9")
+    assert (created, again) == (1, 0)
+    assert fields == same
+    pairs = dict(zip(fields[::2], fields[1::2], strict=True))
+    assert pairs[b"incarnation"] == LIFE.encode()
+    assert pairs[b"history"] == HISTORY.encode()
+    assert pairs[b"capacity"] == b"5"
+    assert (pairs[b"next"], pairs[b"epoch"], pairs[b"epochs"]) == (b"0", b"1", b"1:0")
+
+
+def test_describe_and_locate_answer_for_no_stream_and_for_one(bench: Bench) -> None:
+    both = [bench.log, bench.meta]
+    assert bench.run(scripts.DESCRIBE_STREAM, both) == [[], 0, b""]
+    assert bench.run(scripts.OFFSET_AT_TIME, both, LIFE, 0) == [b"NOSTREAM"]
+    bench.create()
+    assert bench.run(scripts.DESCRIBE_STREAM, both)[1:] == [0, b""]
+    assert bench.run(scripts.OFFSET_AT_TIME, both, LIFE, 0) == [b"OK", 0, 0]
+    assert bench.run(scripts.OFFSET_AT_TIME, both, "another life", 0) == [b"INCARNATION"]
+    bench.publish(0, 3)
+    assert bench.run(scripts.DESCRIBE_STREAM, both)[1:] == [1, b"2-3"]
+    assert bench.run(scripts.OFFSET_AT_TIME, both, LIFE, 10**14) == [b"OK", 3, 0]
+    bench.plain.xadd(bench.log, {"user": "1"}, id="7-0")
+    bench.plain.hset(bench.meta, mapping={"next": 8, "appended": 10**14})
+    assert bench.run(scripts.OFFSET_AT_TIME, both, LIFE, 10**14) == [b"FOREIGN", b"7-0"]
+
+
+# configure, delete_stream
+
+
+@pytest.mark.parametrize(
+    ("script", "args"), [(scripts.CONFIGURE_STREAM, ["5"]), (scripts.DELETE_STREAM, [])]
+)
+def test_a_stream_that_is_gone_or_another_is_neither_configured_nor_deleted(
+    bench: Bench, script: scripts.Script, args: list[str]
+) -> None:
+    order = (
+        [bench.log, bench.meta] if script is scripts.CONFIGURE_STREAM else [bench.meta, bench.log]
+    )
+    assert bench.run(script, order, LIFE, *args) == [b"NOSTREAM"]
+    bench.create()
+    bench.publish()
+    before = bench.snapshot()
+    assert bench.run(script, order, "another life", *args) == [b"INCARNATION"]
+    assert bench.snapshot() == before
+    assert bench.run(script, order, LIFE, *args) == [b"OK"]
+    assert bench.snapshot() != before
+
+
+def test_configure_sets_what_it_is_given_and_leaves_the_rest(bench: Bench) -> None:
+    bench.create(capacity=50)
+    both = [bench.log, bench.meta]
+    assert bench.run(scripts.CONFIGURE_STREAM, both, LIFE, "", "checksum", "1") == [b"OK"]
+    assert (bench.meta_field("capacity"), bench.meta_field("checksum")) == ("50", "1")
+    assert bench.run(scripts.CONFIGURE_STREAM, both, LIFE, "60") == [b"OK"]
+    assert (bench.meta_field("capacity"), bench.meta_field("checksum")) == ("60", "1")
+
+
+def test_configure_trims_in_steps_and_sets_the_capacity_last(bench: Bench) -> None:
+    bench.create()
+    for seq in range(450):
+        bench.publish(seq)
+    both = [bench.log, bench.meta]
+    answers = [bench.run(scripts.CONFIGURE_STREAM, both, LIFE, "7")[0]]
+    while answers[-1] == b"MORE":
+        assert bench.meta_field("capacity") == "10000"
+        answers.append(bench.run(scripts.CONFIGURE_STREAM, both, LIFE, "7")[0])
+    assert answers[-1] == b"OK"
+    assert bench.meta_field("capacity") == "7"
+    assert [entry_id for entry_id, _ in bench.entries()] == [b"%d-1" % i for i in range(443, 450)]
+
+
+def test_delete_stream_takes_all_keys_it_is_given(bench: Bench) -> None:
+    bench.create()
+    bench.publish()
+    others = [bench.log, keys.producer("s", "p")]
+    assert bench.run(scripts.DELETE_STREAM, [bench.meta, *others], LIFE) == [b"OK"]
+    assert bench.snapshot() == {}
+
+
+# new_epoch
+
+
+def new_epoch(bench: Bench, found: str, seen: str, life: str = LIFE) -> list[bytes]:
+    answer: list[bytes] = bench.run(scripts.NEW_EPOCH, [bench.meta], life, found, seen)
+    return answer
+
+
+def epochs(bench: Bench) -> list[tuple[int, int]]:
+    pairs = (pair.split(":") for pair in bench.meta_field("epochs").split(","))
+    return [(int(number), int(first)) for number, first in pairs]
+
+
+def test_a_new_epoch_begins_once_for_all_who_find_the_same(bench: Bench) -> None:
+    assert new_epoch(bench, HISTORY, "b") == [b"NOSTREAM"]
+    bench.create()
+    bench.publish(0, 5)
+    assert new_epoch(bench, HISTORY, "b", life="another") == [b"INCARNATION"]
+    before = int(time.time() * 1000) - 1000
+    assert new_epoch(bench, HISTORY, "b") == [b"OK"]
+    after = bench.snapshot()
+    number = int(bench.meta_field("epoch"))
+    assert before < number < before + 60_000  # numbers follow the clock
+    assert epochs(bench) == [(1, 0), (number, 5)]
+    assert new_epoch(bench, HISTORY, "b") == [b"OK"]  # the second client
+    assert new_epoch(bench, HISTORY, "c") == [b"HISTORY", b"b"]  # it looked too early
+    assert bench.snapshot() == after
+    assert bench.publish(1, history="b") == ("OK", 5, number)
+
+
+def test_epoch_numbers_rise_even_if_the_clock_does_not(bench: Bench) -> None:
+    far = 10**14
+    bench.create(epoch=far)
+    new_epoch(bench, HISTORY, "b")
+    assert int(bench.meta_field("epoch")) == far + 1
+
+
+def test_an_epoch_in_which_nothing_was_written_leaves_no_entry(bench: Bench) -> None:
+    bench.create()
+    bench.publish(0, 5)
+    for found, seen in (("h" * 40, "b"), ("b", "c"), ("c", "d")):
+        new_epoch(bench, found, seen)
+    assert [first for _, first in epochs(bench)] == [0, 5]
+    # The tail was lost: what is listed beyond the end says nothing any more.
+    bench.plain.hset(bench.meta, "next", 3)
+    new_epoch(bench, "d", "e")
+    assert [first for _, first in epochs(bench)] == [0, 3]
+
+
+def test_the_table_of_epochs_is_bounded_and_errs_on_the_safe_side(bench: Bench) -> None:
+    table = ",".join(f"{number}:{number * 10}" for number in range(1, 1001))
+    bench.create(next=20_000, epoch=1000, epochs=table)
+    for number, seen in enumerate("abc"):
+        new_epoch(bench, "abc"[number - 1] if number else HISTORY, seen)
+        bench.plain.hset(bench.meta, "next", 20_001 + number)
+        kept = epochs(bench)
+        assert len(kept) == 1000
+        assert kept[0] == (2 + number, -1)
+        assert kept[1] == (3 + number, (3 + number) * 10)
+    text = bench.meta_field("epochs")
+    assert diverged_at(Position(LIFE, 1, 15), text, 10**6) == 0  # too long ago to judge
+    assert diverged_at(Position(LIFE, 1, 0), text, 10**6) is None  # has nothing to lose
+    assert diverged_at(Position(LIFE, 900, 15_000), text, 10**6) == 9010
+    assert diverged_at(Position(LIFE, 900, 9_010), text, 10**6) is None

@@ -1,0 +1,143 @@
+"""Every code block of the README and of the pages in docs/ named here runs as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import meteor_py as meteor
+from tests.support.java import SPARK_ENVIRONMENT, SPARK_PYTHON, require_java
+from tests.support.terminal import Terminal
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = {"README": README} | {
+    page: (ROOT / "docs" / f"{page}.md").read_text()
+    for page in ("groups", "history", "peers", "shared", "spark")
+}
+BLOCKS = {
+    f"{page}-{number}": block
+    for page, text in PAGES.items()
+    for number, block in enumerate(
+        re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    )
+}
+
+
+#: Those are run together, which starts Java once.
+WITH_SPARK = {
+    name: code for name, (what, code) in BLOCKS.items() if what == "python" and "pyspark" in code
+}
+
+#: Runs files one after the other, each by itself: without the names and the streams of others.
+IN_TURN = """
+import os, sys
+import meteor_py as meteor
+sys.executable = os.environ["PYSPARK_PYTHON"]
+for path in sys.argv[1:]:
+    with open(path) as file:
+        code = compile(file.read(), path, "exec")
+    print(chr(30) + path)
+    exec(code, {"__name__": "__main__"})
+    with meteor.connect() as m:
+        for name in m.streams():
+            m.stream(name).delete()
+"""
+
+
+@pytest.mark.parametrize("block", [name for name in BLOCKS if name not in WITH_SPARK])
+def test_code_block_runs(block: str, tmp_path: Path) -> None:
+    language, code = BLOCKS[block]
+    assert language in ("python", "sh"), "a block that no test can run"
+    command = [sys.executable, "-W", "error", "-c", code]
+    if language == "sh":
+        command = ["bash", "-euc", code]
+    assert output(command, tmp_path).strip(), "it shows something"
+
+
+def test_of_two_that_are_started_one_waits_until_the_other_has_ended(url: str) -> None:
+    _, code = BLOCKS["peers-0"]
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    environment = {"METEOR_URL": url}
+    with Terminal(command, environment=environment) as first:
+        first.wait_for("It leads; press Enter")
+        with Terminal(command, environment=environment) as second:
+            second.wait_for("has joined: [{'host': 'n1'}, {'host': 'n1'}]")
+            with meteor.connect(url) as m, m.peer_group("workers", create=False) as group:
+                assert group.leader is not None
+                assert first.text.startswith(group.leader.id)
+            assert "It leads" not in second.text
+            first.press("\n")
+            assert first.wait() == 0
+            second.wait_for("It leads; press Enter")
+            second.press("\n")
+            assert second.wait() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)  # a loaded machine takes its time to start Spark
+def test_code_blocks_with_spark_run(tmp_path: Path) -> None:
+    require_java()
+    for name, code in WITH_SPARK.items():
+        (tmp_path / name).write_text(code)
+    command = [sys.executable, "-W", "error", "-c", IN_TURN, *WITH_SPARK]
+    _, *shown = output(command, tmp_path).split(chr(30))
+    found = {name: text.strip() for name, _, text in (each.partition("\n") for each in shown)}
+    assert list(found) == list(WITH_SPARK)
+    assert all(found.values()), "each shows something"
+
+
+def output(command: list[str], folder: Path) -> str:
+    """What a command prints that ends well, in the home of somebody who has nothing yet."""
+    # The commands are those beside the interpreter that runs the tests.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {
+        **os.environ,
+        **SPARK_ENVIRONMENT,
+        **SPARK_PYTHON,
+        "PATH": path,
+        "HOME": str(folder),
+    }
+    environment.pop("METEOR_URL", None)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        input="\n",  # Enter, for those that wait for it
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) < 150
+
+
+def test_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", README)
+    assert targets
+    assert [t for t in targets if "://" not in t and not (ROOT / t).exists()] == []
+
+
+def table_rows(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_figures_are_those_of_the_benchmarks() -> None:
+    results: dict[str, list[str]] = {}
+    for row in table_rows((ROOT / "benchmarks/RESULTS.md").read_text()):
+        results.setdefault(row[0], row)  # some are compared with a second peer too
+    speed = README.partition("## Speed")[2].partition("\n## ")[0]
+    rows = table_rows(speed)[1:]
+    assert len(rows) >= 6
+    for what, ours, ratio in rows:
+        assert [ours, ratio] == [results[what][1], results[what][3]], what

@@ -1,0 +1,384 @@
+"""What is read from a store, and when: ahead of who reads straight on, and no more than is needed.
+
+The batch that was fetched in advance is handed out at its place or not at all, whatever comes
+between: a jump, Ctrl-C, a fork, a close, a change of the stream.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import meteor_py as meteor
+from meteor_py.store.storage import LocalFolder
+from tests.support.members import Process
+from tests.support.reading import background, check_values, drain, fill
+from tests.support.splicing import (
+    Watched,
+    archive,
+    fill_segments,
+    kept,
+    read_all,
+    read_straight,
+    segments,
+)
+from tests.support.waiting import eventually
+
+#: Twelve batches of the store, and ten records more.
+STORED = 60
+END = 70
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Watched:
+    return Watched(tmp_path)
+
+
+@pytest.fixture
+def stream(url: str, store: Watched, monkeypatch: pytest.MonkeyPatch) -> Iterator[meteor.Stream]:
+    """Segments of 30 records, row groups of five, and a ring of ten."""
+    monkeypatch.setattr("meteor_py.store.segment_file.GROUP_RECORDS", 5)
+    with meteor.connect(url) as m:
+        stream = m.stream(store.stream, capacity=10, store=store, archive=False)
+        for size in (30, 30, 10):
+            fill(stream, *[10] * (size // 10))
+            archive(stream)
+        yield stream
+
+
+def threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("meteor-cold")]
+
+
+# Reading ahead
+
+
+def test_who_reads_straight_on_finds_the_next_batch_fetched_already(
+    stream: meteor.Stream, store: Watched
+) -> None:
+    with stream.subscriber(initial_offset="earliest") as sub:
+        assert check_values(sub.poll(timeout=0)) == [0, 1, 2, 3, 4]
+        assert (store.batches, threads()) == ([0], [])
+        assert read_straight(sub) == [5, 6, 7, 8, 9]
+        assert store.batches == [0, 5, 10]
+        assert drain(sub) == list(range(10, END))
+        assert store.batches == list(range(0, STORED, 5))  # each once
+    assert threads() == []
+
+
+def test_who_jumps_about_has_nothing_fetched_in_advance(
+    stream: meteor.Stream, store: Watched, rng: random.Random
+) -> None:
+    targets = [n for n in rng.sample(range(STORED), 30) if n % 5]  # none goes on behind a batch
+    with stream.subscriber() as sub:
+        for target in targets:
+            sub.seek(target)
+            assert check_values(sub.poll(timeout=0, max_records=1)) == [target]
+    assert store.batches == targets
+    assert threads() == []
+
+
+def test_a_seek_is_not_answered_with_what_was_fetched_in_advance(stream: meteor.Stream) -> None:
+    with stream.subscriber() as sub:
+        for target in (3, 42, 0, STORED - 1, STORED, END - 1, 12):
+            sub.seek(0)
+            read_straight(sub)
+            sub.seek(target)
+            assert drain(sub) == list(range(target, END))
+
+
+def test_a_seek_to_just_what_was_fetched_in_advance_is_fine_too(stream: meteor.Stream) -> None:
+    with stream.subscriber(initial_offset="earliest") as sub:
+        seen = read_straight(sub)
+        sub.seek(len(seen))
+        assert drain(sub) == list(range(len(seen), END))
+
+
+def test_what_fails_in_advance_is_told_when_its_turn_comes(
+    stream: meteor.Stream, store: Watched
+) -> None:
+    def fail(first: int) -> None:
+        if first == 10 and store.batches.count(10) == 1:
+            raise meteor.StoreUnavailable("The disk is just away.", stream=stream.name)
+
+    store.on_batch = fail
+    with stream.subscriber(initial_offset="earliest") as sub:
+        assert read_straight(sub) == list(range(10))
+        with pytest.raises(meteor.StoreUnavailable, match="just away"):
+            sub.poll(timeout=0)
+        assert sub.position == 10
+        assert drain(sub) == list(range(10, END))
+
+
+def test_two_subscribers_of_one_handle_do_not_disturb_each_other(
+    stream: meteor.Stream, rng: random.Random
+) -> None:
+    subs = [stream.subscriber(initial_offset="earliest") for _ in range(2)]
+    seen: list[list[int]] = [[], []]
+    try:
+        while min(map(len, seen)) < END:
+            which = rng.randrange(2)
+            batch = subs[which].poll(timeout=0, max_records=rng.choice([1, 4, 100]))
+            seen[which] += check_values(batch)
+    finally:
+        for sub in subs:
+            sub.close()
+    assert seen == [list(range(END))] * 2
+
+
+def test_an_answer_that_was_asked_of_the_server_in_advance_is_not_mixed_up_with_a_look(
+    url: str, tmp_path: Path
+) -> None:
+    with meteor.connect(url) as m:
+        stream = kept(m, tmp_path, capacity=1_000, max_unarchived=100_000)
+        fill(stream, *[1] * 400)
+        archive(stream)
+        with stream.subscriber(initial_offset="earliest") as sub:
+            cursor = sub._feed.reader._cursor
+            while cursor._ahead is None:
+                check_values(sub.poll(timeout=0))
+            # As if the ring had moved on between the answers to the last fetch.
+            cursor._ring = 400
+            position = sub.position
+            assert drain(sub) == list(range(position, 400))
+
+
+# Whatever comes between
+
+
+@pytest.mark.parametrize("when", [0, 5, 10, 15, 30, 55])
+def test_ctrl_c_in_the_store_neither_loses_nor_doubles_a_record(
+    stream: meteor.Stream, store: Watched, when: int
+) -> None:
+    def interrupt(first: int) -> None:
+        if first == when and store.batches.count(when) < 3:
+            raise KeyboardInterrupt
+
+    store.on_batch = interrupt
+    offsets: list[int] = []
+    interrupts = 0
+    with stream.subscriber(initial_offset="earliest") as sub:
+        while len(offsets) < END:
+            try:
+                offsets += check_values(sub.poll(timeout=0))
+            except KeyboardInterrupt:
+                interrupts += 1
+    assert offsets == list(range(END))
+    assert interrupts == 2
+
+
+# What is interrupted while it is being opened or closed is not what is tested.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_any_moment_leaves_position_and_records_together(
+    stream: meteor.Stream, rng: random.Random
+) -> None:
+    gc.collect()
+    gc.disable()  # Python swallows what is raised in a finalizer
+    interrupts = 0
+    try:
+        with stream.subscriber() as sub:
+            for _ in range(150):
+                timer = threading.Timer(rng.uniform(0.0005, 0.006), interrupt_main)
+                try:
+                    timer.start()
+                    while timer.is_alive():
+                        position = sub.position
+                        batch = sub.poll(timeout=0, max_records=3)
+                        assert batch.first_offset == position
+                        check_values(batch)
+                        if sub.position == END:
+                            sub.seek(rng.randrange(20))
+                except KeyboardInterrupt:
+                    interrupts += 1
+                timer.join()
+            position = sub.position
+            assert drain(sub) == list(range(position, END))
+    finally:
+        gc.enable()
+    assert interrupts > 20
+
+
+def interrupt_main() -> None:
+    ident = threading.main_thread().ident
+    assert ident is not None
+    signal.pthread_kill(ident, signal.SIGINT)
+
+
+def test_a_close_waits_for_what_is_being_fetched_and_leaves_no_thread(
+    stream: meteor.Stream, store: Watched
+) -> None:
+    begun, finish = threading.Event(), threading.Event()
+
+    def hold(first: int) -> None:
+        if first == 10:
+            begun.set()
+            assert finish.wait(30)
+
+    store.on_batch = hold
+    sub = stream.subscriber(initial_offset="earliest")
+    while sub.position < 10:
+        sub.poll(timeout=0)
+    assert begun.wait(30)
+    with background(lambda _: sub.close()) as closing:
+        assert threads()
+        finish.set()
+        closing.join(30)
+    assert threads() == []
+    sub.close()
+
+
+@pytest.mark.parametrize("when", [0, 5, 10, 15])
+def test_a_close_by_another_thread_ends_a_poll_that_waits_for_the_store(
+    stream: meteor.Stream, store: Watched, when: int
+) -> None:
+    begun, finish = threading.Event(), threading.Event()
+
+    def hold(first: int) -> None:
+        if first == when:
+            begun.set()
+            assert finish.wait(30)
+
+    store.on_batch = hold
+    sub = stream.subscriber(initial_offset="earliest")
+    offsets: list[int] = []
+    refusals: list[str] = []
+
+    def read(stop: threading.Event) -> None:
+        while not sub.closed:
+            try:
+                offsets.extend(check_values(sub.poll(timeout=20)))
+            except meteor.MeteorError as error:
+                refusals.append(str(error))
+
+    with background(read):
+        assert begun.wait(30)
+        with background(lambda _: sub.close()):
+            eventually(lambda: sub.closed)
+            finish.set()
+    assert offsets == list(range(len(offsets)))
+    assert all("closed" in refusal for refusal in refusals)
+    assert threads() == []
+
+
+FORK = """
+import os, sys, threading
+import meteor_py as meteor
+from tests.support.reading import check_values, drain
+from tests.support.splicing import Watched, cold_of
+
+url, root, state = sys.argv[1:]
+parent, begun, finish = os.getpid(), threading.Event(), threading.Event()
+store = Watched(root)
+
+def hold(first):
+    if os.getpid() == parent and threading.current_thread() is not threading.main_thread():
+        begun.set()
+        assert state == "done" or finish.wait(30)
+
+store.on_batch = hold
+stream = meteor.connect(url).stream("kept", store=store, archive=False)
+sub = stream.subscriber(initial_offset="earliest")
+seen = []
+while cold_of(sub)._ahead is None:
+    seen += check_values(sub.poll(timeout=0))
+assert begun.wait(30)
+if state == "done":
+    cold_of(sub)._ahead.result()
+pid = os.fork()
+finish.set()
+seen += drain(sub)
+good = seen == list(range(70))
+if pid == 0:
+    sub.close()
+    os._exit(0 if good else 1)
+print(good, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+sub.close()
+"""
+
+
+@pytest.mark.parametrize("state", ["running", "done"])
+def test_after_a_fork_both_go_on_whatever_was_fetched_in_advance(
+    url: str, stream: meteor.Stream, tmp_path: Path, state: str
+) -> None:
+    process = Process("-W", "ignore", "-c", FORK, url, str(tmp_path), state)
+    try:
+        assert process.read() == "True 0"
+    finally:
+        process.close()
+
+
+# No more than is needed
+
+
+class Counted(io.FileIO):
+    """A file that counts the bytes read of all."""
+
+    total = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(-1 if size is None else size)
+        Counted.total += len(data)
+        return data
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths of the segments that were opened, as it happens; see also ``Counted``."""
+    paths: list[str] = []
+
+    def open_counted(folder: LocalFolder, path: str) -> Any:
+        paths.append(path)
+        return pa.PythonFile(Counted(folder._inside(path)), mode="r")
+
+    monkeypatch.setattr(LocalFolder, "open", open_counted)
+    monkeypatch.setattr(Counted, "total", 0)
+    return paths
+
+
+def test_one_record_among_many_segments_opens_at_most_three_files(
+    url: str, tmp_path: Path, opened: list[str], rng: random.Random
+) -> None:
+    with meteor.connect(url) as m:
+        stream = kept(m, tmp_path)
+        fill_segments(stream, *[3] * 40)
+        assert len(segments(tmp_path)) == 40
+        for target in [0, 109, *rng.sample(range(110), 10)]:
+            opened.clear()
+            assert read_all(stream, target, target + 1) == [target]
+            assert len(opened) <= 3
+
+
+def test_one_record_is_read_without_the_rest_of_its_file(
+    url: str, tmp_path: Path, opened: list[str], rng: random.Random
+) -> None:
+    values = [rng.randbytes(1_000) for _ in range(40_000)]  # so that they cannot be compressed
+    with meteor.connect(url) as m:
+        stream = kept(m, tmp_path, capacity=100_000)
+        with stream.publisher() as pub:
+            pub.publish_many(values)
+        archive(stream)
+        stream.configure(capacity=1)
+        (path,) = segments(tmp_path)
+        assert path.stat().st_size > 40_000_000
+        for target in (0, 12_345, 39_000):
+            Counted.total = 0
+            (batch,) = stream.read(target, target + 1)
+            assert batch.values() == [values[target]]
+            assert 0 < Counted.total < 6_000_000
+
+
+def test_a_reader_that_goes_on_does_not_open_a_file_for_each_batch(
+    stream: meteor.Stream, opened: list[str]
+) -> None:
+    assert read_all(stream) == list(range(END))
+    assert len(opened) == 2

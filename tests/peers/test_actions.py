@@ -1,0 +1,452 @@
+"""Actions at a time: a group agrees to do something, and its members do it at one instant."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import pytest
+
+from meteor_py.errors import ActionRefused, ClockTooUncertain
+from meteor_py.peers.voting.actions import Action
+from meteor_py.peers.voting.clock import GroupClock
+from meteor_py.peers.voting.proposal import Outcome, Proposal
+from meteor_py.subscribe import lease
+from tests.conftest import ServerFactory
+from tests.support.peer_voters import LONG_S, RESULT_S, Hold, Panel, Voters, always
+from tests.support.proxy import Proxy
+from tests.support.servers import HOST
+from tests.support.waiting import eventually
+
+#: What two readings of one clock may differ by as floats.
+FLOAT_S = 1e-6
+#: Seconds between the end of a vote and the action.
+LEAD_S = 0.2
+
+
+def outcome_of(future: Future[Outcome]) -> Outcome:
+    return future.result(RESULT_S)
+
+
+def done_by(processes: list[Voters], count: int = 1) -> list[list[dict[str, Any]]]:
+    """What each has done, when each has done so much."""
+    for process in processes:
+        eventually(partial(_has_done, process, count), RESULT_S, f"{process.name} did nothing")
+    return [process.ask("actions") for process in processes]
+
+
+def _has_done(process: Voters, count: int) -> bool:
+    return len(process.ask("actions")) >= count
+
+
+# -- doing it
+
+
+def test_five_processes_act_at_one_instant_and_know_how_exactly(
+    url: str, record_property: Any
+) -> None:
+    with Panel(url) as panel:
+        processes = panel.processes(5)
+        for process in processes:
+            process.ask("act", "open")
+        at = panel.peer_group.now() + 1.5
+        outcome = outcome_of(panel.peer_group.propose_action("open", {"relay": 3}, at=at))
+        assert outcome.passed
+        assert outcome.action == "open"
+        assert outcome.at is not None
+        assert abs(outcome.at - at) <= 0.001
+        found = [one for (one,) in done_by(processes)]
+        for one in found:
+            assert (one["name"], one["params"], one["at"]) == ("open", {"relay": 3}, outcome.at)
+            assert one["poll"] == outcome.poll
+            assert 0 < one["error_bound"] < 0.1
+            started = one["true"] - outcome.at
+            assert started >= -one["error_bound"] - FLOAT_S  # not too early
+            assert one["late"] <= started + one["error_bound"] + FLOAT_S  # and late as it says
+        starts = [one["true"] for one in found]
+        bound = max(one["error_bound"] for one in found)
+        spread = max(starts) - min(starts)
+        late = max(one["late"] for one in found)
+        print(f"spread {spread * 1e6:.0f} us, bound {bound * 1e6:.0f} us, late {late * 1e6:.0f} us")
+        # What is left besides the clocks is that the system let them wait for a processor.
+        assert spread <= 2 * bound + max(late, 0.0) + FLOAT_S + _delays(found, outcome.at)
+
+
+def _delays(found: list[dict[str, Any]], at: float) -> float:
+    """Seconds that passed, at most, between the look at the clock and the handler."""
+    return max(float(one["true"] - at - one["late"]) for one in found)
+
+
+def test_any_member_may_propose_and_all_do_it_again_and_again(url: str) -> None:
+    with Panel(url) as panel:
+        one, two = panel.members(2)
+        done: list[Action] = []
+        for member in (one, two):
+            member.on_action("tick", late="run")(done.append)
+        for count in range(1, 4):
+            future = two.propose_action("tick", count, at=panel.peer_group.now() + 1.0)
+            assert outcome_of(future).by == two.id
+            eventually(partial(_has_length, done, 2 * count), RESULT_S, "it was not done")
+        assert [action.params for action in done] == [1, 1, 2, 2, 3, 3]
+        assert all(action.by == two.id for action in done)
+
+
+def _has_length(done: list[Action], length: int) -> bool:
+    return len(done) == length
+
+
+def test_what_was_rejected_is_not_done(url: str) -> None:
+    with Panel(url) as panel:
+        one, two = panel.members(2)
+        done: list[Action] = []
+        for member in (one, two):
+            member.on_action("a")(done.append)
+            member.on_action("b")(done.append)
+        two.on_vote(lambda proposal: proposal.action == "b")
+        at = panel.peer_group.now() + 1.0
+        assert not outcome_of(panel.peer_group.propose_action("a", at=at)).passed
+        assert outcome_of(panel.peer_group.propose_action("b", at=at)).passed
+        eventually(lambda: len(done) == 2, RESULT_S, "it was not done")
+        assert {action.name for action in done} == {"b"}
+
+
+def test_who_was_outvoted_does_it_and_who_was_not_asked_does_not(url: str) -> None:
+    with Panel(url) as panel:
+        one, two, three = panel.members(3)
+        done: list[str] = []
+
+        def register(member: Any) -> None:
+            member.on_action("go")(lambda action: done.append(member.id))
+
+        for member in (one, two, three):
+            register(member)
+        three.on_vote(always(False))
+        hold = Hold()
+        two.on_vote(hold)
+        at = panel.peer_group.now() + 1.5
+        future = panel.peer_group.propose_action("go", at=at, kind="majority", timeout=LONG_S)
+        late = panel.peer_group.join()
+        register(late)
+        eventually(lambda: "n" in panel.votes(), RESULT_S, "it did not vote")
+        hold.go()
+        assert outcome_of(future).no == (three.id,)
+        eventually(lambda: len(done) == 3, RESULT_S, "it was not done")
+        assert sorted(done) == sorted([one.id, two.id, three.id])
+
+
+def test_a_member_that_has_left_does_not_act(url: str) -> None:
+    with Panel(url) as panel:
+        one, two = panel.members(2)
+        done: list[str] = []
+        for member in (one, two):
+            member.on_action("go")(lambda action, member=member: done.append(member.id))
+        assert outcome_of(
+            panel.peer_group.propose_action("go", at=panel.peer_group.now() + 1.0)
+        ).passed
+        one.leave()
+        eventually(lambda: done, RESULT_S, "nobody did it")
+        assert done == [two.id]
+
+
+def test_a_member_that_is_started_again_under_its_name_acts(url: str) -> None:
+    with Panel(url) as panel:
+        old = panel.process(name="worker")
+        old.ask("act", "go")
+        at = panel.peer_group.now() + 8.0
+        assert outcome_of(panel.peer_group.propose_action("go", at=at)).passed
+        old.kill()
+        new = panel.process(name="worker")
+        new.ask("act", "go")
+        (((one),),) = done_by([new])
+        assert one["late"] >= -one["error_bound"]
+
+
+def test_a_handler_that_comes_after_the_decision_is_called(url: str) -> None:
+    with Panel(url) as panel:
+        (member,) = panel.members(1)
+        member.on_vote(always(True))
+        assert outcome_of(
+            panel.peer_group.propose_action("go", at=panel.peer_group.now() + 1)
+        ).passed
+        done = threading.Event()
+        member.on_action("go")(lambda action: done.set())
+        assert done.wait(RESULT_S)
+
+
+def test_an_action_that_raises_is_logged_and_stops_nothing(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(action: Action) -> None:
+        raise RuntimeError("the breaker is stuck")
+
+    with Panel(url) as panel:
+        one, two = panel.members(2)
+        done = threading.Event()
+        one.on_action("go")(fail)
+        two.on_action("go")(lambda action: done.set())
+        assert outcome_of(
+            panel.peer_group.propose_action("go", at=panel.peer_group.now() + 1.0)
+        ).passed
+        assert done.wait(RESULT_S)
+        eventually(lambda: "breaker is stuck" in caplog.text, RESULT_S, "it was not logged")
+
+
+def test_a_slow_action_does_not_hold_up_another(url: str) -> None:
+    release, done = threading.Event(), threading.Event()
+    with Panel(url) as panel:
+        (member,) = panel.members(1)
+        member.on_action("slow")(lambda action: release.wait(RESULT_S))
+        member.on_action("quick")(lambda action: done.set())
+        at = panel.peer_group.now() + 1.0
+        assert outcome_of(panel.peer_group.propose_action("slow", at=at)).passed
+        assert outcome_of(panel.peer_group.propose_action("quick", at=at)).passed
+        assert done.wait(RESULT_S)
+        release.set()
+
+
+# -- voting on it
+
+
+def test_who_can_do_it_says_yes_and_who_can_do_other_things_no(url: str) -> None:
+    with Panel(url) as panel:
+        able, unable, blank = panel.members(3)
+        able.on_action("go")(lambda action: None)
+        unable.on_action("stay")(lambda action: None)
+        future = panel.peer_group.propose_action(
+            "go", at=panel.peer_group.now() + 1.0, kind="majority"
+        )
+        outcome = outcome_of(future)
+        assert (outcome.yes, outcome.no) == ((able.id,), (unable.id,))
+        assert outcome.missing == (blank.id,)  # without handlers, one may still come
+        assert not outcome.passed
+
+
+def test_the_vote_ends_before_the_instant_whatever_its_timeout(url: str) -> None:
+    with Panel(url) as panel:
+        (member,) = panel.members(1)
+        asked: list[Proposal] = []
+        hold = Hold()
+
+        def vote(proposal: Proposal) -> bool | None:
+            asked.append(proposal)
+            return hold(proposal)
+
+        member.on_vote(vote)
+        missed: list[Action] = []
+        member.on_action("go")(missed.append)
+        at = panel.peer_group.now() + 1
+        future = panel.peer_group.propose_action("go", at=at, timeout=LONG_S)
+        outcome = outcome_of(future)
+        assert (outcome.passed, outcome.reason) == (False, "timeout")
+        assert asked[0].deadline <= at - LEAD_S
+        assert asked[0].at == outcome.at
+        hold.go()
+        assert not missed
+
+
+def test_the_vote_ends_before_the_instant_though_its_end_was_put_off(url: str) -> None:
+    with Panel(url, ttl=LONG_S) as panel:
+        panel.members(1)
+        at = panel.peer_group.now() + 1
+        future = panel.peer_group.propose_action("go", at=at, timeout=0.3)
+        # As if the server had been away for a minute: all who wait get that minute more.
+        panel.redis.hincrby(panel.key("state"), "last", -60_000)
+        assert outcome_of(future).reason == "timeout"
+        graces: Any = panel.redis.hget(panel.key("state"), "graces")
+        assert int(graces) == 1
+
+
+def test_an_action_that_is_too_near_is_refused(url: str) -> None:
+    with Panel(url) as panel:
+        panel.members(1)
+        for at in (panel.peer_group.now() + LEAD_S / 2, panel.peer_group.now() - 1, 0):
+            with pytest.raises(ActionRefused, match="choose a later time"):
+                panel.peer_group.propose_action("go", at=at)
+
+
+def test_an_action_that_is_pending_is_refused_until_it_is_over(url: str) -> None:
+    with Panel(url) as panel:
+        (member,) = panel.members(1)
+        done: list[Action] = []
+        member.on_action("go")(done.append)
+        hold = Hold()
+        member.on_vote(hold)
+        group = panel.peer_group
+        first = group.propose_action("go", at=group.now() + 1.5)
+        with pytest.raises(ActionRefused, match="is pending already, by poll"):
+            group.propose_action("go", at=group.now() + 9)  # it is voted on
+        hold.go()
+        assert outcome_of(first).passed
+        with pytest.raises(ActionRefused, match=outcome_of(first).poll):
+            group.propose_action("go", at=group.now() + 9)  # it is agreed on
+        eventually(lambda: done, RESULT_S, "it was not done")
+        assert outcome_of(group.propose_action("go", at=group.now() + 1)).passed
+
+
+def test_an_action_that_was_rejected_may_be_proposed_again(url: str) -> None:
+    with Panel(url) as panel:
+        (member,) = panel.members(1)
+        member.on_vote(always(False))
+        group = panel.peer_group
+        assert not outcome_of(group.propose_action("go", at=group.now() + 60)).passed
+        assert not panel.redis.exists(panel.key("pending"))
+        member.on_vote(always(True))
+        outcome = outcome_of(group.propose_action("go", at=group.now() + 60))
+        assert outcome.passed
+        left: Any = panel.redis.pttl(panel.key("pending"))
+        assert 3_600_000 < left < 3_670_000  # it goes by itself, an hour after the last of them
+
+
+@pytest.mark.parametrize("at", [float("nan"), float("inf"), -1, 1e13, "soon", True])
+def test_a_time_that_cannot_be_is_refused(url: str, at: Any) -> None:
+    with Panel(url) as panel, pytest.raises((ValueError, TypeError), match="at must be"):
+        panel.peer_group.propose_action("go", at=at)
+
+
+# -- too late
+
+
+def test_who_learns_of_it_too_late_has_missed_it_and_does_not_do_it(url: str) -> None:
+    with Panel(url, ttl=LONG_S) as panel:
+        (here,) = panel.members(1)
+        careful, keen = panel.processes(2)
+        careful.ask("act", "go")
+        keen.ask("act", "go", "run")
+        here.on_action("go")(lambda action: None)
+        for process in (careful, keen):
+            process.pause()
+        at = panel.peer_group.now() + 1.0
+        outcome = outcome_of(panel.peer_group.propose_action("go", 7, at=at, kind=1))
+        assert outcome.passed
+        eventually(lambda: panel.peer_group.now() > at + 0.05, RESULT_S, "time stands still")
+        for process in (careful, keen):
+            process.resume()
+        eventually(lambda: careful.ask("missed"), RESULT_S, "it was not told what it missed")
+        (missed,) = careful.ask("missed")
+        assert (missed["name"], missed["params"], missed["poll"]) == ("go", 7, outcome.poll)
+        assert missed["late"] >= 0.05 - missed["error_bound"]
+        assert careful.ask("actions") == []
+        (((done),),) = done_by([keen])
+        assert done["late"] >= 0.05 - done["error_bound"]
+        assert keen.ask("missed") == []
+
+
+def test_who_sleeps_through_the_instant_has_missed_it(url: str) -> None:
+    with Panel(url, ttl=LONG_S) as panel:
+        (sleeper,) = panel.processes(1)
+        sleeper.ask("act", "go")
+        at = panel.peer_group.now() + 3
+        assert outcome_of(panel.peer_group.propose_action("go", at=at)).passed
+        eventually(lambda: sleeper.ask("decisions"), RESULT_S, "it was not told")
+        sleeper.pause()
+        eventually(lambda: panel.peer_group.now() > at + 0.5, RESULT_S, "time stands still")
+        sleeper.resume()
+        eventually(lambda: sleeper.ask("missed"), RESULT_S, "it was not told what it missed")
+        assert sleeper.ask("missed")[0]["late"] >= 0.5 - sleeper.ask("missed")[0]["error_bound"]
+        assert sleeper.ask("actions") == []
+
+
+def test_what_was_over_before_there_was_a_handler_is_not_missed(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Panel(url) as panel:
+        (member,) = panel.members(1)
+        member.on_vote(always(True))
+        at = panel.peer_group.now() + 1.0
+        assert outcome_of(panel.peer_group.propose_action("go", at=at)).passed
+        eventually(lambda: panel.peer_group.now() > at, RESULT_S, "time stands still")
+        calls: list[Action] = []
+        member.on_missed(calls.append)
+        member.on_action("go")(calls.append)
+        with caplog.at_level(logging.WARNING, "meteor_py"):
+            next_at = panel.peer_group.now() + 1.0
+            assert outcome_of(panel.peer_group.propose_action("go", 2, at=next_at)).passed
+            eventually(lambda: calls, RESULT_S, "it was not done")
+        assert [action.params for action in calls] == [2]
+        assert "missed" not in caplog.text
+
+
+# -- the clock
+
+
+def test_who_does_not_know_the_time_well_enough_cannot_propose(url: str) -> None:
+    with Panel(url) as panel:
+        panel.members(1)
+        at = panel.peer_group.now() + 2
+        with pytest.raises(ClockTooUncertain, match="allow more"):
+            panel.peer_group.propose_action("go", at=at, max_error=1e-9)
+
+
+def test_who_does_not_know_the_time_well_enough_says_no(private_server: ServerFactory) -> None:
+    server = private_server("--appendonly", "yes")
+    with Panel(server.url) as panel, Proxy(HOST, server.port) as proxy:
+        near = panel.process()
+        proxy.delay(0.1)
+        far = panel.process(url=proxy.url)
+        for process in (near, far):
+            process.ask("act", "go")
+        assert far.ask("error_bound") >= 0.1
+        at = panel.peer_group.now() + 10
+        future = panel.peer_group.propose_action("go", at=at, timeout=8, max_error=0.09)
+        assert outcome_of(future).no == (far.name,)
+
+
+def read(clock: GroupClock, server: float, trip: float = 0.002, age: float = 0.0) -> float:
+    """Have the clock read; return what time it really is then, by ours."""
+    at = lease.now() - age
+    clock.read(at - trip / 2, at + trip / 2, server)
+    return at
+
+
+def test_the_best_reading_of_the_clock_counts() -> None:
+    clock = GroupClock()
+    assert not clock.known
+    at = read(clock, 1000.0, trip=0.002)
+    read(clock, 1000.4, trip=1.0)
+    assert clock.now() - (lease.now() - at) == pytest.approx(1000.0, abs=1e-3)
+    assert 0.001 <= clock.error_bound < 0.4
+
+
+def test_the_error_bound_grows_with_the_age_of_the_reading() -> None:
+    clock = GroupClock()
+    read(clock, 1000.0, age=100.0)
+    assert clock.error_bound >= 0.001 + 100 * 100e-6
+    read(clock, 1100.0)
+    assert clock.error_bound < 0.002
+
+
+@pytest.mark.parametrize("step", [-3600.0, -0.5, 0.5, 3600.0])
+def test_readings_from_before_the_server_s_clock_was_set_are_forgotten(step: float) -> None:
+    clock = GroupClock()
+    for _ in range(8):
+        read(clock, 1000.0, trip=0.0002)
+    at = read(clock, 1000.0 + step, trip=0.002)  # a worse one, but the only one that is true
+    assert clock.now() - (lease.now() - at) == pytest.approx(1000.0 + step, abs=0.01)
+    assert clock.error_bound >= 0.001
+
+
+def test_the_clock_can_be_read_while_it_is_set() -> None:
+    clock = GroupClock()
+    read(clock, 1000.0)
+    ended = threading.Event()
+    errors: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            while not ended.is_set():
+                clock.now()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        read(clock, 1000.0)
+    ended.set()
+    thread.join()
+    assert not errors

@@ -1,0 +1,49 @@
+"""Whoever does not keep up with the events of a group is told so, and takes no more memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.peers import event_reader, listening
+from tests.support.waiting import eventually
+
+
+def test_who_watches_and_falls_behind_is_told_and_gets_no_more(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "_QUEUE_MAX", 3)
+    with meteor.connect(url) as m, m.peer_group("g", election=None) as group:
+        events = group.watch(timeout=20)
+        for number in range(6):
+            group.join(f"m{number}")
+        eventually(lambda: len(group.members) == 6)
+        assert [next(events).member for _ in range(3)] == ["m0", "m1", "m2"]
+        with pytest.raises(meteor.PeerError, match="watch again from a snapshot"):
+            next(events)
+
+
+def test_calls_that_are_left_out_while_one_hangs_are_counted(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_reader, "_CALLS_MAX", 2)
+    hangs, goes_on, seen = threading.Event(), threading.Event(), []
+    with meteor.connect(url) as m, m.peer_group("g", election=None) as group:
+
+        @group.on_join
+        def _(member: meteor.Member) -> None:
+            seen.append(member.id)
+            hangs.set()
+            assert goes_on.wait(20)
+
+        group.join("m0")
+        assert hangs.wait(20)
+        for number in range(1, 6):
+            group.join(f"m{number}")
+        with caplog.at_level(logging.ERROR):
+            goes_on.set()
+            eventually(lambda: seen == ["m0", "m1", "m2"])
+            eventually(lambda: "3 calls were left out" in caplog.text)

@@ -1,0 +1,211 @@
+"""Codecs of peer groups: types with numbers, and what happens to those nobody knows."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from meteor_py.errors import HandlerFailed
+from meteor_py.peers.codec import Format, PeerCodec, UnknownType, find_codec
+from tests.support.mailing import Post, Record, failure, inbox_length, result
+from tests.support.waiting import eventually
+
+
+@dataclass
+class User:
+    name: str
+    age: int
+
+
+class Point(msgspec.Struct):
+    x: int
+    y: int
+
+
+@pytest.fixture
+def post(url: str) -> Iterator[Post]:
+    with Post(url) as post:
+        yield post
+
+
+@pytest.mark.parametrize(
+    ("format", "value"),
+    [
+        ("json", {"a": [1, 2.5, None, "ü", True]}),
+        ("msgpack", {"a": [1, b"\0\xff", None]}),
+        ("bytes", b"\0\xff"),
+        ("json", None),
+        ("bytes", None),
+    ],
+)
+def test_a_value_comes_back_as_it_was(format: Format, value: Any) -> None:
+    codec = PeerCodec(format)
+    assert codec.decode(*codec.encode(value)) == value
+
+
+@pytest.mark.parametrize("format", ["json", "msgpack"])
+@pytest.mark.parametrize("value", [User("Ada", 36), Point(1, 2)])
+def test_a_registered_type_comes_back_as_itself(format: Format, value: object) -> None:
+    codec = PeerCodec(format)
+    codec.register(type(value), id=7)
+    kind, data = codec.encode(value)
+    assert kind == "7"
+    assert codec.decode(kind, data) == value
+
+
+def test_a_type_may_have_its_own_way_to_become_bytes() -> None:
+    codec = PeerCodec("bytes")
+    codec.register(
+        User,
+        id=1,
+        encode=lambda user: f"{user.name}:{user.age}".encode(),
+        decode=lambda data: User(data.decode().split(":")[0], int(data.decode().split(":")[1])),
+    )
+    assert codec.encode(User("Ada", 36)) == ("1", b"Ada:36")
+    assert codec.decode("1", b"Ada:36") == User("Ada", 36)
+
+
+def test_registrations_that_contradict_each_other_are_refused() -> None:
+    codec = PeerCodec()
+    codec.register(User, id=1)
+    for type_, number in ((Point, 1), (User, 2)):
+        with pytest.raises(ValueError, match="registered already"):
+            codec.register(type_, id=number)
+    with pytest.raises(ValueError, match="neither"):
+        codec.register(Point, id=3, encode=lambda point: b"")
+    with pytest.raises(ValueError, match="needs encode and decode"):
+        PeerCodec("bytes").register(User, id=1)
+    with pytest.raises(ValueError, match="id must be"):
+        codec.register(Point, id=-1)
+
+
+def test_values_that_cannot_be_written_are_refused() -> None:
+    with pytest.raises(TypeError):
+        PeerCodec().encode(object())
+    with pytest.raises(TypeError, match="sends bytes"):
+        PeerCodec("bytes").encode("text")
+    broken = PeerCodec()
+    broken.register(User, id=1, encode=lambda user: "text", decode=lambda data: User("", 0))  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match="must return bytes"):
+        broken.encode(User("Ada", 36))
+
+
+@pytest.mark.parametrize(("kind", "data"), [("9", b"x"), ("json", b"{"), ("pickle", b"x")])
+def test_what_cannot_be_read_is_said_to_be_unknown(kind: str, data: bytes) -> None:
+    with pytest.raises(UnknownType):
+        PeerCodec().decode(kind, data)
+
+
+def test_nothing_is_ever_unpickled(post: Post) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (pytest.fail, ("it was unpickled",))
+
+    group = post.group(codec="bytes")
+    got = Record()
+    group.join("a").on("q")(got)
+    data = pickle.dumps(Bomb())
+    result(group.member("a").send("q", data))
+    assert got.bodies == [data]
+
+
+def test_names_and_objects_are_taken_as_codecs_and_nothing_else() -> None:
+    codec = PeerCodec()
+    assert find_codec(codec) is codec
+    assert find_codec("msgpack").format == "msgpack"
+    with pytest.raises(ValueError, match="codec must be one of"):
+        find_codec("pickle")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="PeerCodec"):
+        find_codec(7)  # type: ignore[arg-type]
+
+
+def test_members_with_different_formats_understand_each_other(post: Post) -> None:
+    group, other = post.group(codec="msgpack"), post.group(codec="json")
+    other.join("a").on("q")(lambda message: {"got": message.body})
+    assert result(group.member("a").ask("q", [1, 2])) == {"got": [1, 2]}
+
+
+def test_registered_types_go_both_ways(any_url: str) -> None:
+    codecs = [PeerCodec("msgpack"), PeerCodec("json")]
+    for codec in codecs:
+        codec.register(User, id=1, encode=msgspec.json.encode, decode=_load_user)
+    with Post(any_url) as post:
+        group, other = (post.group(codec=codec) for codec in codecs)
+
+        @other.join("a").on("q")
+        def older(message: Any) -> User:
+            assert isinstance(message.body, User)
+            return User(message.body.name, message.body.age + 1)
+
+        assert result(group.member("a").ask("q", User("Ada", 36))) == User("Ada", 37)
+
+
+def _load_user(data: bytes) -> User:
+    return msgspec.json.decode(data, type=User)
+
+
+@pytest.mark.parametrize("verb", ["tell", "send", "ask"])
+def test_a_message_of_an_unknown_type_goes_to_the_dead_letters(post: Post, verb: str) -> None:
+    codec = PeerCodec()
+    codec.register(User, id=1)
+    group, other = post.group(codec=codec), post.group()
+    got = Record(lambda message: message.body)
+    me = other.join("a")
+    me.on("q")(got)
+    future = getattr(group.member("a"), verb)("q", User("Ada", 36))
+    if verb == "tell":
+        result(future)
+    else:
+        error = failure(future)
+        assert isinstance(error, HandlerFailed)
+        assert "register it" in str(error)
+    eventually(lambda: len(group.dead_letters()) == 1)
+    (letter,) = group.dead_letters()
+    assert (letter.member, letter.queue, letter.verb, letter.sender) == ("a", "q", verb, None)
+    assert letter.type == "1"
+    assert "register it" in letter.reason
+    assert letter.sent_at <= letter.buried_at <= group.now() + group.clock.error_bound
+    assert msgspec.json.decode(letter.body) == {"name": "Ada", "age": 36}
+    assert inbox_length(group, "a") == 0
+    assert result(group.member("a").ask("q", "still there")) == "still there"
+    assert got.bodies == ["still there"]
+
+
+def test_pulling_passes_over_what_cannot_be_read(post: Post) -> None:
+    codec = PeerCodec()
+    codec.register(User, id=1)
+    group, other = post.group(codec=codec), post.group()
+    me = other.join("a")
+    result(group.member("a").tell("q", User("Ada", 36)))
+    result(group.member("a").tell("q", "plain"))
+    assert [message.body for message in me.inbox("q", timeout=0.5) if message.ack()] == ["plain"]
+    assert len(group.dead_letters()) == 1
+
+
+def test_the_last_dead_letters_come_in_their_order(post: Post) -> None:
+    codec = PeerCodec()
+    codec.register(User, id=1)
+    group, other = post.group(codec=codec), post.group()
+    other.join("a").on("q")(lambda message: None)
+    for age in range(5):
+        assert isinstance(failure(group.member("a").send("q", User("Ada", age))), HandlerFailed)
+    ages = [msgspec.json.decode(letter.body)["age"] for letter in other.dead_letters(3)]
+    assert ages == [2, 3, 4]
+    assert len(other.dead_letters()) == 5
+    with pytest.raises(ValueError, match="limit"):
+        other.dead_letters(0)
+
+
+def test_an_answer_of_an_unknown_type_fails_for_who_asked(post: Post) -> None:
+    codec = PeerCodec()
+    codec.register(User, id=1)
+    group, other = post.group(), post.group(codec=codec)
+    other.join("a").on("q")(lambda message: User("Ada", 36))
+    error = failure(group.member("a").ask("q"))
+    assert isinstance(error, HandlerFailed)
+    assert "cannot be read" in str(error)

@@ -1,0 +1,181 @@
+"""Peer groups whose members come and go all the time, in several processes: all see the same
+of it, there is always a leader, and no message gets lost, or to somebody who has left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from meteor_py.errors import MemberUnknown
+from meteor_py.peers.event import Event
+from tests.support.mailing import failure
+from tests.support.peer_nodes import BOX, STORM_S, Node, Nodes, ask_all, plain
+from tests.support.peer_nodes import nodes as nodes
+from tests.support.peering import GROUP, LONG_S, Open, ids, watching
+from tests.support.peering import open_group as open_group
+from tests.support.waiting import eventually
+
+#: How a question may end that is not answered, while members come and go. That nothing came in
+#: time is not among them: somebody has to say so.
+ERRORS = {"NoLeader", "MemberUnknown", "MemberLeft", "MembershipLost"}
+
+
+# All see the same
+
+
+def test_fifty_members_of_five_processes_join_and_leave_a_thousand_times_and_all_see_the_same(
+    nodes: Nodes, open_group: Open, rng: random.Random
+) -> None:
+    group = open_group(ttl=LONG_S)
+    *processes, one, two = nodes.start(7, GROUP)
+    with watching(group) as here:
+        one.ask("watch", GROUP, "callback")
+        two.ask("watch", GROUP, "iterator")
+        seeds = [rng.random() for _ in processes]
+        ask_all(processes, "storm", GROUP, 10, 20, each=seeds)
+        last = group.books.look()
+        assert not last.members
+        eventually(lambda: bool(here) and here[-1].view == last.view, STORM_S)
+    for observer in (one, two):
+        eventually(lambda o=observer: o.ask("view") == last.view, STORM_S)  # type: ignore[misc]
+    seen = [plain(event) for event in here]
+    assert [event["view"] for event in seen] == list(range(1, last.view + 1))
+    assert not any(event["resync"] for event in seen)
+    kinds = Counter(event["kind"] for event in seen)
+    assert (kinds["joined"], kinds["left"]) == (1000, 1000)
+    assert kinds["elected"] == kinds["resigned"] > 0
+    assert one.ask("events") == seen
+    assert two.ask("events") == seen
+    check_leaders(here)
+
+
+def check_leaders(events: list[Event]) -> None:
+    """Whenever there is a member, there is a leader: the next event after one is lost tells of
+    another, unless nobody is left but who is about to leave. Terms rise."""
+    members: set[str | None] = set()
+    leader: str | None = None
+    terms = [0]
+    for number, event in enumerate(events):
+        if leader is None and not all(leaves_next(events[number:], member) for member in members):
+            assert event.kind in ("elected", "resigned"), event
+        match event.kind:
+            case "joined":
+                assert event.member not in members
+                members.add(event.member)
+            case "left":
+                members.remove(event.member)
+                leader = None if leader == event.member else leader
+            case "resigned":
+                leader = None
+            case "elected":
+                assert leader is None
+                assert event.member in members
+                leader = event.member
+                assert event.term is not None
+                terms.append(event.term)
+    assert (leader is None) == (not members)
+    assert terms == sorted(set(terms))
+
+
+def leaves_next(events: list[Event], member: str | None) -> bool:
+    """Whether the next that happens to a member is that it leaves."""
+    return next((event.kind for event in events if event.member == member), None) == "left"
+
+
+# Members that come and go
+
+
+def test_members_leave_and_rejoin_at_random_with_always_a_leader_and_no_message_after_leaving(
+    nodes: Nodes, open_group: Open, rng: random.Random
+) -> None:
+    group = open_group(ttl=LONG_S)
+    processes = nodes.start(4, GROUP)
+    with watching(group) as events:
+        found = ask_all(processes, "roam", GROUP, 120, each=[rng.random() for _ in processes])
+        members = [one["ids"] for one in found]
+        told = [body for one in found for body in one["told"]]
+        check_goodbye(processes, events, told)
+    everybody = [member for those in members for member in those]
+    assert len(set(everybody)) == len(everybody)  # each time it is somebody else
+    assert len(everybody) > 20
+    handled = check_handled(processes, events, told)
+    leaders = [event.member for event in events if event.kind == "elected"]
+    assert len(set(leaders)) > 5
+    assert handled
+    for those in members:
+        for former in those[:-1][-3:]:
+            assert isinstance(failure(group.member(former).ask(BOX, "late")), MemberUnknown)
+    assert sorted(ids(group)) == sorted(those[-1] for those in members)
+
+
+def test_members_come_and_go_under_load_and_each_question_ends_by_an_answer_or_a_named_error(
+    nodes: Nodes, open_group: Open, rng: random.Random
+) -> None:
+    group = open_group(ttl=LONG_S)
+    processes = nodes.start(4, GROUP)
+    with watching(group) as events:
+        seeds = [rng.random() for _ in processes]
+        found = ask_all(processes, "roam_and_ask", GROUP, 60, 150, each=seeds)
+        told = [body for one in found for body in one["told"]]
+        check_goodbye(processes, events, told)
+    asked = [question for one in found for question in one["asked"]]
+    assert len(asked) == 600
+    bodies = {body for _, body, _, _ in asked}
+    handled = check_handled(processes, events, told, bodies)
+    for to, body, how, answers in asked:
+        assert how == "answered" or how in ERRORS, (to, body, how)
+        if how != "answered":
+            continue
+        for member, value in answers["values"].items():
+            assert value == {"by": member, "body": body}
+            assert handled[member, body] == 1
+        assert set(answers["failed"].values()) <= {"MemberLeft"}
+        assert len(answers["values"]) == 1 or to == "all"
+    ends = Counter((to, how) for to, _, how, _ in asked)
+    print(sorted(ends.items()))
+    assert min(ends[to, "answered"] for to in ("leader", "any", "all", "member")) > 0
+    by_body = Counter(body for _, body in handled)
+    for to, body, _, _ in asked:
+        assert by_body[body] <= 1 or to in ("all", "any")  # those alone are for several
+    leaders = [event.member for event in events if event.kind == "elected"]
+    assert len(set(leaders)) > 5
+
+
+def check_goodbye(processes: list[Node], events: list[Event], told: list[str]) -> None:
+    """When all have come to rest, everybody gets what each of them tells all; then all leave."""
+    for number, process in enumerate(processes):
+        told.append(f"last-{number}")
+        process.ask("tell_all", GROUP, [told[-1]])
+    for process in processes:
+        eventually(lambda p=process: last_words(p) == sorted(told[-len(processes) :]), 30)  # type: ignore[misc]
+
+
+def last_words(process: Node) -> list[str]:
+    return sorted(m["body"] for m in process.ask("heard") if m["body"].startswith("last-"))
+
+
+def check_handled(
+    processes: list[Node], events: list[Event], told: list[str], asked: set[str] | None = None
+) -> Counter[tuple[str, str]]:
+    """Nothing was handled that was not sent, nor twice by one member, nor after it had left; by
+    the server's clock each was sent while its receiver was a member. Also checks the leaders.
+
+    Returns:
+        What was handled, by member and body.
+    """
+    check_leaders(events)
+    joined = {event.member: event.at for event in events if event.kind == "joined"}
+    left = {event.member: event.at for event in events if event.kind == "left"}
+    handled: Counter[tuple[str, str]] = Counter()
+    for messages in ask_all(processes, "heard"):
+        for message in messages:
+            member = message["member"]
+            handled[member, message["body"]] += 1
+            if message["body"] in told:
+                assert joined[member] <= message["sent_ms"]
+            assert message["sent_ms"] <= left.get(member, message["sent_ms"])
+    assert {body for _, body in handled} <= {*told, *(asked or ())}
+    assert set(handled.values()) <= {1}
+    assert ask_all(processes, "heard_after_leaving") == [[]] * len(processes)
+    return handled

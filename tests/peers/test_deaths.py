@@ -1,0 +1,197 @@
+"""Members of peer groups that die, or whose name is taken over, and that come back.
+
+Several handles in one process: who is told of it, and who they are then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.errors import MemberTaken, MeteorError
+from meteor_py.peers.member import Status
+from meteor_py.redis.scripts import PEERS_JOIN
+from tests.support.peering import LONG_S, Heard, Open, expel, ids, watching
+from tests.support.peering import open_group as open_group
+from tests.support.waiting import eventually
+
+#: A ttl that a test waits out.
+SHORT_S = 0.5
+
+
+# Names
+
+
+def test_a_name_that_is_taken_is_refused_waited_for_or_taken_over(open_group: Open) -> None:
+    one, two = open_group(ttl=LONG_S), open_group()
+    first = one.join("a")
+    with pytest.raises(MemberTaken):
+        two.join("a", on_conflict="fail")
+    with pytest.raises(TimeoutError):
+        two.join("a", on_conflict="wait", timeout=0.2)
+    second = two.join("a")
+    assert first.lost.wait(10)
+    assert first.reason == "joined again elsewhere"
+    assert ids(two) == ["a"]
+    waiting: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: waiting.append(one.join("a", on_conflict="wait", timeout=30))
+    )
+    thread.start()
+    second.close()
+    thread.join(30)
+    assert not waiting[0].lost.is_set()
+    assert one.members[0].session == waiting[0].session
+
+
+def test_taking_over_a_name_of_the_same_handle_ends_the_older_membership(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    first, second = group.join("a"), group.join("a")
+    assert first.lost.is_set()
+    assert not second.lost.is_set()
+    assert group.memberships() == [second]
+
+
+def test_who_waits_for_a_name_is_released_when_the_handle_is_closed(open_group: Open) -> None:
+    one, two = open_group(ttl=LONG_S), open_group()
+    one.join("a")
+    errors: list[MeteorError] = []
+
+    def wait() -> None:
+        try:
+            two.join("a", on_conflict="wait")
+        except MeteorError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    two.close()
+    thread.join(30)
+    assert [str(error).endswith("open another.") for error in errors] == [True]
+
+
+def test_a_named_member_dies_and_comes_back_elsewhere(open_group: Open) -> None:  # T22
+    one, two, three = open_group(ttl=LONG_S), open_group(), open_group()
+    heard = Heard(one)
+    two.join("a", metadata=1)
+    two.close()
+    eventually(lambda: heard.count("status", "a", "dead") == 1)
+    assert [(m.id, m.status, m.session) for m in one.members] == [("a", Status.DEAD, "")]
+    three.join("a", metadata=2)
+    eventually(lambda: heard.count("status", "a", "alive") == 1)
+    eventually(lambda: heard.count("join", "a") == 2)
+    assert (one.members[0].metadata, one.members[0].alive) == (2, True)
+    assert not any(call[0] == "leave" for call in heard.calls)
+
+
+def test_leaving_is_for_good_closing_is_not(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    group.join("a").leave()
+    assert ids(group) == []
+    group.join("b").close()
+    eventually(lambda: [member.alive for member in group.members] == [False])
+    with group.join("c"):
+        pass
+    assert ids(group) == ["b"]
+    assert group.remove("b")
+    eventually(lambda: not group.members)
+
+
+@pytest.mark.parametrize("expiration", [0.0, 0.3])
+def test_a_dead_member_is_removed_in_time_and_can_join_again(
+    open_group: Open, expiration: float
+) -> None:  # T4
+    one = open_group(ttl=SHORT_S, member_expiration=expiration)
+    two, three = open_group(), open_group()
+    heard = Heard(one)
+    two.join("2")
+    two.close()
+    eventually(lambda: heard.count("leave", "2", "expired") == 1)
+    assert heard.calls.index(("status", "2", "dead")) < heard.calls.index(("leave", "2", "expired"))
+    three.join("2")
+    eventually(lambda: heard.count("join", "2") == 2)
+
+
+# Dying
+
+
+def test_who_only_looks_on_notices_a_death_alone(open_group: Open, url: str) -> None:
+    group = open_group(ttl=SHORT_S)
+    heard = Heard(group)
+    with meteor.connect(url) as client:  # a member that is never heard of again
+        args = ["a", "of-nobody", "0", 0, b"null", "fail", 1000]
+        client.run(PEERS_JOIN, [group.books.prefix], args)
+    eventually(lambda: heard.count("leave", "a", "expired") == 1)
+    assert heard.count("resigned", "a", "expired") == 1
+    assert group.leader is None
+
+
+def test_a_death_is_noticed_on_time_and_not_with_the_next_beat(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)  # a beat every 20 s
+    heard = Heard(group)
+    args = ["a", "of-nobody", "0", 0, b"null", "fail", 1000]
+    group.books.run(PEERS_JOIN, args)
+    deadline = int((time.time() + 0.5) * 1000)
+    group.books.client.call("ZADD", group.books.key("deadlines"), deadline, "a")
+    group.hurry()
+    eventually(lambda: heard.count("leave", "a", "expired") == 1, 10)
+
+
+def test_who_was_taken_for_dead_joins_again(open_group: Open) -> None:  # T21
+    one, two = open_group(ttl=0.9), open_group()
+    heard = Heard(two)
+    me, other = one.join(), two.join()
+    named = one.join("a")
+    before, sessions = me.id, (me.session, named.session)
+    expel(two, me.id, "a")
+    eventually(lambda: me.id != before and (me.session, named.session) != sessions)
+    eventually(lambda: {m.id for m in two.members if m.alive} == {me.id, other.id, "a"})
+    eventually(lambda: {m.id for m in one.members if m.alive} == {me.id, other.id, "a"})
+    eventually(lambda: heard.count("join", me.id) == heard.count("status", "a", "alive") == 1)
+    assert heard.count("leave", before, "expired") == 1
+    assert heard.count("status", "a", "dead") == 1
+    assert not me.lost.is_set()
+    me.leave()
+    named.leave()
+    eventually(lambda: ids(two) == [other.id])  # no ghosts
+
+
+def test_who_was_replaced_behind_its_back_does_not_come_back(open_group: Open) -> None:
+    one, two = open_group(ttl=0.6), open_group()
+    me = one.join("a")
+    with one.lock:  # it sees no events; its heart is told
+        two.books.client.run(
+            PEERS_JOIN, [two.books.prefix], ["a", "another", "1", 0, b"null", "takeover", 1000]
+        )
+        two.books.client.call("ZADD", two.books.key("deadlines"), "+inf", "a")
+    assert me.lost.wait(10)
+    assert me.reason == "joined again elsewhere"
+    eventually(lambda: two.find("a"))  # the leaving and the joining are two events
+
+
+def test_a_callback_that_raises_or_hangs_stops_neither_heart_nor_events(open_group: Open) -> None:
+    one, two = open_group(ttl=0.9), open_group()
+    release = threading.Event()
+
+    @one.on_join
+    def fail(member: Any) -> None:
+        raise ValueError("no")
+
+    one.on_join(lambda member: release.wait(30))
+    try:
+        me = one.join()
+        eventually(lambda: two.leader is not None)
+        with watching(two) as events:
+            sent = me.valid_until
+            eventually(
+                lambda: me.valid_until > sent + 2 * 0.9
+            )  # two ttls later it is still heard of
+            two.join("b")
+            eventually(lambda: "b" in ids(one))
+            assert not [event for event in events if event.member == me.id]
+    finally:
+        release.set()

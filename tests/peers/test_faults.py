@@ -1,0 +1,301 @@
+"""Peer groups whose members, each in a process of its own, are killed, stopped, forked or
+told to end; and servers that go away, or whose clock is set.
+
+Times are the server's: each event carries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.errors import StaleTerm
+from meteor_py.peers.event import Event
+from meteor_py.peers.group import PeerGroup
+from meteor_py.subscribe.lease import now
+from tests.conftest import ServerFactory
+from tests.support.peering import GROUP, LONG_S, Heard, Open, Peer, ids, step_clocks, watching
+from tests.support.peering import open_group as open_group
+from tests.support.servers import Server
+from tests.support.waiting import eventually
+
+#: A ttl that a test waits out. Who must not be expelled gets one that a busy machine can meet.
+SHORT_S = 1.0
+STEADY_S = 2.0
+#: Seconds that the machine may lose time in, besides what is promised.
+SLACK_S = 3.0
+
+Start = Callable[..., Peer]
+
+
+@pytest.fixture
+def start(url: str) -> Iterator[Start]:
+    """Starts processes with a handle of the group; they end with the test."""
+    with ExitStack() as stack:
+
+        def started(at: str = "", **settings: Any) -> Peer:
+            peer = Peer(at or url, **settings)
+            stack.callback(peer.close)
+            return peer
+
+        yield started
+
+
+def find(events: list[Event], kind: str, member: str) -> Event:
+    """The event of that kind about a member; waits for it."""
+    found: list[Event] = []
+
+    def there() -> bool:
+        found[:] = [event for event in events if (event.kind, event.member) == (kind, member)]
+        return bool(found)
+
+    eventually(there, 30, f"{member} {kind}")
+    return found[0]
+
+
+def server_ms(group: PeerGroup) -> float:
+    seconds, micros = group.books.client.call("TIME")
+    return int(seconds) * 1000 + int(micros) / 1000
+
+
+# Processes
+
+
+def test_a_killed_leader_is_replaced_within_its_ttl_and_a_second(
+    start: Start, open_group: Open
+) -> None:
+    group = open_group(ttl=SHORT_S)
+    leader, other = start(), start()
+    first, second = leader.ask("join", None), other.ask("join", None)
+    eventually(lambda: ids(group) == [first, second])
+    with watching(group) as events:
+        leader.kill()
+        killed_ms = server_ms(group)
+        assert find(events, "left", first).reason == "expired"
+        elected = find(events, "elected", second)
+        assert elected.at <= killed_ms + (SHORT_S + 1 + SLACK_S) * 1000
+        eventually(lambda: other.ask("state")["term"] == elected.term)
+
+
+def test_one_of_many_processes_leads_however_often_the_leader_is_killed(
+    start: Start, open_group: Open
+) -> None:
+    group = open_group(ttl=SHORT_S)
+    peers = {}
+    for _ in range(4):
+        peer = start()
+        peers[peer.ask("join", None)] = peer
+    terms = []
+    while peers:
+        eventually(lambda: group.leader is not None and group.leader.id in peers, 20)
+        assert group.leader is not None
+        terms.append(group.term)
+        peers.pop(group.leader.id).kill()
+    eventually(lambda: not group.members, 20)
+    assert group.leader is None
+    assert terms == sorted(set(terms))
+    assert len(terms) >= 4
+
+
+def test_a_leader_that_was_stopped_too_long_knows_at_once_and_cannot_write(
+    start: Start, open_group: Open
+) -> None:
+    group = open_group(ttl=SHORT_S)
+    zombie = start()
+    zombie.ask("join", "zombie")
+    zombie.tell("lead", SHORT_S)
+    number = zombie.answer()
+    me = group.join()
+    with watching(group) as events:
+        zombie.pause()
+        paused = now()
+        assert find(events, "elected", me.id).term > number
+        assert me.term is not None
+        me.term.guard.set("config", "new")
+        eventually(lambda: now() > paused + 1.2 * SHORT_S)
+        zombie.resume()
+        valid, lost, remaining, written, by_the_server = zombie.answer()
+    assert (valid, remaining) == (False, 0)
+    assert lost is True
+    assert (written, by_the_server) == ("StaleTerm", "STALE")
+    assert group.guarded("config") == b"new"
+    eventually(lambda: "zombie" in [member.id for member in group.members if member.alive])
+
+
+def test_sigterm_hands_over_at_once(start: Start, open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)  # so it is no timer that does it
+    service, other = start(), start()
+    first, second = service.ask("join", None), other.ask("join", "b")
+    eventually(lambda: ids(group) == [first, second])
+    service.tell("serve_until_terminated")
+    assert service.answer() == "serving"
+    with watching(group) as events:
+        service.terminate()
+        assert service.wait() == 0
+        assert find(events, "left", first).reason == "left"
+        assert find(events, "resigned", first).reason == "left"
+        find(events, "elected", second)
+    other.tell("serve_until_terminated")
+    assert other.answer() == "serving"
+    heard = Heard(group)
+    other.terminate()
+    eventually(lambda: heard.count("status", "b", "dead") == 1)  # a named one may come back
+    assert group.leader is None
+
+
+def test_a_named_member_goes_on_in_another_process_and_leads_again(
+    start: Start, open_group: Open
+) -> None:
+    group = open_group(ttl=SHORT_S)
+    first, second = start(), start()
+    first.ask("join", "a")
+    second.ask("join", "b")
+    first.kill()
+    eventually(lambda: group.leader is not None and group.leader.id == "b", 20)
+    assert [member.alive for member in group.members] == [False, True]
+    again = start()
+    again.ask("join", "a")
+    second.kill()
+    eventually(lambda: group.leader is not None and group.leader.id == "a", 20)
+    eventually(lambda: again.ask("state")["term"] == group.term)
+
+
+def test_a_callback_that_hangs_or_raises_costs_a_process_neither_membership_nor_office(
+    start: Start, open_group: Open
+) -> None:
+    group = open_group(ttl=STEADY_S)
+    peer = start()
+    peer.ask("hold")
+    member = peer.ask("join", None)
+    eventually(lambda: group.leader is not None)
+    with watching(group) as events:
+        begun = now()
+        eventually(lambda: now() > begun + 1.5 * STEADY_S)
+        assert events == []
+    assert peer.ask("state")["term"] == group.term
+    assert ids(group) == [member]
+
+
+def test_a_forked_child_cannot_use_the_membership_of_its_parent(
+    start: Start, open_group: Open
+) -> None:
+    group = open_group(ttl=LONG_S)
+    parent = start()
+    member = parent.ask("join", "a")
+    eventually(lambda: group.leader is not None)
+    with watching(group) as events:
+        told = parent.ask("fork")
+        assert told == [
+            *["MeteorError"] * 8,
+            "StaleTerm",
+            *("False", "None"),  # its term
+            "1",  # what a handle of its own sees
+            "0",
+        ]
+        group.join("last")
+        find(events, "joined", "last")
+    assert {event.member for event in events} == {"last"}  # the parent goes on
+    assert parent.ask("state")["id"] == member
+    assert parent.ask("write", "x", "of the parent") == "written"
+
+
+# Servers
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_server_that_is_away_for_three_ttls_expels_nobody(
+    private_server: ServerFactory, start: Start, open_group: Open, how: str
+) -> None:
+    server = private_server("--appendonly", "yes", "--appendfsync", "always")
+    group = open_group(server.url, ttl=STEADY_S)
+    peers = [start(server.url) for _ in range(3)]
+    members = [peer.ask("join", None) for peer in peers]
+    me = group.join()
+    eventually(lambda: len(ids(group)) == 4)
+    number = group.term
+    with watching(group) as events:
+        take_away(server, how)
+        begun = now()
+        eventually(lambda: now() > begun + 3 * STEADY_S, 30)
+        assert all(peer.ask("state")["term"] is None for peer in peers)  # nobody believes
+        bring_back(server, how)
+        eventually(lambda: peers[0].ask("state")["term"] == number, 20)
+        # One whole ttl later everybody is there still.
+        begun = now()
+        eventually(lambda: now() > begun + 1.2 * STEADY_S)
+        last = group.join("last")
+        find(events, "joined", "last")
+    assert [(event.kind, event.member) for event in events] == [("joined", "last")]
+    assert ids(group) == [*members, me.id, last.id]
+    assert [peer.ask("state")["lost"] for peer in peers] == [False] * 3
+
+
+def take_away(server: Server, how: str) -> None:
+    server.pause() if how == "stopped" else server.kill()
+
+
+def bring_back(server: Server, how: str) -> None:
+    server.resume() if how == "stopped" else server.restart()
+
+
+@pytest.mark.parametrize("step_s", [3600, -3600])
+def test_a_server_whose_clock_is_set_expels_nobody_and_still_notices_the_dead(
+    url: str, open_group: Open, monkeypatch: pytest.MonkeyPatch, step_s: int
+) -> None:
+    step_clocks(monkeypatch)  # here only: all members are in this process
+    one, two = open_group(ttl=STEADY_S), open_group()
+    me, other = one.join("a"), two.join("b")
+    eventually(lambda: ids(one) == ["a", "b"])
+    term = me.term
+    assert term is not None
+    with watching(one) as events:
+        one.books.client.call("SET", one.books.key("step"), step_s)
+        beats = other.valid_until
+        eventually(lambda: other.valid_until > beats + STEADY_S, 20)
+        assert events == []
+        assert me.term is term
+        assert term.valid
+        with two.lock:  # its heart cannot ask who is to be renewed
+            assert find(events, "dead", "b").reason == "expired"
+        eventually(lambda: two.find("b") is not None and two.members[-1].alive)
+    assert me.term is term
+    assert not any(event.member == "a" for event in events)
+
+
+def test_a_leader_whose_server_comes_back_empty_is_none_until_it_is_elected_again(
+    private_server: ServerFactory, open_group: Open
+) -> None:
+    server = private_server("--save", "")
+    one, two = open_group(server.url, ttl=SHORT_S), open_group(server.url)
+    me, other = one.join("a"), two.join("b")
+    term = me.term
+    assert term is not None
+    heard = Heard(two)
+    server.kill()
+    server.restart()
+    eventually(lambda: heard.count("reset") >= 1, 20)
+    eventually(lambda: (me.term is None) != (other.term is None), 20)
+    eventually(lambda: sorted(ids(one)) == sorted(ids(two)) == ["a", "b"], 20)
+    assert not term.valid
+    with pytest.raises(StaleTerm):
+        term.guard.set("x", "old")
+    assert one.guarded("x") is None
+    eventually(lambda: one.term == two.term > term.number)
+
+
+def test_a_process_that_ends_without_closing_anything_leaves(url: str, open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    peer = Peer(url)
+    try:
+        member = peer.ask("join", None)
+        eventually(lambda: ids(group) == [member])
+        peer._process.stdin.close()  # type: ignore[union-attr]  # its program comes to its end
+        assert peer.wait() == 0
+    finally:
+        peer.close()
+    eventually(lambda: not group.members)
+    assert meteor.connect(url).peer_groups() == [GROUP]

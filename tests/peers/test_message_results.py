@@ -1,0 +1,247 @@
+"""What the sender of a message to a peer group gets to know: the answer, or what failed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from meteor_py.errors import (
+    HandlerFailed,
+    InboxFull,
+    MemberLeft,
+    MessageExpired,
+    MessageFailed,
+    MeteorError,
+    PartialFailure,
+)
+from meteor_py.peers.messaging import requests as mail_module
+from meteor_py.peers.messaging.message import Message
+from tests.support.mailing import Gate, Post, Record, abandon, failure, inbox_length, result, say
+from tests.support.mailing import post as post
+from tests.support.waiting import eventually
+
+# Failures
+
+
+def test_what_a_handler_raises_fails_the_message_with_its_text(post: Post) -> None:
+    group = post.group()
+
+    def broken(message: Message) -> None:
+        raise LookupError("no such shelf")
+
+    group.join("a").on("q")(broken)
+    for verb in ("send", "ask"):
+        error = failure(say(group, "member", verb, "q"))
+        assert isinstance(error, HandlerFailed)
+        assert error.member == "a"
+        assert "LookupError: no such shelf" in str(error)
+
+
+def test_what_cannot_be_sent_back_fails_the_message(post: Post) -> None:
+    group = post.group()
+    group.join("a").on("q")(lambda message: object())
+    assert "cannot be sent" in str(failure(group.member("a").ask("q")))
+    assert result(group.member("a").send("q")) is None
+
+
+@pytest.mark.parametrize("how", ["leave", "remove", "expire"])
+def test_a_message_fails_when_its_member_goes_while_it_has_it(post: Post, how: str) -> None:
+    group, other = post.group(ttl=0.5), post.group()
+    me, gate = other.join(), Gate()
+    me.on("q")(gate)
+    future = group.member(me.id).send("q", timeout=60)
+    gate.wait_until_entered()
+    leaver = threading.Thread(target=me.leave)  # it waits for the handler
+    if how == "leave":
+        leaver.start()
+    elif how == "remove":
+        group.remove(me.id)
+    else:
+        abandon(other)
+    error = failure(future)
+    gate.open.set()
+    if how == "leave":
+        leaver.join()
+    assert isinstance(error, MemberLeft)
+    assert error.member is not None
+
+
+def test_a_message_to_all_tells_who_left_and_what_the_others_said(post: Post) -> None:
+    group, other = post.group(), post.group()
+    gate = Gate()
+    for name in ("a", "b"):
+        group.join(name).on("q")(lambda message: message.body * 2)
+    leaver = other.join("c")
+    leaver.on("q")(gate)
+    asked = group.all.ask("q", 4, timeout=60)
+    sent = group.all.send("q", 4, timeout=60)
+    gate.wait_until_entered()
+    group.remove("c")
+    replies = result(asked)
+    error = failure(sent)
+    gate.open.set()
+    assert replies.values == {"a": 8, "b": 8}
+    assert isinstance(replies.failed["c"], MemberLeft)
+    assert isinstance(error, PartialFailure)
+    assert set(error.values) == {"a", "b"}
+    assert list(error.failed) == ["c"]
+
+
+def test_a_message_to_all_waits_for_all_answers_though_one_fails(post: Post) -> None:
+    group = post.group()
+    gate = Gate(lambda message: "late, but there")
+
+    def broken(message: Message) -> None:
+        raise ValueError("no")
+
+    group.join("a").on("q")(broken)
+    group.join("b").on("q")(gate)
+    asked = group.all.ask("q", timeout=60)
+    gate.wait_until_entered()
+    eventually(lambda: inbox_length(group, "a") == 0)
+    assert not asked.done()
+    gate.open.set()
+    replies = result(asked)
+    assert replies.values == {"b": "late, but there"}
+    assert isinstance(replies.failed["a"], HandlerFailed)
+
+
+def test_for_anybody_goes_to_another_when_its_member_dies_and_completes_once(post: Post) -> None:
+    group, first, second = post.group(ttl=0.5), post.group(), post.group()
+    gate, got = Gate(lambda message: "too late"), Record(lambda message: message.deliveries)
+    first.join("a").on("q")(gate)
+    future = group.any.ask("q", timeout=60)
+    gate.wait_until_entered()
+    second.join("b").on("q")(got)
+    abandon(first)
+    assert result(future) == 2
+    gate.open.set()
+    (late,) = gate.wait_for(1)
+    eventually(lambda: late.settled, message="the first one did not go on")
+    assert [message.id for message in got.messages] == [late.id]
+    assert result(future) == 2
+
+
+def test_for_anybody_fails_only_when_nobody_is_left(post: Post) -> None:
+    group = post.group()
+    gates = {name: Gate() for name in ("a", "b")}
+    for name, gate in gates.items():
+        group.join(name).on("q")(gate)
+    future = group.any.send("q", timeout=60)
+    eventually(lambda: any(gate.entered.is_set() for gate in gates.values()))
+    first = next(name for name, gate in gates.items() if gate.entered.is_set())
+    (other,) = set(gates) - {first}
+    group.remove(first)
+    gates[other].wait_until_entered()
+    assert not future.done()
+    group.remove(other)
+    assert isinstance(failure(future), MemberLeft)
+    for gate in gates.values():
+        gate.open.set()
+
+
+def test_the_full_inbox_of_one_refuses_a_message_to_all_of_them(post: Post) -> None:
+    group = post.group(max_inbox=2)
+    group.join("full")
+    group.join("empty")
+    for n in range(2):
+        result(group.member("full").tell("q", n))
+    for future in (group.member("full").tell("q"), group.all.send("q")):
+        error = failure(future)
+        assert isinstance(error, InboxFull)
+        assert (error.member, error.retriable) == ("full", True)
+    assert inbox_length(group, "empty") == 0
+
+
+def test_what_has_expired_makes_room_in_a_full_inbox(post: Post) -> None:
+    group = post.group(max_inbox=2)
+    group.join("a")
+    assert isinstance(failure(group.member("a").ask("q", timeout=0.01)), MessageExpired)
+    result(group.member("a").tell("q", "stays"))
+    eventually(lambda: group.member("a").tell("q", "fits").exception() is None)
+    assert isinstance(failure(group.member("a").tell("q")), InboxFull)
+
+
+def test_arguments_that_cannot_be_are_refused_where_they_are_given(post: Post) -> None:
+    group = post.group()
+    group.join("a")
+    target = group.member("a")
+    for wrong, kind in (
+        ({"queue": "a b"}, ValueError),
+        ({"queue": "q", "priority": 0}, ValueError),
+        ({"queue": "q", "priority": 257}, ValueError),
+        ({"queue": "q", "timeout": 0}, ValueError),
+        ({"queue": "q", "timeout": 1e6}, ValueError),
+        ({"queue": "q", "body": object()}, TypeError),
+        ({"queue": "q", "body": "x" * 2_000_000}, ValueError),
+    ):
+        with pytest.raises(kind):
+            target.tell(**wrong)
+    with pytest.raises(TypeError):
+        group.member(7)  # type: ignore[arg-type]
+    assert inbox_length(group, "a") == 0
+
+
+# Futures
+
+
+def test_messages_in_flight_complete_their_own_futures(post: Post) -> None:
+    group, other = post.group(), post.group()
+    other.join("a").on("q", workers=8)(lambda message: message.body)
+    futures = {n: group.member("a").ask("q", n) for n in range(300)}
+    assert {n: result(future) for n, future in futures.items()} == {n: n for n in futures}
+
+
+def test_answers_may_come_in_another_order(post: Post) -> None:
+    group = post.group()
+    me, gate = group.join("a"), Gate(lambda message: "slow")
+    me.on("slow")(gate)
+    me.on("quick")(lambda message: "quick")
+    slow = group.member("a").ask("slow")
+    gate.wait_until_entered()
+    assert result(group.member("a").ask("quick")) == "quick"
+    assert not slow.done()
+    gate.open.set()
+    assert result(slow) == "slow"
+
+
+def test_a_future_cannot_be_cancelled(post: Post) -> None:
+    group = post.group()
+    group.join("a")
+    future = group.member("a").ask("q", timeout=0.1)
+    assert not future.cancel()
+    assert isinstance(failure(future), MessageExpired)
+
+
+def test_sending_waits_while_too_many_answers_are_pending(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mail_module, "PENDING_MAX", 2)
+    group, gate = post.group(), Gate(lambda message: message.body)
+    group.join("a").on("q")(gate)
+    first = [group.member("a").ask("q", n, timeout=60) for n in range(2)]
+    assert isinstance(failure(group.member("a").ask("q", timeout=0.05)), MessageExpired)
+    assert inbox_length(group, "a") == 2, "the third was stored"
+    gate.open.set()
+    assert [result(future) for future in first] == [0, 1]
+    assert result(group.member("a").ask("q", 3)) == 3
+
+
+def test_closing_the_handle_fails_what_waits(post: Post) -> None:
+    group, other = post.group(), post.group()
+    other.join("a")
+    future = group.member("a").ask("q", timeout=3600)
+    group.close()
+    assert isinstance(failure(future), MessageFailed)
+    with pytest.raises(MeteorError, match="closed"):
+        group.member("a").tell("q")
+
+
+def test_an_answer_is_found_at_the_deadline_though_the_word_of_it_was_lost(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, other = post.group(), post.group()
+    monkeypatch.setattr(group.mail, "answered", lambda message: None)
+    other.join("a").on("q")(lambda message: "here")
+    assert result(group.member("a").ask("q", timeout=0.5)) == "here"

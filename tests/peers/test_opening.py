@@ -1,0 +1,94 @@
+"""Peer groups are begun only if that is asked for, and nothing is left of a deleted one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.errors import PeerError
+from meteor_py.redis import keys
+from tests.support.peering import GROUP, Open, ids
+from tests.support.peering import open_group as open_group
+from tests.support.servers import plain_client
+from tests.support.waiting import eventually
+
+
+def test_a_group_that_does_not_exist_is_not_begun_unless_that_is_meant(any_url: str) -> None:
+    with meteor.connect(any_url) as m:
+        with pytest.raises(meteor.PeerGroupNotFound, match="no peer group 'workers'") as info:
+            m.peer_group("workers", create=False)
+        assert (info.value.group, m.peer_groups(), m.redis.keys("*")) == ("workers", [], [])
+        with (
+            m.peer_group("workers", ttl=3, election="random"),
+            m.peer_group("workers", create=False) as seen,
+        ):
+            assert (seen.config.ttl, seen.config.election) == (3, "random")
+            with pytest.raises(meteor.PeerError, match="exists with ttl"):
+                m.peer_group("workers", ttl=4, create=False)
+        with pytest.raises(meteor.PeerGroupNotFound, match="workers/g1"):
+            m.peer_group("workers", instance="g1", create=False)
+
+
+def test_nothing_is_left_of_a_deleted_group(url: str) -> None:
+    with meteor.connect(url) as m:
+        other = m.peer_group("workers2")
+        group = m.peer_group("workers")
+        me = group.join("me")
+        me.on("q")(lambda message: None)
+        me.on_vote(lambda proposal: True)
+        with me.leadership(20) as term:
+            term.guard.set("a", "1")
+        assert other.join().group is other
+        group.all.send("q").result(20)
+        assert group.propose("topic").result(20).passed
+        group.delete()
+        assert m.redis.keys("meteor:group:{workers}:*") == []
+        assert m.peer_groups() == ["workers2"]
+
+
+def test_a_group_that_is_begun_anew_while_it_is_deleted_is_listed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with meteor.connect(url) as m, meteor.connect(url) as n:
+        group, call = m.peer_group("workers"), m.call
+
+        def begin_anew(*args: Any, **settings: Any) -> Any:
+            if args[0] == "SREM":
+                n.peer_group("workers").close()
+            return call(*args, **settings)
+
+        monkeypatch.setattr(m, "call", begin_anew)
+        group.delete()
+        assert n.peer_groups() == ["workers"]
+
+
+def test_a_group_is_deleted_by_who_may_and_listed_no_more(url: str, open_group: Open) -> None:
+    one, two, observer = open_group(ttl=0.6), open_group(), open_group()
+    client = one.books.client
+    with plain_client(url) as redis:
+        redis.sadd(keys.PEERS, "left-over")
+    assert client.peer_groups() == [GROUP]
+    me = two.join("a")
+    one.join("b")
+    with pytest.raises(PeerError, match="1 members that are alive"):
+        one.delete()
+    me.leave()
+    assert ids(two) == ["b"]
+    one.delete()
+    assert one.closed
+    assert client.peer_groups() == []
+    eventually(lambda: observer.picture.life == "" and not observer.members)
+    with plain_client(url) as redis:  # who looks on does not begin it anew
+        assert redis.keys("meteor:group:*") == []
+    two.join("c")  # who joins does
+    eventually(lambda: ids(observer) == ["c"])
+
+
+def test_who_is_alive_when_its_group_is_deleted_begins_it_anew(open_group: Open) -> None:
+    one, two = open_group(ttl=0.6), open_group()
+    me = two.join()
+    one.delete(force=True)
+    before = me.id
+    eventually(lambda: me.id != before and ids(two) == [me.id])

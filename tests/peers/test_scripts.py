@@ -1,0 +1,354 @@
+"""The scripts of peer groups, called by hand under a clock that the test sets.
+
+On all kinds of servers; nothing here waits. They are the failure detector: what they decide, and
+the events that say so, everybody sees. Whom they elect: test_peers_election_scripts.py.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from meteor_py.redis import keys
+from tests.support.peering import GROUP, HOUR_MS, TTL_MS, Build, Peers
+from tests.support.peering import build as build
+from tests.support.peering import peers as peers
+
+# Who is there
+
+
+def test_who_was_dropped_is_told_so_and_not_renewed(peers: Peers) -> None:
+    peers.join("a")
+    peers.join("b")
+    peers.live(TTL_MS + 100, "b")
+    assert peers.beat("a") == [0]
+    assert peers.members() == {"b"}
+
+
+def test_who_was_removed_is_told_so_until_the_name_is_joined_again(peers: Peers) -> None:
+    peers.join("a", named=True)
+    assert peers.leave("a", "") == ["OK", 1]
+    assert peers.beat("a") == [2]
+    assert peers.entries()[-2][1]["reason"] == "removed"
+    peers.join("a", "another", named=True)
+    assert peers.beat("a") == [3]
+
+
+def test_who_was_dead_when_it_was_removed_is_told_so(peers: Peers) -> None:
+    peers.join("a", named=True)
+    peers.join("b")
+    peers.live(TTL_MS + 100, "b")
+    peers.leave("a", "")
+    assert peers.beat("a") == [2]
+
+
+def test_those_who_were_removed_are_remembered_for_a_day_and_not_without_bound(
+    peers: Peers,
+) -> None:
+    removed = peers.prefix + "removed"
+    for number in range(1010):
+        peers.client.call("ZADD", removed, peers.clock - number, f"m{number}")
+    peers.join("first")
+    peers.leave("first", "")
+    assert peers.client.call("ZCARD", removed) == 1000
+    assert peers.client.call("PTTL", removed) > 0
+    peers.pass_ms(25 * HOUR_MS)
+    peers.join("last")
+    peers.leave("last", "")
+    assert peers.client.call("ZCARD", removed) == 1
+
+
+def test_who_was_replaced_is_told_so_also_when_the_other_is_dead(peers: Peers) -> None:
+    peers.join("a", "first", named=True)
+    peers.join("a", "second", named=True, how="takeover")
+    assert peers.beat("a", session="first") == [3]
+    peers.live(2 * TTL_MS)
+    assert peers.beat("a", session="first") == [3]
+    assert peers.beat("a", session="second") == [0]  # that one may come back
+
+
+def test_a_join_whose_answer_was_lost_is_repeated_without_effect(peers: Peers) -> None:
+    first = peers.join("a")
+    before = peers.everything()
+    assert peers.join("a") == first
+    assert peers.everything() == before
+
+
+def test_the_id_of_a_member_without_a_name_is_taken_while_it_is_there(peers: Peers) -> None:
+    peers.join("a")
+    assert peers.join("a", "other") == ["TAKEN", "s-a"]
+    assert peers.join("a", "other", named=True, how="takeover") == ["TAKEN", "s-a"]
+    peers.leave("a")
+    assert peers.join("a", "other")[0] == "OK"
+
+
+def test_a_named_member_that_dies_stays_one_and_another_leads(peers: Peers) -> None:
+    peers.join("a", named=True)
+    peers.join("b", named=True)
+    peers.live(TTL_MS + 100, "b")
+    assert peers.events(3) == [("dead", "a"), ("resigned", "a"), ("elected", "b")]
+    assert peers.members() == {"a", "b"}
+
+
+def test_a_named_member_that_comes_back_can_lead_again(peers: Peers) -> None:
+    """As atomix#258 asked for: there it never could."""
+    peers.join("a", named=True)
+    peers.join("b", named=True)
+    peers.live(TTL_MS + 100, "b")
+    peers.join("a", "new", named=True)
+    assert peers.events()[-1] == ("alive", "a")
+    peers.leave("b")
+    assert peers.leader == "a"
+    assert peers.state("session") == "new"
+
+
+def test_the_name_of_one_who_is_alive_is_refused_or_taken_over(peers: Peers) -> None:
+    peers.join("a", "first", named=True)
+    peers.join("b")
+    before, term = peers.everything(), peers.term
+    assert peers.join("a", "second", named=True) == ["TAKEN", "first"]
+    assert peers.everything() == before
+    peers.join("a", "second", named=True, how="takeover")
+    assert peers.events(3) == [("alive", "a"), ("resigned", "a"), ("elected", "b")]
+    assert peers.term > term
+    peers.leave("b")
+    assert peers.guard(term, "first", "old") == ["STALE", peers.term]
+    assert peers.guard(peers.term, "first", "old") == ["STALE", peers.term]
+    assert peers.guard(peers.term, "second", "new") == ["OK"]
+    assert peers.client.call("HGET", peers.prefix + "guarded", "x") == b"new"
+
+
+def test_only_its_session_takes_a_member_out_unless_it_is_removed(peers: Peers) -> None:
+    peers.join("a")
+    before = peers.everything()
+    assert peers.leave("a", "other") == ["OK", 0]
+    assert peers.leave("nobody") == ["OK", 0]
+    assert peers.everything() == before
+
+
+def test_a_named_member_that_closes_is_dead_at_once_and_has_left_its_office(peers: Peers) -> None:
+    peers.join("a", named=True)
+    peers.join("b")
+    assert peers.leave("a", how="stay") == ["OK", 1]
+    assert peers.events(3) == [("dead", "a"), ("resigned", "a"), ("elected", "b")]
+    assert [fields["reason"] for _, fields in peers.entries()[3:5]] == ["left", "left"]
+
+
+@pytest.mark.parametrize("expiration", [None, 0.0, 0.5])
+def test_a_dead_member_is_removed_after_its_expiration_and_may_come_back_after_it(
+    build: Build, expiration: float | None
+) -> None:
+    peers = build(member_expiration=expiration)
+    peers.join("a", named=True)
+    peers.join("b")
+    peers.live(TTL_MS + 100, "b")
+    assert ("dead", "a") in peers.events()
+    gone = ("left", "a")
+    assert (gone in peers.events()) is (expiration == 0)
+    peers.live(600, "b")
+    assert (gone in peers.events()) is (expiration is not None)
+    if expiration is not None:
+        (reason,) = (f["reason"] for _, f in peers.entries() if f["kind"] == "left")
+        assert reason == "expired"
+        assert peers.beat("a") == [0]  # nobody removed it on purpose
+    peers.join("a", "new", named=True)
+    assert peers.events()[-1] == ("joined" if expiration is not None else "alive", "a")
+
+
+def test_one_who_comes_back_in_time_is_not_removed_later(build: Build) -> None:
+    peers = build(member_expiration=0.5)
+    peers.join("a", named=True)
+    peers.join("b")
+    peers.live(TTL_MS + 100, "b")
+    peers.join("a", named=True)
+    peers.live(2000, "a", "b")
+    assert ("left", "a") not in peers.events()
+
+
+def test_a_group_has_no_more_members_than_it_may(peers: Peers) -> None:
+    peers.join("a", named=True, most=2)
+    peers.join("b", most=2)
+    assert peers.join("c", most=2) == ["FULL", 2]
+    assert peers.join("a", "again", named=True, how="takeover", most=2)[0] == "OK"
+
+
+def test_metadata_is_changed_by_its_owner_only(peers: Peers) -> None:
+    peers.join("a", metadata='"one"')
+    assert peers.run("update", "a", "other", "metadata", '"two"') == ["FENCED"]
+    assert peers.run("update", "a", "s-a", "metadata", '"x:y:\n"') == ["OK", 1]
+    assert peers.events()[-1] == ("updated", "a")
+    (_, record) = peers.run("look")[7]
+    assert record.endswith(b':"x:y:\n"')
+
+
+# Time
+
+
+def test_if_nobody_was_heard_of_for_long_nobody_is_dropped_at_once(peers: Peers) -> None:
+    peers.join("a")
+    peers.join("b")
+    peers.pass_ms(3 * TTL_MS)  # the server was down, or could not be reached
+    assert peers.beat("a") == [1]
+    assert peers.members() == {"a", "b"}
+    assert peers.state("graces") == "1"
+    peers.live(TTL_MS + 100, "a")
+    assert peers.members() == {"a"}  # but who is really dead goes a ttl later
+
+
+def test_after_an_outage_members_have_all_their_time_again(peers: Peers) -> None:
+    peers.join("a")
+    peers.join("b")
+    peers.live(900, "a")  # b was about to be dropped, or to be heard of
+    peers.pass_ms(3 * TTL_MS)
+    peers.live(900, "a")
+    assert peers.beat("b") == [1]
+
+
+@pytest.mark.parametrize("step_ms", [HOUR_MS, -HOUR_MS, 60_000, -60_000])
+def test_a_step_of_the_clock_drops_nobody_and_the_dead_are_still_noticed(
+    peers: Peers, step_ms: int
+) -> None:
+    peers.join("a")
+    peers.join("b")
+    peers.pass_ms(step_ms)
+    assert peers.beat("a", "b") == [1, 1]
+    peers.live(TTL_MS + 100, "a")
+    assert (peers.members(), peers.leader) == ({"a"}, "a")
+
+
+def test_a_small_step_back_only_delays_what_is_noticed(peers: Peers) -> None:
+    peers.join("a")
+    peers.join("b")
+    peers.pass_ms(-300)
+    peers.live(TTL_MS, "a")
+    assert peers.members() == {"a", "b"}
+    peers.live(400, "a")
+    assert peers.members() == {"a"}
+
+
+def test_everybody_is_told_when_the_next_is_overdue(peers: Peers) -> None:
+    assert peers.run("beat", "")[9] == -1
+    peers.join("a")
+    peers.live(300)
+    peers.join("b")
+    assert peers.run("beat", "")[9] == TTL_MS - 300
+    assert peers.run("beat", "s-a", "a")[9] == TTL_MS
+
+
+def test_who_only_looks_on_notices_the_dead(peers: Peers) -> None:
+    peers.join("a")
+    peers.live(TTL_MS + 100)
+    assert peers.events(2) == [("left", "a"), ("resigned", "a")]
+
+
+def test_many_who_die_at_once_are_dropped_in_bounded_steps(peers: Peers) -> None:
+    for number in range(150):
+        peers.join(f"m{number}")
+    peers.join("a")
+    for _ in range(11):
+        peers.pass_ms(100)
+        peers.client.call("ZADD", peers.prefix + "deadlines", peers.clock + TTL_MS, "a")
+        peers.client.call("HSET", peers.prefix + "state", "last", peers.clock)
+    counts = []
+    for _ in range(4):
+        peers.beat("a")
+        counts.append(len(peers.members()))
+    assert counts == [87, 23, 1, 1]
+    assert peers.leader == "a"
+
+
+# Events, and what is lost
+
+
+def test_events_are_numbered_without_gaps_and_each_names_the_one_before(
+    peers: Peers, rng: random.Random
+) -> None:
+    names = "abcdef"
+    for _ in range(200):
+        member = rng.choice(names)
+        peers.pass_ms(rng.randrange(0, 200))
+        match rng.randrange(5):
+            case 0 | 1:
+                peers.join(member, named=member in "abc", how="takeover")
+            case 2:
+                peers.leave(member, how=rng.choice(["", "stay"]))
+            case 3:
+                peers.leave(member, "")
+            case _ if peers.leader:
+                peers.resign(peers.leader)
+    entries = peers.entries()
+    assert [int(entry.split(b"-")[0]) for entry, _ in entries] == list(range(1, len(entries) + 1))
+    marks = [fields["mark"] for _, fields in entries]
+    assert [fields["after"] for _, fields in entries] == ["", *marks[:-1]]
+    assert len(set(marks)) == len(marks)
+    terms = [int(fields["term"]) for _, fields in entries if fields["kind"] == "elected"]
+    assert terms == sorted(set(terms)), "a term was repeated"
+    assert peers.run("look")[2:4] == [len(entries), marks[-1]]
+
+
+CALLS: dict[str, list[Any]] = {
+    "beat": ["s", "a"],
+    "delete": [""],
+    "guard": [1, "s", "set", "x", "y"],
+    "join": ["a", "s", "0", 0, "", "fail", 1000],
+    "leave": ["a", "s", ""],
+    "look": [],
+    "update": ["a", "s", "metadata", ""],
+}
+
+
+@pytest.mark.parametrize("lost", ["config", "state"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_group_that_is_gone_or_not_whole_is_none_and_nothing_is_written(
+    peers: Peers, call: str, lost: str
+) -> None:
+    peers.join("a", "s")
+    peers.client.call("DEL", peers.prefix + lost)
+    before = peers.everything()
+    assert peers.run(call, *CALLS[call]) == ["NOGROUP"]
+    assert peers.everything() == before
+
+
+@pytest.mark.parametrize("lost", ["config", "state"])
+def test_a_group_that_is_not_whole_is_begun_anew_in_another_life(peers: Peers, lost: str) -> None:
+    peers.join("a")
+    life = peers.run("look")[1]
+    peers.client.call("DEL", peers.prefix + lost)
+    peers.open()
+    assert peers.run("look")[1] not in (life, "")
+    assert (peers.members(), peers.events()) == (set(), [])
+    assert peers.join("a")[0] == "OK"
+
+
+@pytest.mark.parametrize("lost", ["members", "deadlines", "candidates", "events", "expirations"])
+def test_a_group_goes_on_though_a_part_of_it_was_deleted(peers: Peers, lost: str) -> None:
+    peers.join("a", named=True)
+    peers.join("b")
+    peers.client.call("DEL", peers.prefix + lost)
+    peers.live(2 * TTL_MS, "a", "b")
+    peers.join("c")
+    assert peers.beat("c") == [1]
+    peers.leave("a")
+    peers.leave("b")
+    peers.live(2 * TTL_MS, "c")
+    if lost != "candidates":
+        assert peers.leader == "c"
+
+
+def test_the_first_to_begin_a_group_chooses_its_settings(peers: Peers) -> None:
+    assert peers.open(ttl=7.0)[b"ttl"] == b"1000"
+
+
+def test_deleting_takes_everything_that_does_not_expire(peers: Peers) -> None:
+    peers.join("a", named=True)
+    peers.join("b")
+    peers.guard(peers.term, "s-a", "y")
+    peers.leave("b", "")
+    before = peers.everything()
+    assert peers.run("delete", "") == ["ALIVE", 1]
+    assert peers.everything() == before
+    assert peers.run("delete", "force") == ["OK"]
+    assert peers.everything() == {}
+    assert peers.client.call("EXISTS", keys.peers(GROUP, "state")) == 0

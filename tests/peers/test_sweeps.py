@@ -1,0 +1,403 @@
+"""What the scripts of peer groups do in passing, and what that costs the server.
+
+Called by hand under a clock that the test sets: who is taken for dead though others are late
+themselves, what becomes of the messages of the dead, and that nothing grows, hides, or is looked
+through without bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.peers.member import METADATA_MAX, dump_metadata
+from meteor_py.redis import keys
+from tests.support.peer_scripts import (
+    answer,
+    commands,
+    entries,
+    inbox,
+    leftovers,
+    propose,
+    result,
+    send,
+    settle,
+    vote,
+)
+from tests.support.peering import GROUP, HOUR_MS, TTL_MS, Build, Peers
+from tests.support.peering import build as build
+from tests.support.peering import peers as peers
+
+
+@pytest.fixture
+def counted(url: str) -> Iterator[Peers]:
+    """On a server that counts its commands."""
+    with meteor.connect(url) as client:
+        yield Peers(client)
+
+
+# The grace
+
+
+@pytest.mark.parametrize("pause_ms", [550, 600, 900])
+def test_a_dead_leader_is_replaced_though_the_others_are_late_again_and_again(
+    peers: Peers, pause_ms: int
+) -> None:
+    peers.join("dead")
+    peers.join("slow")
+    for _ in range(4):  # a standby that is paused for more than half a ttl, each time
+        peers.pass_ms(pause_ms)
+        assert peers.beat("slow") == [1]
+    assert (peers.members(), peers.leader) == ({"slow"}, "slow")
+
+
+def test_a_dead_leader_is_noticed_by_observers_that_look_in_now_and_then(peers: Peers) -> None:
+    peers.join("dead", named=True)
+    for _ in range(4):
+        peers.pass_ms(600)
+        peers.run("look")
+    assert peers.leader == ""
+    assert peers.events()[-2:] == [("dead", "dead"), ("resigned", "dead")]
+
+
+def test_whoever_is_heard_of_after_an_outage_survives_the_next_too(peers: Peers) -> None:
+    for member in "ab":
+        peers.join(member)
+    for _ in range(4):
+        peers.pass_ms(3 * TTL_MS)
+        assert peers.beat("a", "b") == [1, 1]
+    peers.pass_ms(3 * TTL_MS)
+    assert peers.join("a") == ["OK", 1, TTL_MS]  # a repeat is a sign of life as well
+    peers.pass_ms(3 * TTL_MS)
+    assert peers.beat("a") == [1]
+
+
+def test_a_member_that_got_more_time_does_not_live_for_an_hour_when_the_clock_goes_back(
+    peers: Peers,
+) -> None:
+    peers.join("dead")
+    peers.join("a")
+    peers.pass_ms(600)
+    peers.beat("a")  # the dead one has its grace
+    peers.pass_ms(-HOUR_MS)
+    peers.live(TTL_MS + 100, "a")
+    assert peers.members() == {"a"}
+
+
+def test_nobody_who_has_left_is_remembered_for_its_grace(peers: Peers) -> None:
+    peers.join("a")
+    peers.join("b")
+    peers.pass_ms(600)
+    peers.beat("a")
+    assert peers.client.call("ZRANGE", peers.prefix + "graced", 0, -1) == [b"b"]
+    peers.leave("b")
+    assert peers.client.call("EXISTS", peers.prefix + "graced") == 0
+
+
+@pytest.mark.parametrize("step_ms", [400, -400])
+def test_a_small_step_of_the_clock_drops_nobody_who_is_heard_of_in_time(
+    peers: Peers, step_ms: int
+) -> None:
+    peers.join("a")
+    peers.join("b")
+    for _ in range(3):  # signs of life come three times in a ttl
+        peers.pass_ms(330)
+        assert peers.beat("a", "b") == [1, 1]
+    peers.pass_ms(step_ms)
+    assert peers.beat("a", "b") == [1, 1]
+    assert (peers.state("graces"), peers.leader) == ("", "a")
+
+
+def test_a_small_step_forward_takes_that_time_from_who_is_cut_off_just_then(peers: Peers) -> None:
+    peers.join("a")
+    peers.join("b")
+    peers.live(600, "b")
+    peers.pass_ms(450)  # 0.6 s have passed for a, which believes for 0.3 s more
+    peers.beat("b")
+    assert peers.leader == "b"
+    assert peers.guard(peers.term, "s-a", "old")[0] == "STALE"  # so writes are fenced
+
+
+# Who counts when many are overdue
+
+
+@pytest.mark.parametrize("election", ["oldest", "random"])
+def test_of_more_than_a_sweep_can_drop_nobody_leads_gets_messages_or_is_asked(
+    build: Build, election: str
+) -> None:
+    peers = build(election=election, min_size=1)
+    for number in range(100):
+        peers.join(f"m{number:02}", priority=1)
+    peers.join("a")
+    peers.client.call("HSET", peers.prefix + "state", "last", peers.clock + TTL_MS + 1)
+    peers.client.call("ZADD", peers.prefix + "deadlines", peers.clock + 2 * TTL_MS, "a")
+    peers.pass_ms(TTL_MS + 1)
+    assert send(peers, "m", random=1) == ["OK", "a"]
+    assert len(peers.members()) == 37
+    assert peers.leader == "a"
+    assert propose(peers, "p")[2] == 1
+
+
+def test_those_who_are_overdue_do_not_make_a_group_large_enough(build: Build) -> None:
+    peers = build(min_size=3)
+    for number in range(100):
+        peers.join(f"m{number:02}")
+    peers.client.call("HSET", peers.prefix + "state", "last", peers.clock + TTL_MS + 1)
+    peers.pass_ms(TTL_MS + 1)
+    peers.join("a")
+    assert peers.leader == ""
+
+
+# Messages of the dead
+
+
+def test_what_was_for_anybody_waits_for_the_only_named_member_to_come_back(peers: Peers) -> None:
+    peers.join("w", named=True)
+    for message in ("one", "two"):
+        send(peers, message)
+    send(peers, "direct", to="member", member="w")
+    peers.leave("w", how="stay")
+    peers.join("w", "again", named=True)
+    assert inbox(peers, "w") == ["one", "two", "direct"]
+    assert entries(peers, "dead") == []
+
+
+def test_what_was_for_anybody_goes_to_the_next_who_joins(peers: Peers) -> None:
+    peers.join("w", named=True)
+    for message in ("one", "two"):
+        send(peers, message, verb="ask")
+    send(peers, "direct", to="member", member="w")
+    peers.leave("w", how="stay")
+    peers.join("other")
+    assert (inbox(peers, "w"), inbox(peers, "other")) == (["direct"], ["one", "two"])
+    assert peers.state("stranded") == ""
+
+
+def test_what_nobody_is_left_for_is_among_the_dead_letters_and_fails(peers: Peers) -> None:
+    peers.join("a")
+    send(peers, "told")
+    send(peers, "asked", verb="ask")
+    peers.leave("a")
+    letters = entries(peers, "dead")
+    assert [letter[b"id"] for letter in letters] == [b"told", b"asked"]
+    assert {letter[b"reason"] for letter in letters} == {b"nobody is left"}
+    assert answer(peers, "asked", "a") == b"left:"
+    assert entries(peers, "replies:handle") == [{b"id": b"asked"}]
+
+
+def test_what_was_given_to_too_many_is_among_the_dead_letters(peers: Peers) -> None:
+    peers.join("m0")
+    send(peers, "precious")
+    for number in range(17):
+        assert entries(peers, "dead") == []
+        peers.join(f"m{number + 1}")
+        peers.leave(f"m{number}")
+    (letter,) = entries(peers, "dead")
+    assert (letter[b"id"], letter[b"member"]) == (b"precious", b"m16")
+    assert letter[b"reason"] == b"it was given to too many"
+
+
+def test_redelivery_spares_the_full_as_long_as_somebody_has_room(build: Build) -> None:
+    peers = build(max_inbox=3)
+    for member in "abc":
+        peers.join(member)
+    for number in range(3):
+        send(peers, f"a{number}", random=3)  # for a, and then for b
+        send(peers, f"b{number}", to="member", member="b")
+    peers.leave("a")
+    assert inbox(peers, "b") == ["b0", "b1", "b2"]
+    assert inbox(peers, "c") == ["a0", "a1", "a2"]
+    peers.leave("c")  # all others are full: what was taken in is kept all the same
+    assert len(inbox(peers, "b")) == 6
+    assert entries(peers, "dead") == []
+
+
+def test_what_is_settled_or_expired_is_not_given_to_others(peers: Peers) -> None:
+    peers.join("a")
+    peers.join("b")
+    for message in ("one", "two"):
+        send(peers, message, verb="ask", random=0)
+    settle(peers, "a")
+    peers.leave("a")
+    assert inbox(peers, "b") == ["two"]
+    settle(peers, "b")
+    assert not {"movable:b", "awaited:b", "movable:a", "awaited:a"} & set(leftovers(peers))
+
+
+def test_a_place_without_its_message_does_no_harm(peers: Peers) -> None:
+    peers.join("a")
+    peers.join("b")
+    send(peers, "lost", random=0)
+    peers.client.call("DEL", peers.prefix + "inbox:a")  # a part of the group was deleted
+    peers.leave("a")
+    assert inbox(peers, "b") == []
+    assert "movable:a" not in leftovers(peers)
+
+
+def test_who_dies_with_many_messages_to_itself_costs_no_look_at_them(counted: Peers) -> None:
+    peers = counted
+    peers.join("a", named=True)
+    peers.join("b")
+    for number in range(30):
+        send(peers, f"m{number}", to="member", member="a", body="x" * 100_000)
+    before = commands(peers, "xrange")
+    peers.leave("a", how="stay")
+    assert commands(peers, "xrange") == before
+    assert len(inbox(peers, "a")) == 30
+
+
+def test_who_leaves_fails_what_is_awaited_and_looks_at_no_message(counted: Peers) -> None:
+    peers = counted
+    peers.join("a")
+    peers.join("b")
+    for number in range(250):
+        send(peers, f"m{number}", to="member", member="a", verb="ask")
+    before = commands(peers, "xrange")
+    peers.leave("a")
+    assert commands(peers, "xrange") == before
+    assert [answer(peers, f"m{n}", "a") for n in range(250)] == [b"left:"] * 250
+
+
+def test_all_that_has_expired_makes_room_wherever_it_lies(peers: Peers) -> None:
+    peers.join("a")
+    for number in range(70):
+        send(peers, f"told-{number}", to="member", member="a", most=100)
+    for number in range(30):
+        send(peers, f"asked-{number}", to="member", member="a", verb="ask", wait_ms=50, most=100)
+    assert send(peers, "no", to="member", member="a", most=100) == ["FULL", "a"]
+    peers.pass_ms(100)
+    assert send(peers, "yes", to="member", member="a", most=100) == ["OK", "a"]
+    assert len(inbox(peers, "a")) == 71
+    assert answer(peers, "asked-7", "a") == b"expired::"
+
+
+# Votes and actions
+
+
+def test_actions_that_are_over_hide_none_and_are_forgotten(peers: Peers) -> None:
+    peers.join("a")
+    for number in range(260):
+        propose(peers, f"p{number}", action=f"act-{number}", at=peers.clock + 500)
+        vote(peers, f"p{number}", "a", "y")
+    peers.live(600, "a")
+    propose(peers, "live", action="live", at=peers.clock + 60_000)
+    vote(peers, "live", "a", "y")
+
+    def agreed() -> list[bytes]:
+        found = peers.run("polls", "member", "a")
+        return [dict(zip(f[::2], f[1::2], strict=True))[b"poll"] for f in found[2::2]]
+
+    assert agreed()[0] == b"live"
+    assert len(agreed()) == 200
+    peers.pass_ms(HOUR_MS)
+    peers.beat("a")
+    for _ in range(5):  # a part at a time
+        peers.run("polls", "member", "a")
+    assert peers.client.call("HKEYS", peers.prefix + "pending") == [b"live"]
+    assert peers.client.call("ZRANGE", peers.prefix + "agenda", 0, -1) == [b"live"]
+    peers.pass_ms(2 * HOUR_MS)
+    peers.beat("a")
+    propose(peers, "last", action="last", at=peers.clock + 60_000)
+    assert peers.client.call("HKEYS", peers.prefix + "pending") == [b"last"]
+
+
+def test_an_action_that_was_rejected_is_not_on_the_agenda(peers: Peers) -> None:
+    peers.join("a")
+    propose(peers, "p", action="act", at=peers.clock + 5000)
+    vote(peers, "p", "a", "n")
+    assert not {"pending", "agenda"} & set(leftovers(peers))
+
+
+def test_votes_are_counted_as_they_come_and_not_read_again(counted: Peers) -> None:
+    peers = counted
+    for number in range(20):
+        peers.join(f"m{number:02}")
+    for poll in ("yes", "open"):
+        propose(peers, poll)
+    before = [commands(peers, name) for name in ("hvals", "hgetall")]
+    for number in range(10):
+        vote(peers, "yes", f"m{number:02}", "y")
+        vote(peers, "open", f"m{number:02}", "an"[number % 2])
+        assert result(peers, "yes") is None
+        if number == 8:
+            assert result(peers, "open") is None
+    assert commands(peers, "hvals") == before[0]
+    assert commands(peers, "hgetall") - before[1] == 1  # to tell of the one that is decided
+    assert result(peers, "open") == b"no"
+    peers.leave("m15")
+    vote(peers, "yes", "m10", "y")
+    assert result(peers, "yes") == b"yes"
+
+
+def test_who_leaves_is_counted_as_no_vote(peers: Peers) -> None:
+    for member in "abc":
+        peers.join(member)
+    propose(peers, "p")
+    peers.leave("a")
+    assert result(peers, "p") is None
+    peers.leave("b")
+    assert result(peers, "p") == b"no"
+    (decided,) = (fields for _, fields in peers.entries() if fields["kind"] == "decided")
+    assert (decided["reason"], decided["missing"]) == ("left", "a,b,c")
+
+
+def test_a_vote_on_a_poll_that_was_deleted_leaves_nothing(peers: Peers) -> None:
+    peers.join("a")
+    propose(peers, "p")
+    peers.client.call("DEL", peers.prefix + "poll:p")
+    vote(peers, "p", "a", "y")
+    assert not {"poll:p", "polls"} & set(leftovers(peers))
+
+
+def test_a_group_has_at_most_a_hundred_open_votes(peers: Peers) -> None:
+    peers.join("a")
+    for number in range(100):
+        assert propose(peers, f"p{number}")[0] == "OK"
+    assert propose(peers, "one more") == ["FULL", 100]
+
+
+# What is left
+
+
+@pytest.mark.parametrize("lost", ["config", "state"])
+def test_of_a_group_that_is_begun_anew_nothing_is_left_that_does_not_expire(
+    peers: Peers, lost: str
+) -> None:
+    peers.join("a")
+    peers.join("b")
+    send(peers, "m", verb="ask", random=0)
+    send(peers, "n", to="member", member="b")
+    propose(peers, "p", action="act", at=peers.clock + 5000)
+    peers.pass_ms(600)
+    peers.beat("a")  # b has its grace
+    peers.client.call("DEL", peers.prefix + lost)
+    peers.open()
+    assert leftovers(peers) == ["config", "message:m", "message:n"]
+
+
+def test_deleting_by_force_takes_messages_votes_and_actions(peers: Peers) -> None:
+    peers.join("a")
+    peers.join("b", named=True)
+    send(peers, "m", verb="ask", random=0)
+    propose(peers, "p", action="act", at=peers.clock + 5000)
+    peers.pass_ms(600)
+    peers.beat("a")
+    assert peers.run("delete", "force") == ["OK"]
+    assert leftovers(peers) == ["message:m"]
+
+
+def test_inboxes_whose_members_were_lost_go_with_a_group_that_is_deleted(url: str) -> None:
+    with meteor.connect(url) as client, client.peer_group(GROUP) as group:
+        peers = Peers(client)
+        peers.client.call("DEL", peers.prefix + "clock")
+        client.call("XADD", keys.peers(GROUP, "inbox:gone"), "*", "id", "x")
+        group.delete(force=True)
+        assert client.call("KEYS", keys.peers(GROUP, "*")) == []
+
+
+def test_metadata_may_have_four_kibibytes() -> None:
+    assert len(dump_metadata("x" * (METADATA_MAX - 2))) == 4096
+    with pytest.raises(ValueError, match="at most 4,096 bytes"):
+        dump_metadata("x" * (METADATA_MAX - 1))

@@ -1,0 +1,299 @@
+"""Terms of peer groups: what may be written in one, and how its leader learns of its end.
+
+What is said of a term must hold without the network; the tests of late news call by hand what
+threads would call, in an order that they rarely come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from meteor_py.errors import StaleTerm
+from meteor_py.peers.membership import Membership
+from meteor_py.peers.protocol import Beat, Here
+from meteor_py.redis.scripts import PEERS_GUARDED_WRITE, PEERS_UPDATE_MEMBER
+from meteor_py.subscribe.lease import now
+from tests.conftest import ServerFactory
+from tests.support.bench import Pair
+from tests.support.peering import LONG_S, Heard, Open, expel, ids, watching
+from tests.support.peering import open_group as open_group
+from tests.support.proxy import Proxy
+from tests.support.servers import HOST, Server
+from tests.support.waiting import eventually
+
+# Guarded writes
+
+
+def test_what_leaders_write_is_read_by_all_and_removed_by_leaders(open_group: Open) -> None:
+    one, two = open_group(ttl=LONG_S), open_group()
+    term = one.join().term
+    assert term is not None
+    assert two.guarded("config") is None
+    term.guard.set("config", b"\x00\xff")
+    assert two.guarded("config") == b"\x00\xff"
+    term.guard.set("config", "text")
+    assert two.guarded("config") == b"text"
+    term.guard.delete("config")
+    assert two.guarded("config") is None
+
+
+@pytest.mark.parametrize("how", ["resign", "removed", "taken over", "expelled"])
+def test_an_old_leader_cannot_write(open_group: Open, how: str) -> None:
+    one, two = open_group(ttl=LONG_S), open_group()
+    me = one.join("a")
+    other = two.join("b")
+    term, session = me.term, me.session
+    assert term is not None
+    with one.lock:  # the news do not come to it
+        match how:
+            case "resign":
+                args = ["a", session, "resign", term.number, 0]
+                two.books.run(PEERS_UPDATE_MEMBER, args)
+            case "removed":
+                two.remove("a")
+            case "taken over":
+                open_group().join("a")
+            case _:
+                expel(two, "a")
+        eventually(lambda: other.term is not None)
+        assert other.term is not None
+        other.term.guard.set("x", "new")
+        assert term.remaining > 0  # it cannot know yet
+        with pytest.raises(StaleTerm, match="nothing was written"):
+            term.guard.set("x", "old")
+        assert not term.valid
+        assert term.lost.is_set()
+    assert two.guarded("x") == b"new"
+    with pytest.raises(StaleTerm, match="given it up"):
+        term.guard.delete("x")
+    args = [term.number, session, "set", "x", "old"]
+    assert two.books.run(PEERS_GUARDED_WRITE, args)[0] == b"STALE"
+
+
+# What a term knows
+
+
+@pytest.fixture
+def proxied(private_server: ServerFactory) -> Iterator[tuple[Proxy, Server]]:
+    server = private_server()
+    with Proxy(HOST, server.port) as proxy:
+        yield proxy, server
+
+
+def test_a_leader_that_is_cut_off_stops_believing_before_another_is_elected(
+    proxied: tuple[Proxy, Server], open_group: Open
+) -> None:
+    proxy, server = proxied
+    one, two = open_group(proxy.url, ttl=1.2), open_group(server.url)
+    me, other = one.join(), two.join()
+    term = me.term
+    assert term is not None
+    valid_then: list[bool] = []
+    two.on_elected(lambda leader, number: valid_then.append(term.valid))
+    proxy.stall()
+    assert term.lost.wait(20)  # without a word from the server
+    assert (term.valid, term.remaining, me.term) == (False, 0, None)
+    eventually(lambda: other.term is not None)
+    eventually(lambda: len(valid_then) >= 2)
+    assert valid_then[-1] is False
+    proxy.heal()
+    proxy.cut()
+    eventually(lambda: len(ids(two)) == 2 and me.id in ids(two))  # it is back
+    assert not term.valid
+    assert other.term is not None
+
+
+def test_a_leader_that_was_cut_off_with_all_others_gets_its_term_back_as_another(
+    proxied: tuple[Proxy, Server], open_group: Open
+) -> None:
+    proxy, server = proxied
+    one, two = open_group(proxy.url, ttl=1.5), open_group(proxy.url)
+    me, other = one.join(), two.join()
+    term = me.term
+    assert term is not None
+    eventually(lambda: len(ids(one)) == 2)
+    proxy.stall()
+    assert term.lost.wait(20)
+    ended = now()
+    eventually(lambda: now() > ended + 3)  # twice the ttl
+    proxy.resume()
+    eventually(lambda: me.term is not None)
+    assert me.term is not None
+    assert me.term is not term
+    assert (me.term.number, term.valid) == (term.number, False)
+    assert other.term is None
+    with watching(two) as events:
+        last = open_group(server.url).join()
+        eventually(lambda: last.id in [event.member for event in events])
+    assert [event.kind for event in events] == ["joined"]  # nobody was expelled
+
+
+def beat_of(me: Membership, leader: Membership | None, term: int) -> Beat:
+    return Beat(
+        life=me.group.picture.life,
+        view=me.group.view,
+        mark=me.group.picture.mark,
+        term=term,
+        leader=leader.id if leader else "",
+        session=leader.session if leader else "",
+        time=0.0,
+        here=[Here.YES],
+        overdue_s=LONG_S,
+        has_orphans=False,
+        ttl=me.group.config.ttl,
+    )
+
+
+@pytest.fixture
+def two_members(open_group: Open) -> tuple[Membership, Membership]:
+    group = open_group(ttl=LONG_S)
+    return group.join("a"), group.join("b")
+
+
+def test_late_news_of_an_election_do_not_bring_back_a_term_that_was_laid_down(
+    two_members: tuple[Membership, Membership],
+) -> None:
+    me, other = two_members
+    term = me.term
+    assert term is not None
+    me.resign()
+    me.elected(term.number)  # the event comes after it
+    assert me.term is None
+    assert me.heard(now(), beat_of(me, me, term.number))  # so does an answer; it is told again
+    assert me.term is None
+    eventually(lambda: other.term is not None)
+    me.deposed(term.number)
+    me.elected(term.number)
+    assert me.term is None
+
+
+def test_an_answer_that_is_older_than_an_election_does_not_end_the_term(
+    two_members: tuple[Membership, Membership],
+) -> None:
+    me, other = two_members
+    before = me.term
+    assert before is not None
+    me.resign()
+    eventually(lambda: other.term is not None)
+    assert other.term is not None
+    term = other.term
+    other.heard(now(), beat_of(other, me, before.number))
+    other.heard(now(), beat_of(other, None, before.number))
+    assert other.term is term
+    assert term.valid
+    other.heard(now(), beat_of(other, None, term.number))
+    assert not term.valid
+
+
+def test_an_answer_ends_a_term_that_is_over_before_the_event_comes(
+    two_members: tuple[Membership, Membership],
+) -> None:
+    me, other = two_members
+    term = me.term
+    assert term is not None
+    me.heard(now(), beat_of(me, other, term.number + 1))
+    assert (me.term, term.lost.is_set()) == (None, True)
+    me.elected(term.number)
+    assert me.term is None
+
+
+def test_a_term_that_was_not_valid_for_a_moment_never_is_again(
+    two_members: tuple[Membership, Membership],
+) -> None:
+    me, _ = two_members
+    term = me.term
+    assert term is not None
+    me.valid_until = now() - 1  # stopped for too long; nobody has looked yet
+    me.heard(now(), beat_of(me, me, term.number))
+    assert not term.valid
+    assert term.lost.is_set()
+    assert me.term is not None
+    assert (me.term.number, me.term is term) == (term.number, False)
+
+
+def test_a_term_that_nobody_looks_at_is_lost_in_time(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    me = group.join()
+    term = me.term
+    assert term is not None
+    me.valid_until = now() + 0.05
+    eventually(lambda: term.remaining == 0)
+    assert not term.valid
+    assert term.lost.is_set()
+
+
+def test_a_resignation_that_does_not_reach_the_server_is_said_again(
+    proxied: tuple[Proxy, Server], open_group: Open
+) -> None:
+    proxy, server = proxied
+    one, two = open_group(proxy.url, ttl=1.5), open_group(server.url)
+    me, other = one.join(), two.join()
+    term = me.term
+    assert term is not None
+    one.books.client.call("PING")
+    proxy.refuse()
+    proxy.cut()
+    assert me.resign()
+    assert not term.valid
+    proxy.heal()
+    eventually(lambda: other.term is not None)
+    assert me.term is None
+    assert me.id in ids(two)
+
+
+# A server that lost something
+
+
+def test_after_a_fail_over_to_a_lagging_replica_terms_go_on_and_all_are_told(
+    pair: Pair, open_group: Open
+) -> None:
+    bench = pair.bench
+    one, two = open_group(bench.proxy.url, ttl=2.0), open_group(bench.proxy.url)
+    first, second = one.join("a"), two.join("b")
+    eventually(lambda: ids(one) == ["a", "b"])
+    heard = Heard(two)
+    pair.lag()
+    lost_on_the_way = one.join("c")  # the replica never hears of it, nor of the next terms
+    first.resign()
+    eventually(lambda: second.term is not None)
+    second.resign()
+    eventually(lambda: lost_on_the_way.term is not None)
+    known = max(one.term, two.term)
+    pair.fail_over()
+    eventually(lambda: heard.count("reset") >= 1, 20)
+    eventually(lambda: set(ids(one)) == set(ids(two)) == {"a", "b", "c"}, 20)
+    eventually(
+        lambda: [m.term is not None for m in (first, second, lost_on_the_way)].count(True), 20
+    )
+    leaders = [m for m in (first, second, lost_on_the_way) if m.term is not None]
+    assert len(leaders) == 1
+    leaders[0].resign()
+    eventually(lambda: one.term > known and two.term == one.term, 20)
+
+
+def test_a_term_below_one_that_was_seen_is_not_believed_in(open_group: Open) -> None:
+    """A server that lost its count, and whose clock is behind: it is made to count on."""
+    one, two = open_group(ttl=0.9), open_group()
+    me, other = one.join("a"), two.join("b")
+    seen = 10**15
+    me.deposed(seen)  # it knows of a term far ahead
+    eventually(lambda: one.term > seen and two.term > seen)
+    assert (me.term is None) != (other.term is None)
+
+
+def test_a_beat_is_read_as_it_is_sent(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    me = group.join("a")
+    with ExitStack() as stack:
+        link = group.books.client.open_connection()
+        stack.callback(link.close)
+        beat = group.books.beat(link, me.session, ["a", "nobody"])
+    assert beat.here == [Here.YES, Here.EXPELLED]
+    expected = replace(
+        beat_of(me, me, group.term), time=beat.time, here=beat.here, overdue_s=beat.overdue_s
+    )
+    assert beat == expected

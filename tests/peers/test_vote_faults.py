@@ -1,0 +1,131 @@
+"""A vote that cannot be held is refused, and the future of any other ends, whatever is lost."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from meteor_py.errors import MembershipLost, NoLeader, PeerError
+from meteor_py.peers.codec import PeerCodec
+from meteor_py.peers.voting.proposal import Outcome, Proposal
+from tests.conftest import ServerFactory
+from tests.support.peer_voters import GROUP, LONG_S, RESULT_S, Panel, always, ids, outcome_of
+from tests.support.waiting import eventually
+
+
+def test_without_a_leader_one_can_be_insisted_on(url: str) -> None:
+    with Panel(url, election=None) as panel:
+        (member,) = panel.members(1)
+        member.on_vote(always(True))
+        with pytest.raises(NoLeader, match="has no leader"):
+            panel.peer_group.propose("x", require_leader=True)
+        assert outcome_of(panel.peer_group.propose("x")).passed
+
+
+def test_a_group_without_members_cannot_vote(url: str) -> None:
+    with Panel(url) as panel, pytest.raises(PeerError, match="Nobody in group"):
+        panel.peer_group.propose("x")
+
+
+def test_who_is_no_member_any_more_cannot_propose_as_one(url: str) -> None:
+    with Panel(url) as panel:
+        one, two = panel.members(2)
+        one.leave()
+        with pytest.raises(MembershipLost):
+            one.propose("x")
+        panel.redis.hset(panel.key("members"), two.id, "1:another:0:1:0:1:")
+        with pytest.raises(MembershipLost):
+            two.propose("x")
+
+
+@pytest.mark.parametrize("kind", ["most", 0, True, 1.5])
+def test_a_kind_of_vote_that_cannot_be_is_refused(url: str, kind: Any) -> None:
+    with Panel(url) as panel, pytest.raises((ValueError, TypeError), match="kind must be"):
+        panel.peer_group.propose("x", kind=kind)
+
+
+def test_a_topic_of_a_type_that_a_member_does_not_know_gets_no_vote_from_it(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    codec = PeerCodec()
+    codec.register(complex, id=7, encode=lambda z: str(z).encode(), decode=_complex)
+    with Panel(url) as panel, panel.client.peer_group(GROUP, codec=codec) as group:
+        knowing, ignorant = group.join(), panel.peer_group.join()
+        topics: list[Any] = []
+
+        @knowing.on_vote
+        def vote(proposal: Proposal) -> bool:
+            topics.append(proposal.topic)
+            return True
+
+        ignorant.on_vote(always(True))
+        outcome = outcome_of(group.propose(1 + 2j, kind="consensus", timeout=0.5))
+        assert (outcome.topic, topics) == (1 + 2j, [1 + 2j])
+        assert (outcome.yes, outcome.missing) == (ids(knowing), ids(ignorant))
+        eventually(lambda: "'7' is not known here" in caplog.text, RESULT_S, "it was not logged")
+        assert outcome_of(group.propose("plain", kind="consensus")).passed
+
+
+def _complex(data: bytes) -> complex:
+    return complex(data.decode())
+
+
+def test_a_topic_that_is_too_large_is_refused(url: str) -> None:
+    with Panel(url) as panel, pytest.raises(ValueError, match="send it before"):
+        panel.peer_group.propose("x" * 65_536)
+
+
+def test_a_future_ends_though_the_event_of_the_decision_is_lost(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Panel(url) as panel:
+        (member,) = panel.members(1)
+        monkeypatch.setattr(panel.peer_group.ballots, "decided", lambda event: None)
+        told: list[Outcome] = []
+        panel.peer_group.on_decision(told.append)
+        member.on_vote(always(True))
+        outcome = outcome_of(panel.peer_group.propose("x", timeout=0.5))
+        assert outcome.passed
+        eventually(lambda: told == [outcome], RESULT_S, "it was not told of")
+
+
+def test_a_future_ends_though_the_server_has_lost_the_vote(url: str) -> None:
+    with Panel(url) as panel:
+        panel.members(1)
+        future = panel.peer_group.propose("x", timeout=0.5)
+        panel.redis.flushall()
+        with pytest.raises(PeerError, match="the server has lost state"):
+            outcome_of(future)
+
+
+def test_a_future_ends_with_its_handle(url: str) -> None:
+    with Panel(url) as panel:
+        panel.members(1)
+        handle = panel.handle()
+        future = handle.propose("x", timeout=LONG_S)
+        handle.close()
+        with pytest.raises(PeerError, match="closed before"):
+            outcome_of(future)
+        assert not future.cancel()
+
+
+def test_a_vote_goes_on_after_the_server_was_away(private_server: ServerFactory) -> None:
+    server = private_server("--appendonly", "yes")
+    with Panel(server.url, ttl=0.6) as panel:
+        one, two = panel.members(2)
+        one.on_vote(always(True))
+        future = panel.peer_group.propose("x", kind="consensus", timeout=1.0)
+        eventually(lambda: "y" in panel.votes(), RESULT_S, "it did not vote")
+        server.kill()
+        server.start()  # whoever was away for longer than half a ttl has got the time that was left
+        two.on_vote(always(True))
+        assert outcome_of(future).voters == ids(one, two)
+
+
+def test_who_only_looks_on_has_no_thread_for_votes(url: str) -> None:
+    with Panel(url) as panel:
+        panel.members(1)
+        running = {thread.name for thread in threading.enumerate()}
+        assert not {name for name in running if name.startswith(("meteor-b", "meteor-caller-v"))}

@@ -1,0 +1,89 @@
+"""A process that was forked warm does what one does that was started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import PATIENCE_S
+from tests.support.warm import Warm, run
+
+PROGRAMS = {
+    "a file": "import sys; print(sys.argv, sys.path[0], __name__)",
+    "standard files": "import sys; print(sys.stdin.read() * 2); print('é', file=sys.stderr)",
+    "bytes": "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read() * 100_000)",
+    "surroundings": "import os; print(os.getcwd(), os.environ['HOME'], len(os.environ) < 9)",
+    "an end": "import sys, atexit; atexit.register(print, 'bye'); sys.exit(7)",
+    "an end with words": "import sys; sys.exit('no')",
+    "an end in a thread": "import threading; threading.Timer(0.1, print, ['late']).start()",
+    "what is buffered": "print('x', end='')",
+    "a signal": "import os, signal; print('x'); os.kill(os.getpid(), signal.SIGKILL)",
+    "no signal": "import signal as s; print(s.getsignal(s.SIGCHLD), s.getsignal(s.SIGINT))",
+    "its own children": "import subprocess as s; print(s.run(['sh', '-c', 'exit 3']).returncode)",
+    "warnings": "import warnings; warnings.warn('x')",
+    "its files": "import os; print(sorted(os.listdir('/proc/self/fd')))",
+}
+
+
+def both(arguments: list[str], folder: Path, given: bytes = b"in") -> list[Any]:
+    env = {"HOME": "/nowhere", "PATH": os.environ["PATH"]}
+    options: dict[str, Any] = {"input": given, "cwd": folder, "env": env, "timeout": PATIENCE_S}
+    warm = run(arguments, **options)
+    cold = subprocess.run([sys.executable, *arguments], capture_output=True, **options)
+    return [(done.returncode, done.stdout, done.stderr) for done in (warm, cold)]
+
+
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_a_program_does_the_same(what: str, tmp_path: Path) -> None:
+    warm, cold = both(["-W", "ignore", "-c", PROGRAMS[what], "1", "2"], tmp_path)
+    assert warm == cold
+
+
+def test_scripts_and_modules_do_the_same(tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text(PROGRAMS["a file"].replace("sys.path[0]", "__file__"))
+    for arguments in (["-m", "told", "1"], [str(tmp_path / "told.py"), "1"]):
+        warm, cold = both(arguments, tmp_path)
+        assert warm == cold
+
+
+def test_an_error_and_a_ctrl_c_end_it_as_they_end_any_other(tmp_path: Path) -> None:
+    for code in ("raise ValueError('x')", "import os; os.kill(os.getpid(), 2)"):
+        (code_warm, out, words), (code_cold, _, _) = both(["-c", code], tmp_path)
+        assert (code_warm, out) == (code_cold, b"")
+        assert words.startswith(b"Traceback")
+
+
+def test_much_goes_in_and_out_at_once(tmp_path: Path) -> None:
+    warm, cold = both(["-c", PROGRAMS["bytes"].replace("100_000", "3")], tmp_path, b"x" * 1_000_000)
+    assert warm == cold
+    assert len(warm[1]) == 3_000_000
+
+
+def test_it_is_stopped_and_killed_and_its_end_is_waited_for_no_longer_than_said() -> None:
+    with Warm(["-c", "import signal; signal.pause()"], stdin=subprocess.PIPE) as process:
+        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.communicate(timeout=0.01)
+        process.pause(PATIENCE_S)
+        process.kill()
+        assert process.wait(PATIENCE_S) == -signal.SIGKILL
+        assert process.poll() == process.returncode == -signal.SIGKILL
+        process.kill()  # nobody else
+
+
+def test_each_has_random_numbers_of_its_own() -> None:
+    command = ["-c", "import random; print(random.random())"]
+    assert len({run(command, input=b"", timeout=PATIENCE_S).stdout for _ in range(3)}) == 3
+
+
+def test_one_that_cannot_be_is_told_and_keeps_nobody_from_being(tmp_path: Path) -> None:
+    assert run(["-c", "print()"], input=b"", timeout=PATIENCE_S, cwd=tmp_path / "no").returncode
+    assert not run(["-c", "print()"], input=b"", timeout=PATIENCE_S).returncode

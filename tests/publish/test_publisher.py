@@ -1,0 +1,497 @@
+"""The publisher without faults: batching, order, columns, limits, memory, wrong input.
+
+What becomes of records is in test_acks.py, the faults are in test_publisher_faults.py,
+test_publisher_outages.py and test_histories.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import meteor_py as meteor
+from meteor_py.records.config import FRAME_BYTES_MAX, FRAME_RECORDS_MAX, RECORD_BYTES_MAX
+from tests.conftest import ServerFactory
+from tests.support.bench import NAME, Bench, failure
+from tests.support.servers import Server
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def bench(server: Server, url: str) -> Iterator[Bench]:
+    with Bench(server) as running:
+        yield running
+
+
+@pytest.fixture
+def pub(bench: Bench) -> meteor.Publisher:
+    return bench.publisher()
+
+
+# Batching and order
+
+
+def test_records_gather_into_one_frame_while_another_is_on_its_way(bench: Bench) -> None:
+    pub = bench.warm_publisher()
+    ahead, gathered = bench.queue_behind_one(pub, [[b"%d" % n for n in range(10)]])
+    single = pub.publish(b"10")
+    bench.proxy.resume()
+    assert [ahead.result(5), gathered.result(5), single.result(5)] == [1, 2, 12]
+    assert bench.frames() == [1, 1, 11]
+
+
+def test_five_full_batches_are_on_their_way_at_a_time(bench: Bench) -> None:
+    pub = bench.warm_publisher()
+    bench.queue_behind_one(pub, [[b"x"] * (8 * FRAME_RECORDS_MAX)])
+    bench.direct.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
+    sent = bench.proxy.counters.requests
+    bench.proxy.resume()
+    eventually(lambda: bench.proxy.counters.requests == sent + 5)
+    for _ in range(50):  # time enough for a sixth
+        bench.direct.ping()
+    assert bench.proxy.counters.requests == sent + 5
+    bench.direct.execute_command("CLIENT", "UNPAUSE")
+    pub.flush(10)
+    assert bench.frames() == [1, 1] + [FRAME_RECORDS_MAX] * 8
+
+
+def test_each_thread_finds_its_records_in_the_order_of_its_calls(bench: Bench) -> None:
+    pub = bench.publisher()
+    acks: dict[bytes, meteor.Ack] = {}
+
+    def publish(thread: int) -> None:
+        for n in range(500):
+            value = b"%d:%d" % (thread, n)
+            acks[value] = pub.publish(value, key=b"k" if n % 7 == 0 else None)
+
+    threads = [threading.Thread(target=publish, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pub.flush(10)
+    values = bench.values()
+    assert [values[ack.result()] for ack in acks.values()] == list(acks)
+    for number in range(4):
+        mine = [value for value in values if value.startswith(b"%d:" % number)]
+        assert mine == [b"%d:%d" % (number, n) for n in range(500)]
+
+
+def test_mixed_calls_keep_their_order(bench: Bench, pub: meteor.Publisher, rng: Random) -> None:
+    expected: list[bytes] = []
+    for _ in range(150):
+        values = [b"%d" % (len(expected) + n) for n in range(rng.choice([1, 2, 50, 5000]))]
+        match rng.choice(["one", "list", "arrow", "keyed"]):
+            case "one":
+                values = values[:1]
+                pub.publish(values[0])
+            case "list":
+                pub.publish_many(values)
+            case "arrow":
+                pub.publish_many(pa.array(values))
+            case "keyed":
+                pub.publish_many(values, keys=[None if n % 2 else b"k" for n in range(len(values))])
+        expected += values
+    pub.flush(20)
+    assert bench.values() == expected
+
+
+# publish_many
+
+
+def as_values(count: int) -> list[bytes]:
+    return [b"%d" % n * (n % 5) for n in range(count)]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        list,
+        tuple,
+        iter,
+        lambda values: (bytearray(value) for value in values),
+        lambda values: [memoryview(value) for value in values],
+        pa.array,
+        lambda values: pa.array([value.decode() for value in values]),
+        lambda values: pa.array(values, pa.large_binary()),
+        lambda values: pa.chunked_array([values[:100], values[100:101], values[101:]]),
+        lambda values: pa.array([b"before", *values, b"after"]).slice(1, len(values)),
+        lambda values: pa.chunked_array([[b"a", *values[:70]], [*values[70:], b"z"]]).slice(
+            1, len(values)
+        ),
+        lambda values: pa.array(values).dictionary_encode(),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 9_000])
+def test_publish_many_takes_iterables_and_arrow_arrays(
+    bench: Bench, pub: meteor.Publisher, form: Callable[[list[bytes]], Any], count: int
+) -> None:
+    values = as_values(count)
+    ack = pub.publish_many(form(values))
+    assert ack.result(10) == 0
+    assert ack.ranges == [range(count)]
+    assert bench.values() == values
+
+
+@pytest.mark.parametrize("arrow", [False, True])
+def test_keys_headers_and_timestamps_travel_with_their_records(
+    bench: Bench, pub: meteor.Publisher, arrow: bool
+) -> None:
+    count = 100
+    rows: list[tuple[bytes, bytes | None, dict[str, bytes] | None, int | None]] = [
+        (
+            b"%d" % n,
+            b"k%d" % n if n % 2 else None,
+            {"h": b"%d" % n, "ü": b""} if n % 3 else None,
+            n * 1000 if n % 5 else None,
+        )
+        for n in range(count)
+    ]
+    values, keys, headers, timestamps = zip(*rows, strict=True)
+    pub.publish_many(
+        pa.array(values) if arrow else values,
+        keys=pa.array(keys) if arrow else keys,
+        headers=headers,
+        timestamps=pa.array(timestamps) if arrow else timestamps,
+    )
+    for value, key, header, timestamp in rows:
+        pub.publish(value, key=key, headers=header, timestamp=timestamp)
+    pub.flush(10)
+    records = [record for batch in bench.stream.read() for record in batch]
+    assert [record.offset for record in records] == list(range(2 * count))
+    for record, (value, key, header, timestamp) in zip(records, rows * 2, strict=True):
+        assert (record.value, record.key) == (value, key)
+        assert record.headers == (header or {}) or record.headers == header
+        assert record.timestamp == (record.appended if timestamp is None else timestamp)
+
+
+def test_arrow_timestamps_of_any_unit_become_ms(bench: Bench, pub: meteor.Publisher) -> None:
+    moment = datetime(2024, 5, 6, 7, 8, 9, tzinfo=UTC)
+    for unit in ("s", "ms", "us", "ns"):
+        column = pa.array([moment], pa.timestamp(unit, tz="UTC"))
+        pub.publish_many(pa.array([b"x"]), timestamps=column)
+    pub.flush(5)
+    times = [record.time for batch in bench.stream.read() for record in batch]
+    assert times == [moment] * 4
+    with pytest.raises(ValueError, match="timezone"):
+        pub.publish_many(pa.array([b"x"]), timestamps=pa.array([moment], pa.timestamp("us")))
+
+
+def test_others_may_publish_in_between_and_ranges_tells_where(bench: Bench) -> None:
+    pub = bench.warm_publisher()
+    bench.proxy.stall("replies")
+    many = pub.publish_many([b"m"] * (8 * FRAME_RECORDS_MAX))
+    bench.wait_for_next(1 + FRAME_RECORDS_MAX)
+    with bench.stream.publisher() as other:
+        between = other.publish(b"other").result(5)
+    bench.proxy.resume()
+    assert many.result(10) == 1
+    assert many.ranges == [range(1, between), range(between + 1, 2 + 8 * FRAME_RECORDS_MAX)]
+    assert bench.values()[between] == b"other"
+
+
+# Frames and their limits
+
+
+def test_a_frame_holds_at_most_4096_records(bench: Bench) -> None:
+    pub = bench.warm_publisher()
+    bench.queue_behind_one(pub, [[b""] * 5000, pa.array([b""] * 5000)])
+    for _ in range(5000):
+        pub.publish(b"")
+    bench.proxy.resume()
+    pub.flush(10)
+    assert bench.frames() == [1, 1, 4096, 904, 4096, 904, 4096, 904]
+
+
+def test_a_frame_holds_at_most_1_mib_and_a_larger_record_travels_alone(bench: Bench) -> None:
+    values = [bytes(400_000)] * 3 + [bytes(RECORD_BYTES_MAX), b"", bytes(RECORD_BYTES_MAX - 1)]
+    pub = bench.warm_publisher()
+    bench.queue_behind_one(pub, [values, pa.array(values)])
+    for value in values:
+        pub.publish(value)
+    bench.proxy.resume()
+    pub.flush(10)
+    assert bench.values() == [b"first", b"ahead", *values, *values, *values]
+    for _, fields in bench.entries():
+        assert max(map(len, fields.values())) <= FRAME_BYTES_MAX + 1024
+    assert max(bench.frames()) == 2
+
+
+def test_a_frame_holds_at_most_capacity_records(private_server: ServerFactory) -> None:
+    with Bench(private_server(), capacity=10) as bench:
+        pub = bench.warm_publisher()
+        bench.queue_behind_one(pub, [[b"%d" % n for n in range(25)]])
+        bench.proxy.resume()
+        pub.flush(10)
+        assert bench.frames() == [10, 5]
+        pub.publish_many(pa.array([b"%d" % n for n in range(25)]))
+        pub.flush(10)
+        assert bench.frames() == [10, 5]
+        assert bench.values() == [b"%d" % n for n in range(10, 25)]
+
+
+def test_many_threads_cannot_make_a_frame_too_large(bench: Bench) -> None:
+    pub = bench.warm_publisher(max_pending_bytes=400_000)
+    bench.proxy.delay(0.01)
+
+    def publish_many() -> None:
+        for _ in range(3):
+            pub.publish_many([b"m"] * 4096)
+
+    def publish() -> None:
+        for _ in range(3000):
+            pub.publish(b"s")
+
+    threads = [threading.Thread(target=work) for work in (publish_many, publish) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    bench.proxy.heal()
+    pub.flush(10)
+    assert max(bench.frames()) <= FRAME_RECORDS_MAX
+    assert bench.next == 1 + 2 * 3 * 4096 + 2 * 3000
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+def test_frames_travel_compressed(bench: Bench, compression: meteor.Compression) -> None:
+    values = [b"the same words again and again %d" % n for n in range(1000)]
+    with bench.stream.publisher(compression=compression) as pub:
+        pub.publish_many(values)
+    assert bench.formats() == [b"1v." + compression.encode()]
+    size = sum(len(field) for _, fields in bench.entries() for field in fields.values())
+    assert size < sum(map(len, values)) / 2
+    assert bench.values() == values
+
+
+# Lingering, memory
+
+
+def test_lingering_gathers_records_until_its_time_is_over(bench: Bench) -> None:
+    pub = bench.publisher(linger=0.3)
+    begun = time.monotonic()
+    acks = [pub.publish(b"%d" % n) for n in range(20)]
+    assert acks[-1].result(5) == 19
+    assert time.monotonic() - begun > 0.25
+    assert bench.frames() == [20]
+
+
+@pytest.mark.parametrize("end", ["flush", "close", "fill", "fill with a list"])
+def test_flush_close_and_a_full_frame_end_the_lingering(bench: Bench, end: str) -> None:
+    pub = bench.publisher(linger=60)
+    ack: meteor.Ack | meteor.ManyAck = pub.publish(b"x")
+    begun = time.monotonic()
+    match end:
+        case "flush":
+            pub.flush()
+        case "close":
+            pub.close()
+        case "fill":
+            for _ in range(FRAME_RECORDS_MAX - 1):
+                ack = pub.publish(b"x")
+        case "fill with a list":
+            ack = pub.publish_many([b"x"] * (FRAME_RECORDS_MAX - 1))
+    ack.result(5)
+    assert time.monotonic() - begun < 5
+
+
+def test_publishing_blocks_when_memory_is_full_and_goes_on_when_there_is_room(bench: Bench) -> None:
+    limit = 100_000
+    pub = bench.warm_publisher(max_pending_bytes=limit)
+    bench.proxy.stall("replies")
+    taken: list[int] = []
+
+    def publish() -> None:
+        for n in range(400):
+            pub.publish(bytes(1000))
+            taken.append(n)
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    bench.wait_for_next(2)
+    eventually(lambda: limit - 2 * 1064 < len(taken) * 1064 <= limit)
+    for _ in range(50):
+        bench.direct.ping()
+    assert len(taken) * 1064 <= limit
+    bench.proxy.resume()
+    thread.join(10)
+    pub.flush(10)
+    assert bench.next == 401
+
+
+def hold_sender(bench: Bench, pub: meteor.Publisher) -> threading.Event:
+    """Stop a publisher's sender in a callback until the event is set."""
+    release = threading.Event()
+    bench.proxy.stall("replies")
+    pub.publish(b"x").add_done_callback(lambda _: release.wait(10))
+    bench.wait_for_next(2)
+    bench.proxy.resume()
+    return release
+
+
+def test_publisher_full_is_raised_when_nothing_leaves_for_the_delivery_timeout(
+    bench: Bench,
+) -> None:
+    pub = bench.warm_publisher(max_pending_bytes=10_000, delivery_timeout=0.3)
+    hold = hold_sender(bench, pub)
+    partly = pub.publish_many([bytes(1000)] * 50)  # room for nine
+    begun = time.monotonic()
+    with pytest.raises(meteor.PublisherFull, match="max_pending_bytes") as caught:
+        pub.publish(bytes(1000))
+    assert caught.value.retriable
+    assert 0.25 < time.monotonic() - begun < 5
+    assert not partly.done()  # nine are still on their way
+    hold.set()
+    assert isinstance(failure(partly), meteor.PublisherFull)
+    assert 1 <= sum(map(len, partly.ranges)) <= 9
+    assert pub.publish(b"later").result(5) == bench.next - 1
+
+
+def test_the_part_of_publish_many_that_found_no_room_is_not_lost_silently(bench: Bench) -> None:
+    pub = bench.warm_publisher(max_pending_bytes=10_000, delivery_timeout=0.3)
+    hold = hold_sender(bench, pub)
+    pub.publish_many([bytes(1000)] * 50)
+    hold.set()
+    with pytest.raises(meteor.PublisherFull):
+        pub.flush(5)
+
+
+# Wrong input
+
+
+NAIVE = datetime(2024, 1, 1)
+
+
+def broken() -> Iterator[bytes]:
+    yield b"a"
+    raise LookupError
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda pub: pub.publish("text"), TypeError),
+        (lambda pub: pub.publish(1), TypeError),
+        (lambda pub: pub.publish(None), TypeError),
+        (lambda pub: pub.publish(b"", key="text"), TypeError),
+        (lambda pub: pub.publish(b"", headers={"a": "text"}), TypeError),
+        (lambda pub: pub.publish(b"", headers={1: b""}), TypeError),
+        (lambda pub: pub.publish(b"", headers=[("a", b"")]), TypeError),
+        (lambda pub: pub.publish(b"", headers={"\ud800": b""}), ValueError),
+        (lambda pub: pub.publish(b"", timestamp=NAIVE), ValueError),
+        (lambda pub: pub.publish(b"", timestamp=-1), ValueError),
+        (lambda pub: pub.publish(b"", timestamp=2**63), ValueError),
+        (lambda pub: pub.publish(b"", timestamp=1.5), TypeError),
+        (lambda pub: pub.publish(b"", timestamp=True), TypeError),
+        (lambda pub: pub.publish(bytes(RECORD_BYTES_MAX + 1)), meteor.RecordTooLarge),
+        (lambda pub: pub.publish(bytes(RECORD_BYTES_MAX), key=b"k"), meteor.RecordTooLarge),
+        (lambda pub: pub.publish(bytes(RECORD_BYTES_MAX), headers={"h": b""}), ValueError),
+        (lambda pub: pub.publish_many([]), ValueError),
+        (lambda pub: pub.publish_many(pa.array([], pa.binary())), ValueError),
+        (lambda pub: pub.publish_many(pa.chunked_array([], pa.binary())), ValueError),
+        (lambda pub: pub.publish_many([b"a", "text"]), TypeError),
+        (lambda pub: pub.publish_many(b"bytes"), TypeError),
+        (lambda pub: pub.publish_many("text"), TypeError),
+        (lambda pub: pub.publish_many(5), TypeError),
+        (lambda pub: pub.publish_many(broken()), LookupError),
+        (lambda pub: pub.publish_many([b"a"], keys=[]), ValueError),
+        (lambda pub: pub.publish_many([b"a"], keys=[1]), TypeError),
+        (lambda pub: pub.publish_many([b"a"], keys=b"k"), TypeError),
+        (lambda pub: pub.publish_many([b"a"], headers=[{}, {}]), ValueError),
+        (lambda pub: pub.publish_many([b"a"], headers={"h": b""}), TypeError),
+        (lambda pub: pub.publish_many([b"a"], timestamps=[NAIVE]), ValueError),
+        (lambda pub: pub.publish_many([b"", bytes(RECORD_BYTES_MAX + 1)]), ValueError),
+        (lambda pub: pub.publish_many(pa.array([1])), TypeError),
+        (lambda pub: pub.publish_many(pa.array([b"a", None])), TypeError),
+        (lambda pub: pub.publish_many(pa.array([b"", bytes(RECORD_BYTES_MAX + 1)])), ValueError),
+        (lambda pub: pub.publish_many(pa.array([b"a"]), keys=[b"k", b"k"]), ValueError),
+        (lambda pub: pub.publish_many(pa.array([b"a"]), keys=[1]), TypeError),
+        (lambda pub: pub.publish_many(pa.array([b"a"]), keys=["text"]), TypeError),
+        (lambda pub: pub.publish_many(pa.array([b"a"]), headers=[{"h": "text"}]), TypeError),
+        (lambda pub: pub.publish_many(pa.array([b"a"]), headers=[{"\ud800": b""}]), ValueError),
+        (lambda pub: pub.publish_many(pa.array([b"a"]), timestamps=[NAIVE]), ValueError),
+        (lambda pub: pub.publish_many(pa.array([b"a"]), timestamps=pa.array([-1])), ValueError),
+        (lambda pub: pub.publish_many(pa.array([b"a"]), timestamps=pa.array([1.5])), TypeError),
+    ],
+)
+def test_wrong_input_raises_and_nothing_is_written(
+    bench: Bench,
+    pub: meteor.Publisher,
+    call: Callable[[meteor.Publisher], object],
+    error: type[Exception],
+) -> None:
+    with pytest.raises(error):
+        call(pub)
+    pub.flush(5)
+    assert (bench.entries(), bench.producer_keys()) == ([], [])
+    assert pub.publish(b"fine").result(5) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("linger", -1), ("linger", float("nan")), ("acks", -1), ("delivery_timeout", 0),
+        ("delivery_timeout", float("inf")), ("max_pending_bytes", 0), ("compression", "gzip"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_refused_by_name(bench: Bench, setting: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=setting):
+        bench.stream.publisher(**{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("codec", "value", "wire", "wrong"),
+    [
+        ("text", "grün", "grün".encode(), b"bytes"),
+        ("json", {"a": [1, None]}, b'{"a":[1,null]}', object()),
+        ("msgpack", {"a": 1}, b"\x81\xa1a\x01", object()),
+    ],
+)
+def test_the_codec_of_the_stream_encodes_values(
+    url: str, codec: str, value: Any, wire: bytes, wrong: Any
+) -> None:
+    with meteor.connect(url) as m, m.stream(NAME, codec=codec).publisher() as pub:
+        with pytest.raises(TypeError):
+            pub.publish(wrong)
+        with pytest.raises(TypeError):
+            pub.publish_many([value, wrong])
+        assert pub.publish(value).result(5) == 0
+        assert pub.publish_many([value, value]).result(5) == 1
+        assert pub.publish_many(pa.array([wire])).result(5) == 3
+        batches = list(m.stream(NAME).read())
+        assert [row for batch in batches for row in batch.to_arrow()["value"].to_pylist()] == [
+            wire
+        ] * 4
+        with m.stream(NAME).subscriber(initial_offset="earliest") as sub:
+            assert sub.poll().values() == [value] * 4
+
+
+def test_a_record_over_the_usual_limit_travels_alone_where_that_is_allowed(url: str) -> None:
+    large = bytes(5 * RECORD_BYTES_MAX)
+    with meteor.connect(url) as m:
+        stream = m.stream("s")
+        with stream.publisher(max_record_bytes=len(large)) as pub:
+            pub.publish_many([b"before", large, b"after"])
+            pub.publish_many(pa.array([b"x", large]))
+            pub.publish(large, key=b"").result()
+            with pytest.raises(meteor.RecordTooLarge, match="max_record_bytes"):
+                pub.publish(large, key=b"k")
+        lengths = [len(value) for batch in stream.read() for value in batch.values()]
+        assert lengths == [6, len(large), 5, 1, len(large), len(large)]
+
+
+@pytest.mark.parametrize("column", ["keys", "headers", "timestamps"])
+@pytest.mark.parametrize("count", [1, 1000])
+def test_a_column_that_is_not_many_is_refused(url: str, column: str, count: int) -> None:
+    with meteor.connect(url) as m, m.stream("s").publisher() as pub:
+        wrongs: list[Any] = [5, "text", b"bytes", {"a": b"b"}]
+        for wrong in wrongs:
+            with pytest.raises(TypeError, match=f"takes {column} as a list"):
+                pub.publish_many([b"x"] * count, **{column: wrong})

@@ -1,0 +1,308 @@
+"""Whatever befalls connection and server, every acknowledged record is there once and in order.
+
+And what is not acknowledged fails with an error that tells the truth: not in the log, or unknown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, Literal
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.records.config import OFFSET_MAX
+from meteor_py.redis import keys
+from tests.conftest import ServerFactory
+from tests.support.bench import NAME, Bench, failure, poll_until
+from tests.support.bench import bench as bench
+from tests.support.bench import private as private
+from tests.support.servers import Server
+from tests.support.waiting import eventually
+
+FULL = [b"x"] * 4096
+
+
+Kind = Literal["valkey", "redis"]
+
+
+def publish_bursts(pub: meteor.Publisher, rng: Random, records: int) -> dict[bytes, int]:
+    """Publish numbered records in bursts of random size; return their offsets, all acknowledged."""
+    places: list[tuple[int, Any]] = []
+    number = 0
+    while number < records:
+        size = min(rng.choice([1, 1, 2, 10, 100]), records - number)
+        if size == 1:
+            places.append((number, pub.publish(b"%d" % number)))
+        else:
+            values = [b"%d" % n for n in range(number, number + size)]
+            places.append((number, pub.publish_many(values)))
+        number += size
+        if rng.random() < 0.3:
+            places[-1][1].result(30)
+    pub.flush(30)
+    offsets: dict[bytes, int] = {}
+    for first, ack in places:
+        span = [ack.result()] if isinstance(ack, meteor.Ack) else [o for r in ack.ranges for o in r]
+        offsets |= {b"%d" % (first + n): offset for n, offset in enumerate(span)}
+    return offsets
+
+
+@contextlib.contextmanager
+def meanwhile(work: Callable[[], object]) -> Iterator[None]:
+    """Call ``work`` again and again in another thread."""
+    stop = threading.Event()
+    errors: list[Exception] = []
+
+    def loop() -> None:
+        try:
+            while not stop.is_set():
+                work()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors
+
+
+# Connections that are cut
+
+
+@pytest.mark.parametrize("kind", ["valkey", "redis"])
+def test_with_replies_lost_again_and_again_every_record_is_there_once_and_in_order(
+    private_server: ServerFactory, rng: Random, kind: Kind
+) -> None:
+    with Bench(private_server(kind=kind), capacity=20) as small:  # frames of 20: a full window
+        pub = small.publisher()
+        small.stream.configure(capacity=1_000_000)
+        faults = ("lost_reply", "torn_reply", "late_reply", "lost_request")
+        small.proxy.chaos(rng, 0.3, faults)  # type: ignore[arg-type]
+        offsets = publish_bursts(pub, rng, 4000)
+        assert small.proxy.counters.cuts > 10
+        assert small.values() == [b"%d" % n for n in range(4000)]
+        assert offsets == {b"%d" % n: n for n in range(4000)}
+
+
+def test_a_cut_behind_any_batch_of_the_window_loses_and_doubles_nothing(
+    server: Server, url: str, rng: Random
+) -> None:
+    with Bench(server, capacity=5) as bench:
+        pub = bench.warm_publisher()
+        bench.stream.configure(capacity=1_000_000)
+        count = 1
+        for which in range(1, 6):
+            for cut in (bench.proxy.cut_after_request, bench.proxy.cut_before_request):
+                values = [b"%d" % n for n in range(count + 1, count + 31)]
+                ahead, many = bench.queue_behind_one(pub, [values])
+                cut(which, match=b"EVAL")
+                bench.proxy.resume()
+                assert (ahead.result(10), many.result(10)) == (count, count + 1)
+                assert many.ranges == [range(count + 1, count + 31)]
+                count += 31
+        assert bench.proxy.counters.cuts == 10
+        numbers = [n for n in range(1, count) if n % 31 != 1]
+        assert [v for v in bench.values() if v.isdigit()] == [b"%d" % n for n in numbers]
+
+
+def test_an_interrupted_connection_is_not_made_again_behind_the_senders_back(bench: Bench) -> None:
+    # redis-py would do so at the next sending, and an answer be taken for another batch's.
+    link = bench.through.open_connection()
+    assert link.call("PING") == b"PONG"
+    link.interrupt()
+    with pytest.raises(meteor.ConnectionFailed):
+        link.call("PING")
+    assert link.call("PING") == b"PONG"
+    link.close()
+
+
+def test_a_reconnect_that_is_refused_for_a_while_changes_nothing(bench: Bench) -> None:
+    pub = bench.warm_publisher()
+    bench.proxy.refuse()
+    bench.proxy.cut_after_request(match=b"EVAL")
+    acks = [pub.publish(b"%d" % n) for n in range(100)]
+    eventually(lambda: bench.proxy.counters.refused >= 3)
+    bench.proxy.accept()
+    assert [ack.result(10) for ack in acks] == list(range(1, 101))
+    assert bench.values()[1:] == [b"%d" % n for n in range(100)]
+
+
+# The producer's state, the script
+
+
+def test_a_publisher_forgotten_by_the_server_with_nothing_in_doubt_does_not_notice(
+    bench: Bench,
+) -> None:
+    pub = bench.warm_publisher()
+    for offset in range(1, 6):
+        bench.forget_producers()
+        assert pub.publish(b"%d" % offset).result(5) == offset
+    bench.forget_producers()
+    assert pub.publish_many(FULL * 6).result(5) == 6
+    pub.close()
+    assert bench.next == 6 + 6 * 4096
+
+
+def test_a_publisher_forgotten_with_batches_in_doubt_says_which_and_delivers_the_rest(
+    bench: Bench,
+) -> None:
+    pub = bench.warm_publisher()
+    ahead, sent = bench.queue_behind_one(pub, [FULL * 5])
+    unsent = pub.publish_many(FULL)
+    bench.direct.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
+    requests = bench.proxy.counters.requests
+    bench.proxy.resume()
+    assert ahead.result(5) == 1
+    eventually(lambda: bench.proxy.counters.requests == requests + 5)
+    bench.proxy.stall("replies")
+    bench.direct.execute_command("CLIENT", "UNPAUSE")
+    bench.wait_for_next(2 + 5 * 4096)
+    bench.proxy.refuse()
+    bench.proxy.cut()
+    bench.forget_producers()
+    bench.proxy.heal()
+    assert isinstance(failure(sent), meteor.OutcomeUnknown)
+    assert not sent.ranges
+    assert unsent.result(5) == 2 + 5 * 4096
+    assert pub.publish(b"last").result(5) == bench.next - 1
+
+
+def test_a_script_that_is_flushed_again_and_again_is_sent_again(bench: Bench, rng: Random) -> None:
+    pub = bench.publisher()
+    with meanwhile(bench.direct.script_flush):
+        offsets = publish_bursts(pub, rng, 3000)
+    assert bench.values() == [b"%d" % n for n in range(3000)]
+    assert offsets == {b"%d" % n: n for n in range(3000)}
+
+
+def test_a_batch_taken_behind_a_repeat_that_was_refused_is_not_sent_as_a_new_one(
+    private: Bench,
+) -> None:
+    pub = private.warm_publisher()
+    ahead, behind = private.queue_behind_one(pub, [FULL])
+    private.direct.execute_command("ACL", "SETUSER", "default", "-evalsha")
+    private.proxy.chunk(1000, 0.02)  # the batch behind arrives in half a second
+    private.proxy.cut()
+    private.proxy.resume()
+    eventually(lambda: "errorstat_NOPERM" in private.direct.info("errorstats"))
+    private.direct.execute_command("ACL", "SETUSER", "default", "+evalsha")
+    for ack in (ahead, behind):  # both are in the log, and the publisher cannot know
+        assert isinstance(failure(ack), meteor.OutcomeUnknown)
+    private.proxy.heal()
+    assert pub.publish(b"last").result(5) == 2 + 4096
+
+
+# Refused for good
+
+
+def test_a_batch_refused_for_good_fails_alone_and_those_behind_follow_in_a_new_epoch(
+    server: Server, url: str
+) -> None:
+    with Bench(server, capacity=4) as bench:
+        pub = bench.warm_publisher()
+        bench.set_meta(next=OFFSET_MAX - 6)  # the last offset there is has number OFFSET_MAX - 1
+        bench.direct.delete(keys.log(NAME))
+        ahead, fits, refused = bench.queue_behind_one(pub, [[b"a"] * 4, [b"b"] * 4])
+        behind = pub.publish(b"c")
+        bench.proxy.resume()
+        assert (ahead.result(5), fits.result(5)) == (OFFSET_MAX - 6, OFFSET_MAX - 5)
+        error = failure(refused)
+        assert isinstance(error, meteor.ServerRefused)
+        assert "used up its offsets" in str(error)
+        assert behind.result(5) == OFFSET_MAX - 1
+        producer = bench.producer()
+        assert (producer[b"epoch"], producer[b"last"]) == (b"1", b"0")
+        assert isinstance(failure(pub.publish(b"d")), meteor.ServerRefused)
+        assert bench.values() == [b"a"] * 4 + [b"c"]
+
+
+def test_a_publisher_without_the_right_is_told_and_goes_on_when_it_has_it(private: Bench) -> None:
+    pub = private.warm_publisher()
+    private.direct.execute_command("ACL", "SETUSER", "default", "-xadd")
+    acks: list[meteor.Ack | meteor.ManyAck] = [pub.publish(b"x"), pub.publish_many(FULL * 2)]
+    for ack in acks:
+        error = failure(ack)
+        assert isinstance(error, meteor.ServerRefused)
+        assert not error.retriable
+    private.direct.execute_command("ACL", "SETUSER", "default", "+xadd")
+    assert pub.publish(b"again").result(5) == 1
+    assert private.values() == [b"first", b"again"]
+
+
+def test_a_publisher_that_may_not_look_at_the_history_doubles_nothing(private: Bench) -> None:
+    pub = private.warm_publisher()
+    ahead, many = private.queue_behind_one(pub, [FULL * 4])
+    private.direct.hset(keys.meta(NAME), mapping={"epoch": "99", "epochs": "1:0,99:1"})
+    private.direct.execute_command("ACL", "SETUSER", "default", "-hget")
+    private.proxy.resume()
+    assert (ahead.result(5), many.result(5)) == (1, 2)
+    assert pub.publish(b"last").result(5) == 2 + 4 * 4096
+
+
+# Deadlines
+
+
+def test_at_the_deadline_what_was_sent_is_unknown_and_what_was_not_failed(bench: Bench) -> None:
+    pub = bench.warm_publisher(delivery_timeout=0.4)
+    bench.proxy.stall("requests")
+    sent = pub.publish(b"sent")
+    eventually(lambda: sent._batch.encoded)
+    unsent = pub.publish(b"unsent")
+    begun = time.monotonic()
+    assert isinstance(failure(sent), meteor.OutcomeUnknown)
+    error = failure(unsent)
+    assert isinstance(error, meteor.ConnectionFailed)
+    assert str(bench.proxy.port) in str(error)
+    assert time.monotonic() - begun < 1.5
+    bench.proxy.resume()
+    assert pub.publish(b"later").result(5) == bench.next - 1
+    assert bench.values() in ([b"first", b"later"], [b"first", b"sent", b"later"])
+
+
+def test_what_arrives_after_its_deadline_is_fenced_off(bench: Bench) -> None:
+    pub = bench.warm_publisher(delivery_timeout=0.3)
+    bench.proxy.delay(1.0, "requests")
+    late = pub.publish(b"late")
+    assert isinstance(failure(late), meteor.OutcomeUnknown)
+    bench.proxy.delay(0)
+    assert pub.publish(b"next").result(5) == 1
+    calls = bench.direct.info("commandstats")["cmdstat_evalsha"]["calls"]
+    eventually(lambda: bench.direct.info("commandstats")["cmdstat_evalsha"]["calls"] > calls)
+    assert pub.publish(b"last").result(5) == 2
+    assert bench.values() == [b"first", b"next", b"last"]
+
+
+def test_a_server_that_is_stopped_for_a_while_changes_nothing(private: Bench) -> None:
+    pub = private.warm_publisher()
+    sub = private.subscriber(initial_offset="earliest")
+    private.server.pause()
+    acks = [pub.publish(b"%d" % n) for n in range(1000)]
+    with pytest.raises(TimeoutError):
+        acks[-1].result(0.3)
+    private.server.resume()
+    assert [ack.result(10) for ack in acks] == list(range(1, 1001))
+    expected = [b"first", *(b"%d" % n for n in range(1000))]
+    assert poll_until(sub, lambda values: len(values) > 1000) == expected
+
+
+def test_a_pause_longer_than_the_socket_timeout_doubles_nothing(
+    private: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meteor_py.publish.sender.SOCKET_TIMEOUT_S", 0.2)
+    pub = private.warm_publisher()
+    private.server.pause()
+    connections = private.proxy.counters.connections
+    acks = [pub.publish(b"%d" % n) for n in range(1000)]
+    eventually(lambda: private.proxy.counters.connections >= connections + 3)
+    private.server.resume()
+    assert [ack.result(10) for ack in acks] == list(range(1, 1001))
+    assert private.next == 1001

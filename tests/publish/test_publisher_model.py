@@ -1,0 +1,293 @@
+"""Publishers and subscribers under random faults, checked against what they may say.
+
+An acknowledged record is in the log once, at the offset that its ack names. One that failed is not
+there; one whose outcome is unknown is there once at most. All are in the order of publishing. Over
+fail-overs that lose records, what each was told of losses is exactly what is not there any more.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Literal
+
+import pytest
+
+import meteor_py as meteor
+from tests.conftest import ServerFactory
+from tests.support.bench import Bench, Pair
+from tests.support.proxy_link import Fault
+from tests.support.servers import Replica
+from tests.support.waiting import eventually
+
+FAULTS = 30
+#: What tells nothing about the log.
+UNSURE = (meteor.OutcomeUnknown, meteor.NotReplicated)
+
+
+class Faults:
+    """Things that happen to a server and the connections to it."""
+
+    def __init__(self, bench: Bench, rng: random.Random) -> None:
+        self.bench = bench
+        self.rng = rng
+
+    def happen(self) -> str:
+        fault = self.rng.choice(
+            [self.chaos, self.cut, self.refuse, self.flush_scripts, self.forbid, self.fill_up,
+             self.fill_memory, self.pause, self.stall, self.kill, self.nothing]
+        )  # fmt: skip
+        fault()
+        return fault.__name__
+
+    def wait(self, longest: float = 0.15) -> None:
+        """How long a fault lasts is part of it."""
+        time.sleep(self.rng.uniform(0, longest))
+
+    def nothing(self) -> None:
+        self.wait()
+
+    def chaos(self) -> None:
+        faults: list[Fault] = ["lost_reply", "torn_reply", "late_reply", "lost_request"]
+        self.bench.proxy.chaos(random.Random(self.rng.random()), 0.4, faults)
+        self.wait(0.5)
+        self.bench.proxy.heal()
+
+    def cut(self) -> None:
+        cut = self.rng.choice(
+            [self.bench.proxy.cut_after_request, self.bench.proxy.cut_before_request]
+        )
+        cut(self.rng.randint(1, 6), match=b"EVAL")
+        self.wait()
+
+    def refuse(self) -> None:
+        self.bench.proxy.refuse()
+        self.bench.proxy.cut()
+        self.wait(0.6)
+        self.bench.proxy.accept()
+
+    def flush_scripts(self) -> None:
+        for _ in range(self.rng.randint(1, 20)):
+            self.bench.direct.script_flush()
+
+    def forbid(self) -> None:
+        command = self.rng.choice(["evalsha", "eval", "xadd", "hmget", "info"])
+        with self._rule(f"-{command}", f"+{command}"):
+            if self.rng.random() < 0.5:
+                self.bench.direct.script_flush()
+            if self.rng.random() < 0.5:
+                self.bench.proxy.cut()
+            self.wait(0.05)
+
+    @contextmanager
+    def _rule(self, begin: str, end: str) -> Iterator[None]:
+        self.bench.direct.execute_command("ACL", "SETUSER", "app", begin)
+        yield
+        self.bench.direct.execute_command("ACL", "SETUSER", "app", end)
+
+    def fill_up(self) -> None:
+        self.bench.set_meta(archived=0, max_unarchived=max(self.bench.next, 0))
+        self.wait(0.6)
+        self.bench.set_meta(max_unarchived=10**9)
+
+    def fill_memory(self) -> None:
+        self.bench.direct.config_set("maxmemory", 1)
+        self.wait(0.6)
+        self.bench.direct.config_set("maxmemory", 0)
+
+    def pause(self) -> None:
+        self.bench.server.pause()
+        self.wait(0.6)
+        self.bench.server.resume()
+
+    def stall(self) -> None:
+        self.bench.proxy.stall(self.rng.choice(["requests", "replies", "both"]))
+        self.wait(0.6)
+        self.bench.proxy.resume()
+
+    def kill(self) -> None:
+        self.bench.server.kill()
+        self.wait(0.3)
+        self.bench.server.start()
+
+
+def check(log: list[bytes], acks: list[meteor.Ack]) -> dict[str, int]:
+    """Compare what the acks say with what is there; count the outcomes."""
+    numbers = [int(value) for value in log]
+    assert numbers == sorted(set(numbers)), "doubled, or out of order"
+    present = set(numbers)
+    outcomes: dict[str, int] = {}
+    for number, ack in enumerate(acks):
+        error = ack.exception(0)
+        outcomes[type(error).__name__] = outcomes.get(type(error).__name__, 0) + 1
+        if error is None:
+            assert numbers[ack.result()] == number, f"record {number} is not where its ack says"
+        elif isinstance(error, meteor.NotReplicated):
+            assert numbers[error.offset] == number
+        elif not isinstance(error, UNSURE):
+            assert number not in present, f"record {number} is there, and failed as {error!r}"
+    return outcomes
+
+
+@pytest.mark.filterwarnings("ignore::meteor_py.DataSafetyWarning")
+@pytest.mark.parametrize(("kind", "acks"), [("valkey", 0), ("redis", 0), ("valkey", 1)])
+def test_under_random_faults_no_ack_lies_and_nothing_is_doubled_or_out_of_order(
+    private_server: ServerFactory, rng: random.Random, kind: Literal["valkey", "redis"], acks: int
+) -> None:
+    server = private_server(
+        *("--appendonly", "yes", "--appendfsync", "always"),
+        *("--user", "app", "on", "nopass", "~*", "&*", "+@all"),
+        kind=kind,
+    )
+    published: list[meteor.Ack] = []
+    stop = threading.Event()
+    with ExitStack() as stack:
+        # Frames of seven records, so that the window is full.
+        bench = stack.enter_context(Bench(server, capacity=7, user="app"))
+        pub = bench.publisher(acks=acks, delivery_timeout=rng.choice([0.4, 1.0, 3.0]))
+        if acks:
+            stack.enter_context(Replica(server))
+        bench.stream.configure(capacity=10_000_000)
+
+        def publish() -> None:
+            chooser = random.Random(rng.random())
+            while not stop.is_set():
+                for _ in range(chooser.choice([1, 3, 30, 100])):
+                    published.append(pub.publish(b"%d" % len(published)))
+                stop.wait(chooser.uniform(0, 0.02))
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        faults = Faults(bench, rng)
+        try:
+            happened = [faults.happen() for _ in range(FAULTS)]
+        finally:
+            stop.set()
+            thread.join()
+            bench.proxy.heal()
+        with suppress(meteor.MeteorError):  # that something failed is expected
+            pub.flush(20)
+
+        def delivers() -> bool:
+            published.append(pub.publish(b"%d" % len(published)))
+            return published[-1].exception(10) is None
+
+        eventually(delivers, 20, "it did not recover")
+        outcomes = check(bench.values(), published)
+        print(kind, dict(sorted(outcomes.items())), happened)
+        # With acks=1 a replica that is away for most of the time makes the others NotReplicated.
+        assert outcomes["NoneType"] + outcomes.get("NotReplicated", 0) > 10
+
+
+class Follower:
+    """A subscriber that keeps what it read, and strikes out what it is told was lost."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.seen: dict[int, bytes] = {}
+        self.losses: list[tuple[int, int]] = []
+        self._sub = bench.subscriber(initial_offset="earliest")
+
+    def knows(self, log: dict[int, bytes]) -> bool:
+        self.poll()
+        return self.seen == log
+
+    def poll(self) -> None:
+        try:
+            batch = self._sub.poll(0.05, max_records=50)
+        except meteor.LogTruncated as error:
+            self.losses.append((error.first, error.last))
+            for offset in range(error.first, error.last + 1):
+                del self.seen[offset]  # KeyError: it was told of more than it knew
+            self._sub.skip_gap()
+        except meteor.ConnectionFailed:
+            pass
+        else:
+            for record in batch:
+                assert record.offset not in self.seen, "repeated"
+                self.seen[record.offset] = record.value
+
+
+class Teller:
+    """A publisher that keeps what was acknowledged, and strikes out what it is told was lost."""
+
+    def __init__(self, bench: Bench, name: str, acks: int) -> None:
+        self.acked: dict[int, bytes] = {}
+        self.losses: list[tuple[int, int]] = []
+        self._name = name
+        self._number = 0
+        self._waiting: list[tuple[bytes, meteor.Ack]] = []
+        self._pub = bench.publisher(acks=acks)
+
+    def publish(self) -> None:
+        try:
+            value = f"{self._name}{self._number}".encode()
+            self._waiting.append((value, self._pub.publish(value)))
+            self._number += 1
+        except meteor.LogTruncated as error:
+            self._lose(error)
+        self._collect()
+
+    def finish(self) -> None:
+        while self._waiting:
+            self._waiting[0][1].exception(20)
+            self._collect()
+        self.publish()
+        try:
+            self._pub.flush(20)
+        except meteor.LogTruncated as error:
+            self._lose(error)
+        self._collect()
+
+    def _collect(self) -> None:
+        while self._waiting and self._waiting[0][1].done():
+            value, ack = self._waiting.pop(0)
+            error = ack.exception()
+            if isinstance(error, meteor.LogTruncated):
+                self._lose(error)
+            elif error is None:
+                self.acked[ack.result()] = value
+            else:
+                raise error
+
+    def _lose(self, error: meteor.LogTruncated) -> None:
+        self.losses.append((error.first, error.last))
+        for offset in range(error.first, error.last + 1):
+            self.acked.pop(offset, None)
+
+
+def test_over_random_fail_overs_everybody_knows_what_is_there(
+    private_server: ServerFactory, rng: random.Random
+) -> None:
+    with ExitStack() as stack:
+        pair = Pair(stack, private_server())
+        bench = pair.bench
+        tellers = [Teller(bench, "a", 0), Teller(bench, "b", 0), Teller(bench, "c", 1)]
+        followers = [Follower(bench) for _ in range(3)]
+
+        def live(steps: int, busy: float) -> None:
+            for _ in range(steps):
+                if rng.random() < busy:
+                    rng.choice(tellers).publish()
+                if rng.random() < 0.3:
+                    rng.choice(followers).poll()
+
+        for _ in range(3):
+            live(rng.randint(0, 60), 0.8)
+            pair.lag()
+            live(rng.randint(0, 60), rng.choice([0.2, 0.8]))
+            pair.fail_over()
+            live(rng.randint(0, 60), rng.choice([0.0, 0.5]))
+            pair.link, pair.replica = pair.add_replica()
+        for teller in tellers:
+            teller.finish()
+        log = {record.offset: record.value for batch in bench.stream.read() for record in batch}
+        for follower in followers:
+            eventually(partial(follower.knows, log), message="a subscriber is wrong")
+        for teller in tellers:
+            assert teller.acked.items() <= log.items()
+        assert len(set(log.values())) == len(log)
+        print([teller.losses for teller in tellers], [follower.losses for follower in followers])

@@ -1,0 +1,146 @@
+"""Connections and servers may fail at any place: what is committed is in the log exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.publish import transaction
+from meteor_py.publish.transaction import commit
+from tests.conftest import ServerFactory
+from tests.support.bench import NAME, Bench, Pair
+from tests.support.servers import Server
+from tests.support.staging import begin, contents, fence, lasting, numbers, stage
+
+
+@pytest.fixture
+def frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call moves one frame."""
+    monkeypatch.setattr(transaction, "MOVE_BYTES", 1)
+
+
+@pytest.fixture
+def bench(server: Server, url: str) -> Iterator[Bench]:
+    with Bench(server) as bench:
+        bench.through.load_scripts()
+        yield bench
+
+
+@pytest.mark.parametrize("call", range(1, 7))  # plan, three moves, plan, discard
+@pytest.mark.parametrize("cut", ["before", "after"])
+def test_a_lost_call_or_answer_changes_nothing(
+    bench: Bench, frame_by_frame: None, cut: str, call: int
+) -> None:
+    stream = bench.through.stream(NAME)
+    staged = [stage(stream, "a", "0", "1"), stage(stream, "b", "2 3")]
+    getattr(bench.proxy, f"cut_{cut}_request")(call, match=b"EVALSHA")
+    assert commit(stream, "w", 1, staged)
+    assert bench.proxy.counters.cuts == 1
+    assert contents(bench.stream) == numbers(4)
+    assert not commit(stream, "w", 1, staged)
+
+
+def test_lost_answers_at_any_place_change_nothing(
+    bench: Bench, frame_by_frame: None, rng: Random
+) -> None:
+    stream = bench.through.stream(NAME)
+    versions = 15
+
+    def until_done(work: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return work()
+            except meteor.ConnectionFailed:
+                pass
+
+    bench.proxy.chaos(rng, 0.2, ("lost_reply", "torn_reply", "lost_request"))
+    for version in range(versions):
+        first = 3 * version
+
+        def write(first: int = first, version: int = version) -> None:
+            frames = [str(first + i) for i in range(3)]
+            name = f"{version}.{rng.random()}"
+            commit(stream, "w", version, [stage(stream, name, *frames)])
+
+        until_done(write)
+    bench.proxy.heal()
+    assert contents(bench.stream) == numbers(3 * versions)
+    assert all(bench.direct.pttl(key) > 0 for key in bench.direct.scan_iter("*stage*"))
+
+
+def test_a_worker_that_is_cut_off_while_it_stages_leaves_nothing_that_stays(bench: Bench) -> None:
+    stream = bench.through.stream(NAME)
+    bench.proxy.cut_before_request(match=b"PEXPIRE")
+    bench.proxy.refuse()
+    with pytest.raises(meteor.ConnectionFailed):
+        stage(stream, "a", "0")
+    assert list(bench.direct.scan_iter("*stage*")) == []
+
+
+@pytest.mark.parametrize("kind", ["valkey", "redis"])
+def test_a_server_that_is_out_of_memory_moves_nothing_that_is_not_counted(
+    private_server: ServerFactory, kind: Any, frame_by_frame: None
+) -> None:
+    server = private_server(kind=kind)
+    with meteor.connect(server.url) as m, server.client() as plain:
+        stream = m.stream("s")
+        a = stage(stream, "a", "0 1", "2", "3")
+        begin(stream, 1, a, moves=1)
+        plain.config_set("maxmemory", 1)
+        for _ in range(2):
+            with pytest.raises(meteor.OutOfMemory):
+                commit(stream, "w", 1, [a])
+        with pytest.raises(meteor.OutOfMemory):
+            stage(stream, "b", "x")
+        assert fence(stream) == b"1:1:3:4"
+        assert contents(stream) == numbers(2)
+        plain.config_set("maxmemory", 0)
+        assert commit(stream, "w", 1, [a])
+        assert contents(stream) == numbers(4)
+        assert lasting(stream) == set(plain.keys("*"))
+
+
+@pytest.mark.parametrize("kind", ["valkey", "redis"])
+@pytest.mark.parametrize("moves", [0, 1])
+def test_a_server_that_restarts_between_plan_and_move_begins_an_epoch_and_loses_nothing(
+    private_server: ServerFactory, kind: Any, frame_by_frame: None, moves: int
+) -> None:
+    server = private_server("--appendonly", "yes", "--appendfsync", "always", kind=kind)
+    with meteor.connect(server.url) as m:
+        stream = m.stream("s")
+        a, b = stage(stream, "a", "0", "1 2"), stage(stream, "b", "3")
+        begin(stream, 1, a, b, moves=moves)
+        epoch = stream.describe().epoch
+        server.kill()
+        server.restart()
+        assert commit(stream, "w", 1, [a, b])
+        assert contents(stream) == numbers(4)
+        assert stream.describe().epoch > epoch
+
+
+def test_what_replicas_have_confirmed_outlives_the_primary(pair: Pair) -> None:
+    stream = pair.bench.stream
+    assert commit(stream, "w", 1, [stage(stream, "a", "0", "1")], replicas=1)
+    pair.lag()
+    pair.fail_over()
+    with meteor.connect(pair.replica.url) as m:
+        stream = m.stream(NAME, create=False)
+        assert contents(stream) == numbers(2)
+        assert not commit(stream, "w", 1, [stage(stream, "b", "x")])
+
+
+def test_a_replica_that_lags_is_named_also_when_a_version_is_asked_for_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transaction, "_REPLICAS_S", 0.05)
+    stream = pair.bench.stream
+    pair.lag()
+    for name in ("a", "again"):
+        with pytest.raises(meteor.NotReplicated, match="0 of 1 replicas") as caught:
+            commit(stream, "w", 1, [stage(stream, name, "0", "1")], replicas=1)
+        assert caught.value.offset == 1
+    assert contents(stream) == numbers(2)

@@ -1,0 +1,174 @@
+"""A frame that would unpack to more than it may is refused before it unpacks.
+
+A bomb can hide in the frame's own compression, in the compression that Arrow can have inside a
+message (in three ways of saying so, old and new), and in lengths that MessagePack only claims.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import meteor_py as meteor
+from meteor_py.records.frame import Columns, decode, encode
+
+
+def raw_entry(name: str, payload: bytes, n: int = 1) -> tuple[bytes, list[bytes]]:
+    return b"%d-%d" % (n - 1, n), [b"t", b"1", name.encode(), payload]
+
+
+def arrow_message(
+    columns: dict[str, pa.Array], metadata: dict[str, str] | None = None, **options: Any
+) -> bytes:
+    """A record batch message as pyarrow writes it, without the schema message before it."""
+    batch = pa.RecordBatch.from_pydict(columns)
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(**options)) as out:
+        out.write_batch(batch, custom_metadata=metadata)
+    mark = 0 if options.get("use_legacy_format") else 4
+    (schema_size,) = struct.unpack_from("<i", sink.getvalue(), mark)
+    return sink.getvalue()[mark + 4 + schema_size :]
+
+
+MIB = 1024 * 1024
+
+
+def packed(compression: str, payload: bytes, size: int) -> bytes:
+    codec = {"lz4": "lz4_raw", "zstd": "zstd"}[compression]
+    return struct.pack("<I", size) + bytes(pa.compress(payload, codec=codec))
+
+
+def arrow_bomb(compression: str, **options: Any) -> bytes:
+    return arrow_message({"value": pa.array([bytes(40 * MIB)])}, compression=compression, **options)
+
+
+def masked_arrow_bomb(compression: str) -> bytes:
+    """In the layout of Arrow before 0.15, which pyarrow reads, with a harmless one for show.
+
+    Where the tables of today's layout would begin, the old one has padding: it leads to tables
+    behind the end that tell of no compression.
+    """
+    bomb = bytearray(arrow_bomb(compression, use_legacy_format=True))
+    bomb += bytes(-len(bomb) % 8)
+    table = len(bomb) + 12
+    assert bomb[8:12] == bytes(4)
+    struct.pack_into("<I", bomb, 8, table - 8)
+    bomb += struct.pack("<HHHHHH", 10, 8, 0, 0, 4, 0)  # a message: its header is 4 bytes on
+    bomb += struct.pack("<iI", 12, 4)
+    bomb += struct.pack("<iHH", -4, 4, 4)  # a header without fields
+    return bytes(bomb)
+
+
+def experimental_arrow_bomb(compression: str) -> bytes:
+    """As Arrow 0.17 said it: the compression is in the message's own metadata."""
+    message = bytearray(
+        arrow_bomb(
+            compression,
+            metadata={"ARROW:experimental_compression": compression},
+            metadata_version=pa.ipc.MetadataVersion.V4,
+        )
+    )
+    _, fields = flatbuffer_table(message, 8)
+    vtable, _ = flatbuffer_table(message, fields[2])
+    struct.pack_into("<H", message, vtable + 4 + 2 * 3, 0)  # where it is said today
+    return bytes(message)
+
+
+def flatbuffer_table(data: bytearray, pointer: int) -> tuple[int, list[int]]:
+    """Where the vtable of the table at ``pointer`` lies, and where its fields are."""
+    table = pointer + struct.unpack_from("<I", data, pointer)[0]
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    (size,) = struct.unpack_from("<H", data, vtable)
+    fields = struct.unpack_from(f"<{(size - 4) // 2}H", data, vtable + 4)
+    return vtable, [table + field for field in fields]
+
+
+def bombs() -> Iterator[tuple[str, str, Callable[[], bytes]]]:
+    noise = random.Random(1).randbytes(MIB)
+    for kind in ("lz4", "zstd"):
+        name = f"1v.{kind}"
+        yield f"{kind} of 65 MiB", name, partial(packed, kind, noise, 65 * MIB)
+        yield f"{kind} that claims 4 GiB", name, partial(packed, kind, b"x", 2**32 - 1)
+        yield f"{kind} x 1000", name, partial(packed, kind, bytes(40 * MIB), 40 * MIB)
+        yield f"Arrow's {kind} inside", "1v", partial(arrow_bomb, kind)
+        yield f"Arrow's {kind}, masked", "1v", partial(masked_arrow_bomb, kind)
+        yield f"Arrow's {kind}, experimental", "1v", partial(experimental_arrow_bomb, kind)
+    yield "nested lists", "0kv", lambda: b"\x91" * 200_000
+    yield "nested maps", "0hv", lambda: b"\x92" + b"\x81\xa1a" * 200_000
+    yield "a list of 2^32", "0kv", lambda: b"\xdd\xff\xff\xff\xff"
+    yield "bytes of 2^32", "0kv", lambda: b"\x92\xc6\xff\xff\xff\xff"
+    yield "a map of 2^32", "0hv", lambda: b"\x92\xdf\xff\xff\xff\xff"
+
+
+BOMBS = {name: (kind, build) for name, kind, build in bombs()}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_refused_before_it_unpacks(bomb: str) -> None:
+    name, build = BOMBS[bomb]
+    payload = build()
+    assert len(payload) < 2 * MIB
+    pool = pa.default_memory_pool()
+    pool_before = pool.bytes_allocated()
+    tracemalloc.start()
+    try:
+        with pytest.raises(meteor.CorruptFrame):
+            decode("s", [raw_entry(name, payload)])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < MIB
+    assert pool.bytes_allocated() == pool_before
+
+
+@pytest.mark.parametrize("bomb", [name for name in BOMBS if name.startswith("Arrow")])
+def test_pyarrow_would_have_unpacked_it(bomb: str) -> None:
+    """Else the test above would show nothing."""
+    schema = pa.schema([pa.field("value", pa.binary(), nullable=False)])
+    batch = pa.ipc.read_record_batch(pa.py_buffer(BOMBS[bomb][1]()), schema)
+    assert batch.nbytes > 40 * MIB
+
+
+def test_the_old_layout_of_arrow_messages_is_not_read_at_all() -> None:
+    """It would carry its tables elsewhere than where we look for hidden compression."""
+    payload = arrow_message({"value": pa.array([b"a", b"b"])}, use_legacy_format=True)
+    assert (
+        pa.ipc.read_record_batch(
+            pa.py_buffer(payload), pa.schema([pa.field("value", pa.binary())])
+        ).num_rows
+        == 2
+    )  # pyarrow would
+    with pytest.raises(meteor.CorruptFrame):
+        decode("s", [raw_entry("1v", payload, 2)])
+
+
+def test_many_frames_that_each_may_unpack_do_not_all_do_so_at_once(rng: random.Random) -> None:
+    # 20 MiB, far above what a publisher sends, but only fifty times its packed size.
+    one = Columns([rng.randbytes(16_384) * 64 for _ in range(20)])
+    message = bytes(one.to_arrow("v").serialize())
+    payload = packed("lz4", message, len(message))
+    fields = [b"t", b"1", b"1v.lz4", payload]
+    entries = [(b"%d-20" % (20 * i + 19), fields) for i in range(20)]
+    chunks = decode("s", entries)
+    assert sum(map(len, chunks)) == 60  # the fourth would exceed 64 MiB
+    assert decode("s", entries[3:])[0].first == 60
+
+
+@pytest.mark.parametrize("compression", ["lz4", "zstd"])
+@pytest.mark.parametrize("wrong", [-1, +1, +4096])
+def test_a_block_that_does_not_unpack_to_the_size_it_claims_is_corrupt(
+    compression: str, wrong: int
+) -> None:
+    """What a short block leaves unfilled would be memory of this process, handed out as values."""
+    _, message = encode(Columns([b"value %d" % i for i in range(50)]), "none")
+    payload = packed(compression, bytes(message), message.size + wrong)
+    with pytest.raises(meteor.CorruptFrame):
+        decode("s", [raw_entry(f"1v.{compression}", payload, 50)])

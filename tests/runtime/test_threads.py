@@ -1,0 +1,155 @@
+"""A worker counts as alive until it has ended, whatever happens to those who wait for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.runtime.threads import JoinableThread
+from tests.support.reading import fill
+from tests.support.receiving import Gate, Handler, confirmed
+
+
+class _Signal(Exception):
+    """What the signal handler raises, as that of a SIGTERM raises SystemExit."""
+
+
+@pytest.fixture
+def interrupted() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Calls something that blocks, and interrupts it there by a signal."""
+
+    def raises(*_: object) -> None:
+        raise _Signal
+
+    def call(blocks: Callable[[], object]) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(_Signal):
+            blocks()
+
+    before = signal.signal(signal.SIGALRM, raises)
+    yield call
+    signal.signal(signal.SIGALRM, before)
+
+
+Interrupted = Callable[[Callable[[], object]], None]
+
+
+def test_a_worker_is_alive_after_a_wait_for_it_was_interrupted(interrupted: Interrupted) -> None:
+    gate = threading.Event()
+    worker = JoinableThread(gate.wait, "w", 30)
+    assert not worker.is_alive()
+    worker.start()
+    for _ in range(2):
+        interrupted(worker.join)
+        assert worker.is_alive()
+    worker.join(0.01)
+    assert worker.is_alive()
+    gate.set()
+    worker.join(20)
+    assert not worker.is_alive()
+
+
+def test_a_worker_that_raises_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    worker = JoinableThread(lambda: 1 / 0, "w")
+    worker.start()
+    worker.join(20)
+    assert not worker.is_alive()
+    assert len(seen) == 1
+
+
+def test_a_worker_cannot_wait_for_itself_nor_be_waited_for_before_it_starts() -> None:
+    errors: list[str] = []
+
+    def join_itself() -> None:
+        try:
+            worker.join(1)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    worker = JoinableThread(join_itself, "w")
+    with pytest.raises(RuntimeError, match="before it is started"):
+        worker.join()
+    worker.start()
+    worker.join(20)
+    assert errors == ["cannot join current thread"]
+
+
+def test_several_wait_for_a_worker() -> None:
+    gate = threading.Event()
+    worker = JoinableThread(gate.wait, "w", 30)
+    worker.start()
+    waiting = [JoinableThread(worker.join, f"waits-{n}") for n in range(5)]
+    for each in waiting:
+        each.start()
+    gate.set()
+    for each in waiting:
+        each.join(20)
+        assert not each.is_alive()
+
+
+def test_the_workers_of_the_parent_are_not_alive_in_a_forked_child() -> None:
+    gate = threading.Event()
+    worker = JoinableThread(gate.wait, "w", 30)
+    worker.start()
+    child = os.fork()
+    if child == 0:
+        worker.join(1)
+        os._exit(7 if worker.is_alive() else 0)
+    _, status = os.waitpid(child, 0)
+    gate.set()
+    worker.join(20)
+    assert status == 0
+
+
+def test_a_worker_is_pushed_until_it_ends() -> None:
+    pushed = threading.Semaphore(0)
+
+    def three() -> None:
+        for _ in range(3):
+            pushed.acquire()
+
+    worker = JoinableThread(three, "w")
+    worker.start()
+    assert worker.ends_within(20, pushed.release)
+    gate = threading.Event()
+    worker = JoinableThread(gate.wait, "w", 30)
+    worker.start()
+    assert not worker.ends_within(0.05, lambda: None)
+    gate.set()
+    assert worker.ends_within(20, lambda: None)
+
+
+# What that is for
+
+
+def test_closing_waits_for_the_handler_after_a_signal_in_the_join_of_its_receiver(
+    url: str, interrupted: Interrupted
+) -> None:
+    with meteor.connect(url) as client:
+        stream = client.stream("s")
+        fill(stream, 10)
+        gate = Gate(2)
+        sub = stream.subscriber(group="g", lease_ttl=30)
+
+        def handle(record: meteor.Record) -> None:
+            gate(record)
+            sub.confirm(record)
+
+        handler = Handler(handle)
+        receiver = sub.attach_receiver(handler)
+        with gate.hold():
+            interrupted(receiver.join)
+            assert receiver.alive
+            with pytest.raises(TimeoutError, match="did not return"):
+                receiver.close(0.05)
+        sub.close()
+        assert receiver.join(0)
+        assert handler.done == [0, 1, 2]
+        assert confirmed(stream) == 3

@@ -1,0 +1,182 @@
+"""The end of a shared subscriber: closed, dropped, forked, or without a server or group."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+import meteor_py as meteor
+from tests.conftest import ServerFactory
+from tests.support.members import Process
+from tests.support.sharing import GROUP, STREAM, Queue, collect, discard, expire, offsets
+from tests.support.waiting import eventually
+
+
+def test_closing_the_client_closes_its_consumers(any_url: str) -> None:
+    with Queue(any_url, "AB") as queue:
+        queue.consumer().close()
+        with meteor.connect(any_url) as client:
+            other = client.stream(STREAM).shared_subscriber(GROUP)
+            first, _ = other.poll(5)
+            first.ack()
+        assert other.closed
+        c1 = queue.consumer()
+        assert offsets(c1.poll(5)) == [1]
+        assert [each.name for each in queue.shared.describe().consumers] == [c1.name]
+
+
+def test_a_consumer_that_was_dropped_leaves_no_thread(any_url: str) -> None:
+    with Queue(any_url, "A") as queue:
+        sub = queue.stream.shared_subscriber("dropped")
+        name = sub._tender._thread.name
+        thread = sub._tender._thread
+        del sub
+        collect()
+        eventually(lambda: not thread.is_alive())
+        assert name.startswith("meteor-shared")
+
+
+def test_a_consumer_that_was_dropped_leaves_at_once_and_its_records_are_not_its_any_more(
+    any_url: str,
+) -> None:
+    with Queue(any_url, "AB") as queue:
+        c1 = queue.consumer()
+        records = queue.stream.shared_subscriber(GROUP).poll(5)  # nobody keeps it
+        assert len(records) == 2
+        collect()
+        again = c1.poll(20)
+        assert [(record.offset, record.failures) for record in again] == [(0, 0), (1, 0)]
+        with pytest.raises(meteor.Fenced):
+            records[0].ack()
+
+
+_ENDS = """
+import sys
+import meteor_py as meteor
+
+client = meteor.connect(sys.argv[1])
+sub = client.stream("orders").shared_subscriber("billing")
+first, second = sub.poll(20)
+first.ack()
+print("ready", flush=True)
+"""
+
+
+def test_a_program_that_ends_without_closing_leaves_at_once(url: str) -> None:
+    with Queue(url, "AB") as queue:
+        c1 = queue.consumer()
+        program = Process("-c", _ENDS, url)
+        try:
+            assert program.read() == "ready"
+            assert program.wait() == 0
+        finally:
+            program.close()
+        assert offsets(c1.poll(5)) == [1]
+        assert queue.shared.describe().reaped == 0
+
+
+_FORKS = """
+import os, sys
+import meteor_py as meteor
+
+client = meteor.connect(sys.argv[1])
+sub = client.stream("orders").shared_subscriber("billing")
+(record,) = sub.poll(20)
+pid = os.fork()
+if pid == 0:
+    told = []
+    calls = [sub.poll, sub.commit, sub.rollback, sub.flush, lambda: sub.run(print)]
+    for call in (*calls, record.ack, record.release, record.reject):
+        try:
+            call()
+        except meteor.MeteorError as error:
+            told.append("parent" in str(error))
+    sub.close()
+    print(told, flush=True)
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+record.ack()
+sub.close()
+print("done", flush=True)
+"""
+
+
+def test_a_forked_child_refuses_everything_and_its_end_changes_nothing(url: str) -> None:
+    with Queue(url, "A", lease_ttl=60.0) as queue:
+        queue.consumer().close()
+        program = Process("-W", "ignore", "-c", _FORKS, url)
+        try:
+            assert program.read() == str([True] * 8)
+            assert program.read() == "done"
+            assert program.wait() == 0
+        finally:
+            program.close()
+        assert queue.shared.confirmed == 1
+
+
+def test_closing_says_what_was_settled_too_late(any_url: str) -> None:
+    with Queue(any_url, "A") as queue:
+        c1, c2 = queue.consumers(2)
+        (record,) = c1.poll(5)
+        expire(c1)
+        c2.flush()
+        record.ack()
+        with pytest.raises(meteor.Fenced):
+            c1.close()
+        assert c1.closed
+        assert offsets(c2.poll(5)) == [0]
+
+
+@pytest.mark.parametrize("what", ["group", "stream"])
+def test_closing_after_the_group_is_gone_is_no_error_if_nothing_is_unsaid(
+    any_url: str, what: str
+) -> None:
+    with Queue(any_url, "AB") as queue:
+        for settled in (False, True):
+            c1 = queue.stream.shared_subscriber(f"g{settled}")
+            first = c1.poll(5)[0]
+            if what == "group":
+                queue.stream.shared_group(f"g{settled}").delete(force=True)
+            elif settled:
+                queue.stream.delete()
+            if settled:
+                first.ack()
+                with pytest.raises((meteor.GroupNotFound, meteor.StreamNotFound)):
+                    c1.close()
+            else:
+                c1.close()
+            assert c1.closed
+
+
+def test_a_consumer_without_a_server_closes_and_says_so(private_server: ServerFactory) -> None:
+    server = private_server()
+    with meteor.connect(server.url) as client:
+        stream = client.stream(STREAM, ordering_key="key")
+        consumer = stream.shared_subscriber(GROUP)
+        server.stop()
+        with pytest.raises(meteor.ConnectionFailed):
+            consumer.poll(0)
+        discard(consumer)
+        assert consumer.closed
+
+
+def test_no_thread_is_left_by_many_consumers(any_url: str) -> None:
+    with Queue(any_url, "ABCDEFGH") as queue:
+        for consumer in queue.consumers(8, prefetch=1):
+            assert len(consumer.poll(5)) == 1
+        names = [thread.name for thread in threading.enumerate()]
+        assert sum(name.startswith("meteor-shared") for name in names) == 8
+
+
+def test_a_full_consumer_that_settles_nothing_is_told_why_it_gets_nothing(
+    any_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meteor_py.shared import prefetcher
+
+    monkeypatch.setattr(prefetcher, "_STUCK_S", 0.0)
+    with Queue(any_url, "AB") as queue, caplog.at_level(logging.WARNING):
+        c1 = queue.consumer(prefetch=1)
+        c1.poll(5)
+        eventually(lambda: not c1.poll(0.01) and "handed out and not settled" in caplog.text)

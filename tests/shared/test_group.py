@@ -1,0 +1,299 @@
+"""A shared group as a whole: its settings, its lives, looking ahead and purging, and its end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.client import Client
+from meteor_py.redis.scripts import DELETE_STREAM
+from meteor_py.shared.config import SharedConfig
+from tests.conftest import ServerFactory
+from tests.support.sharing import GROUP, Queue, die, offsets
+from tests.support.waiting import eventually
+
+# Settings
+
+
+@pytest.mark.parametrize("lease_ttl", [32.3, 1.001, 1 / 3, 0.1, 5.015, 86_400.0])
+def test_a_group_begins_with_any_lease_and_all_may_ask_for_the_same(
+    any_url: str, lease_ttl: float
+) -> None:
+    with Queue(any_url, lease_ttl=lease_ttl) as queue:
+        for _ in range(2):
+            queue.consumer().close()
+        assert queue.shared.describe().config.lease_ttl == round(lease_ttl, 3)
+        with pytest.raises(meteor.GroupConfigMismatch, match="lease_ttl"):
+            queue.consumer(lease_ttl=lease_ttl - 0.002 if lease_ttl > 1 else 2.0)
+
+
+def test_the_setting_that_differs_is_named_whatever_the_others_are() -> None:
+    present = SharedConfig(default_group="rest")
+    assert present.differing({"ungrouped": "free"}) == "ungrouped"
+    assert present.differing({"group_cap": 32, "default_group": "others"}) == "default_group"
+    assert present.differing({"default_group": "rest", "lease_ttl": 10}) is None
+
+
+# Lives
+
+
+@pytest.mark.parametrize("settings", [{}, {"ungrouped": "free"}, {"dead_letter": "dead"}])
+def test_a_consumer_of_a_group_that_was_deleted_and_begun_anew_does_not_join_the_new_one(
+    any_url: str, settings: dict[str, Any]
+) -> None:
+    with Queue(any_url, "ABC") as queue:
+        old = queue.consumer()
+        records = old.poll(5)
+        queue.shared.delete(force=True)
+        new = queue.consumer(**settings)
+        with pytest.raises(meteor.GroupNotFound):
+            old.poll(0)
+        records[0].ack()
+        for call in (old.flush, old.groups, old.fsck):
+            with pytest.raises(meteor.GroupNotFound):
+                call()
+        assert [each.name for each in queue.shared.describe().consumers] == [new.name]
+        assert offsets(new.poll(5)) == [0, 1, 2]
+        with pytest.raises(meteor.GroupNotFound):
+            old.close()
+
+
+# Looking ahead, and purging
+
+
+def test_purging_goes_on_behind_what_there_was_room_for(any_url: str) -> None:
+    with Queue(any_url) as queue:
+        queue.consumer().close()
+        queue.client.call("HSET", queue.key("state"), "max_waiting", 5)
+        queue.publish("A" * 700 + "B", frame=100)
+        assert queue.shared.purge("A") == 700
+        assert queue.shared.confirmed == 700
+        queue.publish("C" * 700, frame=100)
+        assert queue.shared.purge("C", limit=650) == 650
+
+
+def test_looking_ahead_says_when_as_many_wait_as_may(
+    any_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Queue(any_url) as queue, caplog.at_level(logging.WARNING):
+        queue.consumer().close()
+        queue.publish("A" * 700 + "B", frame=100)
+        assert "as may" not in caplog.text
+        queue.client.call("HSET", queue.key("state"), "max_waiting", 5)
+        assert "B" not in queue.groups()
+        assert "As many records wait in shared group 'billing' of stream 'orders' as may" in (
+            caplog.text
+        )
+        queue.client.call("HSET", queue.key("state"), "max_waiting", 1_000)
+        assert "B" in queue.groups()
+
+
+def test_what_is_found_to_be_lost_by_looking_ahead_is_logged(
+    any_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Queue(any_url, settings={"capacity": 10}) as queue, caplog.at_level(logging.WARNING):
+        queue.consumer().close()
+        for _ in range(3):
+            queue.publish("ABABABABAB", frame=10)
+        assert queue.shared.purge("A") == 5
+        assert "Records 0 to 19 of stream 'orders' were dropped" in caplog.text
+        assert queue.shared.describe().lost == 20
+
+
+# Deleting
+
+
+def test_a_group_that_could_not_be_deleted_is_still_listed(
+    any_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(any_url, "A") as queue:
+        queue.consumer().close()
+        run = Client.run
+
+        def cut(self: Client, script: Any, *others: Any) -> Any:
+            if script is DELETE_STREAM:
+                raise meteor.ConnectionFailed("cut")
+            return run(self, script, *others)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Client, "run", cut)
+            with pytest.raises(meteor.ConnectionFailed):
+                queue.shared.delete()
+        assert [each.name for each in queue.stream.groups()] == [GROUP]
+        queue.shared.delete()
+        assert queue.stream.groups() == []
+
+
+def test_a_name_left_over_is_in_nobodys_way(any_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Queue(any_url, "A") as queue:
+        queue.consumer().close()
+        call = Client.call
+
+        def cut(self: Client, *command: Any) -> Any:
+            if command[0] == "SREM":
+                raise meteor.ConnectionFailed("cut")
+            return call(self, *command)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Client, "call", cut)
+            with pytest.raises(meteor.ConnectionFailed):
+                queue.shared.delete()
+        assert queue.stream.groups() == []
+        assert offsets(queue.consumer().poll(5)) == [0]
+        assert [each.name for each in queue.stream.groups()] == [GROUP]
+
+
+def test_a_group_begun_anew_while_the_old_one_is_deleted_stays_listed(
+    any_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(any_url, "A") as queue:
+        queue.consumer().close()
+        call = Client.call
+
+        def begin(self: Client, *command: Any) -> Any:
+            if command[0] == "SREM":
+                queue.consumer()
+            return call(self, *command)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Client, "call", begin)
+            queue.shared.delete()
+        assert [each.name for each in queue.stream.groups()] == [GROUP]
+
+
+# Failures
+
+
+def test_many_returned_one_by_one_in_one_step_cost_as_much_each_as_a_few(url: str) -> None:
+    cost: dict[int, int] = {}
+    for count in (200, 400):
+        with Queue(url, max_deliveries=0) as queue:
+            queue.publish("A" * count, frame=count)
+            c1 = queue.consumer(prefetch=count)
+            records = c1.poll(5)
+            with c1._desk.state:  # all in one step
+                for record in records:
+                    record.release(only_this=True)
+                queue.client.redis.config_resetstat()
+            c1.flush()
+            stats: Any = queue.client.redis.info("commandstats")
+            cost[count] = sum(int(stat["calls"]) for stat in stats.values())
+            again = c1.poll(5)
+            assert offsets(again) == [*range(count)]
+            assert {record.failures for record in again} == {1}
+            queue.check()
+            queue.stream.delete()
+    assert cost[400] < 2.5 * cost[200]
+
+
+def test_the_last_try_of_what_was_returned_travels_with_others(any_url: str) -> None:
+    with Queue(any_url, "ABCDEFGH", max_deliveries=2) as queue:
+        c1 = queue.consumer()
+        c1.poll(5)
+        c1.rollback()
+        again = c1.poll(5)
+        assert [(record.offset, record.failures) for record in again] == [(n, 1) for n in range(8)]
+        for record in again[1:]:
+            record.ack()
+        again[0].release()
+        c1.flush()
+        found = queue.shared.describe()
+        assert (found.acked, found.dead, found.confirmed) == (7, 1, 8)
+
+
+def test_the_last_try_of_what_a_dead_consumer_had_travels_alone(any_url: str) -> None:
+    with Queue(any_url, "ABC", max_deliveries=2) as queue:
+        c1, c2 = queue.consumers(2)
+        assert len(c1.poll(5)) == 3
+        die(c1)
+        for number in range(3):
+            assert [(r.offset, r.failures) for r in c2.poll(5)] == [(number, 1)]
+            c2.commit()
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("delays", [(1.0, 300.0), (300.0, 1.0)])
+def test_of_two_delays_of_a_group_the_longer_one_counts(
+    any_url: str, together: bool, delays: tuple[float, float]
+) -> None:
+    with Queue(any_url, "AAA") as queue:
+        c1 = queue.consumer()
+        a, b, c = c1.poll(5)
+        with c1._desk.state if together else nullcontext():
+            c.release(delay=delays[0])
+            if not together:
+                c1.flush()
+            b.release(delay=delays[1])
+        c1.flush()
+        a.ack()
+        c1.flush()
+        seconds, _ = queue.client.call("TIME")
+        end = float(queue.client.call("ZSCORE", queue.key("delayed"), "A")) / 1000
+        assert end > int(seconds) + 100
+        assert queue.groups()["A"].state == "delayed"
+
+
+# Time
+
+
+def age(queue: Queue, ms: int) -> None:
+    """Have the server see all that happened as so much longer ago."""
+    last = queue.client.call("HGET", queue.key("state"), "last")
+    queue.client.call("HSET", queue.key("state"), "last", int(last) - ms)
+    flat = queue.client.call("ZRANGE", queue.key("leases"), 0, -1, "WITHSCORES")
+    for consumer, end in zip(flat[::2], flat[1::2], strict=True):
+        queue.client.call("ZADD", queue.key("leases"), int(float(end)) - ms, consumer)
+
+
+def test_consumers_keep_their_time_while_nobody_could_be_heard_of(any_url: str) -> None:
+    with Queue(any_url, "ABCD") as queue:
+        consumers = queue.consumers(4, prefetch=1)
+        records = [consumer.poll(5)[0] for consumer in consumers]
+        age(queue, 600_000)
+        for consumer, record in zip(consumers, records, strict=True):
+            record.ack()
+            consumer.flush()
+        assert (queue.shared.describe().reaped, queue.shared.confirmed) == (0, 4)
+
+
+def test_one_who_died_while_nobody_could_be_heard_of_is_found_out_later(any_url: str) -> None:
+    with Queue(any_url, "AB", lease_ttl=0.5) as queue:
+        c1, c2 = queue.consumers(2, prefetch=1)
+        c1.poll(5)
+        c1._tender.end()  # nobody renews its lease any more
+        c1._tender.join(20)
+        age(queue, 600_000)
+        found: list[int] = []
+
+        def has_both() -> bool:
+            found.extend(offsets(c2.poll(0.1)))
+            c2.commit()
+            return sorted(found) == [0, 1]
+
+        eventually(has_both, 30)
+        assert queue.shared.describe().reaped == 1
+
+
+def test_a_server_that_was_paused_for_longer_than_a_lease_takes_nobody_for_dead(
+    private_server: ServerFactory,
+) -> None:
+    server = private_server()
+    with Queue(server.url, "ABCD", lease_ttl=1.0) as queue:
+        consumers = queue.consumers(4, prefetch=1)
+        records = [consumer.poll(5)[0] for consumer in consumers]
+        seconds = int(queue.client.call("TIME")[0])
+        server.pause()
+        try:
+            # The lease is over by the time of the server, which is that of the machine.
+            eventually(lambda: time.time() > seconds + 4, 20)
+        finally:
+            server.resume()
+        for consumer, record in zip(consumers, records, strict=True):
+            record.ack()
+            consumer.flush()
+        assert (queue.shared.describe().reaped, queue.shared.confirmed) == (0, 4)

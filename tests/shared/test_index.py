@@ -1,0 +1,111 @@
+"""The index beside the log of a stream with groups: written, and trimmed, together with it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.publish import transaction
+from meteor_py.publish.transaction import Stage
+from meteor_py.records.frame import Columns
+from meteor_py.redis import keys
+from tests.support.sharing import GROUP, Queue, check, drain
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def client(any_url: str) -> Iterator[meteor.Client]:
+    with meteor.connect(any_url) as client:
+        yield client
+
+
+@pytest.fixture
+def stream(client: meteor.Client) -> Iterator[meteor.Stream]:
+    stream = client.stream("s", ordering_key="key")
+    yield stream
+    check(stream)
+
+
+def groups_of(stream: meteor.Stream) -> list[bytes]:
+    """The groups of all records, as a consumer is told them."""
+    with stream.shared_subscriber("look") as sub:
+        return [record.group for record in sorted(drain(sub), key=lambda each: each.offset)]
+
+
+def index(client: meteor.Client, name: str = "s") -> list[tuple[bytes, list[bytes]]]:
+    """The entries of the index, as they lie there."""
+    found = client.call("XRANGE", keys.index(name), "-", "+")
+    return [(entry_id, list(strings)) for entry_id, strings in found]
+
+
+def log_ids(client: meteor.Client, name: str = "s") -> list[bytes]:
+    return [entry[0] for entry in client.call("XRANGE", keys.log(name), "-", "+")]
+
+
+def test_the_index_has_an_entry_without_payload_for_each_frame(
+    client: meteor.Client, stream: meteor.Stream
+) -> None:
+    with stream.publisher() as pub:
+        pub.publish_many([b"secret"] * 4, keys=[b"a", b"b", b"a", None]).result(5)
+        pub.publish_many([b"secret"] * 2, keys=[b"a", b"a"]).result(5)
+    assert index(client) == [
+        (b"3-4", [struct.pack("<4H", 0, 1, 0, 2), b"a", b"b", b""]),
+        (b"5-2", [struct.pack("<2H", 0, 0), b"a"]),
+    ]
+    assert log_ids(client) == [b"3-4", b"5-2"]
+
+
+def test_the_index_is_trimmed_with_the_log_by_publishing_and_by_configure(
+    client: meteor.Client,
+) -> None:
+    stream = client.stream("s", ordering_key="key", capacity=100)
+    with stream.publisher() as pub:
+        for _ in range(50):
+            pub.publish_many([b"v"] * 10, keys=[b"k"] * 10)
+    ids = log_ids(client)
+    assert len(ids) <= 11
+    assert [entry[0] for entry in index(client)] == ids
+    stream.configure(capacity=20)
+    ids = log_ids(client)
+    assert len(ids) <= 3
+    assert [entry[0] for entry in index(client)] == ids
+
+
+def test_the_index_is_trimmed_with_the_log_when_records_are_archived(
+    url: str, tmp_path: Any
+) -> None:
+    with meteor.connect(url) as client:
+        stream = client.stream("s", ordering_key="key", capacity=100, store=str(tmp_path))
+        with stream.publisher() as pub:
+            for _ in range(50):
+                pub.publish_many([b"v"] * 10, keys=[b"k"] * 10)
+        stream.store.flush()
+        eventually(lambda: len(log_ids(client)) <= 11)
+        assert [entry[0] for entry in index(client)] == log_ids(client)
+
+
+def test_staged_frames_come_with_their_groups(client: meteor.Client, stream: meteor.Stream) -> None:
+    stages = []
+    for number, group in enumerate([b"a", b"b"]):
+        stage = Stage(stream, f"w.0.{number}")
+        stage.write(Columns([b"1", b"2"], [group, b"c"]))
+        stage.write(Columns([b"3"]))
+        stages.append(stage.finish())
+    transaction.commit(stream, "w", 0, stages)
+    assert [entry[0] for entry in index(client)] == log_ids(client)
+    none = b"meteor.no-group"
+    assert groups_of(stream) == [b"a", b"c", none, b"b", b"c", none]
+
+
+def test_dead_letters_in_a_stream_with_groups_have_theirs(any_url: str) -> None:
+    with Queue(any_url, "AB", dead_letter="dead") as queue:
+        dead = queue.client.stream("dead", ordering_key="header:meteor-group")
+        c1 = queue.consumer()
+        for record in c1.poll(5):
+            record.reject()
+        c1.close()
+        assert groups_of(dead) == [GROUP.encode()] * 2

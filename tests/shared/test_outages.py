@@ -1,0 +1,282 @@
+"""Shared subscribers and a server that is cut off, fails over, restarts or is full."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import redis
+
+import meteor_py as meteor
+from meteor_py.shared.record import Standing
+from tests.conftest import ServerFactory
+from tests.support.bench import NAME, Bench, Pair
+from tests.support.servers import plain_client
+from tests.support.sharing import GROUP, Queue, discard, expire, offsets
+from tests.support.waiting import eventually
+
+RECORDS = 3_000
+
+
+class Witness:
+    """Consumers in threads, and who of them is at work on what."""
+
+    def __init__(self, stream: meteor.Stream, count: int, **options: Any) -> None:
+        self._stack = ExitStack()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self.at_work: dict[bytes, int] = {}
+        self.done: list[tuple[bytes, int]] = []
+        self.flaws: list[str] = []
+        self.fenced = 0
+        self.subscribers = [stream.shared_subscriber(GROUP, **options) for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(number, sub))
+            for number, sub in enumerate(self.subscribers)
+        ]
+
+    def __enter__(self) -> Witness:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+        for sub in self.subscribers:
+            discard(sub)
+
+    def _work(self, number: int, sub: meteor.SharedSubscriber) -> None:
+        while not self._stop.is_set():
+            try:
+                for record in sub.poll(0.5, 7):
+                    with self._at_work(record, number):
+                        if record.standing is Standing.HELD:
+                            record.ack()
+            except meteor.ConnectionFailed:
+                pass
+            except meteor.Fenced:
+                self.fenced += 1
+            except BaseException as error:
+                self.flaws.append(repr(error))
+                raise
+
+    @contextmanager
+    def _at_work(self, record: meteor.SharedRecord, number: int) -> Iterator[None]:
+        with self._lock:
+            other = self.at_work.setdefault(record.group, number)
+            if other != number:
+                self.flaws.append(f"{record!r} is with {other} and {number}")
+        yield
+        with self._lock:
+            self.done.append((record.group, record.offset))
+            self.at_work.pop(record.group, None)
+
+
+def publish(stream: meteor.Stream, records: int, groups: int = 20) -> None:
+    with stream.publisher() as pub:
+        names = [b"g%d" % (number % groups) for number in range(records)]
+        pub.publish_many([b"v"] * records, keys=names)
+
+
+def wait_until_settled(stream: meteor.Stream, timeout_s: float = 60) -> meteor.SharedDescription:
+    shared, end = stream.shared_group(GROUP), stream.end().offset
+    eventually(
+        lambda: shared.confirmed == end and not shared.describe().dying,
+        timeout_s,
+        "it is stuck",
+    )
+    return shared.describe()
+
+
+def test_when_requests_and_answers_get_lost_each_record_is_processed_once(
+    private_server: ServerFactory, rng: random.Random
+) -> None:
+    with Bench(private_server(), ordering_key="key") as bench:
+        publish(bench.stream, RECORDS)
+        through = bench.through.stream(NAME, create=False)
+        with Witness(through, 3, lease_ttl=60.0, prefetch=7) as witness:
+            bench.proxy.chaos(rng, 0.15, ("lost_reply", "torn_reply", "lost_request"))
+            state = wait_until_settled(bench.stream)
+            bench.proxy.heal()
+        assert not witness.flaws, witness.flaws[:5]
+        # Nobody died, so nothing was taken from anybody: once means once.
+        assert witness.fenced == state.reaped == 0
+        assert Counter(offset for _, offset in witness.done) == Counter(range(RECORDS))
+        assert state.acked == RECORDS
+        by_group: dict[bytes, int] = {}
+        for group, offset in witness.done:
+            assert offset > by_group.get(group, -1)
+            by_group[group] = offset
+        assert bench.stream.shared_group(GROUP).fsck() == []
+        print(bench.proxy.counters)
+        assert bench.proxy.counters.cuts > 20
+
+
+@pytest.mark.parametrize("lost_s", ["nothing", "a part"])
+def test_after_a_fail_over_nothing_is_stuck_and_what_was_lost_comes_again(
+    private_server: ServerFactory, lost_s: str
+) -> None:
+    with ExitStack() as stack:
+        pair = Pair(stack, private_server(), ordering_key="key")
+        bench = pair.bench
+        publish(bench.stream, RECORDS)
+        through = bench.through.stream(NAME, create=False)
+        with Witness(through, 3, lease_ttl=1.0, prefetch=20) as witness:
+            eventually(lambda: len(witness.done) > RECORDS // 10, 30)
+            if lost_s == "a part":
+                pair.lag()
+                seen = len(witness.done)
+                eventually(lambda: len(witness.done) > seen + RECORDS // 10, 30)
+            else:
+                pair.replica.wait_in_sync()
+            pair.fail_over()
+            state = wait_until_settled(bench.stream)
+        flaws = [flaw for flaw in witness.flaws if "is with" not in flaw]
+        assert not flaws, flaws[:5]
+        assert {offset for _, offset in witness.done} == set(range(RECORDS))
+        assert state.acked == RECORDS
+        assert bench.stream.shared_group(GROUP).fsck() == []
+        print(f"{len(witness.done) - RECORDS} repeated, {witness.fenced} times fenced")
+
+
+def test_a_restart_without_loss_changes_nothing_for_anybody(private_server: ServerFactory) -> None:
+    server = private_server("--appendonly", "yes", "--appendfsync", "always")
+    with meteor.connect(server.url) as client:
+        stream = client.stream(NAME, ordering_key="key")
+        publish(stream, RECORDS)
+        with Witness(stream, 3, lease_ttl=60.0, prefetch=50) as witness:
+            eventually(lambda: len(witness.done) > RECORDS // 10, 30)
+            server.kill()
+            server.restart()
+            state = wait_until_settled(stream)
+        assert not witness.flaws, witness.flaws[:5]
+        assert witness.fenced == state.reaped == 0
+        assert Counter(offset for _, offset in witness.done) == Counter(range(RECORDS))
+        assert stream.shared_group(GROUP).fsck() == []
+
+
+def test_on_a_full_server_consumers_settle_and_claim(private_server: ServerFactory) -> None:
+    server = private_server("--maxmemory-policy", "noeviction")
+    with Queue(server.url, "AABBCC", dead_letter="letters") as queue:
+        queue.client.stream("letters")
+        consumer = queue.consumer(prefetch=3)
+        first = consumer.poll(5)
+        with plain_client(server.url) as plain:
+            plain.config_set("maxmemory", 1)
+            try:
+                with pytest.raises(redis.OutOfMemoryError):
+                    plain.set("full", "?")
+                for record in first[1:]:
+                    record.ack()
+                first[0].reject("its letter must wait for room")
+                found = [record for _ in range(3) for record in consumer.poll(0.1)]
+                assert offsets(found) == [3, 4, 5]
+                for record in found:
+                    record.ack()
+                consumer.flush()
+                state = queue.shared.describe()
+                assert (state.acked, state.dying, state.confirmed) == (5, 1, 0)
+                assert queue.consumer().poll(0) == []
+            finally:
+                plain.config_set("maxmemory", 0)
+        eventually(lambda: consumer.poll(0.1) == [] and queue.shared.confirmed == 6, 20)
+        assert queue.shared.describe().dead == 1
+
+
+def test_a_consumer_that_was_taken_for_dead_is_told_and_changes_nothing(url: str) -> None:
+    with Queue(url, "ABCABC") as queue:
+        late, other = queue.consumers(2, prefetch=3)
+        records = late.poll(5)
+        assert offsets(records) == [0, 1, 2]
+        expire(late)
+        taken = other.poll(5)
+        assert offsets(taken) == [0, 1, 2]
+        before = queue.shared.describe()
+        for record, how in zip(records, ("ack", "release", "reject"), strict=True):
+            with pytest.raises((meteor.Fenced, ValueError)):
+                settle_now(late, record, how)
+        after = queue.shared.describe()
+        assert (before.acked, before.dead, before.returned) == (
+            after.acked,
+            after.dead,
+            after.returned,
+        )
+        for record in taken:
+            record.ack()
+        other.flush()
+        assert offsets(late.poll(5)) == [3, 4, 5]
+        assert queue.shared.describe().acked == 3
+
+
+def settle_now(sub: meteor.SharedSubscriber, record: meteor.SharedRecord, how: str) -> None:
+    getattr(record, how)()
+    sub.flush()
+
+
+def test_two_who_keep_taking_each_other_for_dead_lose_and_double_nothing(
+    url: str, rng: random.Random
+) -> None:
+    with Queue(url, "ABCDEFGH" * 40, max_deliveries=0) as queue:
+        fighters = queue.consumers(2, prefetch=16)
+        acked: Counter[int] = Counter()
+        eventually(lambda: _fight(queue, fighters, rng, acked), 60, "they do not come to an end")
+        state = queue.shared.describe()
+        assert state.acked == 320 == state.confirmed
+        assert state.reaped > 5
+        assert sum(acked.values()) == 320
+        assert set(acked.values()) == {1}
+
+
+def _fight(
+    queue: Queue,
+    fighters: list[meteor.SharedSubscriber],
+    rng: random.Random,
+    acked: Counter[int],
+) -> bool:
+    late, other = rng.sample(fighters, 2)
+    mine: list[int] = []
+    try:
+        records = late.poll(0)
+        if rng.random() < 0.4:
+            expire(late)
+            other.flush()
+        for record in records:
+            record.ack()
+            mine.append(record.offset)
+        late.flush()
+        acked.update(mine)
+    except meteor.Fenced:
+        pass
+    queue.check()
+    return queue.shared.confirmed == 320
+
+
+def test_an_empty_claim_costs_the_same_behind_any_number_of_blocked_records(url: str) -> None:
+    few, many = empty_claim(url, 1_000), empty_claim(url, 100_000)
+    print(f"commands of an empty claim: {few} behind 1,000, {many} behind 100,000")
+    assert few == many
+
+
+def empty_claim(url: str, blocked: int) -> int:
+    """Commands that a claim takes which finds all of so many records blocked."""
+    with plain_client(url) as plain:
+        plain.flushall()
+        with Queue(url, settings={"capacity": 10_000_000}) as queue:
+            with queue.stream.publisher() as pub:
+                pub.publish_many([b""] * blocked, keys=[b"g%d" % (n % 100) for n in range(blocked)])
+            owner, other = queue.consumers(2, prefetch=100)
+            assert len(owner.poll(5)) == 100
+            eventually(lambda: queue.shared.describe().looked == blocked or other.poll(0))
+            plain.config_resetstat()
+            answer = other._desk.exchange(100)
+            stats: Any = plain.info("commandstats")
+            assert not answer.granted
+            assert answer.waiting == blocked - 100
+            return sum(int(stat["calls"]) for stat in stats.values())

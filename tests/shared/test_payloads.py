@@ -1,0 +1,368 @@
+"""The payloads of a shared group: from the ring, from the store, or named as lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.shared import admin, stored_frames
+from meteor_py.shared.frame_cache import FrameCache
+from tests.conftest import ServerFactory
+from tests.support.sharing import Queue, die, drain, offsets
+from tests.support.waiting import eventually
+
+
+def in_order(records: list[meteor.SharedRecord]) -> bool:
+    """Whether each group came in order, with the values that it was published with."""
+    last: dict[bytes, int] = {}
+    for record in records:
+        assert record.value == record.group
+        if last.get(record.group, -1) >= record.offset:
+            return False
+        last[record.group] = record.offset
+    return True
+
+
+# From the ring
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The offsets from which frames were asked for, by XRANGE, in this process."""
+    found: list[str] = []
+    call = FrameCache._call
+
+    def noting(self: FrameCache, commands: Any) -> Any:
+        found.extend(command[2] for command in commands)
+        return call(self, commands)
+
+    monkeypatch.setattr(FrameCache, "_call", noting)
+    return found
+
+
+def test_a_frame_is_fetched_once_by_each_consumer_that_has_records_of_it(
+    any_url: str, asked: list[str]
+) -> None:
+    with Queue(any_url, group_cap=2) as queue:
+        queue.publish("ABCD" * 25, frame=100)
+        c1, c2 = queue.consumers(2, prefetch=4)
+        found: list[meteor.SharedRecord] = []
+        while records := [*c1.poll(0), *c2.poll(0)]:
+            assert in_order(records)
+            found += records
+            for record in records:
+                record.ack()
+            c1.flush()
+            c2.flush()
+        assert sorted(offsets(found)) == [*range(100)]
+        assert len(asked) == 2
+
+
+def test_frames_of_one_record_are_fetched_in_one_round_trip(
+    url: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trips: list[int] = []
+    call = FrameCache._call
+
+    def counting(self: FrameCache, commands: Any) -> Any:
+        trips.append(len(commands))
+        return call(self, commands)
+
+    monkeypatch.setattr(FrameCache, "_call", counting)
+    with Queue(url, "AB" * 25) as queue:
+        assert offsets(queue.consumer().poll(5)) == [*range(50)]
+    assert len(asked) == 50
+    assert trips == [1, 49]  # how large frames are is not known before
+
+
+def test_a_consumer_does_not_keep_all_frames(any_url: str) -> None:
+    with Queue(any_url) as queue:
+        queue.publish("AB" * 500, frame=10)
+        c1 = queue.consumer(prefetch=20)
+        assert len(drain(c1)) == 1000
+        payloads = c1._supply._payloads
+        assert len(payloads._frames) <= 40
+        assert payloads._firsts == sorted(payloads._frames)
+
+
+def test_values_are_decoded_and_what_cannot_be_is_the_application_s(any_url: str) -> None:
+    with Queue(any_url, settings={"codec": "json"}, dead_letter="dead") as queue:
+        with queue.stream.publisher() as pub:
+            pub.publish({"a": 1}, key=b"A")
+        with queue.stream.publisher(codec="bytes") as pub:
+            pub.publish(b"{no", key=b"A")
+        with queue.stream.publisher() as pub:
+            pub.publish([2], key=b"A")
+        c1 = queue.consumer()
+        good, bad, last = c1.poll(5)
+        assert (good.value, last.value) == ({"a": 1}, [2])
+        with pytest.raises(meteor.DecodeError):
+            _ = bad.value
+        assert bad.record.value == b"{no"
+        good.ack()
+        bad.reject("not JSON")
+        last.ack()
+        c1.poll(0)
+        c1.flush()
+        assert c1.confirmed == 3
+        (letter,) = (r for batch in queue.client.stream("dead").read() for r in batch)
+        assert letter.value == b"{no"
+
+
+def test_a_consumer_may_have_a_codec_of_its_own(any_url: str) -> None:
+    with Queue(any_url, "A") as queue:
+        (record,) = queue.consumer(codec="text").poll(5)
+        assert record.value == "A"
+
+
+# Dropped by the ring, and nowhere else
+
+
+def publish(queue: Queue, groups: str, frames: int) -> None:
+    for _ in range(frames):
+        queue.publish(groups, frame=len(groups))
+
+
+def test_what_was_dropped_before_anybody_looked_is_named_once_and_the_rest_is_delivered(
+    any_url: str,
+) -> None:
+    with Queue(any_url, settings={"capacity": 20}) as queue:
+        c1 = queue.consumer()
+        publish(queue, "ABABABABAB", 10)
+        first = queue.stream.bounds()[0]
+        with pytest.raises(meteor.RecordsLost) as lost:
+            c1.poll(5)
+        assert (lost.value.first, lost.value.last) == (0, first - 1)
+        assert lost.value.stream == queue.stream.name
+        assert offsets(drain(c1)) == [*range(first, 100)]
+        found = queue.shared.describe()
+        assert (found.lost, found.lost_last, found.confirmed) == (first, (0, first - 1), 100)
+
+
+def test_what_was_dropped_while_it_waited_is_named_and_its_group_goes_on(any_url: str) -> None:
+    with Queue(any_url, settings={"capacity": 20}) as queue:
+        publish(queue, "AAAAAAAAAA", 2)
+        c1 = queue.consumer()
+        queue.shared.groups(look_ahead=True)
+        publish(queue, "AAAAAAAAAA", 2)
+        first = queue.stream.bounds()[0]
+        assert first == 20
+        with pytest.raises(meteor.RecordsLost) as lost:
+            c1.poll(5)
+        assert (lost.value.first, lost.value.last) == (0, 19)
+        assert offsets(drain(c1)) == [*range(20, 40)]
+        assert queue.shared.describe().lost == 20
+
+
+def test_gaps_may_be_skipped_and_are_told_to_who_asks(any_url: str) -> None:
+    gaps: list[tuple[int, int]] = []
+    with Queue(any_url, settings={"capacity": 20}) as queue:
+        c1 = queue.consumer(on_gap="skip", on_gap_skipped=lambda *gap: gaps.append(gap))
+        publish(queue, "ABABABABAB", 10)
+        first = queue.stream.bounds()[0]
+        assert offsets(drain(c1)) == [*range(first, 100)]
+        assert gaps == [(0, first - 1)]
+
+
+def test_what_is_held_is_not_lost_though_the_ring_has_dropped_it(any_url: str) -> None:
+    with Queue(any_url, settings={"capacity": 20}) as queue:
+        publish(queue, "ABABABABAB", 2)
+        c1 = queue.consumer()
+        records = c1.poll(5)
+        publish(queue, "CCCCCCCCCC", 4)
+        assert in_order(records)
+        c1.commit()
+        assert queue.shared.describe().acked == 20
+
+
+def test_the_letter_of_a_record_that_is_gone_cannot_be_written_and_it_is_named_lost(
+    any_url: str,
+) -> None:
+    with Queue(any_url, "A", settings={"capacity": 10}, dead_letter="dead") as queue:
+        c1, c2 = queue.consumers(2)
+        c1.poll(5)[0].reject("why")
+        c1.flush()
+        die(c1)
+        publish(queue, "BBBBBBBBBB", 3)
+        queue.client.call("ZADD", queue.key("dying"), 0, "0")  # the time of a lease is over
+        lost: list[tuple[int, int]] = []
+
+        def all_named() -> bool:
+            try:
+                drain(c2)
+            except meteor.RecordsLost as gap:
+                lost.append((gap.first, gap.last))
+            return queue.shared.confirmed == 31
+
+        eventually(all_named)
+        assert lost == [(0, 20)]
+        assert list(queue.client.stream("dead").read()) == []
+        found = queue.shared.describe()
+        assert (found.lost, found.dead, found.dying) == (21, 0, 0)
+
+
+def test_a_letter_whose_key_is_too_long_for_a_group_is_in_none_and_keeps_its_key(
+    any_url: str,
+) -> None:
+    with Queue(any_url, ordering_key="header:cart", dead_letter="dead") as queue:
+        letters = queue.client.stream("dead", ordering_key="key")
+        with queue.stream.publisher() as pub:
+            for key in (b"k" * 256, b"k" * 257, b"k" * 5_000):
+                pub.publish(b"v", key=key, headers={"cart": b"7"})
+        c1 = queue.consumer()
+        for record in c1.poll(5):
+            record.reject("no")
+        c1.flush()
+        c1.poll(0)
+        with letters.shared_subscriber("readers") as sub:
+            found = {len(record.key or b""): record.group for record in drain(sub)}
+            assert found == {
+                256: b"k" * 256,
+                257: b"meteor.no-group",
+                5_000: b"meteor.no-group",
+            }
+            assert sub.confirmed == 3
+        assert letters.shared_group("readers").fsck() == []
+
+
+# From the store
+
+
+@pytest.fixture
+def archived(url: str, tmp_path: Path) -> Iterator[Queue]:
+    settings = {"capacity": 100, "store": str(tmp_path), "max_unarchived": 200_000}
+    with Queue(url, settings=settings) as queue:
+        yield queue
+
+
+def archive(queue: Queue, groups: str, frames: int) -> int:
+    """Publish, and have the ring drop most of it; return the first offset in the ring."""
+    publish(queue, groups, frames)
+    queue.stream.store.flush()
+
+    def dropped() -> int:
+        ids = queue.client.call("XRANGE", f"meteor:{{{queue.stream.name}}}:log", "-", "+")
+        last, size = ids[0][0].split(b"-")
+        ring = int(last) - int(size) + 1
+        return ring if queue.stream.end().offset - ring <= 120 else 0
+
+    eventually(dropped)
+    return dropped()
+
+
+def test_records_that_nobody_has_looked_at_come_from_the_store_in_order(archived: Queue) -> None:
+    c1, c2 = archived.consumers(2, prefetch=50)
+    assert archive(archived, "ABCDEFGHIJ", 100) >= 880
+    found: list[meteor.SharedRecord] = []
+    while records := [*c1.poll(0), *c2.poll(0)]:
+        found += records
+        for record in records:
+            record.ack()
+        c1.flush()
+        c2.flush()
+    assert sorted(offsets(found)) == [*range(1000)]
+    assert in_order(found)
+    assert archived.shared.describe().lost == 0
+    assert archived.shared.confirmed == 1000
+
+
+def test_records_that_wait_come_from_the_store_when_the_ring_has_dropped_them(
+    archived: Queue,
+) -> None:
+    publish(archived, "ABABABABAB", 10)
+    c1, c2 = archived.consumers(2)
+    first = c1.poll(5, max_records=1)[0]
+    archived.shared.groups(look_ahead=True)
+    archive(archived, "CCCCCCCCCC", 50)
+    first.release()
+    c1.close()
+    found = drain(c2)
+    assert sorted(offsets(found)) == [*range(600)]
+    assert in_order(found)
+
+
+def test_what_a_dead_consumer_held_comes_from_the_store(archived: Queue) -> None:
+    publish(archived, "ABABABABAB", 1)
+    c1, c2 = archived.consumers(2)
+    assert len(c1.poll(5)) == 10
+    archive(archived, "CCCCCCCCCC", 50)
+    die(c1)
+    found = drain(c2)
+    assert sorted(offsets(found)) == [*range(510)]
+    assert in_order(found)
+
+
+def test_looking_back_into_the_store_is_done_in_parts(
+    archived: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_frames, "_COLD", 7)
+    c1 = archived.consumer(prefetch=5, group_cap=3)
+    archive(archived, "ABABCDCDEE", 30)
+    found = drain(c1)
+    assert sorted(offsets(found)) == [*range(300)]
+    assert in_order(found)
+
+
+def test_what_has_expired_from_the_store_is_named_and_the_rest_comes(archived: Queue) -> None:
+    c1 = archived.consumer()
+    archive(archived, "ABABABABAB", 50)
+    archive(archived, "ABABABABAB", 50)
+    assert archived.stream.store.expire(offset=500) == 0  # not what a group has yet to process
+    first = archived.stream.store.expire(offset=500, force=True)
+    assert 0 < first <= 500
+    with pytest.raises(meteor.RecordsLost) as lost:
+        c1.poll(5)
+    assert (lost.value.first, lost.value.last) == (0, first - 1)
+    assert sorted(offsets(drain(c1))) == [*range(first, 1000)]
+
+
+@pytest.mark.parametrize("size", [7, 4_096])
+def test_purging_and_looking_ahead_reach_what_only_the_store_has(
+    archived: Queue, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(stored_frames, "_COLD", size)
+    monkeypatch.setattr(admin, "_AHEAD", size)
+    c1 = archived.consumer(prefetch=10)
+    archive(archived, "ABABABABAC", 50)
+    records = c1.poll(5)
+    assert archived.shared.describe().looked < 100
+    held = [record.group for record in records].count(b"B")
+    assert archived.shared.purge("B") == 200 - held > 0
+    counts = {name: state.count for name, state in archived.groups().items()}
+    assert counts == {"A": 250, "B": held, "C": 50}
+    assert archived.shared.describe().lost == 0
+    c1.commit()
+    found = offsets([*records, *drain(c1)])
+    others = [offset for offset in range(500) if offset % 2 == 0 or offset % 10 == 9]
+    assert sorted({*found, *others}) == sorted(found)
+    c1.flush()
+    assert archived.shared.confirmed == 500
+
+
+# Servers
+
+
+def test_it_works_on_a_server_that_keeps_all_on_disk(private_server: ServerFactory) -> None:
+    server = private_server("--appendonly", "yes", "--appendfsync", "always")
+    with Queue(server.url) as queue:
+        publish(queue, "ABCDEFGHIJ", 20)
+        c1, c2 = queue.consumers(2, prefetch=16)
+        found: list[meteor.SharedRecord] = []
+        lock = threading.Lock()
+
+        def work(consumer: meteor.SharedSubscriber) -> None:
+            records = drain(consumer, 0.5)
+            with lock:
+                found.extend(records)
+
+        threads = [threading.Thread(target=work, args=[each]) for each in (c1, c2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert sorted(offsets(found)) == [*range(200)]

@@ -1,0 +1,438 @@
+"""Qpid's own tests of message groups, step by step: QueueTest.cpp and msg_groups.py.
+
+Each test has the name that it has there. A record ``A-0`` is the one of group A with offset 0.
+Where our model differs from a queue's, the docstring says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.publish import transaction
+from meteor_py.publish.transaction import Stage, Staged
+from meteor_py.records.frame import Columns
+from tests.support.sharing import STREAM, Queue, die, rest
+
+# QueueTest.cpp
+
+
+def test_groups_multi_consumer(any_url: str) -> None:
+    with Queue(any_url, "aaabbbccc") as queue:
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "a-0"
+        assert queue.get(c2) == "b-3"
+
+        queue.ack(c1, "a-0")
+        assert queue.get(c2) == "a-1"  # the oldest that is free: now it owns a and b
+        assert queue.get(c1) == "c-6"
+
+        queue.ack(c2, "b-3")
+        assert queue.get(c1) == "b-4"
+        assert queue.get(c2) == "a-2"
+        assert queue.get(c2) is None
+
+        queue.ack(c1, "c-6")
+        assert queue.get(c2) == "c-7"
+
+        queue.release(c2, "a-1", only_this=True)
+        assert queue.groups()["a"].owner == c2.name  # which still has a-2
+        queue.release(c2, "a-2", only_this=True)
+        assert queue.groups()["a"].owner is None
+        assert queue.get(c1) == "a-1"
+        assert queue.get(c1) == "a-2"
+        assert queue.get(c2) == "c-8"
+        assert queue.get(c1) == "b-5"
+        assert queue.get(c1) is None
+        assert queue.get(c2) is None
+
+        queue.release(c1, only_this=True)
+        c1.close()
+        assert queue.get(c2) == "a-1"
+        queue.ack(c2)
+
+        c3 = queue.consumer()  # what remains: a-2 b-4 b-5
+        assert queue.get(c3) == "a-2"
+        assert queue.get(c2) == "b-4"
+        assert queue.get(c3) is None
+        assert queue.get(c2) == "b-5"
+        queue.ack(c2, "b-4", "b-5")
+
+        queue.publish("a")
+        assert queue.get(c2) is None  # a is with c3
+        queue.publish("b")
+        assert queue.get(c2) == "b-10"
+        assert queue.get(c3) == "a-9"
+        assert queue.get(c3) is None
+
+
+def test_groups_multi_consumer_defaults(any_url: str) -> None:
+    with Queue(any_url) as queue:
+        with queue.stream.publisher() as pub:
+            for number in range(3):
+                pub.publish(b"%d" % number)
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "meteor.no-group-0"
+        assert queue.get(c2) is None
+        assert queue.get(c1) == "meteor.no-group-1"
+        assert queue.get(c2) is None
+        queue.ack(c1)
+        assert queue.get(c2) == "meteor.no-group-2"
+        assert queue.get(c1) is None
+
+
+# msg_groups.py
+
+
+def test_simple(any_url: str) -> None:
+    with Queue(any_url, "AAABBBCCC") as queue:
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "A-0"
+        assert queue.get(c2) == "B-3"
+        queue.ack(c1, "A-0")
+        assert queue.get(c2) == "A-1"
+        assert queue.get(c1) == "C-6"
+        queue.ack(c2, "B-3")
+        assert queue.get(c1) == "B-4"
+        queue.ack(c1, "C-6")
+        assert queue.get(c2) == "A-2"
+        assert queue.get(c2) == "C-7"
+        queue.ack(c2)
+        assert queue.get(c2) == "C-8"  # not B-5, whose group c1 has
+        queue.ack(c1, "B-4")
+        assert queue.get(c2) == "B-5"
+        assert queue.get(c1) is None
+        queue.ack(c2)
+        assert queue.shared.confirmed == 9
+        assert queue.groups() == {}
+
+
+def test_simple_browse(any_url: str) -> None:
+    """A browser is a plain subscriber here: it also sees what a consumer holds, or has settled."""
+    with Queue(any_url, "ABABC") as queue:
+        c1 = queue.consumer()
+        with queue.stream.subscriber(initial_offset="earliest") as browser:
+
+            def browse() -> bytes:
+                (record,) = browser.poll(5, max_records=1)
+                return b"%b-%d" % (record.value, record.offset)
+
+            assert browse() == b"A-0"
+            assert queue.get(c1) == "A-0"
+            assert browse() == b"B-1"
+            assert browse() == b"A-2"  # of a group that c1 owns
+            assert browse() == b"B-3"
+            assert queue.get(c1) == "B-1"
+            assert browse() == b"C-4"
+        assert queue.browse() == ["A-0", "B-1", "A-2", "B-3", "C-4"]
+
+
+def test_release(any_url: str) -> None:
+    with Queue(any_url, "AABB") as queue:
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "A-0"
+        assert queue.get(c2) == "B-2"
+        assert queue.record(c1, "A-0").failures == 0
+        queue.release(c1, "A-0")
+        assert queue.get(c2) == "A-0"
+        assert queue.record(c2, "A-0").failures == 1  # Qpid's redelivered
+
+
+def test_reject(any_url: str) -> None:
+    with Queue(any_url, "AABB", dead_letter="dead") as queue:
+        dead = queue.client.stream("dead")
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "A-0"
+        assert queue.get(c2) == "B-2"
+        queue.reject(c1, "A-0")
+        assert queue.get(c2) == "A-1"
+        c1.close()  # as each poll, it publishes the letter that has come of it
+        (letter,) = (record for batch in dead.read() for record in batch)
+        assert (letter.value, letter.key) == (b"A", b"A")
+
+
+def test_close(any_url: str) -> None:
+    """A consumer is receiver and session in one: while it lives, silent or not, its group is its.
+
+    Closing it is Qpid's end of the session. What Qpid has not: the death of a consumer with a
+    connection that stays, which the end of the lease brings to light.
+    """
+    with Queue(any_url, "AABB") as queue:
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "A-0"
+        assert queue.get(c2) == "B-2"
+        assert queue.get(c2) == "B-3"
+        assert queue.get(c2) is None
+        c1.close()
+        assert queue.get(c2) == "A-0"
+        assert queue.get(c2) == "A-1"
+        assert queue.get(c2) is None
+        assert queue.record(c2, "A-0").failures == 0  # leaving is no failure
+
+        c3 = queue.consumer()
+        assert queue.get(c3) is None
+        die(c2)
+        # One of a group at a time, until it is known of which the consumer has died.
+        assert [queue.get(c3) for _ in range(3)] == ["A-0", "B-2", None]
+        queue.ack(c3)
+        assert [queue.get(c3) for _ in range(3)] == ["A-1", "B-3", None]
+        failures = [queue.record(c3, name).failures for name in ("A-0", "A-1", "B-2", "B-3")]
+        assert failures == [1, 0, 1, 0]  # the first of each group may have been at work
+
+
+def test_transaction(any_url: str) -> None:
+    """An acknowledgement within a transaction is to do nothing until the commit."""
+    with Queue(any_url, "AABBAB") as queue:
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "A-0"
+        assert queue.get(c2) == "B-2"
+        c1.commit()
+        c2.rollback()
+
+        assert queue.get(c2) == "A-1"
+        assert queue.get(c1) == "B-2"
+        c1.commit()
+        assert queue.get(c1) == "B-3"  # A is still with c2, which has not committed
+        assert queue.get(c2) == "A-4"
+        c2.rollback()
+
+        assert queue.get(c1) == "A-1"
+        assert queue.get(c2) is None
+        assert queue.get(c1) == "A-4"
+        assert queue.get(c2) is None  # c1 has not committed
+        c1.commit()
+        assert queue.get(c2) == "B-5"
+        c2.commit()
+        assert queue.shared.confirmed == 6
+
+
+class Sender:
+    """A session that sends in a transaction: what it sends is staged until it commits."""
+
+    def __init__(self, stream: meteor.Stream) -> None:
+        self._stream = stream
+        self._stages: list[Staged] = []
+        self._version = -1
+
+    def send(self, group: str) -> None:
+        stage = Stage(self._stream, f"w.{self._version}.{len(self._stages)}")
+        stage.write(Columns([group.encode()], [group.encode()]))
+        self._stages.append(stage.finish())
+
+    def commit(self) -> None:
+        self._version += 1
+        transaction.commit(self._stream, "w", self._version, self._stages)
+        self._stages = []
+
+
+def test_send_transaction(any_url: str) -> None:
+    """What is published is there or not; only staged frames have a commit of their own."""
+    with Queue(any_url) as queue:
+        sender = Sender(queue.stream)
+        sender.send("A")
+        sender.send("B")
+        sender.commit()
+        sender.send("A")
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "A-0"
+        assert queue.get(c2) == "B-1"
+        assert queue.get(c1) is None
+        assert queue.get(c2) is None
+        sender.commit()
+        sender.send("B")
+        assert queue.get(c2) is None
+        assert queue.get(c1) == "A-2"
+        sender.commit()
+        assert queue.get(c1) is None
+        assert queue.get(c2) == "B-3"
+        c1.rollback()
+        assert queue.get(c2) == "A-0"
+        assert queue.get(c2) == "A-2"
+
+
+def test_query(any_url: str) -> None:
+    with Queue(any_url, "ABCABCA") as queue:
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "A-0"
+        assert queue.get(c2) == "B-1"
+        groups = queue.groups()
+        assert {name: (g.count, g.owner) for name, g in groups.items()} == {
+            "A": (3, c1.name),
+            "B": (2, c2.name),
+            "C": (2, None),
+        }
+        assert {name: (g.acquired, g.waiting, g.oldest) for name, g in groups.items()} == {
+            "A": (1, 2, 0),
+            "B": (1, 1, 1),
+            "C": (0, 2, 2),
+        }
+        assert {name: g.state for name, g in groups.items()} == {
+            "A": "owned",
+            "B": "owned",
+            "C": "ready",
+        }
+
+
+def depth(queue: Queue) -> int:
+    """Qpid's depth of a queue: what is not settled."""
+    return sum(group.count for group in queue.groups().values())
+
+
+def test_purge_free(any_url: str) -> None:
+    """Depth and browsing are of the shared group: to others nothing has happened."""
+    with Queue(any_url, "ABABCA") as queue:
+        c1 = queue.consumer()
+        assert depth(queue) == 6
+        assert queue.shared.purge("B") == 2
+        assert depth(queue) == 4
+        assert "B" not in queue.groups()
+        assert len(queue.browse()) == 6
+        assert rest(queue, c1) == ["A-0", "A-2", "C-4", "A-5"]
+
+
+def test_purge_acquired(any_url: str) -> None:
+    with Queue(any_url, "ABABCA") as queue:
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "A-0"
+        assert queue.shared.purge("A") == 2
+        assert depth(queue) == 4  # A-0 still counts
+        assert queue.groups()["A"].count == 1
+        queue.check()
+        queue.ack(c1, "A-0")
+        assert depth(queue) == 3
+        assert rest(queue, c2) == ["B-1", "B-3", "C-4"]
+
+
+def test_purge_count(any_url: str) -> None:
+    with Queue(any_url, "ABABCA") as queue:
+        c1 = queue.consumer()
+        assert queue.get(c1) == "A-0"
+        assert queue.shared.purge("A", limit=1) == 1
+        queue.check()
+        groups = queue.groups()
+        assert (groups["A"].acquired, groups["A"].waiting) == (1, 1)
+        assert rest(queue, c1) == ["B-1", "B-3", "C-4", "A-5"]
+
+
+def move(queue: Queue, group: str, limit: int | None = None) -> list[str]:
+    """Read what waits of a group, publish it elsewhere, and purge it here; what is there then."""
+    state = queue.groups()[group]
+    waiting = [
+        record
+        for batch in queue.stream.read()
+        for record in batch
+        if record.key == group.encode() and record.offset >= state.oldest
+    ][state.acquired :][:limit]
+    target = queue.client.stream("dest-q", ordering_key="key")
+    with target.publisher() as pub:
+        for record in waiting:
+            pub.publish(b"%b-%d" % (record.value, record.offset), key=record.key)
+    assert queue.shared.purge(group, limit) == len(waiting)
+    queue.check()
+    with target.shared_subscriber("movers") as sub:
+        return [record.value.decode() for record in sub.poll(5)]
+
+
+def test_move_all(any_url: str) -> None:
+    """A log has nothing to move: copy, then purge. A crash between makes a second copy."""
+    with Queue(any_url, "ABABCA") as queue:
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "A-0"
+        assert move(queue, "A") == ["A-2", "A-5"]
+        assert rest(queue, c2) == ["B-1", "B-3", "C-4"]
+
+
+def test_move_count(any_url: str) -> None:
+    """As ``test_move_all``."""
+    with Queue(any_url, "ABABCA") as queue:
+        c1 = queue.consumer()
+        assert move(queue, "B", 3) == ["B-1", "B-3"]
+        assert rest(queue, c1) == ["A-0", "A-2", "C-4", "A-5"]
+
+
+def test_reroute(any_url: str) -> None:
+    """There are no exchanges to go through: as ``test_move_all``, and A-0 is settled later."""
+    with Queue(any_url, "ABABCA") as queue:
+        c1 = queue.consumer()
+        assert queue.get(c1) == "A-0"
+        assert move(queue, "A") == ["A-2", "A-5"]
+        assert rest(queue, c1) == ["B-1", "B-3", "C-4"]
+        queue.ack(c1)
+        assert queue.shared.confirmed == 6
+
+
+def test_queue_delete(any_url: str) -> None:
+    with Queue(any_url, "ABCABC") as queue:
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "A-0"
+        assert queue.get(c2) == "B-1"
+        queue.stream.delete()
+        for consumer in (c1, c2):
+            with pytest.raises(meteor.StreamNotFound):
+                queue.get(consumer)
+        assert queue.client.redis.keys(f"meteor:{{{STREAM}}}:*") == []
+
+
+def test_default_group_id(any_url: str) -> None:
+    with Queue(any_url) as queue:
+        queue.consumer()
+        with queue.stream.publisher() as pub:
+            pub.publish(b"without a group")
+        assert [*queue.groups()] == ["meteor.no-group"]
+
+
+def test_transaction_order(any_url: str) -> None:
+    with Queue(any_url, "ABA") as queue:
+        c1 = queue.consumer()
+        assert queue.get(c1) == "A-0"
+        c1.rollback()
+        assert [queue.get(c1) for _ in range(3)] == ["A-0", "B-1", "A-2"]
+        c1.commit()
+
+
+def test_ttl_expire(any_url: str) -> None:
+    """Records have no time to live: what is not wanted any more is purged."""
+    with Queue(any_url, "ABCABC") as queue:
+        c1, c2 = queue.consumers(2)
+        assert queue.shared.purge("B") == 2
+        assert queue.get(c1) == "A-0"
+        assert queue.get(c2) == "C-2"
+        assert queue.get(c1) == "A-3"
+        assert queue.get(c2) == "C-5"
+        assert queue.get(c1) is None
+        assert queue.get(c2) is None
+
+
+# The note in the manual: release A-1, acknowledge A-2
+
+
+@pytest.fixture
+def noted(any_url: str) -> Iterator[Queue]:
+    with Queue(any_url, "AA") as queue:
+        yield queue
+
+
+def test_a_single_release_may_be_processed_after_the_next_of_its_group(noted: Queue) -> None:
+    c1, c2 = noted.consumers(2)
+    assert [noted.get(c1), noted.get(c1)] == ["A-0", "A-1"]
+    noted.release(c1, "A-0", only_this=True)
+    assert noted.get(c2) is None  # as long as c1 has A-1
+    noted.ack(c1, "A-1")
+    assert noted.get(c2) == "A-0"
+    noted.ack(c2)
+    assert noted.shared.confirmed == 2
+
+
+def test_a_release_takes_the_next_of_its_group_along_so_that_order_holds(noted: Queue) -> None:
+    c1, c2 = noted.consumers(2)
+    assert [noted.get(c1), noted.get(c1)] == ["A-0", "A-1"]
+    later = noted.record(c1, "A-1")
+    noted.release(c1, "A-0")
+    with pytest.raises(meteor.Fenced) as refused:
+        later.ack()
+    assert refused.value.offsets == (1,)
+    assert [noted.get(c2), noted.get(c2)] == ["A-0", "A-1"]
+    noted.ack(c2)
+    assert noted.shared.confirmed == 2

@@ -1,0 +1,234 @@
+"""Shared subscribers: what is settled while a step is under way, and steps that come to nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.errors import ConnectionFailed
+from meteor_py.redis import keys
+from meteor_py.shared.protocol import Refused
+from tests.support.servers import plain_client
+from tests.support.sharing import GROUP, STREAM, Queue, Runner, die, expire, get, offsets
+from tests.support.waiting import eventually
+
+
+def during_step(
+    monkeypatch: pytest.MonkeyPatch,
+    consumer: meteor.SharedSubscriber,
+    *,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
+) -> None:
+    """Have something happen once, before or after the server takes the next step that claims."""
+    books = consumer._desk.books
+    real = books.step
+    left = [1]
+
+    def step(*args: Any, **options: Any) -> Any:
+        if not options["want"] or not left or left.pop() != 1:
+            return real(*args, **options)
+        before()
+        answer = real(*args, **options)
+        after()
+        return answer
+
+    monkeypatch.setattr(books, "step", step)
+
+
+def lose() -> None:
+    raise ConnectionFailed("Cut.")
+
+
+def test_what_is_claimed_while_one_before_it_is_released_waits_for_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(url, "AAAA") as queue:
+        consumer = queue.consumer(prefetch=2)
+        first, second = consumer.poll(5)
+        second.ack()
+        during_step(monkeypatch, consumer, after=lambda: first.release(only_this=False))
+        seen = [record.offset for _ in range(3) for record in settled(consumer.poll(1))]
+        assert seen == [0, 2, 3]
+
+
+def settled(records: list[meteor.SharedRecord]) -> list[meteor.SharedRecord]:
+    for record in records:
+        record.ack()
+    return records
+
+
+@pytest.mark.parametrize("lost", ["request", "answer"])
+@pytest.mark.parametrize("how", ["release", "reject", "ack"])
+@pytest.mark.parametrize("on_poison", ["skip", "park"])
+def test_a_settlement_counts_once_whether_its_request_or_its_answer_is_lost(
+    url: str, monkeypatch: pytest.MonkeyPatch, lost: str, how: str, on_poison: str
+) -> None:
+    with Queue(url, "AAAB", on_poison=on_poison) as queue:
+        consumer = queue.consumer(prefetch=3)
+        first = consumer.poll(5)[0]
+        getattr(first, how)()
+        moment = "before" if lost == "request" else "after"
+        during_step(monkeypatch, consumer, **{moment: lose})
+        found = [r.offset for _ in range(3) for r in consumer.poll(0.3)]
+        consumer.flush()
+        state = queue.shared.describe()
+        if how == "reject" and on_poison == "park":
+            assert found == [3]
+            assert state.blocked == 1
+        elif how == "release":
+            assert found == [0, 1, 2]
+        else:
+            # The two that it held all the while are with the application already.
+            assert found == [3]
+        assert state.acked == (how == "ack")
+        queue.check()
+
+
+def test_one_that_is_taken_for_dead_with_a_lost_payload_goes_on(url: str) -> None:
+    with Queue(url, settings={"capacity": 10}) as queue:
+        late, other = queue.consumers(2, prefetch=5, on_gap="skip")
+        queue.publish("AAAAA")
+        desk = late._desk
+        desk.exchange(5)
+        assert sorted(desk.granted) == [0, 1, 2, 3, 4]
+        queue.publish("B" * 30)
+        found, lost, _ = late._supply._payloads.fetch(sorted(desk.granted))
+        desk.receive(found, lost)
+        assert lost
+        expire(late)
+        other.flush()
+        assert late.poll(5)
+        queue.check()
+
+
+def test_purging_the_group_that_is_kept_for_a_last_try_lets_its_consumer_go_on(url: str) -> None:
+    with Queue(url, "ABCD", max_deliveries=2) as queue:
+        consumer, other = queue.consumers(2)
+        queue.get(consumer)
+        assert queue.get(other) == "B-1"
+        die(consumer)  # next comes its last try, alone
+        consumer = queue.consumer()
+        assert queue.get(other) is None
+        kept = [state.id for state in queue.shared.groups() if state.id == b"A" and state.owner]
+        assert kept == [b"A"], "the scenario: A is kept for who holds B"
+        assert queue.shared.purge("A") == 1
+        queue.ack(other, "B-1")
+        held = get(consumer)
+        assert held is not None
+        assert held.group == b"C"
+        consumer.close()  # so C waits, for whoever comes
+        assert [queue.get(other) for _ in range(2)] == ["C-2", "D-3"]
+
+
+def test_what_was_returned_alone_is_in_its_place_when_those_around_it_come_back(url: str) -> None:
+    with Queue(url, "AAAA") as queue:
+        consumer, other = queue.consumers(2, prefetch=4)
+        consumer.poll(5)[1].release(only_this=True)
+        consumer.flush()
+        consumer.close()
+        assert offsets(other.poll(5)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_step_that_is_not_the_next_is_refused_and_changes_nothing(url: str, ahead: int) -> None:
+    with Queue(url, "AB") as queue:
+        desk = queue.consumer()._desk
+        number = desk._number + ahead
+        with pytest.raises(Refused, match="REPEAT"):
+            take_step(queue, desk._consumer, number)
+        assert queue.shared.describe().looked == 0
+
+
+def test_a_step_of_one_who_is_no_consumer_is_refused_and_changes_nothing(url: str) -> None:
+    with Queue(url, "AB") as queue:
+        queue.consumer()
+        with pytest.raises(Refused, match="FENCED"):
+            take_step(queue, "nobody", 1)
+        assert queue.shared.describe().looked == 0
+        assert len(queue.shared.describe().consumers) == 1
+
+
+def take_step(queue: Queue, consumer: str, number: int) -> None:
+    books = queue.shared.books
+    queue.client.use(lambda link: books.step(link, consumer, number, want=1, acks={}))
+
+
+def test_one_who_finds_only_blocked_records_looks_on_without_waiting(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(url, group_cap=1, settings={"capacity": 100_000}) as queue:
+        queue.publish("A" * 20_000 + "B", frame=4_000)
+        owner, other = queue.consumers(2)
+        assert queue.get(owner) == "A-0"
+        waits: list[object] = []
+        monkeypatch.setattr(other._supply._payloads, "wait", lambda *args: waits.append(args))
+        assert offsets(other.poll(10)) == [20_000]
+        assert not waits
+
+
+def test_the_last_try_follows_at_once_when_all_else_is_settled(url: str) -> None:
+    with Queue(url, "A" + "B" * 5, max_deliveries=2, group_cap=5) as queue:
+        consumer = queue.consumer(prefetch=10)
+        tried: list[int] = []
+        slow, failed = threading.Event(), threading.Event()
+
+        def handle(record: meteor.SharedRecord) -> None:
+            tried.append(record.offset)
+            if record.offset == 0 and len(tried) <= 3:
+                failed.set()
+                raise ValueError("once")
+            if record.offset == 1:
+                failed.wait(20)
+                slow.wait(20)
+
+        with Runner(consumer, handle, concurrency=2):
+            eventually(
+                lambda: any(state.id == b"A" and state.owner for state in queue.shared.groups()),
+                message="its group is not kept for the last try",
+            )
+            slow.set()
+            eventually(lambda: tried.count(0) == 2, 10, "the last try did not come")
+        assert queue.shared.describe().acked == 6
+
+
+def test_when_there_is_room_again_those_who_waited_for_it_go_on(url: str) -> None:
+    with Queue(url, group_cap=2) as queue, plain_client(url) as plain:
+        queue.publish("A" * 300 + "B" * 3)
+        owner, other = queue.consumers(2, prefetch=1)
+        plain.hset(keys.shared(STREAM, GROUP, "state"), "max_waiting", 200)
+        assert queue.get(owner) == "A-0"
+        assert other.poll(0) == []
+        found: list[meteor.SharedRecord] = []
+        thread = threading.Thread(target=lambda: found.extend(other.poll(30)))
+        thread.start()
+        try:
+            before = commands(plain)
+            for offset in range(150):  # makes room, and always holds one, so that A stays its own
+                assert queue.get(owner) == f"A-{offset + 1}"
+                queue.record(owner, f"A-{offset}").ack()
+            eventually(lambda: not thread.is_alive(), 15, "it was not told of the room")
+        finally:
+            thread.join(30)
+        assert offsets(found) == [300]
+        print("commands for 150 records:", commands(plain) - before)
+
+
+def test_one_who_waits_for_room_asks_the_server_rarely(url: str) -> None:
+    with Queue(url, group_cap=1) as queue, plain_client(url) as plain:
+        queue.publish("A" * 300 + "B" * 3, frame=303)
+        owner, other = queue.consumers(2, prefetch=1)
+        plain.hset(keys.shared(STREAM, GROUP, "state"), "max_waiting", 100)
+        assert queue.get(owner) == "A-0"
+        assert other.poll(0) == []
+        before = commands(plain)
+        assert other.poll(1.0) == []
+        assert commands(plain) - before < 40
+
+
+def commands(plain: Any) -> int:
+    return sum(int(stat["calls"]) for stat in plain.info("commandstats").values())

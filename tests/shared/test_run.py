@@ -1,0 +1,473 @@
+"""Shared subscribers at work: poll, loops, handlers in threads, and all the ways to end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.shared import worker_pool
+from meteor_py.shared.record import Standing
+from tests.support.reading import background, blocked
+from tests.support.sharing import GROUP, STREAM, Queue, Runner, drain, offsets
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure, a handler is given the record again at once."""
+    monkeypatch.setattr(worker_pool, "_DELAY_S", (0.001, 0.002))
+
+
+# Poll
+
+
+def test_a_poll_waits_for_what_is_published(any_url: str) -> None:
+    with Queue(any_url) as queue:
+        c1 = queue.consumer()
+        assert c1.poll(0) == c1.poll(0.05) == []
+
+        def publish(stop: threading.Event) -> None:
+            eventually(lambda: c1._tender.polling)
+            queue.publish("A")
+
+        with background(publish):
+            assert offsets(c1.poll(60)) == [0]
+
+
+def test_a_poll_waits_for_a_group_that_another_has(any_url: str) -> None:
+    with Queue(any_url, "AA", group_cap=1) as queue:
+        c1, c2 = queue.consumers(2)
+        (first,) = c1.poll(5)
+
+        def settle(stop: threading.Event) -> None:
+            eventually(lambda: c2._tender.polling)
+            first.ack()
+
+        with background(settle):
+            assert offsets(c2.poll(60)) == [1]
+
+
+def test_who_holds_a_group_is_woken_for_more_of_it(any_url: str) -> None:
+    with Queue(any_url, "A") as queue:
+        c1, c2 = queue.consumers(2)
+        (first,) = c1.poll(5)
+
+        def more(stop: threading.Event) -> None:
+            eventually(lambda: c1._tender.polling)
+            queue.publish("A")
+            assert c2.poll(0) == []  # it looks at it first, and it is not for it
+
+        with background(more):
+            assert offsets(c1.poll(60)) == [1]
+        assert first.standing is Standing.HELD
+
+
+def test_a_full_consumer_waits_until_something_is_settled(any_url: str) -> None:
+    with Queue(any_url, "AB") as queue:
+        c1 = queue.consumer(prefetch=1)
+        (first,) = c1.poll(5)
+        assert c1.poll(0.05) == []
+
+        def settle(stop: threading.Event) -> None:
+            eventually(lambda: c1._tender.polling)
+            first.ack()
+
+        with background(settle):
+            assert offsets(c1.poll(60)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("timeout", "max_records", "error"),
+    [(-1, 1, ValueError), ("1", 1, TypeError), (0, 0, ValueError), (0, 10_001, ValueError)],
+)
+def test_a_poll_checks_what_it_is_asked(
+    any_url: str, timeout: float, max_records: int, error: type[Exception]
+) -> None:
+    with Queue(any_url) as queue, pytest.raises(error):
+        queue.consumer().poll(timeout, max_records)
+
+
+def test_a_record_has_what_a_record_has(any_url: str) -> None:
+    with Queue(any_url) as queue:
+        with queue.stream.publisher() as pub:
+            pub.publish(b"value", key=b"A", headers={"h": b"1"})
+        (shared,) = queue.consumer().poll(5)
+        (plain,) = next(iter(queue.stream.read()))
+        assert shared.record == plain
+        names = ("offset", "value", "key", "headers", "timestamp", "appended", "time")
+        for name in names:
+            assert getattr(shared, name) == getattr(plain, name)
+        assert repr(shared) == "<SharedRecord 0 of group b'A', held>"
+
+
+def test_iterating_goes_on_until_it_is_closed(any_url: str) -> None:
+    with Queue(any_url, "ABABA") as queue:
+        c1 = queue.consumer()
+        found: list[int] = []
+        for record in c1:
+            record.ack()
+            found.append(record.offset)
+            if len(found) == 5:
+                queue.publish("C")
+            if len(found) == 6:
+                c1.close()
+        assert found == [0, 1, 2, 3, 4, 5]
+        assert queue.shared.confirmed == 6
+        assert repr(c1) == f"<SharedSubscriber of '{STREAM}' in '{GROUP}' (closed)>"
+
+
+def test_a_closed_one_says_so(any_url: str) -> None:
+    with Queue(any_url, "A") as queue:
+        c1 = queue.consumer()
+        (record,) = c1.poll(5)
+        c1.close()
+        c1.close()
+        assert c1.closed
+        for call in (c1.poll, c1.commit, c1.rollback, c1.flush, lambda: list(c1)):
+            with pytest.raises(meteor.MeteorError, match="closed"):
+                call()
+        with pytest.raises(meteor.MeteorError, match="closed"):
+            c1.run(lambda record: None)
+        with pytest.raises(meteor.Fenced):
+            record.ack()
+        assert c1.confirmed == 0
+
+
+# Handlers
+
+
+class Log:
+    """Notes who is at work on what, and that no two are on one group."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+        self.by_group: defaultdict[bytes, list[int]] = defaultdict(list)
+        self.most = 0
+        self._busy: set[bytes] = set()
+        self._lock = threading.Lock()
+        self.overlaps: list[bytes] = []
+
+    def begin(self, record: meteor.SharedRecord) -> None:
+        with self._lock:
+            if record.group in self._busy:
+                self.overlaps.append(record.group)
+            self._busy.add(record.group)
+            self.most = max(self.most, len(self._busy))
+
+    def end(self, record: meteor.SharedRecord) -> None:
+        with self._lock:
+            self._busy.discard(record.group)
+            self.done.append(record.offset)
+            self.by_group[record.group].append(record.offset)
+
+    def __call__(self, record: meteor.SharedRecord) -> None:
+        self.begin(record)
+        self.end(record)
+
+
+def test_run_does_groups_in_parallel_and_each_in_order(any_url: str) -> None:
+    with Queue(any_url, "ABC" * 20) as queue:
+        log = Log()
+        together = threading.Barrier(3, timeout=30)  # only three at a time can pass
+
+        def handle(record: meteor.SharedRecord) -> None:
+            log.begin(record)
+            together.wait()
+            log.end(record)
+
+        with Runner(queue.consumer(), handle, concurrency=3):
+            eventually(lambda: len(log.done) == 60, 30)
+        assert (log.overlaps, log.most) == ([], 3)
+        for number, group in enumerate((b"A", b"B", b"C")):
+            assert log.by_group[group] == [*range(number, 60, 3)]
+        assert queue.shared.confirmed == 60
+
+
+def test_two_runs_share_the_groups_out(any_url: str) -> None:
+    with Queue(any_url) as queue:
+        queue.publish("ABCDEFGH" * 25, frame=20)
+        log = Log()
+        one, two = queue.consumers(2, prefetch=8)
+        with Runner(one, log, 2), Runner(two, log, 2):
+            eventually(lambda: len(log.done) == 200, 30)
+        assert log.overlaps == []
+        assert all(done == sorted(done) for done in log.by_group.values())
+        assert sorted(log.done) == [*range(200)]
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_a_handler_fails_for_comes_again_and_then_is_a_dead_letter(
+    any_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Queue(any_url, "AABA", max_deliveries=3, dead_letter="dead") as queue:
+        given: list[tuple[int, int]] = []
+        log = Log()
+
+        def handle(record: meteor.SharedRecord) -> None:
+            given.append((record.offset, record.failures))
+            if record.offset == 1:
+                raise ValueError("poison")
+            log(record)
+
+        with Runner(queue.consumer(), handle, concurrency=2):
+            eventually(lambda: len(log.done) == 3, 30)
+            eventually(lambda: queue.shared.confirmed == 4)
+        assert log.by_group[b"A"] == [0, 3]
+        assert [failures for offset, failures in given if offset == 1] == [0, 1, 2]
+        letters = [record for batch in queue.client.stream("dead").read() for record in batch]
+        assert len(letters) == 1
+        assert "The handler failed for record 1" in caplog.text
+
+
+def test_a_handler_that_failed_leaves_its_group_alone_for_a_while(any_url: str) -> None:
+    with Queue(any_url, "AB") as queue:
+        done = threading.Event()
+
+        def handle(record: meteor.SharedRecord) -> None:
+            if record.group == b"A":
+                raise ValueError
+            eventually(lambda: queue.groups()["A"].state == "delayed")
+            done.set()
+
+        with Runner(queue.consumer(), handle, concurrency=2):
+            assert done.wait(30)
+
+
+def test_a_handler_may_settle_by_itself(any_url: str) -> None:
+    with Queue(any_url, "ABCD", dead_letter="dead") as queue:
+        seen: list[tuple[int, int]] = []
+
+        def handle(record: meteor.SharedRecord) -> None:
+            seen.append((record.offset, record.failures))
+            if record.offset == 0:
+                record.reject("no")
+            elif record.offset == 1 and not record.failures:
+                record.release()
+            elif record.offset == 2:
+                record.ack()
+                raise ValueError("after it was settled")
+
+        with Runner(queue.consumer(), handle):
+            eventually(lambda: queue.shared.confirmed == 4)
+        assert sorted(seen) == [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0)]
+        found = queue.shared.describe()
+        assert (found.acked, found.dead) == (3, 1)
+
+
+def test_a_handler_may_stop_and_close_its_own_run(any_url: str) -> None:
+    for how in ("stop", "close"):
+        with Queue(any_url, "A") as queue:
+            consumer = queue.consumer()
+            with Runner(consumer, lambda record: getattr(consumer, how)()) as runner:  # noqa: B023
+                runner.join()
+            assert consumer.closed == (how == "close")
+            queue.stream.delete()
+
+
+def test_stop_waits_for_the_handler_and_what_was_not_begun_is_there_for_the_next_run(
+    any_url: str,
+) -> None:
+    with Queue(any_url, "AAAABB") as queue:
+        consumer = queue.consumer()
+        log = Log()
+        begun = threading.Event()
+
+        def handle(record: meteor.SharedRecord) -> None:
+            begun.set()
+            eventually(lambda: consumer._crew is None or consumer._crew._stopped)
+            log(record)
+
+        with Runner(consumer, handle) as runner:
+            assert begun.wait(20)
+            consumer.stop()
+            runner.join()
+        assert log.done == [0]
+        assert consumer.confirmed == 1
+        with Runner(consumer, log):
+            eventually(lambda: len(log.done) == 6)
+        assert log.by_group == {b"A": [0, 1, 2, 3], b"B": [4, 5]}
+        assert consumer.confirmed == 6
+
+
+def test_closing_from_another_thread_ends_a_run_and_leaves_the_rest_to_others(url: str) -> None:
+    with Queue(url, "ABC") as queue:
+        one, two = queue.consumers(2)
+        begun, go_on = threading.Event(), threading.Event()
+
+        def handle(record: meteor.SharedRecord) -> None:
+            begun.set()
+            assert go_on.wait(20)
+
+        with Runner(one, handle) as runner:
+            assert begun.wait(20)
+            closing = threading.Thread(target=one.close, name="test-closing")
+            closing.start()
+            eventually(lambda: one._supply.halted)
+            go_on.set()
+            closing.join(20)
+            runner.join()
+        assert runner.error is None
+        assert one.closed
+        assert offsets(drain(two)) == [1, 2]
+        assert two.confirmed == 3
+
+
+def test_closing_from_another_thread_ends_a_poll_at_once(url: str) -> None:
+    with Queue(url) as queue:
+        c1 = queue.consumer()
+
+        def close(stop: threading.Event) -> None:
+            blocked(queue.client.redis)
+            c1.close()
+
+        with background(close):
+            assert c1.poll(100) == []
+        assert c1.closed
+
+
+def test_closing_from_another_thread_ends_a_loop(url: str) -> None:
+    with Queue(url, "A") as queue:
+        c1 = queue.consumer()
+
+        def close(stop: threading.Event) -> None:
+            blocked(queue.client.redis)
+            c1.close()
+
+        with background(close):
+            for record in c1:
+                record.ack()
+        assert queue.shared.confirmed == 1
+
+
+@pytest.mark.parametrize("concurrency", [0, 1_001, "1"])
+def test_run_checks_what_it_is_asked(any_url: str, concurrency: int) -> None:
+    with Queue(any_url) as queue:
+        c1 = queue.consumer()
+        with pytest.raises((ValueError, TypeError), match="concurrency"):
+            c1.run(lambda record: None, concurrency=concurrency)
+        with pytest.raises(TypeError, match="handler"):
+            c1.run(None)  # type: ignore[arg-type]
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C, or ``sys.exit()``, in a handler."""
+
+
+def test_what_no_handler_should_raise_ends_the_run_and_is_raised_there(any_url: str) -> None:
+    with Queue(any_url, "AB") as queue:
+        consumer = queue.consumer()
+
+        def handle(record: meteor.SharedRecord) -> None:
+            raise Interrupted
+
+        with pytest.raises(Interrupted):
+            consumer.run(handle, concurrency=2)
+        consumer.close()
+        assert queue.shared.describe().consumers == ()
+
+
+@pytest.fixture
+def interrupting() -> Iterator[None]:
+    """SIGUSR1 is Ctrl-C."""
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("interrupting")
+def test_ctrl_c_ends_a_run_once_the_handlers_are_done(url: str) -> None:
+    with Queue(url, "ABC") as queue:
+        log = Log()
+        consumer = queue.consumer()
+
+        def interrupt(stop: threading.Event) -> None:
+            eventually(lambda: len(log.done) == 3)
+            blocked(queue.client.redis)
+            ident = threading.main_thread().ident
+            assert ident is not None
+            signal.pthread_kill(ident, signal.SIGUSR1)
+
+        with background(interrupt), pytest.raises(KeyboardInterrupt):
+            consumer.run(log)
+        assert not [t for t in threading.enumerate() if t.name.startswith("meteor-crew")]
+        consumer.close()
+        assert queue.shared.confirmed == 3
+
+
+@pytest.mark.usefixtures("interrupting")
+def test_ctrl_c_in_a_poll_leaves_a_consumer_that_can_go_on(url: str) -> None:
+    with Queue(url) as queue:
+        c1 = queue.consumer()
+
+        def interrupt(stop: threading.Event) -> None:
+            blocked(queue.client.redis)
+            ident = threading.main_thread().ident
+            assert ident is not None
+            signal.pthread_kill(ident, signal.SIGUSR1)
+
+        with background(interrupt), pytest.raises(KeyboardInterrupt):
+            c1.poll(100)
+        queue.publish("A")
+        assert offsets(c1.poll(5)) == [0]
+
+
+def test_a_handler_that_hangs_loses_its_record_to_others(url: str) -> None:
+    with Queue(url, "AAB") as queue:
+        one = queue.consumer(max_poll_interval=0.2)
+        log = Log()
+        go_on = threading.Event()
+
+        def hang(record: meteor.SharedRecord) -> None:
+            if record.group == b"A":
+                assert go_on.wait(30)
+
+        with Runner(one, hang, concurrency=2):
+            eventually(lambda: queue.shared.confirmed == 0 and queue.shared.describe().acked == 1)
+            two = queue.consumer()
+            with Runner(two, log):
+                eventually(lambda: log.done == [0, 1], 30)
+            go_on.set()
+        assert queue.shared.confirmed == 3
+
+
+def test_an_application_that_hangs_loses_what_it_holds(url: str) -> None:
+    with Queue(url, "AB", lease_ttl=0.5) as queue:
+        c1 = queue.consumer(max_poll_interval=0.1)
+        c1.poll(5)
+        c2 = queue.consumer()
+        assert offsets(c2.poll(30)) == [0, 1]
+        c2.commit()
+
+
+def test_leases_are_renewed_while_the_application_works(url: str) -> None:
+    with Queue(url, "A", lease_ttl=0.5) as queue:
+        c1, c2 = queue.consumers(2)
+        (record,) = c1.poll(5)
+
+        def polled_until_its_lease_is_another() -> bool:
+            assert c2.poll(0) == []
+            return time.monotonic() > deadline
+
+        deadline = time.monotonic() + 1.5  # three leases
+        eventually(polled_until_its_lease_is_another)
+        record.ack()
+        c1.flush()
+        assert c2.confirmed == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_value_that_cannot_be_decoded_is_a_failure_of_its_handler(any_url: str) -> None:
+    with Queue(any_url, "AB", max_deliveries=2, dead_letter="dead") as queue:  # neither is JSON
+        with queue.stream.publisher(codec="json") as pub:
+            pub.publish([1], key=b"A")
+        seen: list[object] = []
+        with Runner(queue.consumer(codec="json"), lambda record: seen.append(record.value)):
+            eventually(lambda: queue.shared.confirmed == 3, 30)
+        assert seen == [[1]]
+        assert queue.shared.describe().dead == 2

@@ -1,0 +1,478 @@
+"""Settling records of a shared group: acknowledged, released, rejected, committed, rolled back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.shared import lease_renewer
+from meteor_py.subscribe import dead_letters
+from tests.support.sharing import GROUP, STREAM, Queue, die, drain, expire, offsets
+from tests.support.waiting import eventually
+
+
+def letters(queue: Queue, name: str = "dead") -> list[meteor.Record]:
+    return [record for batch in queue.client.stream(name).read() for record in batch]
+
+
+# Acknowledging
+
+
+def test_what_is_acknowledged_is_known_a_moment_later_without_a_call(any_url: str) -> None:
+    with Queue(any_url, "AB") as queue:
+        c1 = queue.consumer()
+        for record in c1.poll(5):
+            record.ack()
+        eventually(lambda: queue.shared.confirmed == 2)
+
+
+def test_what_is_acknowledged_travels_with_the_next_poll(
+    any_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_renewer, "_GATHER_S", 60.0)
+    monkeypatch.setattr(lease_renewer, "_HURRY_S", 60.0)
+    with Queue(any_url, "AB") as queue:
+        c1 = queue.consumer(prefetch=1)
+        (first,) = c1.poll(5)
+        first.ack()
+        assert queue.shared.confirmed == 0
+        (second,) = c1.poll(5)
+        assert (queue.shared.confirmed, second.offset) == (1, 1)
+
+
+def test_records_may_be_acknowledged_in_any_order(any_url: str) -> None:
+    with Queue(any_url, "AAAA") as queue:
+        c1 = queue.consumer()
+        records = c1.poll(5)
+        for number in (2, 0, 3):
+            records[number].ack()
+            c1.flush()
+            queue.check()
+        assert c1.confirmed == 1
+        records[1].ack()
+        c1.flush()
+        assert c1.confirmed == 4
+
+
+@pytest.mark.parametrize("first", ["ack", "release", "reject"])
+@pytest.mark.parametrize("second", ["ack", "release", "reject"])
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_record_is_settled_once(url: str, first: str, second: str, flushed: bool) -> None:
+    with Queue(url, "A") as queue:
+        c1 = queue.consumer()
+        (record,) = c1.poll(5)
+        getattr(record, first)()
+        if flushed:
+            c1.flush()
+        with pytest.raises(ValueError, match="Record 0 was settled before"):
+            getattr(record, second)()
+
+
+def test_a_consumer_holds_no_more_of_one_group_than_its_cap(any_url: str) -> None:
+    with Queue(any_url, "AAAAAB", group_cap=2) as queue:
+        c1, c2 = queue.consumers(2)
+        records = c1.poll(5)
+        assert offsets(records) == [0, 1, 5]
+        assert c2.poll(0) == []
+        records[0].ack()
+        assert offsets(c1.poll(5)) == [2]
+        c1.commit()
+        assert offsets(c2.poll(5)) == [3, 4]
+
+
+# Releasing
+
+
+def test_a_release_counts_as_a_failure_of_that_record_alone(any_url: str) -> None:
+    with Queue(any_url, "AAA") as queue:
+        c1 = queue.consumer()
+        c1.poll(5)[1].release()
+        again = c1.poll(5)
+        assert [(record.offset, record.failures) for record in again] == [(1, 1), (2, 0)]
+        c1.commit()
+        assert c1.confirmed == 3
+
+
+def test_a_group_that_waits_for_a_delay_lets_others_pass(any_url: str) -> None:
+    with Queue(any_url, "AABB") as queue:
+        c1, c2 = queue.consumers(2)
+        a0, a1, b2, b3 = c1.poll(5)
+        a0.release(delay=60.0)
+        b2.ack()
+        b3.ack()
+        queue.publish("AB")
+        assert offsets(c2.poll(5)) == [5]
+        assert c1.poll(0) == []
+        assert (queue.groups()["A"].state, queue.groups()["A"].waiting) == ("delayed", 3)
+        assert queue.shared.describe().blocked == 1
+        queue.check()
+        assert c1.resume("A")
+        assert not c1.resume("A")
+        assert offsets(c1.poll(5)) == [0, 1, 4]
+        with pytest.raises(meteor.Fenced):
+            a1.ack()
+
+
+def test_after_its_delay_a_group_comes_to_one_who_waits(any_url: str) -> None:
+    with Queue(any_url, "AA") as queue:
+        c1, c2 = queue.consumers(2)
+        c1.poll(5)[0].release(delay=0.05)
+        c1.flush()
+        assert offsets(c2.poll(20)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ({"delay": -1}, ValueError),
+        ({"delay": "1"}, TypeError),
+        ({"delay": 1.0, "only_this": True}, ValueError),
+    ],
+)
+def test_a_release_that_is_refused_leaves_the_record_held(
+    any_url: str, how: dict[str, Any], error: type[Exception]
+) -> None:
+    with Queue(any_url, "A") as queue:
+        c1 = queue.consumer()
+        (record,) = c1.poll(5)
+        with pytest.raises(error):
+            record.release(**how)
+        record.ack()
+        c1.flush()
+        assert c1.confirmed == 1
+
+
+def test_those_that_went_back_are_not_handed_out_from_the_buffer(any_url: str) -> None:
+    """They were fetched in advance with the one that was released; others must have them."""
+    with Queue(any_url, "AAAB") as queue:
+        c1, c2 = queue.consumers(2)
+        (first,) = c1.poll(5, max_records=1)
+        first.release()
+        c1.flush()
+        assert offsets(c2.poll(5)) == [0, 1, 2]
+        assert offsets(c1.poll(5)) == [3]
+
+
+def test_a_single_release_comes_back_in_its_place(any_url: str) -> None:
+    with Queue(any_url, "AAAA") as queue:
+        c1 = queue.consumer()
+        records = c1.poll(5)
+        records[1].release(only_this=True)
+        records[2].release(only_this=True)
+        again = c1.poll(5)
+        assert [(record.offset, record.failures) for record in again] == [(1, 1), (2, 1)]
+        records[0].ack()
+        records[3].ack()
+        c1.commit()
+        assert c1.confirmed == 4
+
+
+# Giving up
+
+
+def test_after_so_many_failures_a_record_is_a_dead_letter_and_its_group_goes_on(
+    any_url: str,
+) -> None:
+    with Queue(any_url, "AAB", max_deliveries=3, dead_letter="dead") as queue:
+        c1 = queue.consumer()
+        for failures in range(3):
+            records = c1.poll(5)
+            assert (records[0].offset, records[0].failures) == (0, failures)
+            for record in records:
+                if record.offset == 2:
+                    record.ack()
+            records[0].release()
+        assert offsets(drain(c1)) == [1]
+        assert c1.confirmed == 3
+        (letter,) = letters(queue)
+        assert (letter.value, letter.key) == (b"A", b"A")
+        assert letter.headers == {
+            dead_letters.STREAM_HEADER: STREAM.encode(),
+            dead_letters.GROUP_HEADER: GROUP.encode(),
+            dead_letters.OFFSET_HEADER: b"0",
+            dead_letters.REASON_HEADER: b"It was delivered as often as it may be.",
+            dead_letters.TRIES_HEADER: b"3",
+        }
+        found = queue.shared.describe()
+        assert (found.dead, found.acked, found.dying) == (1, 2, 0)
+
+
+def test_without_a_limit_a_record_comes_as_often_as_it_fails(any_url: str) -> None:
+    with Queue(any_url, "A", max_deliveries=0, dead_letter="dead") as queue:
+        c1 = queue.consumer()
+        for failures in range(20):
+            (record,) = c1.poll(5)
+            assert record.failures == failures
+            record.release()
+        assert [record.failures for record in drain(c1)] == [20]
+
+
+def test_an_acknowledged_record_s_failures_are_forgotten(any_url: str) -> None:
+    with Queue(any_url, "A") as queue:
+        c1 = queue.consumer()
+        c1.poll(5)[0].release()
+        drain(c1)
+        c1.flush()
+        assert queue.client.call("HLEN", queue.key("failures")) == 0
+
+
+def test_a_rejected_record_is_a_dead_letter_with_the_reason(any_url: str) -> None:
+    with Queue(any_url, dead_letter="dead") as queue:
+        with queue.stream.publisher() as pub:
+            pub.publish(b"v", key=b"A", headers={"trace": b"42", "meteor-reason": b"an older one"})
+            pub.publish(b"w", key=b"A")
+        c1 = queue.consumer()
+        c1.poll(5, max_records=1)[0].reject("no such customer: \u00e9\ud800")
+        assert offsets(drain(c1)) == [1]
+        (letter,) = letters(queue)
+        assert letter.headers is not None
+        assert letter.headers["trace"] == b"42"
+        reason = letter.headers[dead_letters.REASON_HEADER].decode()
+        assert reason == "no such customer: \u00e9\\ud800"
+        assert letter.headers[dead_letters.TRIES_HEADER] == b"1"
+        assert letter.timestamp == next(iter(queue.stream.read()))[0].timestamp
+
+
+def test_a_long_reason_is_cut(any_url: str) -> None:
+    with Queue(any_url, "A", dead_letter="dead") as queue:
+        c1 = queue.consumer()
+        c1.poll(5)[0].reject("\u20ac" * 5_000)
+        c1.poll(0)
+        (letter,) = letters(queue)
+        assert letter.headers is not None
+        assert len(letter.headers[dead_letters.REASON_HEADER].decode()) == 1024 // 3
+
+
+def test_a_rejected_record_without_a_stream_for_it_is_counted_and_logged(
+    any_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Queue(any_url, "AA") as queue:
+        c1 = queue.consumer()
+        c1.poll(5)[0].reject("why")
+        c1.flush()
+        assert "Record 0 of stream 'orders' was given up" in caplog.text
+        assert queue.shared.describe().dead == 1
+        c1.commit()
+        assert c1.confirmed == 2
+
+
+def test_who_closes_right_after_rejecting_leaves_the_letter_published(any_url: str) -> None:
+    with Queue(any_url, "AB", dead_letter="dead") as queue:
+        with queue.consumer() as c1:
+            first, second = c1.poll(5)
+            first.reject("one")
+            c1.flush()
+            second.reject("two")
+        assert [letter.value for letter in letters(queue)] == [b"A", b"B"]
+        found = queue.shared.describe()
+        assert (found.dead, found.dying, found.confirmed) == (2, 0, 2)
+
+
+def test_the_letter_of_one_who_died_before_publishing_it_is_published_by_another_once(
+    any_url: str,
+) -> None:
+    with Queue(any_url, "A", dead_letter="dead") as queue:
+        c1, c2 = queue.consumers(2)
+        c1.poll(5)[0].reject("why")
+        c1.flush()  # now the server has given it the letter to publish
+        die(c1)
+        assert queue.shared.describe().dying == 1
+        assert (letters(queue), queue.shared.confirmed) == ([], 0)
+        queue.check()
+        queue.client.call("ZADD", queue.key("dying"), 0, "0")  # the time of a lease is over
+        assert c2.poll(0) == []
+        c2.flush()
+        assert len(letters(queue)) == 1
+        queue.client.call("ZADD", queue.key("dying"), "XX", 0, "0")
+        c2.poll(0)
+        assert len(letters(queue)) == 1
+        assert queue.shared.confirmed == 1
+
+
+def test_one_dead_letter_comes_of_a_record_that_its_consumers_die_of(any_url: str) -> None:
+    with Queue(any_url, "ABCAAB", max_deliveries=3, dead_letter="dead") as queue:
+        deaths = 0
+        while True:  # ends: each death counts as a failure of 0
+            consumer = queue.consumer()
+            records = consumer.poll(0) or consumer.poll(0)
+            if not any(record.offset == 0 for record in records):
+                break
+            if records[0].failures == 2:
+                assert offsets(records) == [0]  # the last try travels alone
+            die(consumer)
+            deaths += 1
+        assert deaths == 3
+        for record in records:
+            record.ack()
+        assert sorted(offsets([*records, *drain(consumer, 0.5)])) == [1, 2, 3, 4, 5]
+        eventually(lambda: queue.shared.confirmed == 6)
+        (letter,) = letters(queue)
+        assert letter.headers is not None
+        assert letter.headers[dead_letters.OFFSET_HEADER] == b"0"
+        assert letter.headers[dead_letters.REASON_HEADER] == b"Its consumer died."
+        assert letter.headers[dead_letters.TRIES_HEADER] == b"3"
+
+
+@pytest.mark.parametrize("dead_letter", ["dead", None])
+def test_a_poisoned_group_is_parked_until_it_is_resumed(
+    any_url: str, dead_letter: str | None
+) -> None:
+    with Queue(any_url, "AABA", on_poison="park", dead_letter=dead_letter) as queue:
+        c1, c2 = queue.consumers(2)
+        a0, a1, b2, a3 = c1.poll(5)
+        a0.reject("poison")
+        b2.ack()
+        for later in (a1, a3):
+            with pytest.raises(meteor.Fenced):
+                later.ack()
+        queue.publish("AB")
+        assert offsets(c1.poll(5)) == [5]
+        assert c2.poll(0) == []
+        state = queue.groups()["A"]
+        expected = [1, 3, 4] if dead_letter else [0, 1, 3, 4]  # else it is nowhere but here
+        assert (state.state, state.waiting, state.oldest) == ("parked", len(expected), expected[0])
+        queue.check()
+        assert queue.shared.resume("A")
+        again = c2.poll(5)
+        assert offsets(again) == expected
+        assert again[0].failures == 0  # it starts afresh
+        assert len(letters(queue)) == (1 if dead_letter else 0)
+        c1.commit()
+        c2.commit()
+        c1.poll(0)
+        c1.flush()
+        assert queue.shared.confirmed == 6
+
+
+def test_a_parked_group_without_records_stays_parked(any_url: str) -> None:
+    with Queue(any_url, "A", on_poison="park", dead_letter="dead") as queue:
+        c1 = queue.consumer()
+        c1.poll(5)[0].reject()
+        assert c1.poll(0) == []
+        queue.publish("A")
+        assert c1.poll(0) == []
+        assert queue.groups()["A"].state == "parked"
+        assert c1.resume(b"A")
+        assert offsets(c1.poll(5)) == [1]
+
+
+def test_what_waits_of_a_parked_group_can_be_purged(any_url: str) -> None:
+    with Queue(any_url, "AAA", on_poison="park", dead_letter="dead") as queue:
+        c1 = queue.consumer()
+        c1.poll(5)[0].reject()
+        c1.poll(0)
+        assert c1.purge("A") == 2
+        queue.check()
+        c1.flush()  # that the letter is published
+        assert c1.confirmed == 3
+        assert [state.state for state in c1.groups()] == ["parked"]
+        assert c1.resume("A")
+        queue.publish("A")
+        assert offsets(c1.poll(5)) == [3]
+
+
+def test_resuming_what_is_not_stopped_does_nothing(any_url: str) -> None:
+    with Queue(any_url, "A") as queue:
+        c1 = queue.consumer()
+        assert not c1.resume("A")
+        c1.poll(5)
+        assert not c1.resume("A")
+        assert not c1.resume("never seen")
+
+
+# All at once
+
+
+def test_a_commit_acknowledges_what_was_handed_out_and_nothing_else(any_url: str) -> None:
+    with Queue(any_url, "ABCD") as queue:
+        c1 = queue.consumer()
+        first, _ = c1.poll(5, max_records=2)
+        first.release()
+        c1.commit()
+        assert queue.shared.describe().acked == 1
+        assert sorted(offsets(c1.poll(5)) + offsets(c1.poll(5))) == [0, 2, 3]
+
+
+def test_a_rollback_returns_what_was_handed_out_in_order(any_url: str) -> None:
+    with Queue(any_url, "ABAB") as queue:
+        c1 = queue.consumer()
+        records = c1.poll(5)
+        records[0].ack()
+        c1.rollback()
+        again = c1.poll(5)
+        assert [(r.offset, r.failures) for r in again] == [(1, 1), (2, 1), (3, 0)]
+        c1.commit()
+        assert c1.confirmed == 4
+
+
+def test_the_window_of_acknowledgements_may_be_larger_than_the_prefetch(any_url: str) -> None:
+    """Qpid's stress program acknowledges every third record with a capacity of one."""
+    with Queue(any_url, "ABCDEF") as queue:
+        c1 = queue.consumer(prefetch=1)
+        found: list[meteor.SharedRecord] = []
+        for _ in range(6):
+            (record,) = c1.poll(5)
+            record.ack()
+            found.append(record)
+        c1.flush()
+        assert (offsets(found), c1.confirmed) == ([0, 1, 2, 3, 4, 5], 6)
+
+
+# Those of others
+
+
+def test_a_late_settlement_is_refused_and_changes_nothing(any_url: str) -> None:
+    with Queue(any_url, "AAA") as queue:
+        c1, c2 = queue.consumers(2)
+        records = c1.poll(5)
+        expire(c1)
+        assert offsets(c2.poll(5)) == [0]  # of what a dead one held, one at a time
+        records[0].ack()  # it does not know yet
+        records[1].release(only_this=True)
+        records[2].reject("bad")
+        with pytest.raises(meteor.Fenced) as refused:
+            c1.flush()
+        assert refused.value.offsets == (0, 1, 2)
+        found = queue.shared.describe()
+        assert (found.acked, found.dead, found.confirmed, found.reaped) == (0, 0, 0, 1)
+        c1.flush()  # told once
+        c2.commit()
+        assert offsets(drain(c2)) == [1, 2]
+        assert queue.shared.confirmed == 3
+
+
+def test_one_who_was_taken_for_dead_is_told_by_its_next_poll_and_goes_on(any_url: str) -> None:
+    with Queue(any_url, "A") as queue:
+        c1, c2 = queue.consumers(2)
+        (record,) = c1.poll(5)
+        expire(c1)
+        assert offsets(c2.poll(5)) == [0]
+        record.ack()
+        with pytest.raises(meteor.Fenced):
+            c1.poll(0)
+        queue.publish("B")
+        assert offsets(c1.poll(5)) == [1]
+        names = {consumer.name for consumer in queue.shared.describe().consumers}
+        assert names == {c1.name, c2.name}
+
+
+def test_a_late_consumer_that_nobody_missed_goes_on_as_if_nothing_was(any_url: str) -> None:
+    with Queue(any_url, "A") as queue:
+        c1 = queue.consumer()
+        (record,) = c1.poll(5)
+        expire(c1)
+        record.ack()
+        c1.flush()
+        assert c1.confirmed == 1
+
+
+def test_one_whose_records_were_taken_does_not_hand_out_what_it_has_in_store(any_url: str) -> None:
+    with Queue(any_url, "ABC") as queue:
+        c1, c2 = queue.consumers(2)
+        assert offsets(c1.poll(5, max_records=1)) == [0]  # it has fetched all
+        expire(c1)
+        assert offsets(c2.poll(5)) == [0, 1, 2]
+        c1.flush()
+        assert c1.poll(0) == []

@@ -1,0 +1,426 @@
+"""Shared groups: how they are set up, which group a record is in, what is seen from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import meteor_py as meteor
+from meteor_py.redis import keys
+from tests.support.sharing import GROUP, STREAM, Queue, check, discard, drain, offsets
+
+
+@pytest.fixture
+def client(any_url: str) -> Iterator[meteor.Client]:
+    with meteor.connect(any_url) as client:
+        yield client
+
+
+@pytest.fixture
+def stream(client: meteor.Client) -> Iterator[meteor.Stream]:
+    stream = client.stream("s", ordering_key="key")
+    yield stream
+    check(stream)
+
+
+def publish(stream: meteor.Stream, *records: tuple[bytes | None, dict[str, bytes] | None]) -> None:
+    with stream.publisher() as pub:
+        for key, headers in records:
+            pub.publish(b"value", key=key, headers=headers)
+
+
+def groups_of(stream: meteor.Stream, **options: Any) -> list[bytes]:
+    """The groups of all records, as a consumer is told them."""
+    with stream.shared_subscriber("look", **options) as sub:
+        return [record.group for record in sorted(drain(sub), key=lambda each: each.offset)]
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"group_cap": 0}, ValueError, "group_cap"),
+        ({"group_cap": 10_001}, ValueError, "group_cap"),
+        ({"group_cap": "1"}, TypeError, "group_cap"),
+        ({"prefetch": 0}, ValueError, "prefetch"),
+        ({"prefetch": 10_001}, ValueError, "prefetch"),
+        ({"lease_ttl": 0.01}, ValueError, "lease_ttl"),
+        ({"lease_ttl": 1e9}, ValueError, "lease_ttl"),
+        ({"max_deliveries": -1}, ValueError, "max_deliveries"),
+        ({"max_deliveries": 1}, ValueError, "only a second delivery tells"),
+        ({"max_deliveries": 1_001}, ValueError, "max_deliveries"),
+        ({"dead_letter": "a b"}, ValueError, "dead-letter stream"),
+        ({"dead_letter": "s"}, ValueError, "to the stream itself"),
+        ({"on_poison": "stop"}, ValueError, "on_poison"),
+        ({"ungrouped": "all"}, ValueError, "ungrouped"),
+        ({"ungrouped": "free", "default_group": "d"}, ValueError, "leave default_group out"),
+        ({"default_group": ""}, ValueError, "1 to 256 bytes"),
+        ({"default_group": "x" * 257}, ValueError, "1 to 256 bytes"),
+        ({"default_group": b"d"}, TypeError, "default_group"),
+        ({"max_poll_interval": 0}, ValueError, "max_poll_interval"),
+        ({"on_gap": "ignore"}, ValueError, "on_gap"),
+        ({"on_gap_skipped": 1}, TypeError, "on_gap_skipped"),
+        ({"initial_offset": "first"}, ValueError, "initial_offset"),
+    ],
+)
+def test_settings_out_of_range_or_in_contradiction_are_refused_and_leave_no_trace(
+    stream: meteor.Stream, settings: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        stream.shared_subscriber("g", **settings)
+    assert stream.groups() == []
+
+
+@pytest.mark.parametrize("name", ["", "a b", ".archiver", "x" * 129])
+def test_a_name_that_cannot_be_one_is_refused(stream: meteor.Stream, name: str) -> None:
+    with pytest.raises(ValueError, match="name of a group"):
+        stream.shared_subscriber(name)
+
+
+def test_a_stream_without_ordering_key_refuses_shared_subscribers(client: meteor.Client) -> None:
+    plain = client.stream("plain")
+    with pytest.raises(meteor.MeteorError, match="without ordering_key"):
+        plain.shared_subscriber("g")
+    with pytest.raises(meteor.GroupNotFound):
+        plain.shared_group("g")
+    assert client.redis.exists(keys.index("plain")) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "first", "other"),
+    [
+        ("group_cap", 7, 8),
+        ("lease_ttl", 20.0, 30.0),
+        ("max_deliveries", 4, 0),
+        ("dead_letter", "dead", "other"),
+        ("on_poison", "park", "skip"),
+        ("default_group", "mine", "yours"),
+        ("ungrouped", "free", "default"),
+    ],
+)
+def test_settings_of_a_group_that_exists_must_match_or_be_left_out(
+    stream: meteor.Stream, setting: str, first: Any, other: Any
+) -> None:
+    with stream.shared_subscriber("g", **{setting: first}) as sub:
+        assert getattr(sub.settings, setting) == first
+        with stream.shared_subscriber("g") as second:
+            assert second.settings == sub.settings
+        with stream.shared_subscriber("g", **{setting: first}):
+            pass
+        with pytest.raises(meteor.GroupConfigMismatch, match=f"{setting}={first!r}") as refused:
+            stream.shared_subscriber("g", **{setting: other})
+        assert (refused.value.stream, refused.value.group) == ("s", "g")
+
+
+def test_each_consumer_has_a_prefetch_of_its_own(stream: meteor.Stream) -> None:
+    publish(stream, *[(b"%d" % n, None) for n in range(10)])
+    with (
+        stream.shared_subscriber("g", prefetch=2) as small,
+        stream.shared_subscriber("g", prefetch=100) as large,
+    ):
+        assert len(small.poll(5)) == 2
+        assert len(large.poll(5)) == 8
+
+
+def test_a_name_belongs_to_a_shared_group_or_to_one_of_one_reader(stream: meteor.Stream) -> None:
+    stream.subscriber(group="one").close()
+    with pytest.raises(meteor.GroupConfigMismatch, match="one reader at a time"):
+        stream.shared_subscriber("one")
+    stream.shared_subscriber("many").close()
+    with pytest.raises(meteor.GroupConfigMismatch, match="shared"):
+        stream.subscriber(group="many")
+    with pytest.raises(meteor.GroupConfigMismatch, match="shared"):
+        stream.seek_group("many", 0, force=True)
+    assert [(group.name, group.kind) for group in stream.groups()] == [
+        ("many", "shared"),
+        ("one", "exclusive"),
+    ]
+    stream.delete_group("many")
+    stream.delete_group("one")
+    with stream.subscriber(group="many") as now_for_one, stream.shared_subscriber("one") as shared:
+        assert now_for_one.poll(0).values() == []
+        assert shared.group == "one"
+
+
+def test_a_new_group_begins_where_it_is_told(stream: meteor.Stream) -> None:
+    publish(stream, (b"a", None), (b"b", None))
+    with (
+        stream.shared_subscriber("first") as first,
+        stream.shared_subscriber("last", initial_offset="latest") as last,
+    ):
+        publish(stream, (b"c", None))
+        assert offsets(first.poll(5)) == [0, 1, 2]
+        assert offsets(last.poll(5)) == [2]
+        assert (first.confirmed, last.confirmed) == (0, 2)
+    with pytest.raises(meteor.GroupNotFound):
+        stream.shared_subscriber("none", initial_offset="none")
+    with stream.shared_subscriber("first", initial_offset="latest") as again:
+        assert offsets(again.poll(5)) == [0, 1, 2]
+
+
+# Groups of records
+
+
+@pytest.mark.parametrize("ordering_key", ["", "keys", "header", "header:", "value"])
+def test_a_rule_that_is_none_is_refused(client: meteor.Client, ordering_key: str) -> None:
+    with pytest.raises(ValueError, match="ordering_key must be"):
+        client.stream("t", ordering_key=ordering_key)
+    assert client.streams() == []
+
+
+def test_the_rule_of_a_stream_cannot_be_changed(client: meteor.Client) -> None:
+    stream = client.stream("t", ordering_key="header:cart")
+    assert client.stream("t").config.ordering_key == "header:cart"
+    assert client.stream("t", ordering_key="header:cart").incarnation == stream.incarnation
+    with pytest.raises(meteor.MeteorError, match="ordering_key"):
+        client.stream("t", ordering_key="key")
+    client.stream("plain")
+    with pytest.raises(meteor.MeteorError, match="ordering_key"):
+        client.stream("plain", ordering_key="key")
+    with pytest.raises(TypeError):
+        stream.configure(ordering_key="key")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("how", ["one by one", "lists", "arrow"])
+@pytest.mark.parametrize("ordering_key", ["key", "header:cart"])
+def test_records_get_their_group_from_key_or_header_however_published(
+    client: meteor.Client, ordering_key: str, how: str
+) -> None:
+    stream = client.stream("t", ordering_key=ordering_key)
+    ids = [b"a", None, b"", b"b", b"a", b"\xff\x00:,", b"x" * 256]
+    wanted = [each or b"meteor.no-group" for each in ids]
+    other = b"of no importance"
+    if ordering_key == "key":
+        key_column: list[Any] = ids
+        headers: list[Any] = [{"cart": other}] * 7
+    else:
+        key_column = [other] * 7
+        headers = [None if each is None else {"cart": each, "z": other} for each in ids]
+    with stream.publisher() as pub:
+        if how == "one by one":
+            for key, header in zip(key_column, headers, strict=True):
+                pub.publish(b"v", key=key, headers=header)
+        elif how == "lists":
+            pub.publish_many([b"v"] * 7, keys=key_column, headers=headers)
+        else:
+            key_array = pa.array(key_column, pa.binary())
+            pub.publish_many(pa.array([b"v"] * 7, pa.binary()), keys=key_array, headers=headers)
+    assert groups_of(stream) == wanted
+    check(stream)
+
+
+def test_without_keys_or_headers_all_are_in_the_default_group(client: meteor.Client) -> None:
+    for ordering_key in ("key", "header:cart"):
+        stream = client.stream(ordering_key.replace(":", "-"), ordering_key=ordering_key)
+        with stream.publisher() as pub:
+            pub.publish_many([b"a", b"b"])
+            pub.publish_many(pa.array([b"c"], pa.binary()))
+        assert groups_of(stream, default_group="rest") == [b"rest"] * 3
+
+
+def test_a_record_of_the_default_group_s_name_is_in_it(stream: meteor.Stream) -> None:
+    publish(stream, (b"meteor.no-group", None), (None, None))
+    with stream.shared_subscriber("g") as one, stream.shared_subscriber("g") as two:
+        assert offsets(one.poll(5)) == [0, 1]
+        assert two.poll(0) == []
+
+
+def test_free_records_are_for_anybody_and_others_keep_their_order(any_url: str) -> None:
+    with Queue(any_url, ungrouped="free") as queue:
+        publish(queue.stream, (None, None), (b"", None), (b"A", None), (b"A", None), (None, None))
+        c1, c2 = queue.consumers(2)
+        names = [queue.get(consumer) for consumer in (c1, c2, c1, c2, c1, c1)]
+        assert names == ["\x000-0", "\x001-1", "A-2", "\x004-4", "A-3", None]
+        queue.release(c1, "\x000-0")
+        assert queue.get(c2) == "\x000-0"
+        queue.ack(c2)
+        queue.ack(c1)
+        assert queue.shared.confirmed == 5
+
+
+@pytest.mark.parametrize("ordering_key", ["key", "header:cart"])
+def test_a_group_of_more_than_256_bytes_is_refused_before_anything_is_published(
+    client: meteor.Client, ordering_key: str
+) -> None:
+    stream = client.stream("t", ordering_key=ordering_key)
+    good, bad = b"g" * 256, b"g" * 257
+
+    def columns(ids: list[bytes], *, arrow: bool) -> dict[str, Any]:
+        if ordering_key == "key":
+            return {"keys": pa.array(ids, pa.binary()) if arrow else ids}
+        return {"headers": [{"cart": each} for each in ids]}
+
+    with stream.publisher() as pub:
+        for arrow in (False, True):
+            values: Any = pa.array([b"v"] * 3, pa.binary()) if arrow else [b"v"] * 3
+            with pytest.raises(ValueError, match="256 bytes, not 257; use a hash"):
+                pub.publish_many(values, **columns([good, good, bad], arrow=arrow))
+        one: dict[str, Any] = {"key": bad} if ordering_key == "key" else {"headers": {"cart": bad}}
+        with pytest.raises(ValueError, match="256 bytes, not 257"):
+            pub.publish(b"v", **one)
+        pub.flush()
+        assert stream.end().offset == 0
+        pub.publish_many([b"v"], **columns([good], arrow=False))
+    assert groups_of(stream) == [good]
+
+
+def test_in_a_stream_without_groups_keys_may_be_long(client: meteor.Client) -> None:
+    plain = client.stream("plain")
+    publish(plain, (b"k" * 1000, {"h": b"v" * 1000}))
+    assert plain.end().offset == 1
+
+
+# From outside
+
+
+def test_what_is_confirmed_is_below_all_that_is_not_settled(any_url: str) -> None:
+    with Queue(any_url, "ABCA") as queue:
+        c1 = queue.consumer(prefetch=10)
+        a0, b1, c2, a3 = c1.poll(5)
+        c2.ack()
+        a3.ack()
+        c1.flush()
+        assert (c1.confirmed, queue.shared.describe().lag) == (0, 4)
+        a0.ack()
+        c1.flush()
+        assert (c1.confirmed, queue.shared.describe().lag) == (1, 3)
+        assert [(g.lag, g.confirmed, g.kind) for g in queue.stream.describe().groups] == [
+            (3, 1, "shared")
+        ]
+        b1.ack()
+        c1.flush()
+        assert (c1.confirmed, queue.shared.describe().lag) == (4, 0)
+        assert queue.stream.group(GROUP).confirmed == 4
+
+
+def test_a_description_counts_what_became_of_the_records(any_url: str) -> None:
+    with Queue(any_url, "AABBCCDD") as queue:
+        c1 = queue.consumer(prefetch=4)
+        records = c1.poll(5)
+        assert offsets(records) == [0, 1, 2, 3]
+        records[0].ack()
+        records[1].reject()
+        records[2].release()
+        c1.flush()
+        assert queue.shared.purge("C") == 2
+        found = queue.shared.describe()
+        assert (found.acked, found.dead, found.returned, found.purged) == (1, 1, 2, 2)
+        assert (found.waiting, found.ready, found.blocked, found.looked) == (4, 2, 0, 8)
+        (consumer,) = found.consumers
+        assert (consumer.name, consumer.groups, consumer.records) == (c1.name, 0, 0)
+        assert (found.name, found.config, found.reaped) == (GROUP, c1.settings, 0)
+        c1.close()
+        assert queue.shared.describe().consumers == ()
+
+
+def test_groups_are_those_with_records_by_their_oldest(any_url: str) -> None:
+    with Queue(any_url, "BAAC") as queue:
+        c1 = queue.consumer(group_cap=10_000)
+        assert c1.groups() == []
+        assert [g.id for g in c1.groups(look_ahead=True)] == [b"B", b"A", b"C"]
+        queue.publish("D")
+        assert [g.id for g in c1.groups()] == [b"B", b"A", b"C"]  # nobody has looked at D
+        drain(c1)
+        assert c1.groups(look_ahead=True) == []
+
+
+def test_purging_settles_what_waits_and_nothing_of_others(any_url: str) -> None:
+    with Queue(any_url, "AB" * 50) as queue:
+        c1 = queue.consumer()
+        shared = queue.shared
+        assert shared.purge("A", limit=20) == 20
+        queue.check()
+        assert shared.purge(b"A") == 30
+        assert shared.purge("A") == shared.purge("never seen") == 0
+        queue.publish("A")
+        assert offsets(drain(c1)) == [*range(1, 100, 2), 100]
+        assert (shared.confirmed, shared.describe().purged) == (101, 50)
+
+
+@pytest.mark.parametrize(
+    ("group", "limit", "error"),
+    [
+        ("", None, ValueError),
+        ("x" * 257, None, ValueError),
+        (1, None, TypeError),
+        ("A", 0, ValueError),
+    ],
+)
+def test_purging_checks_what_it_is_asked(
+    any_url: str, group: Any, limit: Any, error: type[Exception]
+) -> None:
+    with Queue(any_url, "A") as queue:
+        queue.consumer()
+        with pytest.raises(error):
+            queue.shared.purge(group, limit)
+
+
+def test_more_is_purged_than_one_step_does(url: str) -> None:
+    with Queue(url) as queue:
+        queue.publish(["A"] * 10_000, frame=5_000)
+        queue.consumer()
+        assert queue.shared.purge("A", limit=9_000) == 9_000
+        queue.check()
+        assert queue.shared.describe().waiting == 1_000
+
+
+def test_a_group_with_consumers_is_deleted_only_by_force_and_they_are_told(any_url: str) -> None:
+    with Queue(any_url, "AB") as queue:
+        c1 = queue.consumer()
+        shared = queue.shared
+        with pytest.raises(meteor.GroupActive, match=c1.name) as refused:
+            shared.delete()
+        assert refused.value.owner == c1.name
+        with pytest.raises(meteor.GroupActive):
+            queue.stream.delete_group(GROUP)
+        shared.delete(force=True)
+        with pytest.raises(meteor.GroupNotFound):
+            c1.poll(0)
+        with pytest.raises(meteor.GroupNotFound):
+            shared.describe()
+        assert queue.stream.groups() == []
+        assert queue.client.redis.keys(queue.key("*")) == []
+        discard(c1)
+        with queue.stream.shared_subscriber(GROUP) as again:
+            assert offsets(drain(again)) == [0, 1]
+
+
+def test_ids_of_any_bytes_leave_with_group_and_stream(client: meteor.Client) -> None:
+    stream = client.stream("t", ordering_key="key")
+    publish(
+        stream, *[(key, None) for key in (b"\xff\xfe", b"*", b"a:b:c", b"{x}", b"\r\n", b"0")] * 2
+    )
+    sub = stream.shared_subscriber("g", prefetch=1)
+    assert len(sub.groups(look_ahead=True)) == 6
+    check(stream)
+    assert sub.purge(b"*") == 2
+    sub.close()
+    assert stream.shared_group("g").fsck() == []
+    stream.shared_group("g").delete()
+    assert client.redis.keys(keys.shared("t", "g", "*")) == []
+    stream.shared_subscriber("g2").groups(look_ahead=True)
+    stream.delete()
+    assert client.redis.keys("meteor:{t}:*") == []
+
+
+def test_a_stream_that_is_deleted_takes_its_shared_groups_along(any_url: str) -> None:
+    with Queue(any_url, "AB") as queue:
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "A-0"
+        queue.stream.delete()
+        assert queue.client.redis.keys(f"meteor:{{{STREAM}}}:*") == []
+        with pytest.raises(meteor.StreamNotFound):
+            c1.poll(0)
+        new = queue.client.stream(STREAM, ordering_key="key")
+        with pytest.raises(meteor.LogTruncated):
+            c2.poll(0)
+        assert new.groups() == []
+        for consumer in (c1, c2):
+            discard(consumer)
+            assert consumer.closed
+        assert queue.client.redis.keys(keys.shared(STREAM, "*", "*")) == []

@@ -1,0 +1,29 @@
+"""Shared subscribers under Qpid's stress program: its matrix of senders, receivers and windows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.support.shared_stress import Row, stress
+
+ROWS = {
+    "103 of 13": Row(103, 13, 3, 7, 3),
+    "not interleaved": Row(103, 13, 7, 7, 1),
+    "beside a second group": Row(103, 13, 7, 3, 1, second_group=True),
+    "interleaved by 5": Row(103, 13, 3, 7, 5),
+    "ack window larger than prefetch": Row(59, 5, 1, 3, 1),
+    "one at a time": Row(59, 3, 1, 1, 1),
+    "53 groups at a time": Row(211, 13, 47, 79, 53, random_sizes=False),
+    "fill, then drain": Row(
+        10_000, 1, 1_000, 100, 1, False, senders=1, receivers=5, fill_first=True
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_in_each_group_records_come_in_order_each_once_and_nothing_stalls(
+    url: str, rng: random.Random, row: Row
+) -> None:
+    stress(url, rng, row)

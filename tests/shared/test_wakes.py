@@ -1,0 +1,196 @@
+"""A consumer that waits is woken by whatever brings it something: no wake-up is lost.
+
+Waits are made so long here that one which only ends by itself fails the test.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.redis.connection import Connection
+from meteor_py.shared.protocol import Answer
+from meteor_py.shared.record import Standing
+from tests.support.reading import background, blocked
+from tests.support.sharing import Queue, die, offsets
+
+#: Seconds for a poll that is woken at once, or never.
+SOON_S = 15.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait inside the server has no end of its own."""
+    monkeypatch.setattr(Connection, "block_max_s", property(lambda connection: 100.0))
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def served(request: pytest.FixtureRequest) -> str:
+    from tests.conftest import emptied
+
+    name = "redis_server" if request.param == "redis" else "server"
+    return emptied(request.getfixturevalue(name).url)
+
+
+@pytest.fixture
+def open_queue(served: str) -> Iterator[Callable[..., Queue]]:
+    queues: list[Queue] = []
+
+    def start(records: str = "", **options: object) -> Queue:
+        queue = Queue(served, records, **({"lease_ttl": 300.0} | options))  # type: ignore[arg-type]
+        queues.append(queue)
+        return queue
+
+    yield start
+    for queue in queues:
+        with queue:
+            pass
+
+
+def woken(
+    queue: Queue, consumer: meteor.SharedSubscriber, work: Callable[[], object], waiting: int = 1
+) -> list[int]:
+    """What a consumer that waits is given when something happens."""
+
+    def later(stop: threading.Event) -> None:
+        blocked(queue.client.redis, waiting)
+        work()
+
+    with background(later):
+        return offsets(consumer.poll(SOON_S))
+
+
+def test_by_a_new_record(open_queue: Callable[..., Queue]) -> None:
+    queue = open_queue()
+    assert woken(queue, queue.consumer(), lambda: queue.publish("A")) == [0]
+    queue.consumer().close()
+
+
+@pytest.mark.parametrize("how", ["ack", "reject", "release", "close", "commit", "rollback"])
+def test_by_a_group_that_another_lets_go(open_queue: Callable[..., Queue], how: str) -> None:
+    queue = open_queue("AA", group_cap=1)
+    c1, c2 = queue.consumers(2)
+    (record,) = c1.poll(5)
+
+    def let_go() -> None:
+        getattr(record if how in ("ack", "reject", "release") else c1, how)()
+
+    gone = how in ("ack", "reject", "commit")
+    assert woken(queue, c2, let_go) == ([1] if gone else [0])
+
+
+def test_by_more_of_a_group_that_it_holds_though_another_looked_first(
+    open_queue: Callable[..., Queue],
+) -> None:
+    queue = open_queue("A")
+    c1, c2 = queue.consumers(2)
+    assert offsets(c1.poll(5)) == [0]
+
+    def more() -> None:
+        queue.publish("A")
+        assert c2.poll(0) == []
+
+    assert woken(queue, c1, more) == [1]
+
+
+def test_by_its_own_acknowledgement_which_makes_room_in_a_group(
+    open_queue: Callable[..., Queue],
+) -> None:
+    queue = open_queue("AAA", group_cap=2)
+    c1 = queue.consumer()
+    first, second = c1.poll(5)
+    assert woken(queue, c1, first.ack) == [2]
+    second.ack()
+
+
+def test_by_room_that_was_made_while_it_asked_for_nothing(
+    open_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = open_queue("AB")
+    c1 = queue.consumer(prefetch=1)
+    (first,) = c1.poll(5)
+    assert c1.poll(0.05) == []  # nothing is new to it
+    exchange = c1._supply.exchange
+
+    def settled_meanwhile(want: int) -> Answer:
+        answer = exchange(want)
+        if first.standing is Standing.HELD:
+            assert want == 0
+            first.ack()
+        return answer
+
+    monkeypatch.setattr(c1._supply, "exchange", settled_meanwhile)
+    assert offsets(c1.poll(SOON_S)) == [1]
+
+
+def test_by_its_own_release(open_queue: Callable[..., Queue]) -> None:
+    queue = open_queue("A")
+    c1 = queue.consumer()
+    (record,) = c1.poll(5)
+    assert woken(queue, c1, record.release) == [0]
+
+
+def test_by_the_end_of_a_last_try_which_travels_alone(open_queue: Callable[..., Queue]) -> None:
+    queue = open_queue("ABC", max_deliveries=2)
+    c1, dead = queue.consumers(2)
+    assert len(dead.poll(5)) == 3
+    die(dead)
+    (first,) = c1.poll(5)
+    assert (first.offset, first.failures) == (0, 1)
+    assert woken(queue, c1, first.ack) == [1]
+
+
+def test_by_the_end_of_a_delay(open_queue: Callable[..., Queue]) -> None:
+    queue = open_queue("A")
+    c1, c2 = queue.consumers(2)
+    (record,) = c1.poll(5)
+    assert woken(queue, c2, lambda: record.release(delay=0.1)) == [0]
+
+
+def test_by_resuming_a_parked_group(open_queue: Callable[..., Queue]) -> None:
+    queue = open_queue("AA", on_poison="park")
+    c1 = queue.consumer()
+    c1.poll(5)[0].reject()
+    assert c1.poll(0) == []
+    assert woken(queue, c1, lambda: queue.shared.resume("A")) == [0, 1]
+
+
+def test_by_a_purge_that_makes_room_for_what_nobody_could_look_at(
+    open_queue: Callable[..., Queue],
+) -> None:
+    queue = open_queue()
+    c1, c2 = queue.consumer(prefetch=1), queue.consumer()
+    queue.publish("A" * 10 + "B", frame=10)
+    queue.client.call("HSET", queue.key("state"), "max_waiting", 5)
+    assert offsets(c1.poll(5)) == [0]
+    assert c2.poll(0) == []
+    assert queue.shared.describe().looked == 10
+    assert woken(queue, c2, lambda: queue.shared.purge("A", limit=8)) == [10]
+
+
+def test_by_the_death_of_another(open_queue: Callable[..., Queue]) -> None:
+    queue = open_queue("A", lease_ttl=1.0)
+    c1, c2 = queue.consumers(2)
+    assert offsets(c1.poll(5)) == [0]
+
+    def hang() -> None:
+        c1._tender.end()  # nobody renews its lease any more
+
+    assert woken(queue, c2, hang) == [0]
+
+
+def test_all_who_wait_get_what_is_for_them(open_queue: Callable[..., Queue]) -> None:
+    queue = open_queue()
+    c1, c2 = queue.consumers(2, prefetch=1)
+    found: list[int] = []
+
+    def other(stop: threading.Event) -> None:
+        found.extend(offsets(c2.poll(SOON_S)))
+
+    with background(other):
+        blocked(queue.client.redis, 1)
+        found += woken(queue, c1, lambda: queue.publish("AB", frame=2), waiting=2)
+    assert sorted(found) == [0, 1]

@@ -1,0 +1,341 @@
+"""Tasks and commits of the sink, in this process: what is tried again, or comes of an old batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.datasource import WriterCommitMessage
+from pyspark.sql.types import BinaryType, StringType, StructField, StructType
+
+import meteor_py as meteor
+from meteor_py.publish import transaction
+from meteor_py.redis import keys
+from pyspark_meteor import writers
+from pyspark_meteor.server import ServerOptions
+from pyspark_meteor.sink_options import SinkOptions, parse_sink
+from pyspark_meteor.writing import open_stream, publish_all, stage_all
+from tests.support.engine import Task
+from tests.support.staging import contents
+from tests.support.waiting import eventually
+
+MIB = 1024 * 1024
+SCHEMA = StructType([StructField("value", BinaryType()), StructField("stream", StringType())])
+
+
+@pytest.fixture
+def m(url: str) -> Iterator[meteor.Client]:
+    with meteor.connect(url) as m:
+        yield m
+
+
+@pytest.fixture
+def target(m: meteor.Client) -> meteor.Stream:
+    return m.stream("s", capacity=100_000)
+
+
+# Attempts of one task
+
+
+@pytest.fixture
+def options(url: str, m: meteor.Client, monkeypatch: pytest.MonkeyPatch) -> SinkOptions:
+    """Those of a task that is in this process; the column says where to."""
+    options = parse_sink({"url": url}, SCHEMA, streaming=True)
+    monkeypatch.setattr(type(options.server), "connect", lambda _: m)
+    return options
+
+
+def some(stream: str, size: int = 1, rows: int = 2) -> pa.RecordBatch:
+    """Rows of so many bytes."""
+    return pa.RecordBatch.from_pydict({"value": [b"x" * size] * rows, "stream": [stream] * rows})
+
+
+def test_a_task_that_fails_leaves_nothing_of_what_it_has_staged(
+    options: SinkOptions, m: meteor.Client
+) -> None:
+    def rows() -> Iterator[pa.RecordBatch]:
+        for stream in ("a", "b"):
+            yield some(stream, MIB)
+            assert len(m.redis.keys(f"*{{{stream}}}*stage*")) == 1, "it is sent by now"
+        raise RuntimeError("no luck")
+
+    with pytest.raises(RuntimeError, match="no luck"):
+        stage_all(options, rows(), "q.0.0.x")
+    assert m.redis.keys("*stage*") == []
+
+
+def test_a_task_that_fails_says_why_though_it_cannot_clean_up(
+    options: SinkOptions, m: meteor.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise meteor.ConnectionFailed("gone")
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield some("a")
+        monkeypatch.setattr(m, "call", refuse)
+        raise RuntimeError("no luck")
+
+    with pytest.raises(RuntimeError, match="no luck"):
+        stage_all(options, rows(), "q.0.0.x")
+
+
+def test_a_task_that_cannot_publish_to_one_stream_fails_when_the_others_have_their_rows(
+    options: SinkOptions, m: meteor.Client
+) -> None:
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield some("a")
+        eventually(lambda: m.stream("a").end().offset == 2, 10, "it is not published at once")
+        m.stream("a").delete()
+        yield some("a")
+        yield some("b")
+
+    with pytest.raises(meteor.MeteorError, match="'a'"):
+        publish_all(options, rows())
+    assert contents(m.stream("b", create=False)) == "x x"
+
+
+def test_a_task_that_fails_while_it_publishes_says_why_and_not_what_came_of_it(
+    options: SinkOptions, m: meteor.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield some("b")
+        yield some("a")
+        eventually(lambda: m.stream("a").end().offset == 2, 10, "it is not published at once")
+        m.stream("a").delete()
+        yield some("a")
+        raise RuntimeError("no luck")
+
+    with pytest.raises(RuntimeError, match="no luck"):
+        publish_all(options, rows())
+    assert "When a task of a query ended" in caplog.text
+    assert contents(m.stream("b", create=False)) == "x x"
+
+
+def test_a_stream_that_the_sink_makes_is_as_large_as_the_option_says_and_others_stay_as_they_are(
+    url: str, m: meteor.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ServerOptions, "connect", lambda _: m)
+    large = parse_sink({"url": url, "capacity": "50000"}, SCHEMA, streaming=True)
+    assert open_stream(large, "large").config.capacity == 50_000
+    m.stream("small", capacity=7)
+    assert open_stream(large, "small").config.capacity == 7
+    assert caplog.text == ""
+    create = m.stream
+
+    def meet(name: str, **given: Any) -> meteor.Stream:
+        if "capacity" in given:
+            create(name, capacity=9)  # another process does, since we looked
+        return create(name, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(m, "stream", meet)
+        assert open_stream(large, "met").config.capacity == 9
+    assert caplog.text == ""
+    assert open_stream(parse_sink({"url": url}, SCHEMA, streaming=True), "any").config.capacity
+    assert "no stream 'any', so it was made, with a ring that keeps the last 10000" in caplog.text
+
+
+class Sink:
+    """A query's sink, in this process; without a stream, the column says where to."""
+
+    def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch, **options: str) -> None:
+        given = {"url": url, "stream": "s"} | options
+        if not given["stream"]:
+            del given["stream"]
+        self.writer = writers.StreamWriter(parse_sink(given, SCHEMA, streaming=True))
+        self._monkeypatch = monkeypatch
+
+    def attempt(
+        self, value: str, batch: int = 0, *, rows: int = 2, partition: int = 0, stream: str = "s"
+    ) -> writers.Written:
+        """One attempt of a task of a batch."""
+        self._monkeypatch.setattr(writers, "TaskContext", Task(batch, partition))
+        arrow = pa.RecordBatch.from_pydict(
+            {"value": [value.encode()] * rows, "stream": [stream] * rows}
+        )
+        written = self.writer.write(iter([arrow]))
+        assert isinstance(written, writers.Written)
+        return written
+
+
+@pytest.fixture
+def sink(
+    url: str, m: meteor.Client, target: meteor.Stream, monkeypatch: pytest.MonkeyPatch
+) -> Sink:
+    monkeypatch.setattr(ServerOptions, "connect", lambda _: m)
+    return Sink(url, monkeypatch)
+
+
+def test_of_the_attempts_of_a_task_only_the_one_that_the_engine_counts_is_written(
+    m: meteor.Client, target: meteor.Stream, sink: Sink
+) -> None:
+    lost, counted, late = map(sink.attempt, ("lost", "counted", "late"))
+    assert len({each.stages["s"].name for each in (lost, counted, late)}) == 3
+    sink.writer.commit([counted, None], 0)
+    sink.writer.commit([late], 0)
+    sink.writer.abort([lost, None], 0)
+    assert contents(target) == "counted counted"
+    assert m.redis.keys("*stage*") == []
+    again = sink.attempt("again")
+    assert (again.stages, again.done) == ({}, True)  # nothing is staged for a batch that is done
+    sink.writer.commit([again], 0)
+    sink.writer.commit([sink.attempt("next", 1)], 1)
+    assert contents(target) == "counted counted next next"
+
+
+def test_a_batch_that_was_done_and_is_lost_by_a_fail_over_fails_and_is_written_when_asked_again(
+    m: meteor.Client, target: meteor.Stream, sink: Sink
+) -> None:
+    sink.writer.commit([sink.attempt("x")], 0)
+    done = sink.attempt("x")
+    m.redis.delete(keys.fences("s"))  # the replica that is promoted now has not had it yet
+    with pytest.raises(meteor.PublishError, match="the server has lost it"):
+        sink.writer.commit([done], 0)
+    m.redis.delete(keys.log("s"))
+    m.redis.hset(keys.meta("s"), "next", 0)
+    sink.writer.commit([sink.attempt("x")], 0)
+    assert contents(target) == "x x"
+
+
+def test_a_batch_older_than_the_last_is_refused_with_what_to_do_and_leaves_nothing(
+    m: meteor.Client, target: meteor.Stream, sink: Sink
+) -> None:
+    early = sink.attempt("early", 4)
+    sink.writer.commit([sink.attempt("x", 5)], 5)
+    words = r"^Batch 4 of query q was not written: stream 's' has its batch 5 already"
+    with pytest.raises(meteor.PublishError, match=words):
+        sink.attempt("again", 4)
+    with pytest.raises(meteor.PublishError, match=words):
+        sink.writer.commit([early], 4)
+    assert contents(target) == "x x"
+    assert m.redis.keys("*stage*") == []
+
+
+def test_a_commit_that_replicas_do_not_confirm_fails_and_is_done_when_asked_again(
+    url: str,
+    target: meteor.Stream,
+    sink: Sink,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transaction, "_REPLICAS_S", 0.05)
+    careful = Sink(url, monkeypatch, commitDurability="1")
+    with pytest.raises(meteor.NotReplicated, match="0 of 1 replicas") as caught:
+        careful.writer.commit([careful.attempt("x")], 0)
+    assert caught.value.offset == 1
+    sink.writer.commit([sink.attempt("y")], 0)
+    assert contents(target) == "x x", "it was in the log"
+
+
+# A batch that was written under its number with other rows
+
+
+OTHER = (
+    r"^Batch 0 of query q was not written: stream '{}' has a batch 0 .*, with {} rows, .* has {},"
+)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_a_batch_of_a_restored_checkpoint_that_has_other_rows_is_refused(
+    m: meteor.Client, target: meteor.Stream, sink: Sink, rows: int
+) -> None:
+    early = sink.attempt("early", rows=3)
+    sink.writer.commit([sink.attempt("x")], 0)
+    again = sink.attempt("y", rows=rows)
+    assert (again.stages, again.counted) == ({}, rows)
+    with pytest.raises(meteor.PublishError, match=OTHER.format("s", 2, rows)):
+        sink.writer.commit([again], 0)
+    with pytest.raises(meteor.PublishError, match=OTHER.format("s", 2, 3)):
+        sink.writer.commit([early], 0)
+    assert contents(target) == "x x"
+    assert m.redis.keys("*stage*") == []
+
+
+def test_what_some_tasks_have_staged_and_others_only_counted_is_compared_together(
+    m: meteor.Client, target: meteor.Stream, sink: Sink
+) -> None:
+    def tries() -> list[writers.Written]:
+        return [sink.attempt(str(part), rows=part + 1, partition=part) for part in (0, 1)]
+
+    first, second = tries(), tries()
+    sink.writer.commit([*first], 0)
+    counted = sink.attempt("1", rows=2, partition=1)
+    sink.writer.commit([second[0], counted], 0)
+    more = sink.attempt("1", rows=4, partition=1)
+    with pytest.raises(meteor.PublishError, match=OTHER.format("s", 3, 5)):
+        sink.writer.commit([second[0], more], 0)
+    assert contents(target) == "0 1 1"
+
+
+def test_a_plan_that_was_begun_is_finished_before_other_rows_are_refused(
+    m: meteor.Client, target: meteor.Stream, sink: Sink
+) -> None:
+    begun, other = sink.attempt("x"), sink.attempt("y", rows=3)
+    assert transaction._plan(target, "q", 0, [begun.stages["s"]]) == [b"OK", 0, 1]
+    with pytest.raises(meteor.PublishError, match=OTHER.format("s", 2, 3)):
+        sink.writer.commit([other], 0)
+    assert contents(target) == "x x"
+    assert m.redis.keys("*stage*") == m.redis.keys("*plan*") == []
+
+
+def test_a_query_that_may_lose_rows_goes_on_after_a_batch_with_other_ones(
+    url: str,
+    target: meteor.Stream,
+    sink: Sink,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lenient = Sink(url, monkeypatch, failOnDataLoss="false")
+    sink.writer.commit([sink.attempt("x")], 0)
+    lenient.writer.commit([lenient.attempt("y", rows=3)], 0)
+    assert "has it with 2 records, not 3. failOnDataLoss is false." in caplog.text
+    lenient.writer.commit([lenient.attempt("z", 1)], 1)
+    assert contents(target) == "x x z z"
+
+
+def test_rows_go_to_the_streams_of_a_column_and_none_is_written_if_one_has_other_rows(
+    url: str, m: meteor.Client, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_column = Sink(url, monkeypatch, stream="")
+
+    def tries(batch: int, **rows: int) -> list[WriterCommitMessage | None]:
+        each = enumerate(rows.items())
+        return [
+            by_column.attempt(name, batch, rows=count, partition=part, stream=name)
+            for part, (name, count) in each
+        ]
+
+    by_column.writer.commit(tries(0, b=2, c=1), 0)
+    by_column.writer.commit(tries(0, b=2, c=1), 0)
+    with pytest.raises(meteor.PublishError, match=OTHER.format("c", 1, 2)):
+        by_column.writer.commit(tries(0, a=1, b=2, c=2), 0)
+    early = tries(0, a=1, c=1)
+    by_column.writer.commit(tries(1, c=1), 1)
+    with pytest.raises(meteor.PublishError, match="stream 'c' has its batch 1 already"):
+        by_column.writer.commit(early, 0)
+    assert [contents(m.stream(name)) for name in "abc"] == ["", "b b", "c c"]
+
+
+def test_a_txn_id_that_comes_again_with_other_rows_writes_nothing_and_says_so(
+    url: str,
+    target: meteor.Stream,
+    sink: Sink,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(writers, "TaskContext", Task(0))
+
+    def write(rows: int, version: str) -> None:
+        given = {"url": url, "stream": "s", "txnId": "t", "txnVersion": version}
+        writer = writers.BatchWriter(parse_sink(given, SCHEMA, streaming=False))
+        writer.commit([writer.write(iter([some("", rows=rows)]))])
+
+    write(2, "1")
+    write(2, "1")
+    assert caplog.text == ""
+    write(3, "1")
+    assert "has it with 2 records, not 3. Other rows need another txnVersion." in caplog.text
+    write(1, "2")
+    write(3, "1")
+    assert contents(target) == "x x x"

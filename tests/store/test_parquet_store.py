@@ -1,0 +1,246 @@
+"""Parquet segments on a disk: damage is told from loss, and a crash leaves nothing behind.
+
+Which segment counts for an offset is the matter of tests/store/test_segments.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from meteor_py.errors import CorruptSegment, StoreUnavailable
+from meteor_py.records.record import ARROW_SCHEMA
+from meteor_py.store import segment_file
+from meteor_py.store.base import Bounds
+from meteor_py.store.parquet import ParquetStore
+from meteor_py.store.segment import Segment
+from meteor_py.testing.store_contract import (
+    LIFE,
+    NEWEST,
+    appended_at,
+    check,
+    check_lost,
+    read,
+    records,
+)
+from tests.support.parquet import END, GROUP, claimed, filled, flaws, names, paths, readable
+
+
+@pytest.fixture(autouse=True)
+def small_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_file, "GROUP_RECORDS", GROUP)
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> ParquetStore:
+    return claimed(tmp_path)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ParquetStore:
+    return filled(tmp_path)
+
+
+def search(store: ParquetStore, offset: int) -> int | str:
+    """Find a record by its time."""
+    try:
+        return store.locate(LIFE, appended_at(offset), 0, END)
+    except CorruptSegment as error:
+        return "corrupt" if 40 <= error.first <= error.last < 80 else "corrupt elsewhere"
+
+
+# Files
+
+
+def test_row_groups_are_small_and_have_checksums_and_the_names_of_their_columns(
+    store: ParquetStore,
+) -> None:
+    file = pq.ParquetFile(paths(store)[1])
+    sizes = [file.metadata.row_group(n).num_rows for n in range(file.metadata.num_row_groups)]
+    assert sizes == [16, 16, 8]
+    assert file.schema_arrow.equals(ARROW_SCHEMA)
+    assert json.loads(file.schema_arrow.metadata[b"meteor"]) == {
+        "stream": "s",
+        "life": LIFE,
+        "term": 1,
+    }
+
+
+def test_a_row_group_of_large_values_has_few_records(empty: ParquetStore) -> None:
+    table = records(0, 10)
+    values = pa.array([bytes(segment_file.GROUP_BYTES // 2)] * 10)
+    table = table.set_column(4, ARROW_SCHEMA.field("value"), values)
+    empty.append(LIFE, 1, table)
+    file = pq.ParquetFile(paths(empty, 10)[0])
+    assert file.metadata.row_group(0).num_rows <= 2
+    assert len(read(empty, 5, 6)) == 1
+
+
+def test_other_files_in_the_folder_are_left_alone(store: ParquetStore, tmp_path: Path) -> None:
+    folder = tmp_path / "s" / LIFE
+    (folder / "notes.txt").write_text("mine")
+    (folder / Segment(0, 500, 9, "0badcafe").name).mkdir()
+    (folder / Segment(0, 600, 9, "0badcafe").name).symlink_to(paths(store)[0])
+    (tmp_path / "s" / "not a life").mkdir()
+    check(store, 0, END)
+    assert store.bounds(LIFE) == Bounds(0, END, 1)
+    assert store.lives() == [LIFE]
+    assert flaws(store) == []
+    store.tidy(LIFE, NEWEST, END, lambda: True)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+# Damage
+
+
+def test_a_file_that_was_cut_short_is_named_and_others_stay_readable(store: ParquetStore) -> None:
+    path = paths(store)[1]
+    whole = path.read_bytes()
+    size = len(whole)
+    for length in (0, 1, 4, 8, size // 3, size // 2, size - 100, size - 8, size - 4, size - 1):
+        path.write_bytes(whole[:length])
+        assert flaws(store) == [("corrupt", 40, 79)], length
+        assert readable(store) == {*range(40), *range(80, 120)}, length
+        with pytest.raises(CorruptSegment, match=path.name) as caught:
+            read(store, 50, 51)
+        assert 40 <= caught.value.first <= 50 <= caught.value.last < 80
+        check(store, 0, 40)
+
+
+def test_a_flipped_byte_is_found_wherever_it_is_and_no_wrong_record_is_read(
+    store: ParquetStore, rng: random.Random
+) -> None:
+    path = paths(store)[1]
+    whole = path.read_bytes()
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    body = rng.sample(range(footer), 150)
+    # Half of the file is the footer, which has no checksum but that of the whole.
+    tail = [*rng.sample(range(footer, len(whole)), 150), *range(len(whole) - 12, len(whole))]
+    damaged = 0
+    for position in [0, 1, 2, 3, *body, footer, *tail]:
+        data = bytearray(whole)
+        data[position] ^= rng.randrange(1, 256)
+        path.write_bytes(data)
+        assert flaws(store, 40, 80) == [("corrupt", 40, 79)], position
+        found = readable(store, 32, 88)
+        assert found >= {*range(32, 40), *range(80, 88)}, position
+        damaged += len(found) < 56
+        assert search(store, 60) in (60, "corrupt"), position
+    assert damaged > 100
+
+
+def test_damage_to_a_part_leaves_the_rest_of_the_file_readable(store: ParquetStore) -> None:
+    path = paths(store)[1]
+    data = bytearray(path.read_bytes())
+    column = pq.ParquetFile(path).metadata.row_group(1).column(4)  # the values
+    data[column.data_page_offset + column.total_compressed_size - 1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptSegment) as caught:
+        read(store, 40, 80)
+    assert (caught.value.first, caught.value.last) == (56, 71)
+    assert readable(store) == set(range(120)) - set(range(56, 72))
+
+
+def test_append_times_that_the_reader_passes_over_are_damage(store: ParquetStore) -> None:
+    path = paths(store)[1]
+    whole = path.read_bytes()
+    groups = pq.ParquetFile(path).metadata
+    for group in range(groups.num_row_groups):
+        data = bytearray(whole)
+        # A page of a kind that pyarrow does not know is no page to it, and no error.
+        data[groups.row_group(group).column(2).data_page_offset + 1] ^= 0x10
+        path.write_bytes(data)
+        found = {search(store, offset) for offset in range(42, 80, 3)}
+        assert "corrupt" in found
+        assert found <= {"corrupt", *range(42, 80, 3)}
+
+
+def test_a_file_under_the_name_of_another_is_damage(store: ParquetStore) -> None:
+    first, second, _ = paths(store)
+    second.write_bytes(first.read_bytes())
+    assert flaws(store) == [("corrupt", 40, 79)]
+    with pytest.raises(CorruptSegment, match="does not hold the records 40 to 55"):
+        read(store, 40, 80)
+    pq.write_table(pa.table({"offset": range(40, 80)}), second)
+    with pytest.raises(CorruptSegment, match="columns"):
+        read(store, 40, 80)
+
+
+def test_a_missing_segment_is_a_loss_with_its_offsets(store: ParquetStore) -> None:
+    paths(store)[1].unlink()
+    check_lost(store, 0, END, first=40, last=79)
+    check_lost(store, 60, 70, first=60, last=69)
+    assert flaws(store) == [("missing", 40, 79)]
+    assert flaws(store, 50, END) == [("missing", 50, 79)]
+    check(store, 0, 40)
+    check(store, 80, END)
+    assert store.locate(LIFE, appended_at(99), 80, END) == 99
+
+
+def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
+    store: ParquetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(store._folder, "open", fail)
+    with pytest.raises(StoreUnavailable, match="Input/output error") as caught:
+        read(store, 0, 10)
+    assert caught.value.retriable
+
+
+# Writing
+
+
+@pytest.mark.parametrize("step", ["fsync", "rename", "write_table"])
+def test_an_append_that_fails_leaves_nothing(
+    store: ParquetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    before = names(tmp_path)
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pq if step == "write_table" else os, step, fail)
+        with pytest.raises(StoreUnavailable, match="No space left") as caught:
+            store.append(LIFE, 1, records(120, 160))
+    assert caught.value.retriable
+    assert names(tmp_path) == before
+    assert store.bounds(LIFE) == Bounds(0, END, 1)
+    store.append(LIFE, 2, records(120, 160))
+    check(store, 0, 160)
+
+
+def test_a_file_is_read_again_before_it_counts(
+    store: ParquetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table: Any = pq.write_table
+
+    def lie(table: pa.Table, *args: Any, **options: Any) -> None:
+        write_table(table.slice(0, len(table) - 1), *args, **options)
+
+    before = names(tmp_path)
+    monkeypatch.setattr(pq, "write_table", lie)
+    with pytest.raises(StoreUnavailable, match="does not hold what was written"):
+        store.append(LIFE, 1, records(120, 160))
+    assert names(tmp_path) == before
+
+
+def test_nothing_is_written_where_the_folder_of_the_stream_is_gone(
+    store: ParquetStore, tmp_path: Path
+) -> None:
+    """The disk may be unmounted: a folder of the same name must not be begun in its place."""
+    (tmp_path / "s").rename(tmp_path / "elsewhere")
+    with pytest.raises(StoreUnavailable):
+        store.append(LIFE, 1, records(120, 160))
+    assert not (tmp_path / "s").exists()
+    assert store.identity() is None

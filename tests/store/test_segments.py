@@ -1,0 +1,333 @@
+"""Whatever archivers do, crash at and come back from, each offset is read from the right write.
+
+Which segment counts follows from names alone, so the model needs no files: `Desk` is a shelf whose
+files are tables in memory, everything else about it is the real thing. Hypothesis plays the stream,
+its fail-overs, and any number of archivers and compactors, some of which act too late.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import count, pairwise
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from meteor_py.store import maintenance
+from meteor_py.store.segment import Segment, Span, lay_out
+from meteor_py.store.segment_file import SegmentFile
+from meteor_py.store.segment_log import SegmentLog
+from meteor_py.store.storage import Entry
+from meteor_py.testing.store_contract import NEWEST
+
+# Names
+
+
+def test_a_name_says_all_about_a_segment() -> None:
+    segment = Segment(7, 9, 1_700_000_000_000, "0badcafe")
+    assert segment.name == f"{7:020d}-{9:020d}-1700000000000-0badcafe.parquet"
+    assert Segment.parse(segment.name) == segment
+    assert len(segment) == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_0123456789abcdef.tmp",
+        "_store.json",
+        "part-0000.parquet",
+        f"{0:020d}-{9:020d}-1-0badcafe.parquet.tmp",
+        f"{0:020d}-{9:020d}-1-0badcafe.parquet\n",
+        f"{0:020d}-{9:020d}-1-0BADCAFE.parquet",
+        f"{0:020d}-{9:020d}--1-0badcafe.parquet",
+        f"{0:020d}-{9:020d}-01-0badcafe.parquet",  # another name than the segment's own
+        f"{0:020d}-{9:020d}-١-0badcafe.parquet",  # noqa: RUF001  a digit, but not one of ours
+        f"{9:020d}-{0:020d}-1-0badcafe.parquet",
+        f"{0:020d}-{9:019d}-1-0badcafe.parquet",
+        f"{0:020d}-{10**20 - 1}-1-0badcafe.parquet",  # more than there can be
+    ],
+)
+def test_other_names_are_not_segments(name: str) -> None:
+    assert Segment.parse(name) is None
+
+
+# The definition
+
+
+def _segment(term: int, first: int, size: int, sha: int) -> Segment:
+    return Segment(first, first + size - 1, term, f"{sha:08x}")
+
+
+any_segment = st.builds(
+    _segment, st.integers(1, 4), st.integers(0, 30), st.integers(1, 12), st.integers(0, 1)
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(any_segment, max_size=12, unique=True), st.none() | st.integers(0, 45))
+def test_at_each_offset_counts_the_newest_term_that_begins_at_or_before_it(
+    segments: list[Segment], end: int | None
+) -> None:
+    begins = {s.term: min(t.first for t in segments if t.term == s.term) for s in segments}
+
+    def covered(offset: int) -> int | None:
+        """The term that counts there; None: no record does."""
+        if end is not None and offset >= end:
+            return None
+        term = max((term for term, begin in begins.items() if begin <= offset), default=0)
+        there = (s.first <= offset <= s.last for s in segments if s.term == term)
+        return term if any(there) else None
+
+    spans = lay_out(segments, end)
+    found = {n: span.segment for span in spans for n in range(span.first, span.stop)}
+    assert sum(span.stop - span.first for span in spans) == len(found), "spans overlap"
+    assert spans == sorted(spans)
+    for offset in range(50):
+        segment = found.get(offset)
+        assert (segment.term if segment else None) == covered(offset)
+        assert segment is None or segment.first <= offset <= segment.last
+
+
+@given(st.lists(any_segment, max_size=12, unique=True))
+def test_no_more_segments_are_read_than_needed(segments: list[Segment]) -> None:
+    spans = lay_out(segments)
+    for (one, two), three in zip(pairwise(spans), spans[2:], strict=False):
+        if one.segment.term == three.segment.term and one.stop == two.first:
+            # Whatever holds the end of the first does not reach the third: else it were read.
+            ends = [s.last for s in segments if s.term == one.segment.term and s.first <= one.stop]
+            assert max(ends) < three.first or two.stop < three.first
+
+
+# The model
+
+
+class Sheet(SegmentFile):
+    """A file of one row group that is a batch in memory."""
+
+    def __init__(self, segment: Segment, batch: pa.RecordBatch) -> None:
+        self.segment = segment
+        self.edges = [segment.first, segment.last + 1]
+        self._batch = batch
+
+    def read(self, group: int) -> pa.RecordBatch:
+        return self._batch
+
+    def close(self) -> None:
+        pass
+
+
+class Crash(Exception):
+    """The process dies here."""
+
+
+class Desk(SegmentLog):
+    """A shelf in memory. All that lies on it is old enough to be removed."""
+
+    def __init__(self) -> None:
+        self.sheets: dict[str, pa.RecordBatch] = {}
+        self.removals_left = math.inf
+        self._numbers = count()
+        folder: Any = self  # of which `names` and `remove` are called
+        super().__init__(folder, "s", "life", "memory")
+
+    def names(self, path: str) -> list[str]:
+        return sorted(self.sheets, key=lambda name: name[::-1])  # as a disk: in no order at all
+
+    def entries(self) -> list[Entry]:
+        return [Entry(name, 1, math.inf) for name in self.names("")]
+
+    def write(self, term: int, records: pa.Table) -> Segment:
+        offsets = records.column("offset").to_pylist()
+        segment = Segment(offsets[0], offsets[-1], term, f"{next(self._numbers):08x}")
+        self.sheets[segment.name] = records.combine_chunks().to_batches()[0]
+        return segment
+
+    def remove(self, path: str) -> None:
+        if self.removals_left == 0:
+            raise Crash
+        self.removals_left -= 1
+        del self.sheets[path.removeprefix("life/")]
+
+    def _open(self, segment: Segment) -> SegmentFile:
+        if segment.name not in self.sheets:
+            raise FileNotFoundError(segment.name)
+        return Sheet(segment, self.sheets[segment.name])
+
+    def ids(self, span: Span) -> list[int]:
+        ids: list[int] = self.sheets[span.segment.name].column("id").to_pylist()
+        return ids[span.first - span.segment.first : span.stop - span.segment.first]
+
+
+def sheet(first: int, ids: list[int]) -> pa.Table:
+    return pa.table({"offset": range(first, first + len(ids)), "id": ids})
+
+
+@dataclass
+class Paused:
+    """An archiver that was replaced, with what it had gathered: it may still append that."""
+
+    term: int
+    first: int
+    ids: list[int]
+
+
+few = st.integers(1, 8)
+some = st.integers(0, 20)
+
+
+class Archiving(RuleBasedStateMachine):
+    """A stream, what its server says of it, and a shelf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = Desk()
+        self.ids = count()
+        self.log: list[int] = []  # the record that each offset names now
+        self.archived = 0
+        self.expired = 0
+        self.term = 1
+        self.paused: list[Paused] = []
+        self.merged: list[tuple[int, pa.Table]] = []
+        # Something came back below what has expired: nobody asks for it, but it is there.
+        self.haunted = False
+
+    @rule(n=few)
+    def publish(self, n: int) -> None:
+        self.log.extend(next(self.ids) for _ in range(n))
+
+    @precondition(lambda self: len(self.log) > self.archived)
+    @rule(n=few, lost=st.sampled_from([0, 0, 0, 1, 3, 99]), again=st.booleans())
+    def archive(self, n: int, lost: int, again: bool) -> None:
+        """An append and its commit; the commit may be lost in part, or as a whole."""
+        first = self.archived
+        ids = self.log[first : first + n]
+        if again:  # a first try, whose outcome was unknown
+            self.desk.write(self.term, sheet(first, ids[: len(ids) // 2 + 1]))
+        self.desk.write(self.term, sheet(first, ids))
+        self.archived = max(first + len(ids) - lost, first)
+        if lost:
+            self.term += 1
+
+    @precondition(lambda self: self.paused)
+    @rule(data=st.data())
+    def append_late(self, data: st.DataObject) -> None:
+        """The commit that follows is refused: the term is over."""
+        late = self.paused.pop(data.draw(st.integers(0, len(self.paused) - 1)))
+        self.desk.write(late.term, sheet(late.first, late.ids))
+        self.haunted = self.haunted or late.first < self.expired
+
+    @rule(n=few, back=some, kept=st.none() | st.integers(0, 3))
+    def begin_a_term(self, n: int, back: int, kept: int | None) -> None:
+        """The archiver is paused with what it has gathered; another takes over.
+
+        With `kept` because of a fail-over: the server forgets its last commits, and of the records
+        behind them it keeps so many.
+        """
+        gathered = self.log[self.archived : self.archived + n]
+        if gathered:
+            self.paused.append(Paused(self.term, self.archived, gathered))
+        self.term += 1
+        if kept is not None:
+            self.archived = max(self.archived - back, self.expired)
+            del self.log[self.archived + kept :]
+
+    @rule(records=st.integers(1, 30))
+    def compact(self, records: int) -> None:
+        maintenance.compact(self.desk, self.expired, self.archived, records, 1_000, None)
+
+    @precondition(lambda self: self.desk.spans(self.archived))
+    @rule(data=st.data())
+    def begin_to_compact(self, data: st.DataObject) -> None:
+        """Read some neighbours, to write them as one at another time."""
+        spans = [span for span in self.desk.spans(self.archived) if span.first >= self.expired]
+        if not spans:
+            return
+        first = data.draw(st.integers(0, len(spans) - 1))
+        run = spans[first : data.draw(st.integers(first + 1, len(spans)))]
+        table = pa.Table.from_batches(self.desk.read(run[0].first, run[-1].stop))
+        self.merged.append((max(span.segment.term for span in run), table))
+
+    @precondition(lambda self: self.merged)
+    @rule()
+    def end_to_compact(self) -> None:
+        term, table = self.merged.pop(0)
+        self.desk.write(term, table)
+        self.haunted = self.haunted or table.column("offset")[0].as_py() < self.expired
+
+    @rule()
+    def tidy(self) -> None:
+        maintenance.mend(self.desk, self.archived)
+        maintenance.sweep(self.desk, NEWEST, self.archived, lambda: True)
+        spans = self.desk.spans(self.archived)
+        assert all(span.exact for span in spans)
+        assert {span.segment.name for span in spans} == set(self.desk.sheets)
+
+    @rule(ahead=some)
+    def tidy_in_vain(self, ahead: int) -> None:
+        """One that was replaced has an old idea of the end, and notices before it removes."""
+        maintenance.mend(self.desk, self.archived + ahead)
+        maintenance.sweep(self.desk, NEWEST, self.archived + ahead, lambda: False)
+
+    @rule(n=some, removals=st.sampled_from([math.inf, 0, 1, 2]))
+    def expire(self, n: int, removals: float) -> None:
+        wanted = min(self.expired + n, self.archived)
+        stops = (span.stop for span in self.desk.spans() if span.stop <= wanted)
+        self.expired = max(self.expired, *stops, 0)
+        self.desk.removals_left = removals
+        try:
+            maintenance.remove_below(self.desk, self.expired)
+        except Crash:
+            pass
+        self.desk.removals_left = math.inf
+
+    @invariant()
+    def each_offset_is_read_from_the_right_write(self) -> None:
+        batches = self.desk.read(self.expired, self.archived)
+        found = [id_ for batch in batches for id_ in batch.column("id").to_pylist()]
+        assert found == self.log[self.expired : self.archived]
+
+    @invariant()
+    def nothing_comes_back_that_was_lost(self) -> None:
+        """Even of what has expired nothing is there but what was there before."""
+        for span in self.desk.spans(self.archived):
+            if not self.haunted:
+                assert self.desk.ids(span) == self.log[span.first : span.stop]
+
+    @invariant()
+    def the_bounds_reach_as_far_as_what_counts(self) -> None:
+        spans = self.desk.spans()
+        if self.archived > self.expired:
+            assert spans[0].first <= self.expired
+            assert spans[-1].stop >= self.archived
+
+
+def test_deleting_that_is_cut_short_brings_nothing_back() -> None:
+    for removals in range(4):
+        desk = Desk()
+        desk.write(3, sheet(0, [30, 31, 32]))
+        desk.write(3, sheet(3, [33, 34]))
+        desk.write(2, sheet(0, [20, 21, 22, 23]))  # too late: it does not count
+        desk.removals_left = removals
+        try:
+            maintenance.remove_below(desk, 3)
+        except Crash:
+            pass
+        found = [id_ for span in desk.spans() for id_ in desk.ids(span)]
+        assert found in ([30, 31, 32, 33, 34], [33, 34])
+
+
+def test_each_offset_is_read_from_the_right_write_whatever_archivers_do() -> None:
+    run_state_machine_as_test(
+        Archiving, settings=settings(max_examples=200, stateful_step_count=40)
+    )

@@ -1,0 +1,296 @@
+"""Edges of stores: servers that come back, stores that hang, settings that clash."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py import MemoryStore
+from meteor_py.archive import archiver as archiver_module
+from meteor_py.redis import keys
+from meteor_py.redis.scripts import EXPIRE_HISTORY
+from meteor_py.store import maintenance
+from meteor_py.store.base import TERMS
+from meteor_py.store.segment import Segment
+from meteor_py.testing.store_contract import LIFE, NEWEST
+from tests.conftest import ServerFactory
+from tests.support.parquet import END, filled, make_old, names, paths
+from tests.support.reading import fill
+from tests.support.waiting import eventually
+
+NAME = "orders"
+
+
+@pytest.fixture
+def m(url: str) -> Iterator[meteor.Client]:
+    with meteor.connect(url) as m:
+        yield m
+
+
+def stored(m: meteor.Client, store: Any, **settings: Any) -> meteor.Stream:
+    """Nobody archives it unless told to."""
+    defaults = {"capacity": 10, "max_unarchived": 10_000, "archive": False}
+    return m.stream(NAME, store=store, **defaults | settings)
+
+
+def archive(stream: meteor.Stream) -> None:
+    with stream.archiver().start():
+        stream.store.flush(20)
+
+
+def offsets(stream: meteor.Stream, start: int = 0) -> list[int]:
+    return [offset for batch in stream.read(start) for offset in batch.offsets]
+
+
+# Epochs
+
+
+def new_epoch(m: meteor.Client, epoch: int, first: int, **fields: int) -> None:
+    """As a fail-over looks to those who read meta."""
+    meta = keys.meta(NAME)
+    table: Any = m.redis.hget(meta, "epochs")
+    epochs = f"{table.decode()},{epoch}:{first}"
+    mapping: Any = {"epoch": epoch, "epochs": epochs, **fields}
+    m.redis.hset(meta, mapping=mapping)
+
+
+def test_a_duty_ends_with_its_epoch_and_what_follows_counts_for_more(
+    m: meteor.Client, tmp_path: Path
+) -> None:
+    stream = stored(m, tmp_path)
+    fill(stream, 40)
+    with stream.archiver(segment_age=0).start():
+        stream.store.flush(20)
+        before = stream.describe().epoch
+        new_epoch(m, before + 1_000, 40)
+        fill(stream, 40)
+        stream.store.flush(20)
+    segments = [Segment.parse(Path(path).name) for path in stream.store.files()]
+    numbers = [(x.first, x.term // TERMS) for x in segments if x is not None]
+    assert {epoch for first, epoch in numbers if first < 40} == {before}
+    assert {epoch for first, epoch in numbers if first >= 40} == {before + 1_000}
+    assert offsets(stream) == list(range(80))
+
+
+def test_a_server_that_was_believed_lost_cannot_go_on_with_a_history_that_was_resumed(
+    private_server: ServerFactory, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        lost = stack.enter_context(meteor.connect(private_server().url))
+        found = stack.enter_context(meteor.connect(private_server().url))
+        old = stored(lost, tmp_path)
+        fill(old, 60)
+        archive(old)
+        new = stored(found, tmp_path, resume=True)
+        fill(old, 20)
+        with old.archiver().start() as zombie:
+            eventually(lambda: isinstance(zombie.error, meteor.StoreMismatch))
+        with pytest.raises(meteor.StoreMismatch):
+            stored(lost, tmp_path)
+        fill(new, 30)
+        archive(new)
+        assert offsets(new) == list(range(90))
+        with pytest.raises(meteor.StoreMismatch, match="gone on with the history"):
+            offsets(old)
+        assert stored(found, tmp_path, resume=True).store.verify() == []
+
+
+def test_who_has_opened_a_stream_before_it_was_lost_goes_on_once_it_is_resumed(
+    m: meteor.Client, tmp_path: Path
+) -> None:
+    stream = stored(m, tmp_path)
+    fill(stream, 60)
+    archive(stream)
+    m.redis.flushall()
+    stored(m, tmp_path, resume=True)
+    assert stream.store.bounds() == (0, 60)
+    assert offsets(stream) == list(range(60))
+
+
+def test_a_reader_of_a_branch_that_the_store_does_not_have_is_told_after_a_resume(
+    m: meteor.Client, tmp_path: Path
+) -> None:
+    stream = stored(m, tmp_path)
+    fill(stream, 50)
+    archive(stream)
+    with stream.subscriber(initial_offset="earliest") as sub:
+        while sub.position < 50:
+            sub.poll()
+        seen = sub.checkpoint
+    epoch = stream.describe().epoch
+    new_epoch(m, epoch + 1_000, 30, next=30, archived=30)  # a fail-over that lost 30 to 49
+    m.redis.delete(keys.log(NAME))
+    fill(stream, 40)
+    archive(stream)
+    m.redis.flushall()
+    resumed = stored(m, tmp_path, resume=True)
+    assert resumed.describe().next == 70
+    with (
+        resumed.subscriber(group="g", on_assigned=lambda _: seen) as sub,
+        pytest.raises(meteor.LogTruncated) as caught,
+    ):
+        sub.poll(20)
+    assert caught.value.first == 30
+
+
+# Settings
+
+
+def test_settings_that_two_have_changed_at_a_time_stop_nobody(
+    m: meteor.Client, tmp_path: Path
+) -> None:
+    first = stored(m, tmp_path, capacity=100, max_unarchived=200)
+    second = m.stream(NAME)
+    second.configure(capacity=10, max_unarchived=20)
+    with pytest.raises(ValueError, match="at least the capacity"):
+        first.configure(capacity=50)
+    m.redis.hset(keys.meta(NAME), "capacity", 50)  # what a race could have led to
+    with m.stream(NAME, store=tmp_path).publisher() as pub:
+        for start in range(0, 300, 30):
+            assert pub.publish_many([b"x"] * 30).result(20) == start
+
+
+def test_a_frame_larger_than_all_that_may_wait_is_taken_when_nothing_waits(
+    m: meteor.Client, tmp_path: Path
+) -> None:
+    stream = stored(m, tmp_path, capacity=5_000, max_unarchived=5_000)
+    with stream.publisher() as pub:
+        stream.configure(capacity=10, max_unarchived=10)  # the publisher cuts frames as before
+        assert pub.publish_many([b"x"] * 1_000).result(20) == 0
+        with stream.archiver().start():
+            assert pub.publish_many([b"x"] * 1_000).result(20) == 1_000
+
+
+def test_expiry_asks_the_groups_once_more(m: meteor.Client, tmp_path: Path) -> None:
+    stream = stored(m, tmp_path)
+    fill(stream, *[10] * 9)
+    archive(stream)
+    stream.seek_group("slow", 40)
+    args = [keys.meta(NAME), keys.group(NAME, "slow")]
+    assert m.run(EXPIRE_HISTORY, args, [stream.incarnation, 80]) == [b"OK", 40]
+    stream.seek_group("slow", 0)
+    assert m.run(EXPIRE_HISTORY, args, [stream.incarnation, 90]) == [b"OK", 40], (
+        "it never goes back"
+    )
+
+
+# Files
+
+
+def test_sweeping_stops_as_soon_as_it_may_not_go_on(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    store.compact(LIFE, 0, END, records=1_000, size=1 << 30)
+    folder = tmp_path / "s" / LIFE
+    for name in names(tmp_path):
+        make_old(folder / name)
+    answers = iter([True, True, False, False, False])
+    before = len(names(tmp_path))
+    store.tidy(LIFE, NEWEST, END, lambda: next(answers))
+    assert len(names(tmp_path)) == before - 1
+
+
+def test_merging_holds_no_more_in_memory_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(tmp_path)
+    monkeypatch.setattr(maintenance, "MEMORY_BYTES", 1)  # one batch at a time
+    store.compact(LIFE, 0, END, records=1_000, size=1 << 30)
+    merged = [Segment.parse(path.name) for path in paths(store)]
+    assert sum(len(segment) for segment in merged if segment is not None) == END
+    assert sum(map(len, store.read(LIFE, 0, END))) == END
+
+
+# What hangs, and what is given
+
+
+class Hanging(MemoryStore):
+    """Answers when it is allowed to."""
+
+    def __init__(self) -> None:
+        super().__init__(NAME)
+        self.hangs = threading.Event()
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def read(self, life: str, start: int, stop: int) -> Iterator[Any]:
+        for number, batch in enumerate(super().read(life, start, stop)):
+            if self.hangs.is_set() and number > 2:
+                self.go_on.wait(60)
+            yield batch
+
+    def append(self, life: str, term: int, records: Any) -> None:
+        if self.hangs.is_set():
+            self.reached.set()
+            self.go_on.wait(60)
+        super().append(life, term, records)
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    store = Hanging()
+    yield store
+    store.go_on.set()
+
+
+def test_a_store_that_hangs_keeps_no_reader_from_closing(
+    m: meteor.Client, hanging: Hanging
+) -> None:
+    stream = stored(m, hanging)
+    fill(stream, *[20] * 10)
+    archive(stream)
+    hanging.hangs.set()
+    with stream.subscriber(initial_offset="earliest") as sub:
+        while sub.position < 60:
+            sub.poll(max_records=20)
+    assert not sub.position >= 200
+
+
+def test_an_archiver_that_hangs_does_not_keep_the_others_from_ending(
+    url: str, hanging: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close: Callable[..., None] = archiver_module.Archiver.close
+
+    def close_soon(archiver: meteor.Archiver) -> None:
+        close(archiver, 0.2 if archiver.stream.name == NAME else 30.0)
+
+    monkeypatch.setattr(archiver_module.Archiver, "close", close_soon)
+    m = meteor.connect(url)
+    stuck, free = stored(m, hanging), m.stream("free", store=tmp_path, archive=False)
+    hanging.hangs.set()
+    fill(stuck, 20)
+    stuck_archiver = stuck.archiver(segment_age=0).start()
+    free_archiver = free.archiver().start()
+    assert hanging.reached.wait(20)
+    with pytest.raises(TimeoutError, match=NAME):
+        m.close()
+    assert [works(stuck_archiver), works(free_archiver)] == [True, False]
+    hanging.go_on.set()
+    eventually(lambda: not works(stuck_archiver))
+
+
+def works(archiver: meteor.Archiver) -> bool:
+    return archiver._thread is not None and archiver._thread.is_alive()
+
+
+def test_who_goes_on_behind_a_lost_branch_keeps_the_store_that_was_given(
+    m: meteor.Client,
+) -> None:
+    stream = stored(m, MemoryStore(NAME))
+    fill(stream, 50)
+    archive(stream)
+    with stream.subscriber(initial_offset="earliest") as sub:
+        while sub.position < 50:
+            sub.poll()
+        new_epoch(m, stream.describe().epoch + 1_000, 40, next=40, archived=40)
+        m.redis.xtrim(keys.log(NAME), maxlen=0)
+        with pytest.raises(meteor.LogTruncated):
+            sub.poll()
+        sub.skip_gap()
+        sub.seek(5)
+        assert sub.poll().first_offset == 5

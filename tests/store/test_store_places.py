@@ -1,0 +1,298 @@
+"""Where a Parquet store may lie, whose it is, and that nothing leads out of it or gives it away."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs as fs
+import pyarrow.parquet as pq
+import pytest
+
+from meteor_py.errors import MeteorError, StoreMismatch, StoreUnavailable
+from meteor_py.store.base import Bounds
+from meteor_py.store.parquet import MARK, ParquetStore
+from meteor_py.testing.store_contract import LIFE, check, records
+from tests.support.parquet import claimed, everything_said
+
+#: Every call that looks at the folder of a stream, or changes it.
+CALLS: dict[str, Callable[[ParquetStore], object]] = {
+    "identity": lambda store: store.identity(),
+    "claim": lambda store: store.claim("mine"),
+    "lives": lambda store: store.lives(),
+    "bounds": lambda store: store.bounds(LIFE),
+    "append": lambda store: store.append(LIFE, 1, records(0, 10)),
+    "read": lambda store: list(store.read(LIFE, 0, 10)),
+    "locate": lambda store: store.locate(LIFE, 0, 0, 10),
+    "verify": lambda store: list(store.verify(LIFE, 0, 10)),
+    "tidy": lambda store: store.tidy(LIFE, 1, 10, lambda: True),
+    "delete some": lambda store: store.delete(LIFE, 10),
+    "delete": lambda store: store.delete(LIFE),
+}
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [
+        ("", "empty"),
+        ("/data/../etc", "'..'"),
+        ("..", "'..'"),
+        ("data\\..\\x", "'..'"),
+        ("file:///data/../etc", "'..'"),
+        ("s3://bucket/../other", "'..'"),
+        ("s3://bucket/a/%2e%2e/other?region=us-east-1", "'..'"),
+        ("file://host/data", "three slashes"),
+        ("file://data", "three slashes"),
+        ("file://", "three slashes"),
+        ("ftp://host/data", "not the address of a store"),
+        ("s3://bucket/data?colour=red", "colour"),
+        ("s3://?region=us-east-1", "names no bucket"),
+    ],
+)
+def test_what_is_not_the_address_of_a_store_is_refused_with_a_reason(uri: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        ParquetStore(uri, "s")
+    assert not isinstance(caught.value, MeteorError)
+
+
+def test_a_relative_path_is_made_absolute_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = ParquetStore("data", "s")
+    monkeypatch.chdir("/")
+    store.claim("id")
+    assert store.uri == f"file://{tmp_path}/data"
+    assert (tmp_path / "data" / "s" / MARK).exists()
+    assert ParquetStore(store.uri, "s").identity() == "id"
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ParquetStore("~/data", "s").uri == f"file://{tmp_path}/data"
+
+
+@pytest.mark.parametrize("name", ["a b", "what?", "100%41", "#1", "größe", "a@b", "{x}", "'\""])
+def test_a_path_may_have_any_characters(tmp_path: Path, name: str) -> None:
+    store = claimed(tmp_path / name)
+    store.append(LIFE, 1, records(0, 10))
+    assert store.uri is not None
+    again = ParquetStore(store.uri, "s")
+    check(again, 0, 10)
+    (file,) = again.files(LIFE, 0, 10)
+    assert Path(file).is_relative_to(tmp_path / name)
+    assert pq.ParquetFile(file).read().equals(records(0, 10))
+
+
+def test_a_filesystem_of_pyarrow_will_do_and_has_no_address(tmp_path: Path) -> None:
+    inner = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    store = ParquetStore("deep/down", "s", filesystem=inner)
+    assert store.uri is None
+    store.claim("id")
+    store.append(LIFE, 1, records(0, 10))
+    check(store, 0, 10)
+    (file,) = store.files(LIFE, 0, 10)
+    assert (tmp_path / file).exists()
+    check(ParquetStore(tmp_path / "deep" / "down", "s"), 0, 10)
+
+
+class Torn:
+    """A filesystem in which a file is seen from its first byte on, as in HDFS; uploads fail."""
+
+    type_name = "hdfs"
+
+    def __init__(self) -> None:
+        self._whole = fs.LocalFileSystem()
+
+    def open_output_stream(self, path: str) -> Torn:
+        self._path = path
+        return self
+
+    def write(self, data: bytes) -> None:
+        Path(self._path).write_bytes(data[: len(data) // 2])
+        raise OSError("the connection was lost")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+
+def test_a_part_of_an_upload_does_not_take_the_place_of_what_it_was_made_of(tmp_path: Path) -> None:
+    store = claimed(tmp_path)
+    store.append(LIFE, 1, records(0, 10))
+    store.append(LIFE, 1, records(10, 20))
+    torn = ParquetStore(str(tmp_path), "s", filesystem=Torn())
+    with pytest.raises(StoreUnavailable, match="connection was lost"):
+        torn.compact(LIFE, 0, 20, records=100, size=1 << 30)
+    with pytest.raises(StoreUnavailable, match="connection was lost"):
+        torn.append(LIFE, 2, records(20, 30))
+    check(store, 0, 20)
+    assert store.bounds(LIFE) == Bounds(0, 20, 1)
+    assert list(store.verify(LIFE, 0, 20)) == []
+
+
+# Secrets
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("s3://key:hush@bucket/data?region=us-east-1", "s3://bucket/data?region=us-east-1"),
+        ("s3://key:%2Fhush%2F@bucket/data?region=x", "s3://bucket/data?region=x"),
+        ("abfs://box:hush@acc.dfs.core.windows.net/d", "abfs://box@acc.dfs.core.windows.net/d"),
+        ("abfs://box@acc.dfs.core.windows.net/d", "abfs://box@acc.dfs.core.windows.net/d"),
+        ("gs://anonymous@bucket/data", "gs://anonymous@bucket/data"),
+    ],
+)
+def test_an_address_is_shown_without_its_password_and_still_names_the_place(
+    uri: str, shown: str
+) -> None:
+    store = ParquetStore(uri, "s")
+    assert store.uri == shown
+    assert "hush" not in repr(store)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://key:12/hush@bucket/data?region=us-east-1",  # a slash that was not escaped
+        "s3://key:no/hush@bucket/data",
+        "s3://key:12#hush@bucket/data",
+        "s3://key:hush@bucket/data?colour=red",
+        "s3://key:hush@/data",
+        "ftp://key:hush@host/data",
+        "file://key:hush@host/data",
+        "s3://key:hush@bucket/../data",
+        "abfs://box@acc.dfs.core.windows.net/d?tenant_id=a&client_id=b&client_secret=hush",
+        "abfs://box@acc.dfs.core.windows.net/d?sv=2024&sig=hush",
+    ],
+)
+def test_what_refuses_an_address_does_not_repeat_its_secrets(uri: str) -> None:
+    with pytest.raises(ValueError, match=r"address|path|bucket") as caught:
+        ParquetStore(uri, "s")
+    assert "hush" not in everything_said(caught.value)
+
+
+# Whose it is
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"id"', b'{"version": 1}', b'{"store": "id"}'],
+)
+def test_a_mark_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path, mark: bytes) -> None:
+    store = claimed(tmp_path)
+    (tmp_path / "s" / MARK).write_bytes(mark)
+    with pytest.raises(StoreMismatch, match="cannot be read"):
+        store.identity()
+
+
+def test_a_folder_of_another_stream_is_not_taken(tmp_path: Path) -> None:
+    claimed(tmp_path)
+    (tmp_path / "s").rename(tmp_path / "t")
+    with pytest.raises(StoreMismatch, match="belongs to stream 's'"):
+        ParquetStore(tmp_path, "t").identity()
+
+
+def test_a_mark_that_is_no_file_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "s" / MARK).mkdir(parents=True)
+    with pytest.raises(StoreUnavailable):
+        ParquetStore(tmp_path, "s").identity()
+
+
+def test_of_many_that_claim_a_folder_all_learn_the_same_id(tmp_path: Path) -> None:
+    def claim(identity: str) -> str | None:
+        store = ParquetStore(tmp_path, "s")
+        store.claim(identity)
+        return store.identity()
+
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(claim, "abcdefghijklmnop"))
+    assert len(found) == 1
+    assert os.listdir(tmp_path / "s") == [MARK]
+
+
+# Nothing leads out of it
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../s", "a/b", "/etc", ".hidden", "a\0b", "a\\b"])
+def test_the_name_of_a_stream_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="name of a stream"):
+        ParquetStore(tmp_path, name)
+
+
+@pytest.mark.parametrize("life", ["", ".", "..", "../t", "0a/../..", "/etc", "0A", "xyz", "0" * 65])
+def test_the_name_of_a_life_cannot_lead_elsewhere(tmp_path: Path, life: str) -> None:
+    store = claimed(tmp_path)
+    for call in (
+        lambda: store.bounds(life),
+        lambda: store.append(life, 1, records(0, 10)),
+        lambda: store.read(life, 0, 10),
+        lambda: store.locate(life, 0, 0, 10),
+        lambda: store.verify(life, 0, 10),
+        lambda: store.tidy(life, 1, 10, lambda: True),
+        lambda: store.files(life, 0, 10),
+        lambda: store.delete(life, 10),
+        lambda: store.delete(life),
+    ):
+        with pytest.raises(ValueError, match="not a life"):
+            call()
+    assert store.identity() == "id"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_link_in_place_of_the_streams_folder_is_not_followed_out_of_the_store(
+    tmp_path: Path, call: str
+) -> None:
+    outside = claimed(tmp_path / "outside")
+    outside.append(LIFE, 1, records(0, 10))
+    store = ParquetStore(tmp_path / "store", "s")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "s").symlink_to(tmp_path / "outside" / "s")
+    with pytest.raises(StoreUnavailable, match="outside of the store"):
+        CALLS[call](store)
+    check(outside, 0, 10)
+    assert outside.identity() == "id"
+
+
+@pytest.mark.parametrize(
+    "call", ["bounds", "append", "read", "locate", "verify", "tidy", "delete some", "delete"]
+)
+def test_a_link_in_place_of_a_life_is_not_followed_out_of_the_store(
+    tmp_path: Path, call: str
+) -> None:
+    outside = claimed(tmp_path / "outside")
+    outside.append(LIFE, 1, records(0, 10))
+    store = claimed(tmp_path / "store")
+    (tmp_path / "store" / "s" / LIFE).symlink_to(tmp_path / "outside" / "s" / LIFE)
+    with pytest.raises(StoreUnavailable, match="outside of the store"):
+        CALLS[call](store)
+    check(outside, 0, 10)
+    assert store.lives() == []
+
+
+def test_the_store_itself_may_be_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    store = claimed(tmp_path / "link")
+    store.append(LIFE, 1, records(0, 10))
+    check(ParquetStore(tmp_path / "disk", "s"), 0, 10)
+    store.delete(LIFE)
+    assert not (tmp_path / "disk" / "s" / LIFE).exists()
+
+
+def test_streams_of_one_store_are_apart(tmp_path: Path) -> None:
+    one, two = ParquetStore(tmp_path, "one"), ParquetStore(tmp_path, "two")
+    one.claim("1")
+    two.claim("2")
+    one.append(LIFE, 1, records(0, 10))
+    two.append(LIFE, 1, records(0, 5, branch=2))
+    one.delete(LIFE)
+    check(two, 0, 5, branch=2)
+    assert (one.lives(), two.lives()) == ([], [LIFE])
+    assert (one.identity(), two.identity()) == ("1", "2"), "the place is still theirs"

@@ -1,0 +1,219 @@
+"""A Parquet store in S3, with a network that fails: nothing counts that has not arrived whole."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pytest
+
+from meteor_py.errors import CorruptSegment, StoreUnavailable
+from meteor_py.records.record import ARROW_SCHEMA
+from meteor_py.store.base import Bounds
+from meteor_py.store.parquet import ParquetStore
+from meteor_py.testing.store_contract import LIFE, NEWEST, check, read, records
+from tests.support.parquet import everything_said
+from tests.support.proxy import Proxy
+from tests.support.s3 import ACCESS_KEY, BUCKET, S3, SECRET
+from tests.support.waiting import eventually
+
+#: Slow enough for a cut to fall into the middle of an upload: a megabyte takes five seconds.
+PIECE, PAUSE_S = 2048, 0.01
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with S3() as s3:
+        yield s3
+
+
+@dataclass
+class Line:
+    """A store behind a line that can be cut, and its bucket by way of another one."""
+
+    proxy: Proxy
+    store: ParquetStore
+    direct: ParquetStore
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def append(self, term: int, table: pa.Table) -> Future[None]:
+        return self.pool.submit(self.store.append, LIFE, term, table)
+
+    def wait_for(self, n_bytes: int) -> None:
+        """Until so many more have been sent."""
+        goal = self.proxy.counters.request_bytes + n_bytes
+        eventually(lambda: self.proxy.counters.request_bytes >= goal, 20, "nothing is sent")
+
+    @contextmanager
+    def down(self) -> Iterator[None]:
+        self.proxy.refuse()
+        self.proxy.cut()
+        yield
+        self.proxy.heal()
+
+
+@pytest.fixture
+def line(s3: S3) -> Iterator[Line]:
+    place = f"{BUCKET}/{secrets.token_hex(8)}"
+    with s3.proxy() as proxy:
+        store = ParquetStore(place, "s", filesystem=s3.filesystem(proxy.port))
+        line = Line(proxy, store, ParquetStore(place, "s", filesystem=s3.filesystem()))
+        with line.pool:
+            store.claim("id")
+            store.append(LIFE, 1, records(0, 10))
+            yield line
+
+
+def large(rng: random.Random, first: int, n_bytes: int) -> pa.Table:
+    """Records that do not compress."""
+    values = [b"", rng.randbytes(n_bytes), b"last"]
+    table = records(first, first + len(values))
+    return table.set_column(4, ARROW_SCHEMA.field("value"), pa.array(values))
+
+
+def test_an_upload_that_was_cut_in_the_middle_leaves_nothing_that_counts(
+    line: Line, rng: random.Random
+) -> None:
+    line.proxy.chunk(PIECE, PAUSE_S)
+    upload = line.append(1, large(rng, 10, 1 << 20))
+    line.wait_for(100_000)
+    with line.down():
+        with pytest.raises(StoreUnavailable, match="cannot be written to now") as caught:
+            upload.result(60)
+        assert caught.value.retriable
+        assert line.direct.bounds(LIFE) == Bounds(0, 10, 1)
+        assert list(line.direct.verify(LIFE, 0, 10)) == []
+    line.store.append(LIFE, 2, records(10, 30))
+    check(line.store, 0, 30)
+    assert line.store.bounds(LIFE) == Bounds(0, 30, 2)
+
+
+def test_an_upload_of_several_parts_of_which_one_is_cut_leaves_nothing_that_counts(
+    line: Line, rng: random.Random
+) -> None:
+    line.proxy.chunk(1 << 15, PAUSE_S)
+    upload = line.append(1, large(rng, 10, 12 << 20))
+    line.wait_for(6 << 20)  # the second part is small, and is there by now
+    with line.down():
+        with pytest.raises(StoreUnavailable):
+            upload.result(60)
+        assert line.direct.bounds(LIFE) == Bounds(0, 10, 1)
+    line.store.append(LIFE, 2, records(10, 30))
+    check(line.store, 0, 30)
+
+
+def test_an_upload_that_was_cut_once_is_repeated_by_itself(
+    s3: S3, line: Line, rng: random.Random
+) -> None:
+    uri = s3.uri(line.proxy.port)
+    line.store = ParquetStore(uri, "s")
+    line.store.claim("id")
+    line.proxy.chunk(PIECE, PAUSE_S)
+    table = large(rng, 0, 1 << 20)
+    upload = line.append(1, table)
+    line.wait_for(100_000)
+    line.proxy.cut()
+    line.proxy.heal()
+    upload.result(60)
+    assert line.proxy.counters.cuts > 0
+    assert read(line.store, 0, 3).equals(table)
+
+
+def test_whichever_answer_is_lost_the_next_term_goes_on(line: Line, rng: random.Random) -> None:
+    """Some uploads have arrived, and the archiver cannot know; it appends the records again."""
+    end, term, failures = 10, 2, 0
+    line.proxy.chaos(rng, 0.05, ["lost_reply", "torn_reply"])
+    while (failures < 4 or end < 30) and term < 100:
+        try:
+            line.store.append(LIFE, term, records(end, end + 5))
+            end += 5
+        except StoreUnavailable:
+            failures += 1
+        term += 1
+        check(line.direct, 0, end)
+    line.proxy.heal()
+    line.store.append(LIFE, term, records(end, end + 5))
+    check(line.store, 0, end + 5)
+
+
+def test_without_a_network_nothing_is_called_lost_or_damaged(line: Line) -> None:
+    store = line.store
+    with line.down():
+        for call in (
+            lambda: read(store, 0, 10),
+            lambda: store.locate(LIFE, 0, 0, 10),
+            lambda: list(store.verify(LIFE, 0, 10)),
+            lambda: store.bounds(LIFE),
+            store.lives,
+            store.identity,
+            lambda: store.claim("another"),
+            lambda: store.append(LIFE, 1, records(10, 20)),
+            lambda: store.tidy(LIFE, NEWEST, 10, lambda: True),
+            lambda: store.delete(LIFE, 10),
+            lambda: store.delete(LIFE),
+        ):
+            with pytest.raises(StoreUnavailable) as caught:
+                call()
+            assert SECRET not in everything_said(caught.value)
+    check(store, 0, 10)
+    assert store.identity() == "id"
+
+
+def test_a_reader_whose_connection_is_cut_can_read_on_later(line: Line) -> None:
+    line.store.append(LIFE, 1, records(10, 20))
+    batches = line.store.read(LIFE, 0, 20)
+    found = [next(batches)]
+    with line.down(), pytest.raises(StoreUnavailable):
+        next(batches)
+    found.extend(line.store.read(LIFE, 10, 20))
+    assert pa.Table.from_batches(found, ARROW_SCHEMA).equals(records(0, 20))
+
+
+def test_damage_in_the_bucket_is_told_from_a_bad_connection(s3: S3, line: Line) -> None:
+    (path,) = line.direct.files(LIFE, 0, 10)
+    bucket = s3.filesystem()
+    with bucket.open_input_file(path) as file:
+        data = bytearray(file.read())
+    data[len(data) // 3] ^= 1
+    with bucket.open_output_stream(path) as out:
+        out.write(bytes(data))
+    with pytest.raises(CorruptSegment) as caught:
+        read(line.store, 0, 10)
+    assert (caught.value.first, caught.value.last) == (0, 9)
+    assert [flaw.kind for flaw in line.store.verify(LIFE, 0, 10)] == ["corrupt"]
+
+
+def test_a_reader_that_has_begun_does_not_notice_a_compaction(s3: S3, line: Line) -> None:
+    store, bucket = line.store, s3.filesystem()
+    store.append(LIFE, 1, records(10, 20))
+    small = store.files(LIFE, 0, 20)
+    batches = store.read(LIFE, 0, 20)
+    found = [next(batches)]
+    assert store.compact(LIFE, 0, 20, records=100, size=1 << 30) == 1
+    for path in small:
+        bucket.delete_file(path)
+    found.extend(batches)
+    assert pa.Table.from_batches(found, ARROW_SCHEMA).equals(records(0, 20))
+
+
+def test_no_secret_of_a_store_in_s3_is_shown(s3: S3) -> None:
+    store = ParquetStore(s3.uri(), "s")
+    store.claim("id")
+    store.append(LIFE, 1, records(0, 10))
+    (file,) = store.files(LIFE, 0, 10)
+    mark = f"{store.identity()}"
+    for text in (repr(store), store.uri, file, mark):
+        assert text
+        assert SECRET not in text
+    assert store.uri
+    assert ACCESS_KEY not in store.uri + file
+    assert file.startswith(store.uri.partition("?")[0])
+    wrong = ParquetStore(s3.uri().replace(BUCKET, "no-such-bucket"), "s")
+    with pytest.raises(StoreUnavailable) as caught:
+        wrong.append(LIFE, 1, records(0, 10))
+    assert SECRET not in everything_said(caught.value)

@@ -1,0 +1,458 @@
+"""What is missing or unreadable is named with its offsets, and reading goes on behind it.
+
+Nothing is ever left out silently: not when the ring overtakes a reader, again and again while it
+skips, not when a frame was deleted, damaged or put there by somebody else, not when the server
+lost its last writes.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any
+
+import pytest
+import redis
+
+import meteor_py as meteor
+from meteor_py.records.config import COMPRESSIONS, OnGap
+from meteor_py.records.frame import Columns, encode
+from meteor_py.redis import keys
+from tests.conftest import ServerFactory
+from tests.support.reading import (
+    background,
+    check_values,
+    drain,
+    entries,
+    fill,
+    frame_name,
+    replace_frame,
+    value,
+)
+from tests.support.servers import plain_client
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[meteor.Client]:
+    with meteor.connect(url) as m:
+        yield m
+
+
+@pytest.fixture
+def plain(url: str) -> Iterator[redis.Redis]:
+    with plain_client(url) as p:
+        yield p
+
+
+@pytest.fixture
+def ring(client: meteor.Client) -> meteor.Stream:
+    """A ring of ten records."""
+    return client.stream("ring", capacity=10)
+
+
+def range_lost(sub: meteor.Subscriber) -> tuple[int, int]:
+    with pytest.raises(meteor.RecordsLost) as caught:
+        sub.poll(timeout=0)
+    error = caught.value
+    assert error.stream == sub.stream.name
+    assert f"{error.first} to {error.last}" in str(error)
+    return error.first, error.last
+
+
+# The ring overtakes a reader
+
+
+def test_a_gap_is_named_exactly_at_each_poll_until_it_is_skipped(ring: meteor.Stream) -> None:
+    with ring.subscriber() as sub:
+        fill(ring, 5, 5, 5, 5, 5)  # the ring keeps 15 to 24
+        for _ in range(3):
+            assert range_lost(sub) == (0, 14)
+            assert sub.position == 0
+        sub.skip_gap()
+        assert sub.position == 15
+        assert sub.skipped == 15
+        assert drain(sub) == list(range(15, 25))
+
+
+def test_a_gap_grows_with_the_ring_until_it_is_skipped(ring: meteor.Stream) -> None:
+    with ring.subscriber() as sub:
+        fill(ring, 10, 10)
+        assert range_lost(sub) == (0, 9)
+        fill(ring, 10)
+        assert range_lost(sub) == (0, 19)
+
+
+def test_seeking_is_another_way_out_of_a_gap(ring: meteor.Stream) -> None:
+    with ring.subscriber() as sub:
+        fill(ring, 10, 10)
+        range_lost(sub)
+        sub.seek(15)
+        assert drain(sub) == list(range(15, 20))
+        sub.seek(3)
+        assert range_lost(sub) == (3, 9)
+        assert sub.skipped == 0
+
+
+def test_without_a_gap_there_is_nothing_to_skip(ring: meteor.Stream) -> None:
+    fill(ring, 5)
+    with ring.subscriber(initial_offset="earliest") as sub:
+        sub.skip_gap()
+        assert sub.position == 0
+        assert drain(sub) == [0, 1, 2, 3, 4]
+        sub.skip_gap()
+        assert (sub.position, sub.skipped) == (5, 0)
+
+
+def test_records_fetched_before_the_ring_moved_are_still_handed_out(ring: meteor.Stream) -> None:
+    fill(ring, 5, 5)
+    with ring.subscriber(initial_offset="earliest") as sub:
+        sub.poll(timeout=0, max_records=2)
+        fill(ring, 10, 10)
+        assert check_values(sub.poll(timeout=0)) == list(range(2, 10))
+        assert range_lost(sub) == (10, 19)
+
+
+def test_what_the_ring_drops_while_a_gap_is_being_skipped_is_counted_too(
+    ring: meteor.Stream,
+) -> None:
+    gaps: list[tuple[int, int]] = []
+    with ring.subscriber(on_gap_skipped=lambda a, b: gaps.append((a, b))) as sub:
+        fill(ring, 10, 10)
+        assert range_lost(sub) == (0, 9)
+        sub.skip_gap()
+        fill(ring, 10, 10, 10)
+        assert drain(sub) == list(range(40, 50))
+        assert gaps == [(0, 9), (10, 39)]
+        assert sub.skipped == 40
+
+
+def test_skipping_goes_on_by_itself_and_tells(ring: meteor.Stream) -> None:
+    gaps: list[tuple[int, int]] = []
+    with ring.subscriber(on_gap="skip", on_gap_skipped=lambda a, b: gaps.append((a, b))) as sub:
+        fill(ring, 10, 10)
+        # Even a poll that only looks finds what is there.
+        assert check_values(sub.poll(timeout=0)) == list(range(10, 20))
+        fill(ring, 10, 10, 10)
+        assert drain(sub) == list(range(40, 50))
+        assert gaps == [(0, 9), (20, 39)]
+        assert sub.skipped == 30
+
+
+def test_a_callback_that_raises_does_not_lose_what_comes_after_the_gap(
+    ring: meteor.Stream,
+) -> None:
+    def refuse(first: int, last: int) -> None:
+        raise LookupError(first, last)
+
+    with ring.subscriber(on_gap="skip", on_gap_skipped=refuse) as sub:
+        fill(ring, 10, 10)
+        with pytest.raises(LookupError):
+            sub.poll(timeout=0)
+        assert drain(sub) == list(range(10, 20))
+
+
+def test_every_record_is_either_handed_out_or_counted_however_the_ring_moves(
+    client: meteor.Client, rng: random.Random
+) -> None:
+    stream = client.stream("busy", capacity=50)
+    counted: list[int] = []
+
+    def publish(stop: threading.Event) -> None:
+        with stream.publisher() as pub:
+            while not stop.is_set():
+                pub.publish_many([b"x"] * rng.choice([1, 3, 20, 50])).result()
+
+    def count(first: int, last: int) -> None:
+        counted.extend(range(first, last + 1))
+
+    with stream.subscriber(on_gap="skip", on_gap_skipped=count) as sub:
+        seen: list[int] = []
+        with background(publish):
+            while len(seen) < 3000:
+                seen += sub.poll(timeout=5, max_records=rng.choice([1, 10, 1000])).offsets
+        while batch := sub.poll(timeout=0):
+            seen += batch.offsets
+        end = stream.describe().next
+        assert seen == sorted(seen)
+        assert sorted(seen + counted) == list(range(end))
+        assert sub.skipped == len(counted)
+
+
+def test_a_gap_ends_a_loop_with_its_error_and_the_loop_can_go_on(ring: meteor.Stream) -> None:
+    fill(ring, 5)
+    with ring.subscriber(initial_offset="earliest") as sub:
+        records = iter(sub)
+        assert [record.offset for record in islice(records, 5)] == [0, 1, 2, 3, 4]
+        fill(ring, 10, 10)
+        with pytest.raises(meteor.RecordsLost):
+            next(records)
+        sub.skip_gap()
+        assert [record.offset for record in islice(sub, 10)] == list(range(15, 25))
+
+
+# Holes and an empty log
+
+
+def test_a_hole_is_named_after_what_lies_before_it(
+    client: meteor.Client, plain: redis.Redis
+) -> None:
+    stream = client.stream("s")
+    fill(stream, 2, 3, 40, 1)
+    plain.xdel(keys.log("s"), "4-3")
+    with stream.subscriber(initial_offset="earliest") as sub:
+        assert check_values(sub.poll(timeout=0)) == [0, 1]
+        assert range_lost(sub) == (2, 4)
+        sub.skip_gap()
+        assert drain(sub) == list(range(5, 46))
+
+
+@pytest.mark.parametrize("on_gap", ["raise", "skip"])
+def test_a_log_emptied_by_hand_is_a_gap_up_to_its_end(
+    client: meteor.Client, plain: redis.Redis, on_gap: OnGap
+) -> None:
+    stream = client.stream("s")
+    fill(stream, 5)
+    with stream.subscriber(initial_offset="earliest", on_gap=on_gap) as sub:
+        sub.seek(1)
+        plain.xtrim(keys.log("s"), 0)
+        if on_gap == "raise":
+            assert range_lost(sub) == (1, 4)
+            sub.skip_gap()
+        assert drain(sub) == []
+        assert sub.skipped == 4
+        assert sub.position == 5
+        fill(stream, 2)
+        assert drain(sub) == [5, 6]
+
+
+# Bad frames among good ones
+
+BAD = {
+    "corrupt": (b"1v", b"no Arrow at all", meteor.CorruptFrame),
+    "packed too well": (b"1v.zstd", b"\xff\xff\xff\xff(", meteor.CorruptFrame),
+    "newer": (b"7qv", b"from the future", meteor.UnsupportedFrame),
+}
+
+
+def damaged(client: meteor.Client, plain: redis.Redis, bad: str) -> meteor.Stream:
+    """Records 0 to 9 good, 10 to 14 bad, 15 to 19 good."""
+    stream = client.stream("s")
+    fill(stream, 1, 9, 5, 5)
+    name, payload, _ = BAD[bad]
+    replace_frame(plain, "s", b"14-5", payload, name)
+    return stream
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_frame_is_named_after_what_lies_before_it_and_can_be_passed(
+    client: meteor.Client, plain: redis.Redis, bad: str
+) -> None:
+    stream = damaged(client, plain, bad)
+    with stream.subscriber(initial_offset="earliest") as sub:
+        assert check_values(sub.poll(timeout=0)) == list(range(10))
+        for _ in range(3):
+            with pytest.raises(BAD[bad][2]) as caught:
+                sub.poll(timeout=0)
+            assert isinstance(caught.value, meteor.CorruptFrame | meteor.UnsupportedFrame)
+            assert (caught.value.first, caught.value.last) == (10, 14)
+            assert sub.position == 10
+        sub.seek(caught.value.last + 1)
+        assert drain(sub) == list(range(15, 20))
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_loop_hands_out_all_before_a_bad_frame_and_then_raises(
+    client: meteor.Client, plain: redis.Redis, bad: str
+) -> None:
+    stream = damaged(client, plain, bad)
+    with stream.subscriber(initial_offset="earliest") as sub:
+        records = iter(sub)
+        assert [record.offset for record in islice(records, 10)] == list(range(10))
+        with pytest.raises(BAD[bad][2]):
+            next(records)
+    with pytest.raises(BAD[bad][2]):
+        list(stream.read())
+    assert [list(batch.offsets) for batch in stream.read(15)] == [list(range(15, 20))]
+
+
+def test_a_bad_frame_disturbs_no_other_stream_reader_or_publisher(
+    client: meteor.Client, plain: redis.Redis
+) -> None:
+    stream = damaged(client, plain, "corrupt")
+    other = client.stream("other")
+    with stream.subscriber() as tail, other.subscriber() as elsewhere:
+        with stream.subscriber() as sub:
+            sub.seek(10)
+            with pytest.raises(meteor.CorruptFrame):
+                sub.poll(timeout=0)
+        fill(stream, 3)
+        fill(other, 3)
+        assert drain(tail) == [20, 21, 22]
+        assert drain(elsewhere) == [0, 1, 2]
+    assert stream.describe().length == 23
+
+
+def test_what_is_gone_is_named_before_the_bad_frame_behind_it(
+    client: meteor.Client, plain: redis.Redis
+) -> None:
+    stream = damaged(client, plain, "corrupt")
+    plain.xtrim(keys.log("s"), minid="10-0", approximate=False)
+    with stream.subscriber() as sub:
+        sub.seek(4)
+        assert range_lost(sub) == (4, 9)
+        sub.skip_gap()
+        with pytest.raises(meteor.CorruptFrame):
+            sub.poll(timeout=0)
+
+
+@pytest.mark.parametrize("n", [1, 5, 50])
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_a_stream_with_checksums_notices_any_flipped_bit(
+    client: meteor.Client,
+    plain: redis.Redis,
+    rng: random.Random,
+    n: int,
+    compression: meteor.Compression,
+) -> None:
+    stream = client.stream("s", checksum=True, compression=compression)
+    fill(stream, n, n)
+    assert drain_from_start(stream) == list(range(2 * n))
+    entry_id, fields = entries(plain, "s")[1]
+    assert b"crc" in fields
+    flipped = bytearray(fields[frame_name(fields)])
+    flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+    replace_frame(plain, "s", entry_id, bytes(flipped))
+    with stream.subscriber() as sub:
+        sub.seek(n)
+        with pytest.raises(meteor.CorruptFrame, match="checksum") as caught:
+            sub.poll(timeout=0)
+        assert (caught.value.first, caught.value.last) == (n, 2 * n - 1)
+
+
+def drain_from_start(stream: meteor.Stream) -> list[int]:
+    with stream.subscriber(initial_offset="earliest") as sub:
+        return drain(sub)
+
+
+# Entries of somebody else
+
+
+def test_a_foreign_entry_is_named_by_its_id_and_can_be_deleted(
+    client: meteor.Client, plain: redis.Redis
+) -> None:
+    stream = client.stream("s")
+    fill(stream, 5, 5)
+    log = keys.log("s")
+    foreign: Any = plain.xadd(log, {"user": "1", "action": "login"})
+    with stream.subscriber(initial_offset="earliest") as sub:
+        assert check_values(sub.poll(timeout=0)) == list(range(10))
+        for _ in range(2):
+            with pytest.raises(meteor.CorruptStream) as caught:
+                sub.poll(timeout=0)
+            assert foreign.decode() in str(caught.value)
+            assert sub.position == 10
+        plain.xdel(log, foreign)
+        assert drain(sub) == []
+        assert not sub.poll(timeout=0.01)
+
+
+def test_a_foreign_entry_at_the_start_is_named_by_everything_that_meets_it(
+    client: meteor.Client, plain: redis.Redis
+) -> None:
+    stream = client.stream("s")
+    plain.xadd(keys.log("s"), {"user": "1"}, id="3-0")
+    plain.hset(keys.meta("s"), mapping={"next": 4, "appended": 2**50})
+    with pytest.raises(meteor.CorruptStream, match="3-0"):
+        stream.describe()
+    with pytest.raises(meteor.CorruptStream, match="3-0"):
+        stream.offset_at(datetime.now(UTC))
+    with pytest.raises(meteor.CorruptStream, match="3-0"):
+        stream.subscriber(initial_offset="earliest")
+    with stream.subscriber() as sub:
+        sub.seek(2)
+        with pytest.raises(meteor.CorruptStream, match="3-0"):
+            sub.poll(timeout=0)
+
+
+def test_a_key_of_another_kind_is_refused_with_a_sentence(
+    client: meteor.Client, plain: redis.Redis
+) -> None:
+    plain.set(keys.meta("text"), "hello")
+    plain.hset(keys.meta("hash"), mapping={"colour": b"\xff"})
+    plain.hset(keys.meta("newer"), mapping={"version": "2"})
+    for name, error, words in (
+        ("text", meteor.ServerRefused, "WRONGTYPE"),
+        ("hash", meteor.CorruptStream, "is not the meta of a stream"),
+        ("newer", meteor.CorruptStream, "upgrade"),
+    ):
+        for create in (True, False):
+            with pytest.raises(error, match=words):
+                client.stream(name, create=create)
+
+
+# The server forgets
+
+
+def test_a_server_that_lost_its_last_writes_is_found_out_by_who_had_read_them(
+    private_server: ServerFactory,
+) -> None:
+    server = private_server()
+    with meteor.connect(server.url) as m:
+        stream = m.stream("s")
+        fill(stream, 10)
+        with stream.subscriber(initial_offset="earliest") as behind:
+            check_values(behind.poll(timeout=0, max_records=3))
+            behind.seek(3)  # nothing fetched ahead
+            server.client().save()
+            fill(stream, 10)
+            with stream.subscriber(initial_offset="earliest") as ahead:
+                assert drain(ahead) == list(range(20))
+                server.kill()
+                server.restart()
+                fill(stream, 15)  # other records under the same offsets
+                for _ in range(2):
+                    with pytest.raises(meteor.LogTruncated) as caught:
+                        ahead.poll(timeout=5)
+                    assert (caught.value.first, caught.value.last) == (10, 19)
+                ahead.skip_gap()
+                assert drain(ahead) == list(range(10, 25))
+            assert drain(behind) == list(range(3, 25))
+
+
+def test_a_server_that_lost_everything_has_no_stream_any_more(
+    private_server: ServerFactory,
+) -> None:
+    server = private_server()
+    with meteor.connect(server.url) as m:
+        stream = m.stream("s")
+        fill(stream, 10)
+        with stream.subscriber(initial_offset="earliest") as sub:
+            drain(sub)
+            server.kill()
+            server.restart()
+            with pytest.raises(meteor.StreamNotFound):
+                eventually(lambda: sub.poll(timeout=0.1))
+            fill(m.stream("s"), 4)
+            with pytest.raises(meteor.LogTruncated) as caught:
+                sub.poll(timeout=5)
+            assert (caught.value.first, caught.value.last) == (0, 9)
+            sub.skip_gap()
+            assert drain(sub) == [0, 1, 2, 3]
+
+
+def test_frames_of_every_make_lie_side_by_side(client: meteor.Client, plain: redis.Redis) -> None:
+    """Also those that no publisher of this version would write in this order."""
+    stream = client.stream("s", capacity=10_000)
+    first = 0
+    for n in (1, 40, 1, 33, 32, 1):
+        for compression in COMPRESSIONS:
+            columns = Columns([value(first + i) for i in range(n)])
+            name, payload = encode(columns, compression)
+            plain.xadd(keys.log("s"), {"t": 1, name: bytes(payload)}, id=f"{first + n - 1}-{n}")
+            first += n
+    plain.hset(keys.meta("s"), mapping={"next": first, "appended": 1})
+    assert drain_from_start(stream) == list(range(first))

@@ -1,0 +1,284 @@
+"""Groups seen from outside: listed, moved and deleted, whether or not somebody reads for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.redis import keys
+from meteor_py.redis.scripts import DELETE_GROUP, SEEK_GROUP
+from tests.conftest import ServerFactory
+from tests.support.bench import Bench
+from tests.support.members import GROUP, STREAM, Crew
+from tests.support.reading import background, blocked, check_values, drain, fill
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def crew(any_url: str) -> Iterator[Crew]:
+    with Crew(any_url) as crew:
+        yield crew
+
+
+@pytest.fixture
+def bench(private_server: ServerFactory) -> Iterator[Bench]:
+    with Bench(private_server()) as bench:
+        yield bench
+
+
+# Listing
+
+
+def test_groups_are_listed_with_what_they_have_done_and_who_reads_for_them(crew: Crew) -> None:
+    crew.fill(10)
+    assert crew.stream.groups() == []
+    active = crew.subscriber(group="b-active")
+    active.poll(5)
+    active.confirm(3).result(5)
+    crew.subscriber(group="c-new", initial_offset="latest")
+    with crew.subscriber(group="a-left") as left:
+        left.poll(5)
+        left.confirm()
+    found = crew.stream.groups()
+    assert [(group.name, group.confirmed, group.lag, group.owner) for group in found] == [
+        ("a-left", 10, 0, None),
+        ("b-active", 4, 6, active.member),
+        ("c-new", 10, 0, None),
+    ]
+    assert [group.term > 0 for group in found] == [True, True, False]
+    assert found[1].term == active.term
+    assert {group.kind for group in found} == {"exclusive"}
+    assert crew.stream.describe().groups == tuple(found)
+
+
+def test_more_groups_than_are_asked_about_at_once_are_listed(crew: Crew) -> None:
+    names = [f"g{number:04d}" for number in range(1001)]
+    for name in names:
+        crew.stream.seek_group(name, 0)
+    assert [group.name for group in crew.stream.groups()] == names
+
+
+# Moving
+
+
+def test_a_group_that_nobody_reads_for_goes_on_where_it_is_sent(crew: Crew) -> None:
+    crew.fill(10)
+    with crew.subscriber() as sub:
+        sub.poll(5)
+        sub.confirm()
+    for to, offset in ((3, 3), ("earliest", 0), ("latest", 10), (0, 0), (10, 10)):
+        assert crew.stream.seek_group(GROUP, to) == offset
+        assert crew.confirmed == offset
+        with crew.subscriber() as sub:
+            assert sub.confirmed == offset
+            assert drain(sub) == list(range(offset, 10))
+
+
+def test_a_group_goes_on_at_a_time(crew: Crew) -> None:
+    crew.fill(3)
+    last = crew.stream.describe().appended
+    eventually(lambda: crew.server_ms() > last)
+    crew.fill(4)
+    moment = datetime.fromtimestamp((last + 1) / 1000, UTC)
+    assert crew.stream.seek_group(GROUP, moment) == 3
+    assert drain(crew.subscriber()) == [3, 4, 5, 6]
+    assert crew.stream.seek_group("other", moment - timedelta(days=1)) == 0
+    assert crew.stream.seek_group("other", moment + timedelta(days=1)) == 7
+    with pytest.raises(ValueError, match="timezone"):
+        crew.stream.seek_group("other", datetime(2026, 1, 1))
+
+
+@pytest.mark.parametrize("to", [-1, 11, "first", True])
+def test_a_group_cannot_be_sent_where_nothing_is(crew: Crew, to: int | str) -> None:
+    crew.fill(10)
+    with pytest.raises((ValueError, TypeError)):
+        crew.stream.seek_group(GROUP, to)
+    assert crew.stream.groups() == []
+    with pytest.raises(ValueError, match="name of a group"):
+        crew.stream.seek_group("no/name", 0)
+
+
+def test_a_group_begins_by_being_sent_somewhere(crew: Crew) -> None:
+    crew.fill(10)
+    assert crew.stream.seek_group(GROUP, 7) == 7
+    assert check_values(crew.subscriber(initial_offset="none").poll(5)) == [7, 8, 9]
+
+
+def test_a_group_sent_to_the_earliest_finds_it_though_the_ring_moves_on(any_url: str) -> None:
+    with Crew(any_url, capacity=10) as crew:
+        crew.fill(10, 10)
+        assert crew.stream.seek_group(GROUP, "earliest") == 10
+        crew.stream.seek_group("exactly", 10)
+        crew.fill(10)
+        assert check_values(crew.subscriber().poll(5)) == list(range(20, 30))
+        with pytest.raises(meteor.RecordsLost):
+            crew.subscriber(group="exactly").poll(5)
+
+
+def test_an_active_group_is_not_moved_unless_it_is_forced(crew: Crew) -> None:
+    crew.fill(10)
+    sub = crew.subscriber(lease_ttl=60)
+    sub.poll(5)
+    sub.confirm(4).result(5)
+    with pytest.raises(meteor.GroupActive) as caught:
+        crew.stream.seek_group(GROUP, 0)
+    assert caught.value.owner == sub.member
+    assert sub.member in str(caught.value)
+    assert (crew.confirmed, sub.confirm(5).result(5)) == (5, 6)
+
+
+def test_a_forced_move_fences_the_owner_and_the_group_goes_on_there(crew: Crew) -> None:
+    crew.fill(10)
+    sub = crew.subscriber(lease_ttl=0.5)
+    sub.poll(5)
+    old = sub.term
+    assert crew.stream.seek_group(GROUP, 2, force=True) == 2
+    with pytest.raises(meteor.LeaseLost):
+        sub.confirm().result(5)
+    assert crew.confirmed == 2
+    assert check_values(sub.poll(10)) == list(range(2, 10))
+    assert sub.term is not None
+    assert old is not None
+    assert sub.term > old
+    assert sub.confirm().result(5) == 10
+    assert [event.what for event in crew.events()] == ["assigned", "sought", "assigned"]
+
+
+def test_a_forced_move_wakes_who_waits(url: str) -> None:
+    with Crew(url) as crew:
+        crew.fill(10)
+        owner, waiter = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
+        owner.poll(5)
+
+        def move(stop: threading.Event) -> None:
+            blocked(crew.redis)
+            crew.stream.seek_group(GROUP, 8, force=True)
+
+        with background(move):
+            assert check_values(waiter.poll(50)) == [8, 9]
+        with pytest.raises(meteor.LeaseLost):
+            owner.confirm().result(5)
+
+
+def test_a_move_whose_answer_is_lost_does_not_undo_what_followed(bench: Bench) -> None:
+    fill(bench.stream, 10)
+    bench.client.load_scripts()
+    through = bench.through.stream(STREAM)
+    sub = bench.stream.subscriber(group=GROUP)
+
+    def confirm(stop: threading.Event) -> None:
+        """Between the first sending and the second."""
+        eventually(lambda: _events(bench) == ["sought"])
+        assert check_values(sub.poll(5)) == list(range(4, 10))
+        assert sub.confirm().result(5) == 10
+        bench.proxy.accept()
+
+    with sub, background(confirm):
+        bench.proxy.cut_after_request(match=SEEK_GROUP.sha.encode())
+        bench.proxy.refuse()
+        # Refused until all that has happened, so it fails; and again by hand, as it would be sent.
+        with pytest.raises(meteor.ConnectionFailed):
+            through.seek_group(GROUP, 4)
+    sought = bench.direct.hget(keys.group(STREAM, GROUP), "sought")
+    assert isinstance(sought, bytes)
+    script_keys = [
+        keys.meta(STREAM),
+        keys.group(STREAM, GROUP),
+        keys.lease(STREAM, GROUP),
+        keys.events(STREAM),
+        keys.groups(STREAM),
+    ]
+    args = [bench.stream.incarnation, GROUP, 4, "", "", sought]
+    assert bench.client.run(SEEK_GROUP, script_keys, args) == [b"OK"]
+    assert bench.stream.groups()[0].confirmed == 10
+
+
+def test_a_move_is_repeated_if_its_answer_is_lost_and_done_once(bench: Bench) -> None:
+    fill(bench.stream, 10)
+    bench.client.load_scripts()
+    through = bench.through.stream(STREAM)
+    bench.proxy.cut_after_request(match=SEEK_GROUP.sha.encode())
+    assert through.seek_group(GROUP, 2) == 2
+    assert bench.proxy.counters.cuts == 1
+    assert _events(bench) == ["sought"]
+
+
+# Deleting
+
+
+def test_a_group_is_deleted_with_what_it_has_confirmed(crew: Crew) -> None:
+    crew.fill(10)
+    with crew.subscriber() as sub:
+        sub.poll(5)
+        sub.confirm()
+    crew.stream.delete_group(GROUP)
+    assert crew.stream.groups() == []
+    assert not crew.redis.exists(keys.group(STREAM, GROUP), keys.lease(STREAM, GROUP))
+    with pytest.raises(meteor.NoConfirmedOffset):
+        crew.subscriber(initial_offset="none")
+    assert drain(crew.subscriber()) == list(range(10))
+
+
+def test_an_unknown_group_cannot_be_deleted(crew: Crew) -> None:
+    with pytest.raises(meteor.GroupNotFound) as caught:
+        crew.stream.delete_group("nobody")
+    assert (caught.value.stream, caught.value.group) == (STREAM, "nobody")
+
+
+def test_an_active_group_is_not_deleted_unless_it_is_forced(crew: Crew) -> None:
+    crew.fill(10)
+    sub = crew.subscriber(lease_ttl=60)
+    sub.poll(5)
+    with pytest.raises(meteor.GroupActive) as caught:
+        crew.stream.delete_group(GROUP)
+    assert caught.value.owner == sub.member
+    assert sub.confirm().result(5) == 10
+
+
+def test_members_of_a_group_that_was_deleted_are_told_so(crew: Crew) -> None:
+    crew.fill(10)
+    owner, waiter = crew.subscriber(lease_ttl=0.5), crew.subscriber(lease_ttl=0.5)
+    owner.poll(5)
+    waiter.poll(0)
+    crew.stream.delete_group(GROUP, force=True)
+    with pytest.raises(meteor.GroupNotFound):
+        owner.confirm().result(5)
+    for sub in (owner, waiter, owner, waiter):
+        with pytest.raises(meteor.GroupNotFound):
+            eventually(lambda sub=sub: sub.poll(0.1))  # type: ignore[misc]
+    assert crew.stream.groups() == []  # nobody has begun it anew by accident
+    assert drain(crew.subscriber()) == list(range(10))
+
+
+def test_a_member_that_waits_is_told_at_once_that_its_group_was_deleted(url: str) -> None:
+    with Crew(url) as crew:
+        owner, waiter = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
+        owner.poll(0)
+
+        def delete(stop: threading.Event) -> None:
+            blocked(crew.redis)
+            crew.stream.delete_group(GROUP, force=True)
+
+        with background(delete), pytest.raises(meteor.GroupNotFound):
+            waiter.poll(50)
+
+
+def test_a_deletion_whose_answer_is_lost_is_one(bench: Bench) -> None:
+    through = bench.through.stream(STREAM)
+    bench.client.load_scripts()
+    bench.stream.seek_group(GROUP, 0)
+    bench.proxy.cut_after_request(match=DELETE_GROUP.sha.encode())
+    through.delete_group(GROUP)
+    assert bench.stream.groups() == []
+    with pytest.raises(meteor.GroupNotFound):
+        through.delete_group(GROUP)
+
+
+def _events(bench: Bench) -> list[str]:
+    found: Any = bench.direct.xrange(keys.events(STREAM))
+    return [fields[b"event"].decode() for _, fields in found]

@@ -1,0 +1,436 @@
+"""Groups at their edges: callbacks that hang or raise, loops without a name, refusals.
+
+What signal handlers, Ctrl-C and forks do is in ``test_group_signals.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.redis import keys
+from meteor_py.subscribe import offset_confirms
+from tests.conftest import ServerFactory
+from tests.support.bench import Bench, Pair, failure
+from tests.support.members import GROUP, STREAM, Crew
+from tests.support.reading import background, check_values, drain, fill
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def bench(private_server: ServerFactory) -> Iterator[Bench]:
+    with Bench(private_server()) as bench:
+        bench.client.load_scripts()
+        fill(bench.stream, 5)
+        yield bench
+
+
+def owner(bench: Bench) -> str | None:
+    found: Any = bench.direct.get(keys.lease(STREAM, GROUP))
+    return None if found is None else found.decode().partition(" ")[0]
+
+
+def pass_time(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    eventually(lambda: time.monotonic() > until, seconds + 10)
+
+
+def stays(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it is true all the time."""
+    until = time.monotonic() + seconds
+    looks: list[bool] = []
+
+    def look() -> bool:
+        looks.append(condition())
+        return not looks[-1] or time.monotonic() > until
+
+    eventually(look, seconds + 10)
+    return all(looks)
+
+
+# Silence
+
+
+def test_a_lapsed_lease_that_is_taken_up_again_is_renewed(crew: Crew) -> None:
+    crew.fill(5)
+    sub = crew.subscriber(lease_ttl=0.4, max_poll_interval=1)
+    sub.poll(5)
+    term = sub.term
+    eventually(lambda: crew.owner is None, message="the silent member kept its lease")
+    assert not sub.is_assigned
+    sub.poll(0)
+    assert (sub.is_assigned, sub.term, crew.owner) == (True, term, sub.member)
+    assert stays(lambda: sub.is_assigned and crew.owner == sub.member, 0.8)
+
+
+def test_on_assigned_that_hangs_loses_the_lease(crew: Crew) -> None:
+    crew.fill(5)
+    release = threading.Event()
+    hung = crew.subscriber(
+        lease_ttl=30, max_poll_interval=0.3, on_assigned=lambda _: void(release.wait(20))
+    )
+    other = crew.subscriber(lease_ttl=30)
+    got: list[int] = []
+    with background(lambda stop: got.extend(hung.poll(0.1).offsets)):
+        eventually(lambda: crew.owner == hung.member)
+        assert check_values(other.poll(10)) == [0, 1, 2, 3, 4]
+        release.set()
+    assert got == []
+    assert crew.owner == other.member
+
+
+def test_on_gap_skipped_that_hangs_loses_the_lease(url: str) -> None:
+    with Crew(url, capacity=10) as crew:
+        crew.fill(10)
+        with crew.stream.subscriber(group=GROUP) as first:
+            first.poll(5, max_records=3)
+            first.confirm().result(5)
+        crew.fill(10, 10)
+        release = threading.Event()
+        hung = crew.subscriber(
+            lease_ttl=30,
+            max_poll_interval=0.3,
+            on_gap="skip",
+            on_gap_skipped=lambda first, last: release.wait(20),
+        )
+        told: list[tuple[int, int]] = []
+        other = crew.subscriber(
+            lease_ttl=30, on_gap="skip", on_gap_skipped=lambda *gap: told.append(gap)
+        )
+        got: list[int] = []
+        with background(lambda stop: got.extend(hung.poll(0.1).offsets)):
+            eventually(lambda: crew.owner == hung.member)
+            assert check_values(other.poll(10)) == list(range(20, 30))
+            release.set()
+        assert got == []
+        assert told == [(3, 19)]
+
+
+def void(_: object) -> None:
+    """For a callback whose result must not be taken for an offset."""
+
+
+# Loops and droppings
+
+
+def test_a_loop_over_a_subscriber_without_a_name_goes_on(crew: Crew) -> None:
+    crew.fill(5)
+    got: list[int] = []
+
+    def loop(stop: threading.Event) -> None:
+        for record in crew.stream.subscriber(group=GROUP, lease_ttl=30):
+            got.append(record.offset)
+            if len(got) == 10:
+                return
+
+    with background(loop):
+        eventually(lambda: len(got) == 5)
+        gc.collect()
+        assert stays(lambda: crew.owner is not None, 0.2)
+        crew.fill(5)
+        eventually(lambda: len(got) == 10)
+    gc.collect()
+    eventually(lambda: crew.owner is None, message="a loop that was left kept its lease")
+
+
+def test_a_subscriber_that_is_dropped_gives_up_its_lease(crew: Crew) -> None:
+    crew.fill(5)
+    subs = [crew.stream.subscriber(group=GROUP, lease_ttl=30)]
+    subs[0].poll(5)
+    subs[0].confirm(2)
+    walk = subs[0]._feed.walk(None)
+    subs.clear()
+    gc.collect()
+    eventually(lambda: crew.owner is None, message="the dropped member kept its lease")
+    assert crew.confirmed == 3
+    loop = threading.Thread(target=lambda: list(walk), daemon=True)
+    loop.start()
+    loop.join(5)
+    assert not loop.is_alive(), "it spins, or waits for what never comes"
+
+
+def test_a_subscriber_is_freed_at_once_though_the_server_had_forgotten_the_scripts(
+    crew: Crew, no_gc: None
+) -> None:
+    crew.fill(5)
+    crew.redis.script_flush()
+    sub = crew.stream.subscriber(group=GROUP, lease_ttl=30)
+    sub.poll(5)
+    seen = weakref.ref(sub)
+    del sub
+    assert seen() is None
+    eventually(lambda: crew.owner is None)
+
+
+def test_a_subscriber_is_freed_at_once_though_records_were_lost(url: str, no_gc: None) -> None:
+    with Crew(url, capacity=10) as crew:
+        crew.fill(5)
+        sub = crew.stream.subscriber(group=GROUP, lease_ttl=30)
+        sub.poll(5)
+        crew.fill(10, 10)
+        with pytest.raises(meteor.RecordsLost) as gap:
+            sub.poll(5)
+        seen = weakref.ref(sub)
+        del gap, sub
+        assert seen() is None
+        eventually(lambda: crew.owner is None)
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+# Where on_assigned says that a term starts
+
+
+def test_a_checkpoint_of_a_lost_branch_is_named_until_on_assigned_returns_another(
+    pair: Pair,
+) -> None:
+    bench = pair.bench
+    fill(bench.stream, 90)
+    kept: list[meteor.Position] = []
+
+    def on_assigned(sub: meteor.Subscriber) -> meteor.Position | None:
+        return kept[-1] if kept else None
+
+    settings: dict[str, Any] = {"group": GROUP, "lease_ttl": 0.5, "on_assigned": on_assigned}
+    with bench.stream.subscriber(**settings) as first:
+        drain(first)
+        early = first.checkpoint
+        pair.lag()
+        fill(bench.stream, 10)
+        drain(first)
+        kept.append(first.checkpoint)
+        assert kept[0].offset == 100
+    pair.fail_over()
+    with bench.client.stream(STREAM).publisher() as pub:
+        pub.publish_many([b"new"] * 60).result(10)
+    sub = bench.subscriber(**settings)
+    for _ in range(2):
+        with pytest.raises(meteor.LogTruncated) as loss:
+            polled(sub)
+        assert (loss.value.first, loss.value.last) == (90, 99)
+    kept.append(early)
+    assert polled(sub)[0].offset == 90
+    assert sub.checkpoint.epoch > early.epoch
+    assert sub.confirm().result(10) == 150
+
+
+def polled(sub: meteor.Subscriber) -> meteor.RecordBatch:
+    """The next records: those of a server that failed over may be long in coming."""
+    return eventually(lambda: sub.poll(1), 20)
+
+
+def test_a_checkpoint_of_an_earlier_stream_of_that_name_is_refused(crew: Crew) -> None:
+    crew.fill(5)
+    with crew.stream.subscriber(group=GROUP) as first:
+        first.poll(5)
+        kept = first.checkpoint
+    crew.stream.delete()
+    crew.stream = crew.client.stream(STREAM)
+    crew.fill(8)
+    sub = crew.subscriber(on_assigned=lambda _: kept)
+    for _ in range(2):
+        with pytest.raises(meteor.LogTruncated) as loss:
+            sub.poll(5)
+        assert (loss.value.first, loss.value.last) == (0, 4)
+    kept = kept._replace(incarnation=crew.stream.incarnation, epoch=sub.checkpoint.epoch)
+    assert check_values(sub.poll(5)) == [5, 6, 7]
+
+
+def test_a_checkpoint_is_good_after_a_restart_that_loses_nothing(
+    private_server: ServerFactory,
+) -> None:
+    server = private_server("--appendonly", "yes", "--appendfsync", "always")
+    with Crew(server.url) as crew:
+        crew.fill(10)
+        with crew.stream.subscriber(group=GROUP) as first:
+            first.poll(5, max_records=4)
+            kept = first.checkpoint
+        server.kill()
+        server.restart()
+        assert eventually(lambda: fill(crew.stream, 2)) == 12
+        sub = crew.subscriber(on_assigned=lambda _: kept)
+        assert check_values(sub.poll(10)) == list(range(4, 12))
+        assert (kept.offset, sub.checkpoint.offset) == (4, 12)
+        assert sub.checkpoint.epoch > kept.epoch, "the test restarts nothing"
+        assert sub.confirm().result(10) == 12
+
+
+def test_a_receiver_whose_on_assigned_is_refused_again_and_again_does_not_spin(crew: Crew) -> None:
+    crew.fill(5)
+    calls: list[float] = []
+
+    def on_assigned(sub: meteor.Subscriber) -> None:
+        calls.append(time.monotonic())
+        raise meteor.LeaseLost("No.", stream=STREAM, group=GROUP)
+
+    receiver = crew.subscriber(on_assigned=on_assigned).attach_receiver(lambda record: None)
+    pass_time(1)
+    assert 2 <= len(calls) < 20
+    assert (receiver.alive, receiver.error) == (True, None)
+
+
+# Gaps
+
+
+def test_a_gap_is_told_before_it_is_confirmed(url: str) -> None:
+    with Crew(url, capacity=10) as crew:
+        crew.fill(5)
+        with crew.stream.subscriber(group=GROUP) as first:
+            first.poll(5)
+            first.confirm().result(5)
+        crew.fill(10, 10)
+
+        def fail(first: int, last: int) -> None:
+            raise RuntimeError("not noted")
+
+        sub = crew.subscriber(on_gap="skip", on_gap_skipped=fail)
+        with pytest.raises(RuntimeError, match="not noted"):
+            sub.poll(5)
+        assert check_values(sub.poll(5)) == list(range(15, 25))  # its own was told, once
+        assert sub.skipped == 10
+        sub.close()
+        assert crew.confirmed == 5
+        told: list[tuple[int, int]] = []
+        other = crew.subscriber(on_gap="skip", on_gap_skipped=lambda *gap: told.append(gap))
+        assert check_values(other.poll(5)) == list(range(15, 25))
+        assert (told, other.skipped) == ([(5, 14)], 10)
+        eventually(lambda: crew.confirmed == 15)
+
+
+def test_skipping_a_gap_does_not_hide_that_a_confirm_was_refused(url: str) -> None:
+    with Crew(url, capacity=10) as crew:
+        crew.fill(5)
+        sub = crew.subscriber(lease_ttl=60)
+        sub.poll(5)
+        crew.fill(10, 10)
+        with pytest.raises(meteor.RecordsLost):
+            sub.poll(1)
+        sub.confirm(0).result(5)
+        crew.take_away()
+        sub.confirm()
+        sub.skip_gap()
+        eventually(lambda: sub.term is None)
+        with pytest.raises(meteor.LeaseLost):
+            sub.poll(0)
+
+
+# Confirms
+
+
+def test_closing_tells_of_a_confirm_that_never_arrived_though_its_ack_had_failed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offset_confirms, "TIMEOUT_S", 0.3)
+    sub = bench.through.stream(STREAM, create=False).subscriber(group=GROUP, lease_ttl=0.6)
+    sub.poll(5)
+    bench.proxy.refuse()
+    bench.proxy.cut()
+    ack = sub.confirm()
+    eventually(ack.done)
+    with pytest.raises(meteor.MeteorError):
+        sub.close(0.1)
+    assert bench.direct.hget(keys.group(STREAM, GROUP), "confirmed") is None
+
+
+def test_closing_does_not_tell_of_it_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offset_confirms, "TIMEOUT_S", 0.3)
+    sub = bench.through.stream(STREAM, create=False).subscriber(group=GROUP, lease_ttl=0.6)
+    sub.poll(5)
+    bench.proxy.refuse()
+    bench.proxy.cut()
+    assert isinstance(failure(sub.confirm()), meteor.ConnectionFailed)
+    sub.close(0.1)
+
+
+@pytest.mark.parametrize("what", ["deactivate", "close"])
+def test_a_callback_of_a_confirm_that_leaves_is_told_and_changes_nothing(
+    crew: Crew, what: str
+) -> None:
+    crew.fill(5)
+    sub = crew.subscriber(lease_ttl=0.6)
+    sub.poll(5)
+    told: list[BaseException] = []
+
+    def leave(ack: meteor.Ack) -> None:
+        try:
+            getattr(sub, what)()
+        except BaseException as error:
+            told.append(error)
+
+    sub.confirm().add_done_callback(leave)
+    eventually(lambda: told)
+    assert isinstance(told[0], RuntimeError)
+    assert not sub.closed
+    assert stays(lambda: sub.is_assigned and crew.owner == sub.member, 0.8)
+    crew.fill(2)
+    assert check_values(sub.poll(5)) == [5, 6]
+    assert sub.confirm().result(5) == 7
+
+
+def test_a_refusal_leaves_no_ghost_that_keeps_the_lease(private_server: ServerFactory) -> None:
+    server = private_server()
+    with Crew(server.url) as crew:
+        crew.fill(5)
+        crew.redis.execute_command("ACL", "SETUSER", "u", "on", ">p", "~*", "&*", "+@all")
+        with meteor.connect(server.url.replace("://", "://u:p@")) as m:
+            sub = m.stream(STREAM, create=False).subscriber(group=GROUP, lease_ttl=60)
+            sub.poll(5)
+            for _ in range(2):
+                crew.redis.execute_command("ACL", "SETUSER", "u", "-evalsha", "-eval")
+                assert isinstance(failure(sub.confirm()), meteor.MeteorError)
+                crew.redis.execute_command("ACL", "SETUSER", "u", "+@all")
+                assert crew.owner == sub.member
+                assert check_values(sub.poll(5)) == [0, 1, 2, 3, 4]  # its own again, and at once
+            crew.redis.execute_command("ACL", "SETUSER", "u", "-evalsha", "-eval")
+            assert isinstance(failure(sub.confirm()), meteor.MeteorError)
+            crew.redis.execute_command("ACL", "SETUSER", "u", "+@all")
+            sub.close()
+            assert crew.owner is None
+
+
+# Other threads
+
+
+def test_closing_in_another_thread_ends_a_poll_in_order(url: str, rng: random.Random) -> None:
+    with Crew(url, capacity=100_000) as crew:
+        crew.fill(*[20] * 300)
+        outcomes: Counter[str] = Counter()
+
+        def poll(sub: meteor.Subscriber) -> None:
+            try:
+                while True:
+                    sub.poll(0.2, max_records=50)
+            except meteor.MeteorError:
+                outcomes["told"] += 1
+            except BaseException as error:
+                outcomes[repr(error)] += 1
+
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            until = time.monotonic() + 3
+            while time.monotonic() < until:
+                sub = crew.stream.subscriber(group=f"g{sum(outcomes.values()) % 7}", lease_ttl=5)
+                with background(lambda stop, sub=sub: poll(sub)):  # type: ignore[misc]
+                    pass_time(rng.uniform(0.005, 0.03))
+                    sub.close()
+        finally:
+            sys.setswitchinterval(before)
+        assert set(outcomes) == {"told"}
+        assert outcomes["told"] > 20

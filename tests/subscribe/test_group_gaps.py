@@ -1,0 +1,311 @@
+"""Records that are gone: a group is told of them, and goes on only when it is told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.redis import keys
+from tests.support.bench import Bench, Pair
+from tests.support.members import GROUP, STREAM, Crew, discard
+from tests.support.reading import background, check_values, drain, fill
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def crew(url: str) -> Iterator[Crew]:
+    with Crew(url, capacity=10) as crew:
+        yield crew
+
+
+def lost(sub: meteor.Subscriber) -> tuple[int, int]:
+    with pytest.raises(meteor.RecordsLost) as caught:
+        sub.poll(5)
+    return caught.value.first, caught.value.last
+
+
+def truncated(sub: meteor.Subscriber) -> tuple[int, int]:
+    with pytest.raises(meteor.LogTruncated) as caught:
+        eventually(lambda: sub.poll(0.1))
+    return caught.value.first, caught.value.last
+
+
+# The ring has moved on
+
+
+def test_a_gap_is_raised_at_each_poll_until_it_is_skipped(crew: Crew) -> None:
+    crew.fill(5)
+    sub = crew.subscriber(lease_ttl=60)
+    assert drain(sub) == [0, 1, 2, 3, 4]
+    sub.confirm().result(5)
+    crew.fill(10, 10)
+    for _ in range(3):
+        assert lost(sub) == (5, 14)
+    assert (crew.confirmed, sub.skipped) == (5, 0)
+    sub.skip_gap()
+    eventually(lambda: sub.confirmed == 15)
+    assert (crew.confirmed, sub.skipped) == (15, 10)
+    assert drain(sub) == list(range(15, 25))
+    assert sub.confirm().result(5) == 25
+
+
+def test_who_comes_next_starts_behind_a_gap_that_was_skipped(crew: Crew) -> None:
+    crew.fill(5)
+    first, second = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
+    first.poll(5)
+    first.confirm().result(5)
+    crew.fill(10, 10)
+    assert lost(first) == (5, 14)
+    first.deactivate()
+    assert lost(second) == (5, 14)  # it was not skipped, and who comes next is told too
+    second.skip_gap()
+    second.deactivate()
+    first.reactivate()
+    assert check_values(first.poll(5)) == list(range(15, 25))
+
+
+def test_records_before_a_gap_are_not_confirmed_by_skipping_it(crew: Crew) -> None:
+    crew.fill(5)
+    sub = crew.subscriber(lease_ttl=60)
+    assert drain(sub) == [0, 1, 2, 3, 4]
+    sub.confirm(2).result(5)  # 3 and 4 are at work
+    crew.fill(10, 10)
+    assert lost(sub) == (5, 14)
+    sub.skip_gap()
+    assert sub.confirmed == 3
+    assert drain(sub) == list(range(15, 25))
+    sub.confirm(4).result(5)
+    assert crew.confirmed == 5
+    assert sub.confirm().result(5) == 25
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_gap_is_not_confirmed_under_a_lost_lease(crew: Crew, known: bool) -> None:
+    crew.fill(5)
+    sub = crew.subscriber(lease_ttl=0.5 if known else 60)
+    sub.poll(5)
+    sub.confirm().result(5)
+    crew.fill(10, 10)
+    assert lost(sub) == (5, 14)
+    crew.take_away()
+    if known:
+        eventually(lambda: sub.term is None)
+    sub.skip_gap()
+    eventually(lambda: sub.term is None)
+    assert crew.confirmed == 5
+    assert len(sub.poll(0)) == 0
+
+
+def test_without_a_gap_there_is_nothing_to_skip(crew: Crew) -> None:
+    crew.fill(5)
+    sub = crew.subscriber()
+    sub.skip_gap()
+    sub.poll(5, max_records=2)
+    sub.skip_gap()
+    assert (sub.position, sub.skipped, crew.confirmed) == (2, 0, None)
+
+
+def test_gaps_are_skipped_confirmed_and_counted_if_that_is_wanted(crew: Crew) -> None:
+    crew.fill(5)
+    skipped: list[tuple[int, int]] = []
+    sub = crew.subscriber(
+        lease_ttl=60, on_gap="skip", on_gap_skipped=lambda *gap: skipped.append(gap)
+    )
+    assert drain(sub) == [0, 1, 2, 3, 4]
+    sub.confirm().result(5)
+    crew.fill(10, 10)
+    assert check_values(sub.poll(5)) == list(range(15, 25))
+    assert (sub.skipped, skipped) == (10, [(5, 14)])
+    eventually(lambda: crew.confirmed == 15)
+    crew.fill(10, 10)
+    assert check_values(sub.poll(5)) == list(range(35, 45))
+    assert (sub.skipped, skipped[1:]) == (20, [(25, 34)])
+    sub.close()
+    assert crew.confirmed == 15  # 15 to 24 were handed out, and are not confirmed by that
+
+
+def test_a_member_that_skips_gaps_confirms_none_under_a_lost_lease(crew: Crew) -> None:
+    crew.fill(5)
+    sub = crew.subscriber(lease_ttl=60, on_gap="skip")
+    sub.poll(5)
+    sub.confirm().result(5)
+    crew.fill(10, 10)
+    crew.take_away()
+    sub.poll(0.2)
+    eventually(lambda: sub.term is None)
+    assert crew.confirmed == 5
+    assert len(sub.poll(0)) == 0
+
+
+def test_a_group_from_the_earliest_finds_a_start_while_the_ring_moves_on(crew: Crew) -> None:
+    crew.fill(10, 10)
+
+    def publish(stop: threading.Event) -> None:
+        with crew.stream.publisher() as pub:
+            while not stop.is_set():
+                pub.publish_many([b"x"] * 10).result(10)
+
+    with background(publish):
+        for number in range(30):
+            with crew.subscriber(group=f"g{number}", initial_offset="earliest") as sub:
+                assert sub.poll(10).first_offset > 0
+
+
+def test_the_first_record_of_a_wrapped_ring_is_not_thrown_away(crew: Crew) -> None:
+    crew.fill(10, 10)
+    assert check_values(crew.subscriber(initial_offset="earliest").poll(5)) == list(range(10, 20))
+
+
+def test_who_follows_the_first_member_is_told_of_what_that_one_left_unconfirmed(
+    crew: Crew,
+) -> None:
+    crew.fill(5)
+    first, second = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
+    assert drain(first) == [0, 1, 2, 3, 4]
+    crew.fill(10, 10)
+    first.deactivate()
+    assert lost(second) == (0, 14)
+
+
+# The server has lost records
+
+
+def test_a_group_ahead_of_a_replica_that_lagged_is_told_and_goes_on_with_what_it_has(
+    pair: Pair,
+) -> None:
+    bench = pair.bench
+    fill(bench.stream, 10)
+    sub = bench.subscriber(group=GROUP, lease_ttl=60)
+    assert drain(sub) == list(range(10))
+    assert sub.confirm(5).result(5) == 6
+    pair.lag()
+    fill(bench.stream, 10)
+    assert check_values(sub.poll(5)) == list(range(10, 20))
+    assert sub.confirm(12).result(5) == 13
+    pair.fail_over()
+    with bench.client.stream(STREAM).publisher() as pub:
+        assert pub.publish_many([b"b%d" % offset for offset in range(10, 30)]).result(10) == 10
+    for _ in range(2):
+        assert truncated(sub) == (10, 19)
+    with pytest.raises(meteor.LogTruncated):
+        sub.confirm().result(10)
+    assert _confirmed(bench) == 6  # the new branch is not confirmed by who has read the old
+    sub.skip_gap()
+    batch = sub.poll(20)
+    assert list(batch.offsets) == list(range(6, 30))  # from what is confirmed there
+    assert batch.values()[4:] == [b"b%d" % offset for offset in range(10, 30)]
+    assert sub.confirm().result(10) == 30
+    assert _confirmed(bench) == 30
+
+
+def test_a_group_level_with_a_replica_that_lagged_does_not_notice(pair: Pair) -> None:
+    bench = pair.bench
+    fill(bench.stream, 10)
+    sub = bench.subscriber(group=GROUP, lease_ttl=60)
+    assert drain(sub) == list(range(10))
+    pair.lag()
+    fill(bench.stream, 10)
+    pair.fail_over()
+    fill(bench.stream, 5)
+    got: list[int] = []
+
+    def more() -> bool:
+        got.extend(check_values(sub.poll(1)))
+        return len(got) >= 5
+
+    eventually(more, 20)
+    assert got == [10, 11, 12, 13, 14]
+    assert sub.confirm().result(10) == 15
+
+
+# The stream is gone, or another has its name
+
+
+def test_members_of_a_stream_that_was_deleted_are_told_so(crew: Crew) -> None:
+    crew.fill(5)
+    owner, waiter = crew.subscriber(lease_ttl=0.5), crew.subscriber(lease_ttl=0.5)
+    owner.poll(5)
+    waiter.poll(0)
+    crew.stream.delete()
+    for sub in (owner, waiter, owner):
+        with pytest.raises(meteor.StreamNotFound):
+            eventually(lambda sub=sub: sub.poll(0.1))  # type: ignore[misc]
+    for sub in (owner, waiter):
+        discard(sub)
+
+
+@pytest.mark.parametrize("noticed_by", ["reader", "keeper"])
+def test_members_of_a_stream_that_was_created_anew_are_told_and_join_its_group(
+    crew: Crew, noticed_by: str
+) -> None:
+    crew.fill(5)
+    owner, waiter = crew.subscriber(lease_ttl=0.5), crew.subscriber(lease_ttl=0.5)
+    owner.poll(5)
+    owner.confirm().result(5)
+    waiter.poll(0)
+    crew.stream.delete()
+    crew.stream = crew.client.stream(STREAM, capacity=10)
+    if noticed_by == "keeper":
+        eventually(lambda: owner.term is None)
+    for sub in (owner, waiter, owner, waiter):
+        truncated(sub)
+    assert crew.stream.groups() == []
+    fill(crew.stream, 3)
+    owner.skip_gap()
+    waiter.skip_gap()
+    assert check_values(owner.poll(5)) == [0, 1, 2]
+    assert len(waiter.poll(0)) == 0
+    assert owner.confirm().result(5) == 3
+    owner.close()
+    fill(crew.stream, 1)
+    assert check_values(waiter.poll(5)) == [3]
+
+
+def test_a_group_left_by_an_earlier_stream_of_that_name_is_not_taken_over(crew: Crew) -> None:
+    crew.fill(5)
+    old = crew.subscriber(lease_ttl=60)
+    old.poll(5)
+    old.confirm().result(5)
+    left = crew.redis.hgetall(keys.group(STREAM, GROUP))
+    lease = crew.redis.get(keys.lease(STREAM, GROUP))
+    crew.stream.delete()
+    crew.stream = crew.client.stream(STREAM, capacity=10)
+    # As after a delete that another client has crossed: keys of the old one are still there.
+    crew.redis.hset(keys.group(STREAM, GROUP), mapping=left)  # type: ignore[arg-type]
+    crew.redis.set(keys.lease(STREAM, GROUP), lease)  # type: ignore[arg-type]
+    crew.redis.sadd(keys.groups(STREAM), GROUP)
+    assert crew.stream.groups() == []
+    with pytest.raises(meteor.NoConfirmedOffset):
+        crew.subscriber(initial_offset="none")
+    fill(crew.stream, 3)
+    assert check_values(crew.subscriber(lease_ttl=60).poll(5)) == [0, 1, 2]
+    assert [group.confirmed for group in crew.stream.groups()] == [0]
+    discard(old)
+
+
+def test_a_member_that_cannot_join_the_new_group_is_told_so_until_it_can(crew: Crew) -> None:
+    crew.fill(5)
+    with crew.subscriber(lease_ttl=60) as first:
+        first.poll(5)
+        first.confirm(1)
+    sub = crew.subscriber(lease_ttl=60, initial_offset="none")
+    assert check_values(sub.poll(5)) == [2, 3, 4]
+    crew.stream.delete()
+    crew.stream = crew.client.stream(STREAM, capacity=10)
+    fill(crew.stream, 3)
+    for _ in range(2):
+        truncated(sub)
+        with pytest.raises(meteor.NoConfirmedOffset):
+            sub.skip_gap()
+    crew.stream.seek_group(GROUP, 1)
+    sub.skip_gap()
+    assert check_values(sub.poll(5)) == [1, 2]
+
+
+def _confirmed(bench: Bench) -> int:
+    found = bench.direct.hget(keys.group(STREAM, GROUP), "confirmed")
+    assert isinstance(found, bytes)
+    return int(found)

@@ -1,0 +1,416 @@
+"""Groups and signals: a handler that closes in the middle of anything, Ctrl-C, forks, the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.publish.ack import KEEPER_PREFIX
+from meteor_py.redis import keys
+from meteor_py.subscribe import fetcher, lease
+from meteor_py.subscribe.group_session import GroupSession
+from tests.conftest import ServerFactory
+from tests.support.bench import Bench
+from tests.support.members import GROUP, STREAM, Crew, discard
+from tests.support.reading import background, fill
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def crew(url: str) -> Iterator[Crew]:
+    with Crew(url, capacity=1_000_000) as crew:
+        yield crew
+
+
+@pytest.fixture
+def bench(private_server: ServerFactory) -> Iterator[Bench]:
+    with Bench(private_server()) as bench:
+        bench.client.load_scripts()
+        fill(bench.stream, 5)
+        yield bench
+
+
+class Closing:
+    """A signal handler that closes a subscriber, as a program's for SIGTERM does."""
+
+    def __init__(self, sub: meteor.Subscriber) -> None:
+        self._sub = sub
+        self.took_s: float | None = None
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Closing:
+        self._before = signal.signal(signal.SIGALRM, self.handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def handle(self, *_: object) -> None:
+        started = time.monotonic()
+        try:
+            self._sub.close()
+        except BaseException as error:
+            self.error = error
+        self.took_s = time.monotonic() - started
+
+    def after(self, seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def when(self, condition: Callable[[], bool]) -> Callable[[threading.Event], None]:
+        """Work for a thread: send the signal to the main thread when that is true."""
+
+        def wait(stop: threading.Event) -> None:
+            until = time.monotonic() + 15
+            while not condition() and time.monotonic() < until:
+                pass  # without a pause: these moments are short
+            ident = threading.main_thread().ident
+            assert ident is not None
+            signal.pthread_kill(ident, signal.SIGALRM)
+
+        return wait
+
+
+def keeper_of(sub: meteor.Subscriber) -> GroupSession:
+    keeper = sub._feed.keeper
+    assert keeper is not None
+    return keeper
+
+
+def keepers_alive() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith(KEEPER_PREFIX)]
+
+
+# A handler that closes
+
+
+def test_a_handler_may_close_at_any_moment_of_a_loop_that_confirms(
+    crew: Crew, rng: random.Random
+) -> None:
+    crew.fill(100_000)
+    for number in range(25):
+        group = f"g{number}"
+        sub = crew.stream.subscriber(group=group)
+        acks: list[meteor.Ack] = []
+        with Closing(sub) as closing:
+            closing.after(rng.uniform(0.02, 0.08))
+            try:
+                acks.extend(sub.confirm(record) for record in sub)
+            except meteor.MeteorError:
+                pass  # it is closed
+            eventually(lambda closing=closing: closing.took_s is not None)  # type: ignore[misc]
+        assert closing.took_s is not None
+        assert closing.took_s < 3
+        assert closing.error is None or isinstance(closing.error, meteor.MeteorError)
+        assert all(ack.done() for ack in acks)
+        eventually(lambda: not keepers_alive(), message="the thread goes on")
+        assert crew.redis.get(keys.lease(STREAM, group)) is None
+
+
+def test_a_handler_may_close_in_a_poll_that_asks_a_server_which_does_not_answer(
+    bench: Bench,
+) -> None:
+    sub = bench.subscriber(group=GROUP, lease_ttl=1.5)
+    sub.poll(5)
+    keeper = keeper_of(sub)
+    bench.proxy.stall()
+    eventually(lambda: not sub.is_assigned)  # so that the poll itself asks
+    begun = time.monotonic()
+    with Closing(sub) as closing, background(closing.when(keeper_is_asked_here(keeper))):
+        with contextlib.suppress(meteor.MeteorError):
+            sub.poll(20)
+        assert time.monotonic() - begun < 8
+        assert closing.error is None
+        bench.proxy.resume()
+    assert sub.closed
+    eventually(lambda: not keepers_alive(), message="the thread goes on")
+    eventually(lambda: not bench.direct.exists(keys.lease(STREAM, GROUP)))
+
+
+def keeper_is_asked_here(keeper: GroupSession) -> Callable[[], bool]:
+    main = threading.main_thread().ident
+    return lambda: keeper._line._user == main
+
+
+def test_a_handler_may_close_in_the_middle_of_a_confirm(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew.fill(5)
+    for offset in (None, 1):  # with another on its way, and without
+        with crew.stream.subscriber(group=f"{GROUP}{offset}") as sub:
+            sub.poll(5)
+            state, confirming = keeper_of(sub)._state, keeper_of(sub)._confirms
+            if offset is not None:
+                confirming._send_at = lease.now() + 1
+                sub.confirm(offset)
+                for confirmation in confirming._waiting:
+                    confirmation.sent = True  # its first try has failed
+            closing = Closing(sub)
+            real = state.notify_all
+            want = confirming.want
+
+            def closes(to: int, closing: Any = closing, want: Any = want) -> None:
+                monkeypatch.undo()
+                want(to)
+                closing.handle()
+
+            monkeypatch.setattr(confirming, "want", closes)
+            assert state.notify_all == real
+            ack = sub.confirm(4)
+        assert closing.error is None
+        assert closing.took_s is not None
+        assert closing.took_s < 3
+        assert ack.done()
+        confirmed: Any = crew.redis.hget(keys.group(STREAM, f"{GROUP}{offset}"), "confirmed")
+        assert (ack.exception(0) is None) == (confirmed == b"5")
+        assert crew.redis.get(keys.lease(STREAM, f"{GROUP}{offset}")) is None
+
+
+def test_a_handler_may_close_in_a_confirm_while_the_lease_is_renewed(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew.fill(5)
+    sub = crew.subscriber(lease_ttl=0.6)
+    sub.poll(5)
+    keeper = keeper_of(sub)
+    in_handler, renewing = threading.Event(), threading.Event()
+    touch = keeper.lease.touch
+
+    def slow(link: Any, term: Any) -> None:
+        touch(link, term)
+        renewing.set()
+        in_handler.wait(10)
+
+    closing = Closing(sub)
+
+    def closes(to: int) -> None:
+        in_handler.set()
+        closing.handle()
+
+    monkeypatch.setattr(keeper.lease, "touch", slow)
+    monkeypatch.setattr(keeper._confirms, "want", closes)
+    assert renewing.wait(10)
+    with contextlib.suppress(meteor.MeteorError):
+        sub.confirm(4)
+    assert closing.error is None
+    assert closing.took_s is not None
+    assert closing.took_s < 3
+    eventually(lambda: not keepers_alive(), message="the thread goes on")
+    assert crew.owner is None
+
+
+# Ctrl-C
+
+
+def interrupt_main() -> None:
+    ident = threading.main_thread().ident
+    assert ident is not None
+    signal.pthread_kill(ident, signal.SIGINT)
+
+
+def test_ctrl_c_while_closing_leaves_neither_a_thread_nor_a_lease(bench: Bench) -> None:
+    sub = bench.subscriber(group=GROUP, lease_ttl=3)
+    sub.poll(5)
+    bench.proxy.stall()
+    sub.confirm()
+    timer = threading.Timer(0.3, interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        sub.close()
+    timer.join()
+    bench.proxy.resume()
+    eventually(lambda: not keepers_alive(), message="the thread goes on")
+    eventually(lambda: not bench.direct.exists(keys.lease(STREAM, GROUP)), 2)
+    with contextlib.suppress(meteor.MeteorError):  # the confirm may have been too late
+        sub.close()
+
+
+def test_ctrl_c_in_a_poll_leaves_nobody_reading(crew: Crew) -> None:
+    crew.fill(5)
+    sub = crew.subscriber(lease_ttl=30)
+    sub.poll(5)
+    keeper = keeper_of(sub)
+    codes = {fetcher.__file__, lease.now.__code__}
+    interrupts = 0
+    while True:
+        left = interrupts
+
+        def trace(frame: FrameType, event: str, arg: object) -> None:
+            nonlocal left
+            if frame.f_code.co_filename in codes or frame.f_code in codes:
+                left -= 1
+                if left < 0:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            sub.poll(0)
+            break
+        except KeyboardInterrupt as error:
+            kept = error  # as a prompt does: what it holds is not freed
+        finally:
+            sys.settrace(before)
+        assert not keeper.reading, f"interrupted at call {interrupts}: {kept!r}"
+        interrupts += 1
+    assert interrupts > 5
+    assert not keeper.reading
+
+
+@pytest.mark.parametrize("work", ["confirm", "poll"])
+def test_ctrl_c_at_any_moment_leaves_nothing_locked(crew: Crew, work: str) -> None:
+    crew.fill(10_000)
+    sub = crew.subscriber(lease_ttl=30)
+    sub.poll(5, 5_000)  # so that the polls below have something without asking
+    state = keeper_of(sub)._state
+    interrupts = 0
+    while True:
+        left = interrupts
+
+        def profile(frame: FrameType, event: str, arg: object) -> None:
+            nonlocal left
+            if event in ("call", "c_return"):  # where Python looks for signals
+                left -= 1
+                if left < 0:
+                    raise KeyboardInterrupt
+
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            if work == "confirm":
+                sub.confirm(interrupts)  # another each time: one that is confirmed changes nothing
+            else:
+                sub.poll(0, 1)
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(before)
+        assert not state._is_owned(), f"interrupted at {interrupts}"  # type: ignore[attr-defined]
+        interrupts += 1
+    assert interrupts > 5
+
+
+# Forks
+
+
+def in_child(work: Callable[[], str]) -> str:
+    """What ``work`` returns in a forked child, which must end soon."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            told = work()
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(writing, told.encode())
+        os._exit(0)
+    os.close(writing)
+    try:
+        eventually(lambda: os.waitpid(pid, os.WNOHANG)[0], 10, "the child hangs")
+    except AssertionError:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        raise
+    with os.fdopen(reading) as pipe:
+        return pipe.read()
+
+
+FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
+
+@FORKS
+@pytest.mark.parametrize("dropped", [False, True])
+def test_an_ack_of_the_parent_is_an_error_in_a_forked_child(bench: Bench, dropped: bool) -> None:
+    subs = [bench.through.stream(STREAM, create=False).subscriber(group=GROUP, lease_ttl=30)]
+    subs[0].poll(5)
+    bench.proxy.stall()
+    ack = subs[0].confirm()
+    if dropped:
+        subs.clear()
+    assert "belongs to the parent" in in_child(lambda: str(ack.result()))
+    bench.proxy.resume()
+    assert ack.result(10) == 5
+    for sub in subs:
+        discard(sub)
+
+
+@FORKS
+def test_a_loop_that_goes_on_in_a_forked_child_is_refused_whoever_has_the_lock(crew: Crew) -> None:
+    crew.fill(5)
+    sub = crew.subscriber(lease_ttl=30, auto_confirm=True)
+    keeper = sub._feed.keeper
+    assert keeper is not None
+    loop = iter(sub)
+    next(loop)
+    held = threading.Event()
+
+    def hold(stop: threading.Event) -> None:
+        with keeper._state:
+            held.set()
+            stop.wait(20)
+
+    with background(hold):
+        assert held.wait(10)
+        assert "belongs to the parent" in in_child(lambda: str(next(loop)))
+    assert next(loop).offset == 1
+
+
+# The end of the interpreter
+
+LEAVE = """
+import sys
+import meteor_py as meteor
+client = meteor.connect(sys.argv[1])
+kept = []
+for n in range(3):
+    sub = client.stream("orders", create=False).subscriber(group=f"g{n}", lease_ttl=9)
+    kept.append(sub)
+    if sys.argv[2] == "receiver":
+        sub.attach_receiver(lambda record, sub=sub: sub.confirm())
+    else:
+        sub.poll(5)
+print("ready", flush=True)
+sys.stdin.readline()
+if sys.argv[2] == "poll":
+    for sub in kept:
+        sub.confirm()
+"""
+
+
+@pytest.mark.parametrize("how", ["poll", "receiver"])
+def test_leaving_takes_seconds_though_the_server_does_not_answer(bench: Bench, how: str) -> None:
+    with Crew(bench.proxy.url) as crew:
+        program = crew.program(LEAVE, how)
+        assert program.read() == "ready"
+        eventually(lambda: all(bench.direct.get(keys.lease(STREAM, f"g{n}")) for n in range(3)))
+        bench.proxy.stall()
+        begun = time.monotonic()
+        program.write("go")
+        program.wait()
+        assert time.monotonic() - begun < 6
+        bench.proxy.resume()
+
+
+def test_leaving_gives_up_the_leases_of_all_and_confirms(url: str) -> None:
+    with Crew(url) as crew:
+        crew.fill(5)
+        program = crew.program(LEAVE, "poll")
+        assert program.read() == "ready"
+        program.write("go")
+        assert program.wait() == 0
+        for n in range(3):
+            assert crew.redis.get(keys.lease(STREAM, f"g{n}")) is None
+            assert crew.redis.hget(keys.group(STREAM, f"g{n}"), "confirmed") == b"5"

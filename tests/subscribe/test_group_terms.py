@@ -1,0 +1,369 @@
+"""Terms: how they begin and end while everybody is in good health, or merely slow."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.subscribe.group_session import GroupSession
+from tests.support.members import Crew
+from tests.support.reading import background, blocked, check_values, drain
+from tests.support.waiting import eventually
+
+# on_assigned
+
+
+def test_on_assigned_is_called_once_for_each_term(crew: Crew) -> None:
+    crew.fill(4)
+    terms: list[int | None] = []
+    sub = crew.subscriber(lease_ttl=60, on_assigned=lambda sub: terms.append(sub.term))
+    for _ in range(3):
+        sub.poll(5, max_records=1)
+    assert terms == [sub.term]
+    sub.deactivate()
+    sub.poll(0)
+    assert len(terms) == 1
+    sub.reactivate()
+    sub.poll(5)
+    assert terms == [terms[0], sub.term]
+    assert sub.term == crew.events("assigned")[-1].term
+    assert [event.term for event in crew.events("assigned")] == terms
+    assert terms[0] != terms[1]
+
+
+def test_a_term_starts_where_on_assigned_says(crew: Crew) -> None:
+    crew.fill(10)
+    starts = iter([7, 2, None])
+    sub = crew.subscriber(lease_ttl=60, on_assigned=lambda sub: next(starts))
+    assert drain(sub) == [7, 8, 9]
+    sub.confirm(7).result(5)
+    for expected in ([2, 3, 4, 5, 6, 7, 8, 9], [8, 9]):
+        sub.deactivate()
+        sub.reactivate()
+        assert drain(sub) == expected
+    assert crew.confirmed == 8
+
+
+def test_on_assigned_that_raises_is_called_again_at_the_next_poll(crew: Crew) -> None:
+    crew.fill(3)
+    calls: list[int | None] = []
+
+    def on_assigned(sub: meteor.Subscriber) -> int:
+        calls.append(sub.term)
+        if len(calls) < 3:
+            raise KeyError("the database is away")
+        return 1
+
+    sub = crew.subscriber(lease_ttl=60, on_assigned=on_assigned)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            sub.poll(5)
+    assert drain(sub) == [1, 2]
+    assert calls == [sub.term] * 3  # in one and the same term
+
+
+@pytest.mark.parametrize(("start", "error"), [(4, ValueError), (-1, ValueError), ("1", TypeError)])
+def test_on_assigned_must_name_an_offset_that_exists(
+    crew: Crew, start: object, error: type[Exception]
+) -> None:
+    crew.fill(3)
+    answers = [start, start, 2]
+    sub = crew.subscriber(lease_ttl=60, on_assigned=lambda sub: answers.pop(0))
+    for _ in range(2):
+        with pytest.raises(error):
+            sub.poll(5)
+    assert drain(sub) == [2]
+    assert crew.confirmed is None
+
+
+def test_a_consumer_that_keeps_its_own_offsets_sees_each_record_once(crew: Crew) -> None:
+    crew.fill(30)
+    output: list[int] = []
+    subs = [crew.subscriber(lease_ttl=60, on_assigned=lambda sub: len(output)) for _ in range(2)]
+    while len(output) < 30:
+        for sub in subs:
+            output += check_values(sub.poll(5, max_records=4))  # never confirmed
+            sub.deactivate()
+            sub.reactivate()
+    assert output == list(range(30))
+
+
+# The same subscriber again
+
+
+def test_who_regains_the_lease_starts_at_what_is_confirmed(crew: Crew) -> None:
+    crew.fill(10)
+    first, second = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
+    assert check_values(first.poll(5, max_records=5)) == [0, 1, 2, 3, 4]
+    first.deactivate()
+    assert check_values(second.poll(5, max_records=8)) == list(range(8))
+    second.confirm(6).result(5)
+    second.deactivate()
+    first.reactivate()  # it has not polled in between, so it has seen nothing of all that
+    assert check_values(first.poll(5)) == [7, 8, 9]
+    assert first.confirm().result(5) == 10
+
+
+def test_who_gives_up_and_regains_the_lease_reads_again_what_was_not_confirmed(crew: Crew) -> None:
+    crew.fill(10)
+    sub = crew.subscriber(lease_ttl=60)
+    sub.poll(5, max_records=5)
+    sub.confirm(1)
+    sub.deactivate()
+    sub.reactivate()
+    assert check_values(sub.poll(5)) == list(range(2, 10))
+
+
+def test_terms_only_rise_also_when_the_clock_of_the_server_went_back(crew: Crew) -> None:
+    sub = crew.subscriber(lease_ttl=60)
+    sub.poll(0)
+    assert sub.term is not None
+    future = sub.term + 1_000_000_000
+    sub.deactivate()
+    crew.set_fields(term=future)
+    sub.reactivate()
+    sub.poll(0)
+    assert sub.term == future + 1
+
+
+# Slow, and hung
+
+
+def test_a_poll_longer_than_the_lease_keeps_it(crew: Crew) -> None:
+    sub = crew.subscriber(lease_ttl=0.8, max_poll_interval=0.3)
+    other = crew.subscriber(lease_ttl=0.8)
+    sub.poll(0)
+    term = sub.term
+    with background(lambda stop: _poll_until(other, stop)):
+        assert len(sub.poll(2)) == 0
+        assert sub.term == term
+        assert crew.owner == sub.member
+    assert len(crew.events()) == 1
+
+
+def test_work_longer_than_the_lease_keeps_it(crew: Crew) -> None:
+    crew.fill(3)
+    sub, other = crew.subscriber(lease_ttl=0.8), crew.subscriber(lease_ttl=0.8)
+    sub.poll(5)
+    assert len(other.poll(2)) == 0
+    assert crew.owner == sub.member
+    assert sub.confirm().result(5) == 3
+    assert len(crew.events()) == 1
+
+
+def test_a_hung_member_loses_the_lease_and_does_not_compete_before_it_polls(crew: Crew) -> None:
+    crew.fill(3)
+    hung = crew.subscriber(lease_ttl=60, max_poll_interval=0.3)
+    other = crew.subscriber(lease_ttl=60, max_poll_interval=60)
+    assert check_values(hung.poll(5)) == [0, 1, 2]
+    assert check_values(other.poll(20)) == [0, 1, 2]
+    with pytest.raises(meteor.LeaseLost):
+        hung.confirm().result(5)
+    assert crew.confirmed is None
+    other.deactivate()  # free again, but the hung one does not want it
+    eventually(lambda: len(crew.events()) == 4)
+    assert [(event.what, event.member) for event in crew.events()] == [
+        ("assigned", hung.member),
+        ("released", hung.member),
+        ("assigned", other.member),
+        ("released", other.member),
+    ]
+    assert crew.owner is None
+    assert check_values(hung.poll(5)) == [0, 1, 2]
+    assert crew.owner == hung.member
+
+
+def test_a_hung_member_goes_on_in_its_term_if_nobody_wanted_the_lease(crew: Crew) -> None:
+    crew.fill(4)
+    calls: list[int | None] = []
+    sub = crew.subscriber(
+        lease_ttl=60, max_poll_interval=0.2, on_assigned=lambda sub: calls.append(sub.term)
+    )
+    assert check_values(sub.poll(5, max_records=2)) == [0, 1]
+    term = sub.term
+    eventually(lambda: crew.owner is None)
+    assert not sub.is_assigned
+    assert sub.confirm(0).result(5) == 1  # nobody has read it since
+    assert check_values(sub.poll(5)) == [2, 3]
+    assert (sub.term, calls, crew.owner) == (term, [term], sub.member)
+    assert sub.confirm().result(5) == 4
+
+
+def test_a_loop_whose_work_is_slow_goes_on_where_it_was(crew: Crew) -> None:
+    crew.fill(4)
+    sub = crew.subscriber(lease_ttl=60, max_poll_interval=0.1)
+    seen: list[int] = []
+    for record in sub:
+        seen.append(record.offset)
+        eventually(lambda: crew.owner is None)
+        if record.offset == 3:
+            break
+    assert seen == [0, 1, 2, 3]
+    assert {event.term for event in crew.events()} == {sub.term}
+
+
+def test_a_loop_that_has_lost_the_lease_hands_out_nothing_more(crew: Crew) -> None:
+    crew.fill(10)
+    first = crew.subscriber(lease_ttl=60, max_poll_interval=0.2)
+    second = crew.subscriber(lease_ttl=60)
+    records = iter(first)
+    assert [next(records).offset for _ in range(3)] == [0, 1, 2]
+    assert drain_after(second) == list(range(10))
+    second.confirm(6).result(5)
+    second.close()
+    assert next(records).offset == 7
+
+
+# Other threads
+
+
+def test_reactivate_wakes_a_poll(crew: Crew) -> None:
+    crew.fill(1)
+    sub = crew.subscriber(lease_ttl=60)
+    sub.deactivate()
+
+    def reactivate(stop: threading.Event) -> None:
+        eventually(lambda: sub._feed.keeper and sub._feed.keeper.reading)
+        sub.reactivate()
+
+    with background(reactivate):
+        assert check_values(sub.poll(60)) == [0]
+
+
+@pytest.mark.parametrize("holding", [True, False])
+def test_deactivate_takes_the_lease_from_a_poll_in_another_thread(
+    crew: Crew, holding: bool
+) -> None:
+    sub, other = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
+    if not holding:
+        other.poll(0)
+    got: list[int] = []
+    with background(lambda stop: got.extend(sub.poll(2.5).offsets)):
+        blocked(crew.redis)
+        sub.deactivate()
+        assert not sub.is_assigned
+        if holding:
+            other.poll(0)
+        assert crew.owner == other.member
+        crew.fill(2)
+        assert check_values(other.poll(5)) == [0, 1]
+    assert got == []
+
+
+@pytest.mark.parametrize("holding", [True, False])
+@pytest.mark.parametrize("how", ["poll", "loop"])
+def test_close_ends_a_wait_in_another_thread_at_once(crew: Crew, holding: bool, how: str) -> None:
+    other = crew.subscriber(lease_ttl=60)
+    began = time.monotonic()
+    for _ in range(10):
+        sub = crew.subscriber(lease_ttl=60)
+        if not holding:
+            other.poll(0)
+        got: list[object] = []
+        with background(partial(_read_all, sub, how == "loop", got)) as thread:
+            blocked(crew.redis)
+            sub.close()
+            thread.join(10)
+            assert not thread.is_alive()
+        assert got == []
+        assert crew.owner == (None if holding else other.member)
+        with pytest.raises(meteor.MeteorError, match="closed"):
+            sub.poll(0)
+    assert time.monotonic() - began < 12  # a wait in the server lasts two seconds
+
+
+def test_members_come_and_go_quickly(crew: Crew) -> None:
+    for number in range(150):
+        crew.fill(1)
+        with crew.stream.subscriber(group=crew.group, lease_ttl=60) as sub:
+            assert check_values(sub.poll(5)) == [number]
+            sub.confirm()
+
+
+def test_a_keeper_that_is_ended_while_it_looks_for_work_does_not_wait_for_more(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = GroupSession._next_job
+
+    def end_and_look(keeper: GroupSession) -> Any:
+        keeper.abandon()
+        return look(keeper)
+
+    monkeypatch.setattr(GroupSession, "_next_job", end_and_look)
+    crew.subscriber(lease_ttl=60).poll(0)
+    eventually(lambda: crew.events("released"))
+    assert crew.owner is None
+
+
+# The end without a goodbye
+
+
+@pytest.mark.parametrize("how", ["close", "deactivate", "client", "drop"])
+def test_who_leaves_lets_the_next_have_the_lease_at_once(crew: Crew, how: str) -> None:
+    crew.fill(2)
+    client = meteor.connect(crew.url)
+    subs = [client.stream(crew.stream.name).subscriber(group=crew.group, lease_ttl=60)]
+    subs[0].poll(5)
+    second = crew.subscriber(lease_ttl=60)
+    leave: dict[str, Callable[[], object]] = {
+        "close": subs[0].close,
+        "deactivate": subs[0].deactivate,
+        "client": client.close,
+        "drop": subs.clear,
+    }
+
+    def go(stop: threading.Event) -> None:
+        blocked(crew.redis)
+        leave.pop(how)()
+        leave.clear()  # bound methods: they keep it alive
+        subs.clear()
+        gc.collect()
+
+    with background(go):
+        assert check_values(second.poll(50)) == [0, 1]  # less than the lease
+    assert [event.what for event in crew.events()] == ["assigned", "released", "assigned"]
+    client.close()
+
+
+def test_a_closed_member_leaves_no_connection_behind(crew: Crew) -> None:
+    holder = crew.subscriber(lease_ttl=60)
+    holder.poll(0)
+    before = _connections(crew)
+    for _ in range(3):
+        waiter = crew.subscriber(lease_ttl=60)
+        waiter.poll(0.05)
+        waiter.close()
+    eventually(lambda: _connections(crew) <= before)
+    holder.close()
+    eventually(lambda: _connections(crew) < before)
+
+
+def _read_all(sub: meteor.Subscriber, loop: bool, got: list[object], stop: threading.Event) -> None:
+    got.extend(sub if loop else sub.poll(60))
+
+
+def _connections(crew: Crew) -> int:
+    found: int = crew.redis.info("clients")["connected_clients"]
+    return found
+
+
+def _poll_until(sub: meteor.Subscriber, stop: threading.Event) -> None:
+    while not stop.is_set():
+        assert len(sub.poll(0.1)) == 0
+
+
+def drain_after(sub: meteor.Subscriber) -> list[int]:
+    """What is there once the lease is had."""
+    deadline = time.monotonic() + 20
+    while not sub.is_assigned and time.monotonic() < deadline:
+        batch = sub.poll(1)
+        if batch:
+            return check_values(batch) + drain(sub)
+    return drain(sub)

@@ -1,0 +1,436 @@
+"""Subscriber groups: what Meteor's own tests say of them, on each kind of server.
+
+One process suffices here; the tests with several are in test_failover.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.redis import keys
+from meteor_py.subscribe.lease import Lease, Standing, Term
+from tests.support.members import GROUP, STREAM, Crew
+from tests.support.reading import background, check_values, drain, entries, fill, replace_frame
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def crew(any_url: str) -> Iterator[Crew]:
+    with Crew(any_url) as crew:
+        yield crew
+
+
+@pytest.fixture
+def served(url: str) -> Iterator[Crew]:
+    """On one kind of server, for tests with receivers: a wait in fake:// cannot be interrupted."""
+    with Crew(url) as crew:
+        yield crew
+
+
+# SubscriberGroupedTest
+
+
+def test_a_subscriber_of_a_group_cannot_seek(crew: Crew) -> None:
+    sub = crew.subscriber()
+    with pytest.raises(meteor.GroupError, match="seek_group"):
+        sub.seek(0)
+
+
+def test_an_empty_stream_gives_empty_batches_to_the_member_that_polls(crew: Crew) -> None:
+    sub = crew.subscriber()
+    assert (sub.is_assigned, sub.term) == (False, None)
+    assert len(sub.poll(0)) == 0
+    assert sub.is_assigned
+    assert len(sub.poll(0.05)) == 0
+    assert (crew.owner, crew.field("term")) == (sub.member, str(sub.term))
+
+
+def test_to_confirm_without_having_read_changes_nothing(crew: Crew) -> None:
+    sub = crew.subscriber()
+    assert sub.confirm().result(5) == 0
+    sub.poll(0)
+    assert sub.confirm().result(5) == 0
+    assert sub.confirmed == 0
+    assert crew.confirmed is None
+
+
+def test_a_long_poll_returns_the_records_once_the_lease_of_another_is_gone(crew: Crew) -> None:
+    crew.fill(2)
+    sub = crew.subscriber(lease_ttl=0.3)
+    crew.take_away()  # a lease without an end, and without an owner who would give it up
+    assert len(sub.poll(0.2)) == 0
+    assert not sub.is_assigned
+
+    def free_it(stop: threading.Event) -> None:
+        eventually(lambda: sub._feed.keeper and sub._feed.keeper.reading)
+        crew.redis.delete(keys.lease(STREAM, GROUP))
+
+    with background(free_it):
+        assert check_values(sub.poll(60)) == [0, 1]
+    assert sub.is_assigned
+
+
+def test_an_expired_lease_of_another_is_taken_over_renewed_and_confirmed_under(crew: Crew) -> None:
+    crew.fill(2)
+    sub = crew.subscriber(lease_ttl=0.6)
+    crew.set_fields(term=7, owner="somebody who is dead", nonce="his nonce")
+    assert check_values(sub.poll(10)) == [0, 1]
+    assert crew.field("confirmed") is None
+    assert sub.term is not None
+    assert sub.term > 7
+    assert sub.confirm().result(10) == 2
+    assert crew.confirmed == 2
+    for _ in range(2):
+        before = crew.lease_left_ms
+
+        def renewed() -> bool:
+            nonlocal before
+            left, before = before, crew.lease_left_ms
+            return before > left
+
+        eventually(renewed)
+    eventually(lambda: sub.is_assigned)
+
+
+def test_polling_often_does_not_renew_often(crew: Crew) -> None:
+    sub = crew.subscriber(lease_ttl=60)
+    sub.poll(0)
+    left_ms = crew.lease_left_ms
+
+    def polled_until_it_is_older() -> bool:
+        sub.poll(0)
+        return crew.lease_left_ms < left_ms - 100
+
+    eventually(polled_until_it_is_older)
+
+
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+def test_what_was_not_handed_out_cannot_be_confirmed(crew: Crew, offset: int) -> None:
+    crew.fill(2)
+    sub = crew.subscriber()
+    with pytest.raises(ValueError, match=r"offset must be|not handed out"):
+        sub.confirm(offset)
+    sub.poll(5, max_records=1)
+    if offset != 0:
+        with pytest.raises(ValueError, match=r"offset must be|not handed out"):
+            sub.confirm(offset)
+        sub.deactivate()
+        assert crew.confirmed is None
+
+
+def test_a_confirm_under_a_lost_lease_changes_nothing_and_is_raised_once(crew: Crew) -> None:
+    crew.fill(1)
+    sub = crew.subscriber(lease_ttl=60)
+    assert check_values(sub.poll(5)) == [0]
+    crew.take_away()
+    ack = sub.confirm()
+    eventually(ack.done)
+    with pytest.raises(meteor.LeaseLost) as caught:
+        sub.poll(0)
+    assert (caught.value.stream, caught.value.group) == (STREAM, GROUP)
+    assert len(sub.poll(0)) == 0
+    assert (sub.is_assigned, sub.term, crew.confirmed) == (False, None, None)
+    sub.deactivate()
+    sub.close()
+    assert crew.owner == "somebody"
+
+
+def test_a_lost_confirm_that_was_looked_at_is_not_raised_by_poll_too(crew: Crew) -> None:
+    crew.fill(1)
+    sub = crew.subscriber(lease_ttl=60)
+    sub.poll(5)
+    crew.take_away()
+    with pytest.raises(meteor.LeaseLost):
+        sub.confirm().result(5)
+    assert len(sub.poll(0)) == 0
+    sub.close()
+
+
+def test_a_poll_that_fails_keeps_the_lease_until_its_renewal_is_refused(crew: Crew) -> None:
+    crew.fill(1)
+    ((entry_id, _),) = entries(crew.redis, STREAM)
+    replace_frame(crew.redis, STREAM, entry_id, b"not a frame", b"0kv")
+    sub = crew.subscriber(lease_ttl=0.5)
+    for _ in range(2):
+        with pytest.raises(meteor.CorruptFrame):
+            sub.poll(5)
+    assert sub.is_assigned
+    assert sub.position == 0
+    crew.take_away()
+    eventually(lambda: not sub.is_assigned)
+    assert len(sub.poll(0)) == 0
+    assert crew.owner == "somebody"
+
+
+@pytest.mark.parametrize(("initial_offset", "seen"), [("earliest", [0, 1]), ("latest", [])])
+def test_a_new_group_starts_where_it_was_told(
+    crew: Crew, initial_offset: str, seen: list[int]
+) -> None:
+    crew.fill(2)
+    sub = crew.subscriber(initial_offset=initial_offset)
+    assert drain(sub) == seen
+    crew.fill(1)
+    assert check_values(sub.poll(5)) == [2]
+
+
+def test_a_group_starts_at_the_earliest_unless_told_otherwise(crew: Crew) -> None:
+    crew.fill(2)
+    assert drain(crew.subscriber()) == [0, 1]
+
+
+def test_none_needs_something_confirmed(crew: Crew) -> None:
+    crew.fill(3)
+    with pytest.raises(meteor.NoConfirmedOffset):
+        crew.subscriber(initial_offset="none")
+    assert crew.stream.groups() == []  # nothing was begun by that
+    with crew.subscriber() as sub:
+        sub.poll(5, max_records=2)
+        with pytest.raises(meteor.NoConfirmedOffset):  # read is not confirmed
+            crew.subscriber(initial_offset="none")
+        sub.confirm()
+    assert check_values(crew.subscriber(initial_offset="none").poll(5)) == [2]
+
+
+def test_two_members_take_turns_by_deactivating(crew: Crew) -> None:
+    crew.fill(2)
+    first, second = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
+    assert check_values(first.poll(5)) == [0, 1]
+    assert first.confirm().result(5) == 2
+    assert len(second.poll(0)) == 0
+    crew.fill(2)
+    assert check_values(first.poll(5)) == [2, 3]
+    assert (first.is_assigned, second.is_assigned) == (True, False)
+    first.deactivate()
+    assert (first.is_assigned, len(first.poll(0))) == (False, 0)
+    assert check_values(second.poll(5)) == [2, 3]  # they were not confirmed
+    second.confirm(2)
+    second.deactivate()
+    first.reactivate()
+    assert check_values(first.poll(5)) == [3]
+
+
+def test_two_groups_are_given_everything(crew: Crew) -> None:
+    crew.fill(3)
+    first, second = crew.subscriber(group="first"), crew.subscriber(group="second")
+    assert [drain(first), drain(second)] == [[0, 1, 2]] * 2
+    first.confirm().result(5)
+    crew.group = "second"
+    assert crew.confirmed is None
+    assert [first.lag, second.lag] == [0, 3]
+
+
+def test_groups_of_one_name_on_two_streams_have_nothing_to_do_with_each_other(crew: Crew) -> None:
+    other = crew.client.stream("other")
+    crew.fill(2)
+    fill(other, 3)
+    first = crew.subscriber()
+    with other.subscriber(group=GROUP) as second:
+        assert (drain(first), drain(second)) == ([0, 1], [0, 1, 2])
+        assert second.confirm().result(5) == 3
+        first.deactivate()
+        assert second.is_assigned
+        assert crew.confirmed is None
+
+
+# PubSubTest, and the ledger test of Blackstrom
+
+
+def test_three_receivers_without_a_group_are_each_given_all_in_order(served: Crew) -> None:
+    seen: list[list[int]] = [[], [], []]
+    for offsets in seen:
+        sub = served.subscriber(group=None)
+        sub.attach_receiver(_note(offsets))
+    served.fill(1, 1, 1, 1, 1)
+    eventually(lambda: all(len(offsets) >= 5 for offsets in seen))
+    assert seen == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_of_three_receivers_of_a_group_one_is_given_all_in_order(served: Crew) -> None:
+    seen: list[list[int]] = [[], [], []]
+    subs = [served.subscriber() for _ in seen]
+    for sub, offsets in zip(subs, seen, strict=True):
+        sub.attach_receiver(_note(offsets))
+    served.fill(1, 1, 1, 1, 1)
+    eventually(lambda: sum(map(len, seen)) >= 5)
+    assert sorted(seen) == [[], [], [0, 1, 2, 3, 4]]
+
+
+def test_members_that_join_later_are_given_nothing_while_the_first_lives(served: Crew) -> None:
+    seen: list[list[int]] = [[], [], []]
+    subs = [served.subscriber(lease_ttl=60)]
+    subs[0].attach_receiver(_note(seen[0], subs[0]))
+    served.fill(1)
+    eventually(lambda: seen[0])
+    for offsets in seen[1:]:
+        subs.append(served.subscriber(lease_ttl=60))
+        subs[-1].attach_receiver(_note(offsets, subs[-1]))
+    served.fill(1, 1, 1, 1)
+    eventually(lambda: sum(map(len, seen)) >= 5)
+    assert [sub.is_assigned for sub in subs] == [True, False, False]
+    subs[0].close()
+    served.fill(1)
+    eventually(lambda: sum(map(len, seen)) >= 6)
+    for sub in subs[1:]:
+        sub.close()
+    assert seen[0] == [0, 1, 2, 3, 4]
+    assert sorted(seen[1:]) == [[], [5]]  # nothing twice: all was confirmed
+
+
+def _note(
+    offsets: list[int], sub: meteor.Subscriber | None = None
+) -> Callable[[meteor.Record], None]:
+    def note(record: meteor.Record) -> None:
+        offsets.append(record.offset)
+        if sub is not None:
+            sub.confirm()
+
+    return note
+
+
+# ElectionTest
+
+
+class Candidate:
+    """One who asks for the lease without a subscriber around it."""
+
+    def __init__(self, crew: Crew, name: str, nonce: str = "") -> None:
+        self.name = name
+        self.nonce = nonce or f"nonce of {name}"
+        self.link = crew.client.open_connection()
+        self.lease = Lease(STREAM, crew.stream.incarnation, GROUP, name, 60.0)
+
+    def acquire(self, expired: int | None = None) -> Term | Standing:
+        return self.lease.acquire(self.link, self.nonce, expired)
+
+    def win(self) -> Term:
+        term = self.acquire()
+        assert isinstance(term, Term)
+        return term
+
+
+@pytest.fixture
+def candidates(crew: Crew) -> Iterator[tuple[Candidate, Candidate]]:
+    crew.subscriber()  # the group begins
+    pair = Candidate(crew, "one"), Candidate(crew, "two")
+    yield pair
+    for candidate in pair:
+        candidate.link.close()
+
+
+def test_a_member_that_never_polls_does_not_take_the_lease(crew: Crew) -> None:
+    sub = crew.subscriber()
+    assert (crew.events(), crew.owner, sub.is_assigned) == ([], None, False)
+
+
+def test_a_member_that_is_deactivated_does_not_take_an_expired_lease(crew: Crew) -> None:
+    sub = crew.subscriber(lease_ttl=0.2)
+    crew.set_fields(term=7, owner="somebody who is dead", nonce="his nonce")
+    sub.deactivate()
+    assert len(sub.poll(0.5)) == 0
+    assert (crew.events(), crew.owner) == ([], None)
+    assert crew.field("owner") == "somebody who is dead"
+
+
+def test_a_vacant_lease_is_won_renewed_and_given_up(
+    crew: Crew, candidates: tuple[Candidate, Candidate]
+) -> None:
+    one, _ = candidates
+    term = one.win()
+    assert crew.owner == "one"
+    crew.redis.pexpire(keys.lease(STREAM, GROUP), 20_000)
+    one.lease.touch(one.link, term)
+    assert crew.lease_left_ms > 20_000
+    one.lease.release(one.link, term.nonce)
+    assert crew.lease_left_ms == -2
+    assert [(event.what, event.term) for event in crew.events()] == [
+        ("assigned", term.number),
+        ("released", term.number),
+    ]
+
+
+def test_asking_again_with_the_same_nonce_is_the_same_term(
+    crew: Crew, candidates: tuple[Candidate, Candidate]
+) -> None:
+    one, _ = candidates
+    assert one.win() == one.win()
+    assert len(crew.events()) == 1
+
+
+def test_of_two_who_ask_one_wins_and_the_other_changes_nothing(
+    crew: Crew, candidates: tuple[Candidate, Candidate]
+) -> None:
+    one, two = candidates
+    term = one.win()
+    answer = two.acquire()
+    assert isinstance(answer, Standing)
+    assert answer.owner == "one"
+    assert isinstance(two.acquire(term.number), Standing)  # though he says that it has ended
+    assert (crew.owner, crew.field("nonce"), len(crew.events())) == ("one", one.nonce, 1)
+
+
+def test_an_expired_lease_is_taken_over_by_who_has_waited_it_out(
+    crew: Crew, candidates: tuple[Candidate, Candidate]
+) -> None:
+    one, two = candidates
+    old = one.win()
+    crew.redis.delete(keys.lease(STREAM, GROUP))
+    first_answer = two.acquire()
+    assert isinstance(first_answer, Standing)
+    assert first_answer.expired == old.number
+    assert isinstance(two.acquire(old.number - 1), Standing)  # of another term
+    new = two.acquire(first_answer.expired)
+    assert isinstance(new, Term)
+    assert new.number > old.number
+    assert crew.owner == "two"
+
+
+def test_who_comes_back_in_time_keeps_an_expired_lease(
+    crew: Crew, candidates: tuple[Candidate, Candidate]
+) -> None:
+    one, two = candidates
+    term = one.win()
+    crew.redis.delete(keys.lease(STREAM, GROUP))
+    assert isinstance(two.acquire(), Standing)
+    one.lease.touch(one.link, term)
+    assert isinstance(two.acquire(term.number), Standing)
+    assert crew.owner == "one"
+
+
+def test_a_confirm_below_what_is_confirmed_is_answered_with_that(
+    crew: Crew, candidates: tuple[Candidate, Candidate]
+) -> None:
+    crew.fill(10)
+    one, _ = candidates
+    term = one.win()
+    for offset, confirmed in ((6, 6), (4, 6), (6, 6), (9, 9)):
+        assert one.lease.confirm(one.link, term, term.position.epoch, offset) == confirmed
+        assert crew.confirmed == confirmed
+
+
+@pytest.mark.parametrize("how", ["given up", "taken over", "sought", "never had"])
+def test_who_does_not_hold_the_lease_can_neither_renew_it_nor_give_it_up(
+    crew: Crew, candidates: tuple[Candidate, Candidate], how: str
+) -> None:
+    one, two = candidates
+    old = one.win()
+    one.lease.release(one.link, old.nonce)
+    owner = None
+    if how == "taken over":
+        two.win()
+        owner = "two"
+    elif how == "sought":
+        crew.stream.seek_group(GROUP, 0)
+    elif how == "never had":
+        old = old._replace(number=two.win().number)  # the term of another, with his own nonce
+        owner = "two"
+    events = crew.events()
+    with pytest.raises(meteor.LeaseLost):
+        one.lease.touch(one.link, old)
+    with pytest.raises(meteor.LeaseLost):
+        one.lease.confirm(one.link, old, 1, 0)
+    one.lease.release(one.link, old.nonce)
+    assert (crew.owner, crew.events()) == (owner, events)

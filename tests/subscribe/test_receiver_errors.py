@@ -1,0 +1,447 @@
+"""A record that the handler raises for is treated as ``on_error`` says, and never forgotten."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.subscribe.dead_letters import (
+    GROUP_HEADER,
+    OFFSET_HEADER,
+    REASON_HEADER,
+    STREAM_HEADER,
+    TRIES_HEADER,
+)
+from tests.support.reading import fill, value
+from tests.support.receiving import (
+    Gate,
+    Handler,
+    confirmed,
+    dies,
+    fails_for,
+    is_free,
+    next_of,
+    owner,
+)
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def stream(url: str) -> Iterator[meteor.Stream]:
+    with meteor.connect(url) as client:
+        yield client.stream("s")
+
+
+@pytest.fixture
+def dead(stream: meteor.Stream) -> meteor.Stream:
+    return stream.client.stream("dead")
+
+
+def letters(dead: meteor.Stream) -> list[meteor.Record]:
+    return [record for batch in dead.read() for record in batch]
+
+
+def texts(record: meteor.Record) -> dict[str, str]:
+    return {name: text.decode() for name, text in (record.headers or {}).items()}
+
+
+# Stop
+
+
+@pytest.mark.parametrize("closed", ["receiver", "subscriber", "with"])
+def test_stop_leaves_the_record_to_the_next_and_raises_once(
+    stream: meteor.Stream, closed: str
+) -> None:
+    fill(stream, 6)
+    handler = Handler(fails_for(3))
+    sub = stream.subscriber(group="g", auto_confirm=True)
+    receiver = sub.attach_receiver(handler)
+    assert receiver.join(20)
+    assert not receiver.alive
+    assert isinstance(receiver.error, ValueError)
+    assert receiver.failed == 0
+    assert handler.given == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="no 3") as caught:  # noqa: PT012
+        if closed == "receiver":
+            receiver.close()
+        elif closed == "subscriber":
+            sub.close()
+        else:
+            with sub:
+                pass
+    assert caught.value is receiver.error
+    receiver.close()
+    sub.close()
+    assert confirmed(stream) == 3
+    assert next_of(stream) == [3, 4, 5]
+
+
+def test_stop_hands_the_record_over_as_often_as_it_is_told(stream: meteor.Stream) -> None:
+    fill(stream, 3)
+    handler = Handler(fails_for(1))
+    sub = stream.subscriber(group="g")
+    assert sub.attach_receiver(handler, tries=3).join(20)
+    with pytest.raises(ValueError, match="no 1"):
+        sub.close()
+    assert handler.given == [0, 1, 1, 1]
+
+
+def test_an_ungrouped_receiver_stops_too(stream: meteor.Stream) -> None:
+    fill(stream, 3)
+    sub = stream.subscriber(initial_offset="earliest")
+    receiver = sub.attach_receiver(fails_for(1))
+    assert receiver.join(20)
+    assert sub.position == 1
+    with pytest.raises(ValueError, match="no 1"):
+        sub.close()
+
+
+def test_an_error_that_comes_while_it_is_closed_is_raised(stream: meteor.Stream) -> None:
+    fill(stream, 3)
+    gate = Gate(1)
+
+    def work(record: meteor.Record) -> None:
+        gate(record)
+        fails_for(1)(record)
+
+    sub = stream.subscriber(group="g", auto_confirm=True)
+    sub.attach_receiver(work)
+    errors: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            sub.close(20)
+        except ValueError as error:
+            errors.append(error)
+
+    closing = threading.Thread(target=close)
+    with gate.hold():
+        closing.start()
+        eventually(lambda: sub._feed.halted)
+    closing.join(20)
+    assert [str(error) for error in errors] == ["no 1"]
+    assert confirmed(stream) == 1
+
+
+# Skip
+
+
+@pytest.mark.parametrize("group", [None, "g"])
+@pytest.mark.parametrize("tries", [None, 2])
+def test_skip_counts_and_goes_on(
+    stream: meteor.Stream, group: str | None, tries: int | None
+) -> None:
+    fill(stream, 6)
+    handler = Handler(fails_for(0, 3, 5))
+    auto = group is not None
+    with stream.subscriber(group=group, initial_offset="earliest", auto_confirm=auto) as sub:
+        receiver = sub.attach_receiver(handler, on_error="skip", tries=tries)
+        handler.wait_for(1, 2, 4)
+        eventually(lambda: receiver.failed == 3)
+        assert handler.given.count(3) == (tries or 1)
+        assert receiver.alive
+    assert receiver.error is None
+    if auto:
+        assert confirmed(stream) == 6
+
+
+def test_what_is_skipped_is_confirmed_if_all_before_it_is(stream: meteor.Stream) -> None:
+    fill(stream, 3)
+    with stream.subscriber(group="g") as sub:
+        receiver = sub.attach_receiver(fails_for(0, 2), on_error="skip")
+        eventually(lambda: receiver.failed == 2)
+    assert confirmed(stream) == 1, "the handler has not confirmed record 1"
+
+
+# Retry
+
+
+def test_retry_goes_on_until_it_works_and_waits_longer_each_time(stream: meteor.Stream) -> None:
+    fill(stream, 3)
+    times: list[float] = []
+
+    def work(record: meteor.Record) -> None:
+        if record.offset == 1:
+            times.append(time.monotonic())
+            if len(times) < 7:
+                raise ValueError("not yet")
+
+    handler = Handler(work)
+    with stream.subscriber(group="g", auto_confirm=True) as sub:
+        receiver = sub.attach_receiver(handler, on_error="retry")
+        handler.wait_for(0, 1, 2)
+        assert receiver.failed == 0
+    pauses = [after - before for before, after in pairwise(times)]
+    for number, pause in enumerate(pauses):
+        assert pause >= 0.05 * 2**number / 2
+    assert confirmed(stream) == 3
+
+
+def test_retry_keeps_the_lease_for_longer_than_a_poll_may_take(stream: meteor.Stream) -> None:
+    fill(stream, 3)
+    quick: dict[str, Any] = {"group": "g", "lease_ttl": 0.4, "max_poll_interval": 0.4}
+    started = time.monotonic()
+
+    def work(record: meteor.Record) -> None:
+        if time.monotonic() < started + 3:  # then the last pause was longer than 0.4 seconds
+            raise ValueError("not yet")
+
+    handler, waiting = Handler(work), Handler()
+    with stream.subscriber(**quick) as sub, stream.subscriber(**quick) as rival:
+        sub.attach_receiver(handler, on_error="retry")
+        term = eventually(lambda: sub.term)
+        rival.attach_receiver(waiting)
+        handler.wait_for(0, 1, 2)
+        assert sub.term == term
+        assert waiting.given == []
+
+
+def test_retry_with_a_number_stops_after_it(stream: meteor.Stream) -> None:
+    fill(stream, 3)
+    handler = Handler(fails_for(1))
+    sub = stream.subscriber(group="g")
+    assert sub.attach_receiver(handler, on_error="retry", tries=4).join(20)
+    with pytest.raises(ValueError, match="no 1"):
+        sub.close()
+    assert handler.given == [0, 1, 1, 1, 1]
+
+
+def test_closing_does_not_wait_for_the_next_try(
+    stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meteor_py.subscribe.receiver._BACKOFF_S", (600.0, 600.0))
+    fill(stream, 3)
+    handler = Handler(fails_for(1))
+    sub = stream.subscriber(group="g", lease_ttl=60, auto_confirm=True)
+    receiver = sub.attach_receiver(handler, on_error="retry")
+    eventually(lambda: handler.given.count(1) == 1)
+    sub.close(timeout=30)
+    assert receiver.error is None
+    assert is_free(stream)
+    assert confirmed(stream) == 1
+
+
+def test_a_record_whose_lease_is_lost_is_not_tried_again(
+    stream: meteor.Stream, dead: meteor.Stream
+) -> None:
+    fill(stream, 5)
+    handler = Handler(fails_for(1))
+    with stream.subscriber(group="g", lease_ttl=1, auto_confirm=True) as sub:
+        receiver = sub.attach_receiver(handler, on_error=dead, tries=1000)
+        eventually(lambda: handler.given.count(1) >= 3)
+        stream.seek_group("g", 4, force=True)
+        handler.wait_for(0, 4)
+        eventually(lambda: confirmed(stream) == 5)
+        tried = handler.given.count(1)
+        fill(stream, 1)
+        handler.wait_for(0, 4, 5)
+        assert handler.given.count(1) == tried
+        assert receiver.failed == 0
+    assert letters(dead) == []
+
+
+def test_a_handler_that_raises_lease_lost_is_called_again_but_not_in_a_hurry(
+    stream: meteor.Stream,
+) -> None:
+    fill(stream, 1)
+
+    def work(record: meteor.Record) -> None:
+        if len(handler.given) < 5:
+            raise meteor.LeaseLost("of another group", stream="other", group="other")
+
+    handler = Handler(work)
+    started = time.monotonic()
+    with stream.subscriber(group="g") as sub:
+        receiver = sub.attach_receiver(handler)
+        handler.wait_for(0)
+        assert receiver.alive
+    assert time.monotonic() - started >= 0.2
+
+
+# Dead letters
+
+
+def test_after_three_tries_a_record_becomes_a_dead_letter(
+    stream: meteor.Stream, dead: meteor.Stream
+) -> None:
+    with stream.publisher() as pub:
+        pub.publish(b"good")
+        pub.publish(b"bad", key=b"k", headers={"h": b"1"}, timestamp=1234)
+        pub.publish(b"good").result()
+    handler = Handler(fails_for(1))
+    with stream.subscriber(group="g", auto_confirm=True) as sub:
+        receiver = sub.attach_receiver(handler, on_error=dead)
+        handler.wait_for(0, 2)
+        assert receiver.failed == 1
+    assert handler.given == [0, 1, 1, 1, 2]
+    assert confirmed(stream) == 3
+    (letter,) = letters(dead)
+    assert (letter.value, letter.key, letter.timestamp) == (b"bad", b"k", 1234)
+    assert texts(letter) == {
+        "h": "1",
+        STREAM_HEADER: "s",
+        GROUP_HEADER: "g",
+        OFFSET_HEADER: "1",
+        REASON_HEADER: "ValueError: no 1",
+        TRIES_HEADER: "3",
+    }
+
+
+@pytest.mark.parametrize("first", ["confirmed", "open"])
+def test_a_dead_letter_is_confirmed_unless_something_before_it_is_open(
+    stream: meteor.Stream, dead: meteor.Stream, first: str
+) -> None:
+    fill(stream, 3)
+    with stream.subscriber(group="g") as sub:
+
+        def work(record: meteor.Record) -> None:
+            fails_for(1)(record)
+            if record.offset == 0 and first == "confirmed":
+                sub.confirm()
+
+        handler = Handler(work)
+        sub.attach_receiver(handler, on_error=dead, tries=1)
+        handler.wait_for(0, 2)
+    assert confirmed(stream) == (2 if first == "confirmed" else 0)
+    assert len(letters(dead)) == 1
+
+
+def test_every_record_of_a_stream_may_become_a_letter(
+    stream: meteor.Stream, dead: meteor.Stream
+) -> None:
+    fill(stream, 30)
+    with stream.subscriber(group="g") as sub:
+        receiver = sub.attach_receiver(fails_for(*range(30)), on_error=dead, tries=1)
+        eventually(lambda: receiver.failed == 30)
+    assert confirmed(stream) == 30
+    assert [letter.value for letter in letters(dead)] == [value(offset) for offset in range(30)]
+
+
+def test_without_a_group_the_letter_names_none(stream: meteor.Stream, dead: meteor.Stream) -> None:
+    fill(stream, 2)
+    with stream.subscriber(initial_offset="earliest") as sub:
+        handler = Handler(fails_for(0))
+        receiver = sub.attach_receiver(handler, on_error=dead, tries=1)
+        handler.wait_for(1)
+        assert receiver.failed == 1
+    (letter,) = letters(dead)
+    assert GROUP_HEADER not in texts(letter)
+
+
+_DIES = """
+import os, signal, sys
+import meteor_py as meteor
+from meteor_py.subscribe.receiver import Receiver
+
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def fail(record):
+    raise ValueError("in " + sys.argv[2])
+
+Receiver._confirm_failed = die
+client = meteor.connect(sys.argv[1])
+sub = client.stream("s").subscriber(group="g", lease_ttl=0.5)
+sub.attach_receiver(fail, on_error=client.stream("dead"), tries=2).join(60)
+"""
+
+
+def test_processes_killed_between_letter_and_confirm_leave_one_letter(
+    url: str, stream: meteor.Stream, dead: meteor.Stream
+) -> None:
+    fill(stream, 2)
+    for name in ("first", "second"):
+        dies(_DIES, url, name)
+        assert confirmed(stream) == 0
+        assert len(letters(dead)) == 1
+    handler = Handler(fails_for(0))
+    with stream.subscriber(group="g") as sub:
+        receiver = sub.attach_receiver(handler, on_error=dead)
+        handler.wait_for(1)
+        assert receiver.failed == 1
+        eventually(lambda: confirmed(stream) == 1)
+    (letter,) = letters(dead)
+    assert texts(letter)[REASON_HEADER] == "ValueError: in first"
+
+
+def test_a_graveyard_that_is_gone_ends_the_receiver_visibly(
+    stream: meteor.Stream, dead: meteor.Stream
+) -> None:
+    fill(stream, 2)
+    dead.delete()
+    sub = stream.subscriber(group="g")
+    receiver = sub.attach_receiver(fails_for(0), on_error=dead, tries=1)
+    assert receiver.join(20)
+    assert isinstance(receiver.error, meteor.StreamNotFound)
+    assert receiver.failed == 0
+    with pytest.raises(meteor.StreamNotFound):
+        sub.close()
+    assert next_of(stream) == [0, 1]
+
+
+def test_a_stream_is_not_its_own_graveyard(stream: meteor.Stream) -> None:
+    same = stream.client.stream("s")
+    with stream.subscriber() as sub, pytest.raises(ValueError, match="the stream itself"):
+        sub.attach_receiver(Handler(), on_error=same)
+
+
+# Values that cannot be decoded
+
+
+@pytest.fixture
+def torn(stream: meteor.Stream) -> meteor.Stream:
+    """A stream of JSON with bytes in the middle that are none."""
+    torn = stream.client.stream("torn", codec="json")
+    with torn.publisher(codec="bytes") as pub:
+        pub.publish_many([b"0", b"\xff{", b"2"]).result()
+    return torn
+
+
+def test_stop_at_a_value_that_cannot_be_decoded(torn: meteor.Stream) -> None:
+    handler = Handler()
+    with pytest.raises(meteor.DecodeError) as caught, torn.subscriber(group="g") as sub:
+        assert sub.attach_receiver(handler).join(20)
+    assert caught.value.record.value == b"\xff{"
+    assert handler.given == [0]
+
+
+def test_skip_a_value_that_cannot_be_decoded(torn: meteor.Stream) -> None:
+    handler = Handler()
+    with torn.subscriber(group="g", auto_confirm=True) as sub:
+        receiver = sub.attach_receiver(handler, on_error="skip")
+        handler.wait_for(0, 2)
+        assert receiver.failed == 1
+    assert confirmed(torn) == 3
+
+
+def test_a_value_that_cannot_be_decoded_is_a_letter_as_it_is(
+    torn: meteor.Stream, dead: meteor.Stream
+) -> None:
+    handler = Handler()
+    with torn.subscriber(group="g", auto_confirm=True) as sub:
+        sub.attach_receiver(handler, on_error=dead)
+        handler.wait_for(0, 2)
+    (letter,) = letters(dead)
+    assert letter.value == b"\xff{"
+    assert texts(letter)[REASON_HEADER].startswith("DecodeError: ")
+    assert texts(letter)[TRIES_HEADER] == "3"
+
+
+# The next member
+
+
+def test_a_receiver_that_has_ended_gives_its_group_up_at_once(stream: meteor.Stream) -> None:
+    fill(stream, 3)
+    sub = stream.subscriber(group="g", lease_ttl=60)
+    receiver = sub.attach_receiver(fails_for(1))
+    assert receiver.join(20)
+    assert next_of(stream) == [0, 1, 2]
+    assert owner(stream) is None
+    with pytest.raises(ValueError, match="no 1"):
+        sub.close()

@@ -1,0 +1,228 @@
+"""Services as the documents advise to write them: they end by SIGTERM, and count exactly once."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.support.members import GROUP, STREAM, Crew, Process
+from tests.support.waiting import eventually
+
+_PLACE = f"""
+STREAM, GROUP = {STREAM!r}, {GROUP!r}
+"""
+
+
+@pytest.fixture
+def crew(url: str) -> Iterator[Crew]:
+    with Crew(url, capacity=1_000_000) as crew:
+        yield crew
+
+
+# SIGTERM
+
+_BEGINS = (
+    _PLACE
+    + """
+import signal, sys
+import meteor_py as meteor
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+done = -1
+
+
+def handle(record):
+    global done
+    sub.confirm(record)
+    done = record.offset
+    if done in (0, 9):
+        print(done, flush=True)
+
+
+m = meteor.connect(sys.argv[1])
+sub = m.stream(STREAM, create=False).subscriber(group=GROUP, lease_ttl=60)
+"""
+)
+
+_LOOP = """
+for record in sub:
+    handle(record)
+"""
+_RECEIVER = "sub.attach_receiver(handle).join()"
+
+# How it ends, and says what it has done.
+_WITH = """
+try:
+    with m, sub:
+        {}
+finally:
+    print(done, flush=True)
+"""
+_BARE = """
+try:
+    if True:
+        {}
+finally:
+    print(done, flush=True)
+"""
+
+
+def service(crew: Crew, body: str, frame: str) -> Process:
+    return crew.program(_BEGINS + frame.format(body.strip().replace("\n", "\n        ")))
+
+
+BODIES = pytest.mark.parametrize("body", [_LOOP, _RECEIVER], ids=["loop", "receiver"])
+FRAMES = pytest.mark.parametrize("frame", [_WITH, _BARE], ids=["with", "bare"])
+
+
+def check_given_up(crew: Crew, program: Process, at_least: int) -> int:
+    """It has ended as it should; returns what is confirmed."""
+    assert program.wait() == 0
+    assert (crew.owner, crew.field("owner")) == (None, "")  # given up: the lease had a long life
+    assert [event.what for event in crew.events()] == ["assigned", "released"]
+    confirmed = crew.confirmed
+    assert confirmed is not None
+    # What was in its hands when the signal came may be confirmed too; a thread works on meanwhile.
+    assert confirmed >= at_least
+    return confirmed
+
+
+@BODIES
+@FRAMES
+def test_a_service_that_waits_gives_up_its_lease_at_sigterm_with_all_confirmed(
+    crew: Crew, body: str, frame: str
+) -> None:
+    crew.fill(10)
+    program = service(crew, body, frame)
+    assert [program.read(), program.read()] == ["0", "9"]
+    program.terminate()  # a moment after the last confirm: not sent yet, as a rule
+    program.read()
+    assert check_given_up(crew, program, 10) == 10
+    crew.fill(1)
+    with crew.subscriber() as sub:
+        assert list(sub.poll(5).offsets) == [10]
+
+
+@BODIES
+@FRAMES
+def test_a_service_at_work_gives_up_its_lease_at_sigterm_with_its_last_confirm(
+    crew: Crew, body: str, frame: str
+) -> None:
+    end = crew.fill(*[10_000] * 50)
+    program = service(crew, body, frame)
+    assert program.read() == "0"
+    eventually(lambda: (crew.confirmed or 0) > 1000)
+    program.terminate()
+    line = program.read()
+    if line == "9":
+        line = program.read()
+    confirmed = check_given_up(crew, program, int(line) + 1)
+    assert confirmed < end, "it was not at work any more"
+    with crew.subscriber() as sub:
+        assert sub.poll(5, max_records=1).first_offset == confirmed
+
+
+# Exactly once
+
+_COUNTS = (
+    _PLACE
+    + """
+import sqlite3, sys
+import meteor_py as meteor
+
+url, path, where, stop, end = sys.argv[1:]
+db = sqlite3.connect(path, timeout=30)
+begun = False
+
+
+def where_we_are(sub):
+    return db.execute("SELECT next FROM total").fetchone()[0]
+
+
+def add(batch):
+    row = (sum(batch.values()), batch.last_offset + 1, batch.first_offset)
+    with db:
+        changed = db.execute("UPDATE total SET amount = amount + ?1, next = ?2 " + where, row)
+    return changed.rowcount == 1
+
+
+def pause(place):
+    global begun
+    if place == stop and not begun:
+        begun = True
+        print(place, flush=True)
+        sys.stdin.readline()
+
+
+with meteor.connect(url) as m:
+    stream = m.stream("amounts", create=False)
+    with stream.subscriber(group=GROUP, lease_ttl=1, on_assigned=where_we_are) as sub:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        while where_we_are(sub) < int(end):
+            batch = sub.poll(max_records=10)
+            if batch:
+                pause("before")
+                changed = add(batch)
+                pause("after")
+                try:
+                    if changed:
+                        sub.confirm().result(30)
+                except meteor.LeaseLost:
+                    print("lost", flush=True)
+print("end", flush=True)
+"""
+)
+
+_GUARD = "WHERE next = ?3"
+#: The same number of parameters, and no guard.
+_NO_GUARD = "WHERE next >= 0 AND ?3 >= 0"
+
+TOTAL = sum(range(100))
+
+
+def count(crew: Crew, path: Path, guard: str, stop: str) -> tuple[int, int]:
+    """Sum up 100 amounts with two processes, of which the owner is stopped once, and too long."""
+    with closing(sqlite3.connect(path)) as db:
+        with db:
+            db.execute("CREATE TABLE total (amount INT, next INT)")
+            db.execute("INSERT INTO total VALUES (0, 0)")
+        stream = crew.client.stream("amounts", codec="json")
+        with stream.publisher() as pub:
+            for first in range(0, 100, 5):
+                pub.publish_many(list(range(first, first + 5))).result(10)
+        one = crew.program(_COUNTS, str(path), guard, stop, "100")
+        other = crew.program(_COUNTS, str(path), guard, "never", "60")
+        assert [one.read(), other.read()] == ["ready", "ready"]
+        one.write("go")
+        assert one.read() == stop
+        one.pause()
+        one.write("go")  # for when it is resumed
+        other.write("go")
+        assert other.read() == "end"
+        one.resume()
+        words = [one.read()]
+        while words[-1] != "end":
+            words.append(one.read())
+        # A member whose commit counts learns by its confirm that it was replaced; the others by 0.
+        assert ("lost" in words) is (stop == "after" or guard == _NO_GUARD)
+        amount, following = db.execute("SELECT amount, next FROM total").fetchone()
+        return amount, following
+
+
+@pytest.mark.parametrize("stop", ["before", "after"])
+def test_amounts_are_summed_once_though_the_owner_is_stopped_around_its_commit(
+    crew: Crew, tmp_path: Path, stop: str
+) -> None:
+    assert count(crew, tmp_path / "db", _GUARD, stop) == (TOTAL, 100)
+
+
+def test_without_a_look_at_the_offset_in_the_database_amounts_are_summed_twice(
+    crew: Crew, tmp_path: Path
+) -> None:
+    amount, _ = count(crew, tmp_path / "db", _NO_GUARD, "before")
+    assert amount > TOTAL, "the test above cannot fail"

@@ -1,0 +1,339 @@
+"""A stream with a store, and archivers: in this process, or in one that fails on cue.
+
+    with Depot(url, tmp_path) as depot:
+        end = depot.fill(1000)
+        depot.process(fault="kill before rename").wait()
+        depot.archiver()
+        depot.check(end)
+
+A fault says what a process does to itself, and when: "kill" (SIGKILL) or "stop" (SIGSTOP), "before"
+or "after", the name of a step of the commit and, from the second on, which of its calls. The steps
+are functions of the library, wrapped in that process alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import meteor_py as meteor
+from meteor_py.archive.archive_term import ArchiveTerm
+from meteor_py.redis import keys
+from meteor_py.store import segment_log
+from tests.support.members import ANSWER_S, STREAM, Crew, Process, Refused, answer, serve
+from tests.support.reading import check_values, value
+from tests.support.waiting import eventually
+
+#: A lease that a test waits out, and one that it cannot have waited out.
+SHORT_S = 0.4
+LONG_S = 60.0
+
+#: The steps of a commit that a fault can name, by the functions that take them.
+STEPS: dict[str, tuple[Any, str]] = {
+    "append": (meteor.ParquetStore, "append"),
+    "write": (segment_log, "write"),
+    "fsync": (os, "fsync"),
+    "rename": (os, "rename"),
+    "advance": (ArchiveTerm, "_advance"),
+}
+
+
+def _may_mount() -> bool:
+    """Root may, but not in every container."""
+    try:
+        tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=10)
+    except OSError:
+        return False  # there is no such program
+    return tried.returncode == 0
+
+
+needs_mounts = pytest.mark.skipif(not _may_mount(), reason="This user may not mount anything.")
+
+
+class Depot(Crew):
+    """A crew whose group is that of the archivers; it starts none by itself."""
+
+    def __init__(self, url: str, root: Path, **settings: Any) -> None:
+        defaults = {"capacity": 100, "archive": False}
+        super().__init__(url, keys.ARCHIVERS, store=root, **defaults | settings)
+        self.root = root
+
+    def open(self, **options: Any) -> None:
+        """Open the stream again; what is asked for afterwards is asked of this one."""
+        self.stream = self.client.stream(STREAM, **self._settings | options)
+
+    def archiver(self, **options: Any) -> meteor.Archiver:
+        """One in this process, started; it writes what it finds without waiting for more."""
+        settings = {"segment_age": 0.0, "lease_ttl": LONG_S} | options
+        archiver = self.stream.archiver(**settings)
+        self._stack.callback(archiver.close)
+        return archiver.start()
+
+    def archive(self) -> None:
+        """Archive all that there is, and end."""
+        with self.archiver():
+            self.stream.store.flush()
+
+    def process(self, fault: str = "", **options: Any) -> ArchiverProcess:
+        """One in a process of its own; ``_Child`` has options that are not the library's."""
+        process = ArchiverProcess(self.url, self.root, fault, **options)
+        self._stack.callback(process.close)
+        return process
+
+    def another_client(self) -> meteor.Client:
+        return self._stack.enter_context(meteor.connect(self.url))
+
+    # -- what there is -------------------------------------------------------------------------
+
+    def fields(self, *names: str) -> list[bytes | None]:
+        """Of the meta of the stream."""
+        found: Any = self.redis.hmget(keys.meta(STREAM), names)
+        return list(found)
+
+    @property
+    def archived(self) -> int:
+        return int(self.fields("archived")[0] or -1)
+
+    def wait_archived(self, offset: int, timeout_s: float = 20) -> None:
+        eventually(lambda: self.archived >= offset, timeout_s, f"{offset} was not archived")
+
+    def ring(self) -> list[int]:
+        """The first offset of each frame in the ring."""
+        found: Any = self.redis.xrange(keys.log(STREAM))
+        ids = [entry_id.decode().split("-") for entry_id, _ in found]
+        return [int(last) - int(count) + 1 for last, count in ids]
+
+    def files(self) -> list[str]:
+        """Whatever lies in the store, by its path in it."""
+        return files_in(self.root)
+
+    def segments(self) -> list[str]:
+        """The names of all segments that can be seen."""
+        names = (name.rpartition("/")[2] for name in self.files())
+        return sorted(name for name in names if name.endswith(".parquet"))
+
+    def stored(self) -> list[int]:
+        """The offsets in the files that count, whose values are checked."""
+        offsets: list[int] = []
+        for path in self.stream.store.files():
+            table = pq.ParquetFile(path).read()
+            part = table.column("offset").to_pylist()
+            assert table.column("value").to_pylist() == [value(offset) for offset in part]
+            offsets += part
+        return offsets
+
+    def read(self) -> list[int]:
+        return offsets_of(self.stream)
+
+    def harm(self) -> list[meteor.Flaw]:
+        return harm_of(self.stream)
+
+    def check(self, end: int) -> None:
+        """Archive all that there is; then each record is in the store once, and read once."""
+        assert self.stream.store.flush() == end
+        assert self.read() == self.stored() == list(range(end))
+        assert self.harm() == []
+        assert self.ring()[0] >= end - 2 * self.stream.config.capacity
+
+
+def offsets_of(stream: meteor.Stream) -> list[int]:
+    """The offsets of all records, whose values are checked."""
+    return [offset for batch in stream.read() for offset in check_values(batch)]
+
+
+def harm_of(stream: meteor.Stream) -> list[meteor.Flaw]:
+    """What is wrong with a store, but for what does no harm."""
+    return [flaw for flaw in stream.store.verify() if not flaw.harmless]
+
+
+def files_in(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def archiver_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith("meteor-archiver")]
+
+
+class ArchiverProcess(Process):
+    """One archiver, started at once."""
+
+    def __init__(self, url: str, root: Path, fault: str, **options: Any) -> None:
+        orders = {"url": url, "root": str(root), "fault": fault} | options
+        super().__init__("-m", "tests.support.archiving", json.dumps(orders))
+        self._ready = False
+
+    def ready(self) -> None:
+        """Wait until it archives.
+
+        Raises:
+            Refused: The library did not let it.
+        """
+        if not self._ready:
+            self._ready = True
+            self._answer()
+
+    def ask(self, command: str, /, *args: Any) -> Any:
+        """Have something done, and return the answer.
+
+        Raises:
+            Refused: The library raised.
+        """
+        self.ready()
+        self.write(json.dumps([command, *args]))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        answer = json.loads(self.read())
+        if "error" in answer:
+            raise Refused(answer["error"], answer["text"])
+        return answer["value"]
+
+    def wait_killed(self) -> None:
+        """Wait until it has killed itself."""
+        assert self.wait() == -signal.SIGKILL
+
+    def wait_stopped(self) -> None:
+        """Wait until it has stopped itself."""
+        self._process.wait_stopped(ANSWER_S)
+
+
+# The child process
+
+
+class _Child:
+    """What a process does when it is told so: one method for each command.
+
+    Args:
+        bind: Directories to mount over others, as seen by this process: it is another host.
+        background: Let the client archive by itself, as it does for who opens the stream.
+        archiver: The settings of the archiver.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        root: str,
+        fault: str,
+        bind: dict[str, str] | None = None,
+        background: bool = False,
+        **archiver: Any,
+    ) -> None:
+        for place, other in (bind or {}).items():
+            self.mount(other, place)
+        self.refusals: list[str] = []  # of the commit
+        self._note_refusals()
+        if fault:
+            plant(fault)
+        self.client = meteor.connect(url)
+        self.archiver: meteor.Archiver | None = None
+        self.stream = self.client.stream(STREAM, store=root, archive=background)
+        if not background:
+            settings = {"segment_age": 0.0, "lease_ttl": SHORT_S} | archiver
+            self.archiver = self.stream.archiver(**settings).start()
+
+    def _note_refusals(self) -> None:
+        advance = ArchiveTerm._advance
+
+        def noting(duty: ArchiveTerm, to: int) -> None:
+            try:
+                advance(duty, to)
+            except Exception as error:
+                self.refusals.append(type(error).__name__)
+                raise
+
+        setattr(ArchiveTerm, "_advance", noting)  # noqa: B010 - mypy does not like the other way
+
+    def refused(self) -> list[str]:
+        return self.refusals
+
+    def error(self) -> str | None:
+        """What went wrong last, by its kind."""
+        assert self.archiver is not None
+        return type(self.archiver.error).__name__ if self.archiver.error else None
+
+    def alive(self) -> bool:
+        return bool(archiver_threads())
+
+    def mount(self, directory: str, place: str) -> None:
+        """Let another directory be in a place, for this process alone."""
+        subprocess.run(["mount", "--bind", directory, place], check=True, timeout=ANSWER_S)
+
+    def read(self) -> list[int]:
+        return offsets_of(self.stream)
+
+    def close(self) -> None:
+        self.client.close()
+        if self.archiver is not None:
+            self.archiver.close()
+
+    def fork(self) -> list[str]:
+        """Fork, and have the child end as a program does; the archivers in it, and its code."""
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            os.write(writing, "".join(each.name for each in archiver_threads()).encode())
+            self.client.close()
+            raise SystemExit(0)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            names = pipe.read()
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return [names, str(code)]
+
+
+def plant(fault: str) -> None:
+    """Let this process fail as described."""
+    what, when, step, number = (*fault.split(), "1")[:4]
+    owner, name = STEPS[step]
+    taken: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def fail(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        due = calls == int(number)
+        if due and when == "before":
+            _fail(what)
+        result = taken(*args, **options)
+        if due and when == "after":
+            _fail(what)
+        return result
+
+    setattr(owner, name, fail)
+
+
+def _fail(what: str) -> None:
+    # To this thread: another would stop in its place first, and this one go on for a moment.
+    how = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what]
+    signal.pthread_kill(threading.get_ident(), how)
+
+
+def main() -> None:
+    orders = json.loads(sys.argv[1])
+    if "bind" in orders and "unshared" not in sys.argv:  # mounts of our own, from the beginning
+        program = [sys.executable, "-m", "tests.support.archiving", sys.argv[1], "unshared"]
+        os.execvp("unshare", ["unshare", "--mount", *program])
+    logging.basicConfig(level=logging.INFO)  # to be seen when a test fails
+    try:
+        child = _Child(**orders)
+    except Exception as error:
+        answer({"error": type(error).__name__, "text": str(error)})
+        return
+    answer({"value": None})
+    serve(child)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The ``meteor`` command as a process, the way somebody at a shell runs it, but warm."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from tests.support.warm import Warm, run
+
+METEOR = Path(sys.executable).parent / "meteor"
+#: Seconds after which a command hangs; generous, for a loaded machine.
+PATIENCE_S = 60.0
+
+
+class Done(NamedTuple):
+    """What a command has left."""
+
+    code: int
+    out: bytes
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out.decode()
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    @property
+    def objects(self) -> list[Any]:
+        """What ``--json`` printed."""
+        return [msgspec.json.decode(line) for line in self.out.splitlines()]
+
+
+def environment(url: str | None, others: Mapping[str, str] | None = None) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if name != "METEOR_URL"}
+    return clean | ({"METEOR_URL": url} if url else {}) | dict(others or {})
+
+
+def meteor(
+    url: str | None,
+    *arguments: str,
+    given: bytes = b"",
+    environ: Mapping[str, str] | None = None,
+    patience_s: float = PATIENCE_S,
+    warm: bool = True,
+) -> Done:
+    """Run a command to its end; it finds the server by $METEOR_URL."""
+    command = [str(METEOR), *arguments]
+    env = environment(url, environ)
+    if warm:
+        done = run(command, input=given, timeout=patience_s, env=env)
+    else:
+        done = subprocess.run(
+            command, input=given, timeout=patience_s, env=env, capture_output=True, check=False
+        )
+    return Done(done.returncode, done.stdout, done.stderr.decode())
+
+
+def succeed(url: str | None, *arguments: str, given: bytes = b"") -> Done:
+    """The same, for a command that must succeed."""
+    done = meteor(url, *arguments, given=given)
+    assert done.code == 0, done
+    return done
+
+
+class Running:
+    """A command at work, with pipes at its ends."""
+
+    def __init__(self, url: str | None, *arguments: str) -> None:
+        self.process = Warm(
+            [METEOR, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment(url),
+        )
+        self._seen = {"stdout": b"", "stderr": b""}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def write(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+        self.process.stdin.flush()
+
+    def line(self, source: str = "stdout") -> str:
+        """The next line that it prints."""
+        pipe = getattr(self.process, source)
+        deadline = time.monotonic() + PATIENCE_S
+        while b"\n" not in self._seen[source]:
+            ready, _, _ = select.select([pipe], [], [], max(deadline - time.monotonic(), 0.0))
+            assert ready, f"nothing came on {source}: {self._seen}"
+            data = os.read(pipe.fileno(), 65536)
+            assert data, f"{source} was closed: {self._seen}"
+            self._seen[source] += data
+        line, _, self._seen[source] = self._seen[source].partition(b"\n")
+        return line.decode()
+
+    def end(self, how: signal.Signals | None = None) -> Done:
+        """Send a signal, or close its input; and wait for the end."""
+        if how is not None:
+            self.process.send_signal(how)
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        err = self._seen["stderr"] + err
+        return Done(self.process.wait(), self._seen["stdout"] + out, err.decode())

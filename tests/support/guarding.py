@@ -1,0 +1,57 @@
+"""A server with the roles of docs/acl.md, for the tests of what each may do.
+
+with connect(guarded, "subscriber") as m, pytest.raises(meteor.AccessDenied):
+    m.stream("orders", create=False).configure(capacity=1)
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import meteor_py as meteor
+from tests.conftest import ServerFactory
+from tests.support.reading import everything
+from tests.support.servers import Server
+
+PAGE = Path(__file__).parents[2] / "docs" / "acl.md"
+
+
+def roles() -> dict[str, list[str]]:
+    """The rules of each role in the page."""
+    block = re.search(r"```acl\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert block is not None
+    lines = [line.split() for line in block[1].splitlines()]
+    return {words[1]: words[2:] for words in lines}
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def guarded(request: pytest.FixtureRequest, private_server: ServerFactory) -> Server:
+    """A server with these roles, a stream that the admin made, and the scripts loaded."""
+    server = private_server(kind=request.param)
+    with server.client() as client:
+        for name, rules in roles().items():
+            if name != "default":  # left on, for the tests' own client
+                client.execute_command("ACL", "SETUSER", name, "reset", *rules)
+    with connect(server, "admin") as admin:
+        admin.stream("orders", capacity=100)
+        admin.stream("other")
+    with connect(server, "loader") as loader:
+        loader.load_scripts()
+    return server
+
+
+def connect(server: Server, role: str) -> meteor.Client:
+    return meteor.connect(f"redis://{role}:{role}-password@127.0.0.1:{server.port}")
+
+
+def fill(server: Server, records: int) -> None:
+    with connect(server, "publisher") as m, m.stream("orders", create=False).publisher() as pub:
+        pub.publish_many([b"x"] * records).result()
+
+
+def contents(server: Server) -> dict[bytes, tuple[object, ...]]:
+    with server.client() as plain:
+        return everything(plain)

@@ -1,0 +1,128 @@
+"""Handles of one peer group, each on a client of its own, as in processes of their own.
+
+    with Post(url) as post:
+        group, other = post.group(), post.group()
+        me = other.join("me")
+        ...
+
+`Record` is a handler that notes what it gets, and `Gate` one that waits until it is let go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any, Self
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.peers.group import PeerGroup
+from meteor_py.peers.messaging.message import Message
+from tests.support.waiting import eventually
+
+NAME = "workers"
+#: Seconds for what is to happen: only a failing test waits for so long.
+SOON_S = 20.0
+VERBS = ("tell", "send", "ask")
+
+
+class Post:
+    """Opens handles, and closes them at the end."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def group(self, url: str | None = None, **settings: Any) -> PeerGroup:
+        client = self._stack.enter_context(meteor.connect(url or self.url))
+        return self._stack.enter_context(client.peer_group(NAME, **settings))
+
+
+@pytest.fixture
+def post(url: str) -> Iterator[Post]:
+    with Post(url) as post:
+        yield post
+
+
+def say(group: PeerGroup, to: str, verb: str, *args: Any, **options: Any) -> Future[Any]:
+    target = group.member("a") if to == "member" else getattr(group, to)
+    future: Future[Any] = getattr(target, verb)(*args, **options)
+    return future
+
+
+class Record:
+    """A handler that notes the messages, and answers with what ``answer`` makes of them."""
+
+    def __init__(self, answer: Callable[[Message], Any] = lambda message: None) -> None:
+        self.messages: list[Message] = []
+        self._answer = answer
+
+    def __call__(self, message: Message) -> Any:
+        self.messages.append(message)
+        return self._answer(message)
+
+    @property
+    def bodies(self) -> list[Any]:
+        return [message.body for message in self.messages]
+
+    def wait_for(self, count: int) -> list[Message]:
+        eventually(lambda: len(self.messages) >= count, SOON_S, f"not {count} messages came")
+        return self.messages
+
+
+class Gate(Record):
+    """One that is in the middle of its work until it is let go."""
+
+    def __init__(self, answer: Callable[[Message], Any] = lambda message: None) -> None:
+        super().__init__(answer)
+        self.entered = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self, message: Message) -> Any:
+        self.entered.set()
+        self.open.wait(SOON_S)
+        return super().__call__(message)
+
+    def wait_until_entered(self) -> None:
+        assert self.entered.wait(SOON_S), "no message came"
+
+
+def abandon(group: PeerGroup) -> None:
+    """As if its process had died: its members are heard of no more, and take no more messages."""
+    for membership in group.memberships():
+        membership.end_inbox()
+    group._heart.end()
+
+
+def failure(future: Future[Any]) -> BaseException:
+    """The error of a future, which must have one."""
+    error = future.exception(SOON_S)
+    assert error is not None, "it did not fail"
+    return error
+
+
+def result(future: Future[Any]) -> Any:
+    return future.result(SOON_S)
+
+
+def inbox_length(group: PeerGroup, member: str) -> int:
+    return int(group.books.client.call("XLEN", group.books.key(f"inbox:{member}")))
+
+
+def wait_until_expired(group: PeerGroup, member: str) -> None:
+    """Return when the first message in an inbox is over, for this handle too."""
+    (first,) = group.books.client.call(
+        "XRANGE", group.books.key(f"inbox:{member}"), "-", "+", "COUNT", 1
+    )
+    fields = dict(zip(first[1][::2], first[1][1::2], strict=True))
+    until = int(fields[b"until"]) / 1000
+    eventually(lambda: group.now() - group.clock.error_bound > until, SOON_S)

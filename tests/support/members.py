@@ -1,0 +1,449 @@
+"""Members of a group in processes of their own, and a look at the group from outside.
+
+    with Crew(url) as crew:
+        crew.fill(3)
+        first, second = crew.members(2, lease_ttl=0.5)
+        assert first.poll() == [0, 1, 2]
+        first.kill()
+        assert second.poll(10) == [0, 1, 2]
+
+A `Member` is a child process with one subscriber. It does what it is told, one thing after the
+other, and answers; every answer is waited for with a deadline. It ends with the test, however that
+comes about.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Self
+
+import redis
+
+import meteor_py as meteor
+from meteor_py.redis import keys
+from meteor_py.testing.watchdog import Watchdog
+from tests.support.reading import check_values, fill
+from tests.support.warm import Warm
+
+STREAM = "orders"
+GROUP = "billing"
+
+#: Seconds for an answer, besides what the command itself may take: only a failing test waits.
+ANSWER_S = 30.0
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Refused(Exception):
+    """A member was told to do something, and the library raised ``kind``."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+class State(NamedTuple):
+    """What a member says of itself."""
+
+    assigned: bool
+    term: int | None
+    position: int
+    confirmed: int
+
+
+class Process:
+    """A child process that is talked to by lines. It ends with the test at the latest."""
+
+    def __init__(self, *args: str) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="meteor-member-"))
+        self._log = self._directory / "log"
+        with self._log.open("wb") as log:
+            self._process = Warm(
+                args,
+                cwd=_ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # a Ctrl-C is for the tests
+            )
+        self._watchdog = Watchdog(self._directory)
+        self._watchdog.guard(self._process.pid)
+        self._received = b""
+
+    def write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+
+    def read(self, within_s: float = ANSWER_S) -> str:
+        """The next line that it prints."""
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + within_s
+        while b"\n" not in self._received:
+            left = max(deadline - time.monotonic(), 0.0)
+            if not select.select([self._process.stdout], [], [], left)[0]:
+                raise AssertionError(f"No answer within {within_s:g} s; its log: {self._words()}")
+            part = self._process.stdout.read(65_536)
+            if not part:
+                raise AssertionError(f"The member has ended; its log: {self._words()}")
+            self._received += part
+        line, self._received = self._received.split(b"\n", 1)
+        return line.decode()
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is dead."""
+        self._process.kill()
+        self._process.wait(ANSWER_S)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._process.terminate()
+
+    def pause(self) -> None:
+        """SIGSTOP, in force when this returns."""
+        self._process.pause(ANSWER_S)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def wait(self) -> int:
+        """Wait for its end, and return the code of its exit."""
+        return self._process.wait(ANSWER_S)
+
+    def close(self) -> None:
+        """Kill it if it still runs. Twice is fine."""
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._watchdog.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _words(self) -> str:
+        return self._log.read_text(errors="replace")[-3000:]
+
+
+class Member(Process):
+    """One subscriber, started at once; the first command waits until it is ready."""
+
+    def __init__(self, url: str, stream: str, group: str, **options: Any) -> None:
+        orders = {"url": url, "stream": stream, "group": group, "options": options}
+        super().__init__("-m", "tests.support.members", json.dumps(orders))
+        self._name: str | None = None
+        self._unanswered = 0
+
+    @property
+    def name(self) -> str:
+        """Its name as the owner of a lease; waits until it is ready."""
+        if self._name is None:
+            self._name = json.loads(self.read())["value"]
+        return self._name
+
+    def ask(self, command: str, /, *args: Any, within_s: float = ANSWER_S) -> Any:
+        """Have something done, and return the answer.
+
+        Raises:
+            Refused: The library raised.
+        """
+        self.tell(command, *args)
+        return self.answer(within_s)
+
+    def tell(self, command: str, /, *args: Any) -> None:
+        """The same without waiting: ``answer`` gets the answer."""
+        assert self.name
+        assert not self._unanswered, "it does one thing after the other"
+        self.write(json.dumps([command, *args]))
+        self._unanswered += 1
+
+    def answer(self, within_s: float = ANSWER_S) -> Any:
+        answer = json.loads(self.read(within_s))
+        self._unanswered -= 1
+        if "error" in answer:
+            raise Refused(answer["error"], answer["text"])
+        return answer["value"]
+
+    def poll(self, timeout: float = 5.0, max_records: int = 10_000) -> list[int]:
+        """The offsets of the batch, whose values it has checked."""
+        offsets: list[int] = self.ask("poll", timeout, max_records, within_s=timeout + ANSWER_S)
+        return offsets
+
+    def step(self, number: int = 1) -> list[int]:
+        """The offsets of so many turns of its loop, which goes on where it was."""
+        offsets: list[int] = self.ask("step", number)
+        return offsets
+
+    def confirm(self, offset: int | None = None) -> int:
+        """What the Ack says."""
+        confirmed: int = self.ask("confirm", offset)
+        return confirmed
+
+    @property
+    def state(self) -> State:
+        return State(*self.ask("state"))
+
+
+class Event(NamedTuple):
+    """A change of the group, at a time of the server's clock."""
+
+    ms: int
+    what: str
+    member: str
+    term: int
+
+
+class Crew:
+    """A stream, its one group, and who reads for it; closes whatever it opened."""
+
+    def __init__(self, url: str, group: str = GROUP, **settings: Any) -> None:
+        self.url = url
+        self.group = group
+        self._settings = settings
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.client = self._stack.enter_context(meteor.connect(self.url))
+        self.stream = self.client.stream(STREAM, **self._settings)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def redis(self) -> redis.Redis:
+        return self.client.redis
+
+    # -- who reads -----------------------------------------------------------------------------
+
+    def member(self, *, url: str = "", group: str = "", **options: Any) -> Member:
+        """One in a process of its own."""
+        member = Member(url or self.url, STREAM, group or self.group, **options)
+        self._stack.callback(member.close)
+        return member
+
+    def members(self, number: int, **options: Any) -> list[Member]:
+        """Several, started at once and ready."""
+        members = [self.member(**options) for _ in range(number)]
+        assert len({member.name for member in members}) == number
+        return members
+
+    def program(self, text: str, *args: str) -> Process:
+        """A program in a process of its own, whose first argument is the address."""
+        process = Process("-c", text, self.url, *args)
+        self._stack.callback(process.close)
+        return process
+
+    def subscriber(self, **options: Any) -> meteor.Subscriber:
+        """One in this process."""
+        settings: dict[str, Any] = {"group": self.group} | options
+        subscriber = self.stream.subscriber(**settings)
+        self._stack.callback(discard, subscriber)
+        return subscriber
+
+    def fill(self, *sizes: int) -> int:
+        """Append frames of so many records each; return the next offset."""
+        return fill(self.stream, *sizes)
+
+    # -- the group as the server sees it -------------------------------------------------------
+
+    def field(self, name: str) -> str | None:
+        found: Any = self.redis.hget(keys.group(STREAM, self.group), name)
+        return None if found is None else found.decode()
+
+    def set_fields(self, **fields: str | int) -> None:
+        self.redis.hset(keys.group(STREAM, self.group), mapping=fields)  # type: ignore[arg-type]
+
+    @property
+    def confirmed(self) -> int | None:
+        """None if nothing was ever confirmed."""
+        found = self.field("confirmed")
+        return None if found is None else int(found)
+
+    @property
+    def owner(self) -> str | None:
+        """Who holds the lease."""
+        found: Any = self.redis.get(keys.lease(STREAM, self.group))
+        return None if found is None else found.decode().partition(" ")[0]
+
+    @property
+    def lease_left_ms(self) -> int:
+        """What is left of the lease: -2 if nobody has it."""
+        left: Any = self.redis.pttl(keys.lease(STREAM, self.group))
+        return int(left)
+
+    def take_away(self, member: str = "somebody") -> None:
+        """Give the lease to somebody else, behind the back of all: as if another had won it."""
+        term = int(self.field("term") or 0) + 1
+        self.set_fields(term=term, owner=member, nonce="a nonce of his own")
+        self.redis.set(keys.lease(STREAM, self.group), f"{member} {term}")
+
+    def server_ms(self) -> int:
+        seconds, micros = self.redis.time()
+        return int(seconds * 1000 + micros // 1000)
+
+    def events(self, *what: str) -> list[Event]:
+        """What happened to this group, or only events of these kinds."""
+        found: Any = self.redis.xrange(keys.events(STREAM))
+        events: list[Event] = []
+        for entry_id, raw in found:
+            fields = {key.decode(): value.decode() for key, value in raw.items()}
+            if fields["group"] == self.group and (not what or fields["event"] in what):
+                ms = int(entry_id.split(b"-")[0])
+                member, term = fields.get("member", ""), int(fields.get("term", 0))
+                events.append(Event(ms, fields["event"], member, term))
+        return events
+
+
+def discard(subscriber: meteor.Subscriber) -> None:
+    """Close a subscriber whose confirms are of no interest any more."""
+    try:
+        subscriber.close()
+    except meteor.MeteorError:
+        pass
+
+
+# The child process
+
+
+class _Child:
+    """What a member does when it is told so: one method for each command."""
+
+    def __init__(self, url: str, stream: str, group: str, options: dict[str, Any]) -> None:
+        self.client = meteor.connect(url)
+        self.stream = self.client.stream(stream, create=False)
+        self.subscriber = self.stream.subscriber(group=group, **options)
+        self.loop: Iterator[meteor.Record] | None = None
+
+    def poll(self, timeout: float, max_records: int) -> list[int]:
+        return check_values(self.subscriber.poll(timeout, max_records))
+
+    def confirm(self, offset: int | None) -> int:
+        return self.subscriber.confirm(offset).result(ANSWER_S)
+
+    def confirm_and_close(self) -> None:
+        self.subscriber.confirm()
+        self.subscriber.close()
+
+    def state(self) -> State:
+        sub = self.subscriber
+        return State(sub.is_assigned, sub.term, sub.position, sub.confirmed)
+
+    def take(self, number: int, pause_s: float) -> list[int]:
+        """Iterate over so many records, confirming each after a while of work."""
+        offsets: list[int] = []
+        for record in self.subscriber:
+            time.sleep(pause_s)
+            self.subscriber.confirm()
+            offsets.append(record.offset)
+            if len(offsets) == number:
+                return offsets
+        raise RuntimeError("The records came to an end.")
+
+    def step(self, number: int) -> list[int]:
+        """Some turns of a loop, which ends only by an error."""
+        loop = self.loop or iter(self.subscriber)
+        self.loop = None
+        offsets = [next(loop).offset for _ in range(number)]
+        self.loop = loop
+        return offsets
+
+    def receive(self, fails: int) -> str:
+        """Have a receiver work until its handler raises; return what it says of that."""
+
+        def handle(record: meteor.Record) -> None:
+            if record.offset == fails:
+                raise ValueError(f"no {fails}")
+
+        receiver = self.subscriber.attach_receiver(handle)
+        receiver.join()
+        return repr(receiver.error)
+
+    def hang(self, seconds: float) -> None:
+        """Do not poll: the work of a slow or stuck application."""
+        time.sleep(seconds)
+
+    def close(self) -> None:
+        self.subscriber.close()
+
+    def deactivate(self) -> None:
+        self.subscriber.deactivate()
+
+    def reactivate(self) -> None:
+        self.subscriber.reactivate()
+
+    def close_client(self) -> None:
+        self.client.close()
+
+    def drop(self) -> None:
+        """Forget the subscriber without closing it."""
+        del self.subscriber
+        gc.collect()
+
+    def leave(self) -> NoReturn:
+        """End as a program does that closes nothing."""
+        raise SystemExit(0)
+
+    def leave_with_confirm(self) -> NoReturn:
+        self.subscriber.confirm()
+        raise SystemExit(0)
+
+    def fork(self) -> list[str]:
+        """Fork, and have the child try everything and end as a program does; what it was told."""
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            sub = self.subscriber
+            tries = (sub.poll, sub.confirm, sub.deactivate, sub.reactivate, lambda: sub.term)
+            told = "".join(f"{_error_of(each)}\n" for each in tries)
+            os.write(writing, told.encode())
+            sub.close()
+            raise SystemExit(0)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            told = pipe.read()
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return [*told.split(), str(code)]
+
+
+def _error_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return "none"
+
+
+def main() -> None:
+    child = _Child(**json.loads(sys.argv[1]))
+    answer({"value": child.subscriber.member})
+    serve(child)
+
+
+def serve(child: object) -> None:
+    """Do what each line says, and answer, until there are no more."""
+    for line in sys.stdin:
+        command, *args = json.loads(line)
+        try:
+            answer({"value": getattr(child, command)(*args)})
+        except Exception as error:
+            answer({"error": type(error).__name__, "text": str(error)})
+
+
+def answer(words: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(words) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A Parquet store with three segments of three row groups, for tests that look into its folder."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+
+from meteor_py.errors import CorruptSegment
+from meteor_py.records.record import ARROW_SCHEMA
+from meteor_py.store import maintenance
+from meteor_py.store.parquet import ParquetStore
+from meteor_py.testing.store_contract import LIFE, records
+
+#: Where the segments begin, and the last one ends.
+EDGES = (0, 40, 80, 120)
+END = EDGES[-1]
+#: The records of a row group, for `segmentfile.GROUP_RECORDS`.
+GROUP = 16
+
+
+def claimed(root: Path) -> ParquetStore:
+    store = ParquetStore(root, "s")
+    store.claim("id")
+    return store
+
+
+def filled(root: Path) -> ParquetStore:
+    store = claimed(root)
+    for first, stop in pairwise(EDGES):
+        store.append(LIFE, 1, records(first, stop))
+    return store
+
+
+def names(root: Path) -> set[str]:
+    """What lies in the folder, whether it counts or not."""
+    return set(os.listdir(root / "s" / LIFE))
+
+
+def paths(store: ParquetStore, stop: int = END) -> list[Path]:
+    return [Path(file) for file in store.files(LIFE, 0, stop)]
+
+
+def flaws(store: ParquetStore, start: int = 0, stop: int = END) -> list[tuple[str, int, int]]:
+    return [(flaw.kind, flaw.first, flaw.last) for flaw in store.verify(LIFE, start, stop)]
+
+
+def make_old(path: Path, seconds: float = maintenance.GRACE_S + 60) -> None:
+    then = path.stat().st_mtime - seconds
+    os.utime(path, (then, then))
+
+
+def readable(store: ParquetStore, start: int = 0, stop: int = END) -> set[int]:
+    """The offsets that can be read, each of them right; damage is passed over as users do."""
+    found: set[int] = set()
+    while start < stop:
+        try:
+            for batch in store.read(LIFE, start, stop):
+                at = start + len(batch)
+                assert pa.Table.from_batches([batch], ARROW_SCHEMA).equals(records(start, at))
+                found.update(range(start, at))
+                start = at
+        except CorruptSegment as error:
+            damaged = range(error.first, error.last + 1)
+            start = damaged.stop if start in damaged else stop + 1
+    assert start == stop, "damage is named that is elsewhere"
+    return found
+
+
+def everything_said(error: BaseException) -> str:
+    """All that may come into a log: the messages of the causes, too."""
+    return "".join(traceback.format_exception(error, chain=True)) + repr(error)

@@ -1,0 +1,364 @@
+"""Processes that take part in peer groups: in several of them, with several members, as one
+who looks on, or coming and going under load.
+
+    with Nodes(url) as nodes:
+        one, two = nodes.start(2, "workers", ttl=60)
+        member = one.ask("join", "workers")
+        two.ask("watch", "workers")
+
+What happened comes back as plain lists: the tests compare it with what others saw.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import count
+from typing import Any, Self
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.errors import MembershipLost, MeteorError
+from meteor_py.peers.event import Event
+from meteor_py.peers.group import PeerGroup
+from meteor_py.peers.leadership import Term
+from meteor_py.peers.membership import Membership
+from meteor_py.peers.messaging.message import Message
+from meteor_py.peers.messaging.replies import Replies
+from tests.support.mailing import SOON_S
+from tests.support.members import Process, answer, serve
+from tests.support.peering import Peer, step_clocks
+
+#: The queue that every member has a handler for, and the one whose messages it also answers by one
+#: of its own, to the sender.
+BOX = "box"
+QUESTIONS = "questions"
+#: Seconds that a question may take. Nobody is to need them.
+PATIENCE_S = 30.0
+#: Whom questions under load are for.
+TARGETS = ("leader", "any", "all", "member")
+#: Seconds for the answer to a command that takes its time: only a failing test waits so long.
+STORM_S = 90.0
+#: Questions of one process that are open at a time.
+_OPEN = 8
+
+
+class Node(Peer):
+    """One process. The first command waits until it is ready."""
+
+    def __init__(self, url: str, *, stepped: bool = False) -> None:
+        orders = {"url": url, "stepped": stepped}
+        Process.__init__(self, "-m", "tests.support.peer_nodes", json.dumps(orders))
+        self._ready = False
+
+    def tell(self, command: str, /, *args: Any) -> None:
+        if not self._ready:
+            assert json.loads(self.read())["value"] == "ready"
+            self._ready = True
+        super().tell(command, *args)
+
+
+class Nodes:
+    """Starts processes, several at once, and ends them."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(
+        self, number: int, group: str = "", *, stepped: bool = False, **settings: Any
+    ) -> list[Node]:
+        """Some that have opened a group.
+
+        Args:
+            stepped: Their scripts add the key ``step`` of a group to the clock, as after
+                ``step_clocks`` here.
+        """
+        nodes = [Node(self._url, stepped=stepped) for _ in range(number)]
+        for node in nodes:
+            self._stack.callback(node.close)
+        if group:
+            ask_all(nodes, "open", group, settings)
+        return nodes
+
+
+@pytest.fixture
+def nodes(url: str) -> Iterator[Nodes]:
+    with Nodes(url) as nodes:
+        yield nodes
+
+
+def ask_all(
+    nodes: list[Node], command: str, *args: Any, each: list[Any] | None = None
+) -> list[Any]:
+    """Have all do the same at once; their answers.
+
+    Args:
+        each: One more argument, another for each of them.
+    """
+    for number, node in enumerate(nodes):
+        node.tell(command, *args, *([] if each is None else [each[number]]))
+    return [node.answer(STORM_S) for node in nodes]
+
+
+def plain(event: Event) -> dict[str, Any]:
+    """An event as it can be compared over processes."""
+    found = asdict(event)
+    found["fields"] = {name: value.decode() for name, value in event.fields.items()}
+    return found
+
+
+# The child process
+
+
+class _Child:
+    """What a process does when it is told so: one method for each command."""
+
+    def __init__(self, url: str, *, stepped: bool) -> None:
+        if stepped:
+            step_clocks(pytest.MonkeyPatch())  # for as long as the process lives
+        self.client = meteor.connect(url)
+        self.groups: dict[str, PeerGroup] = {}
+        self.mine: dict[str, Membership] = {}
+        self.seen: list[Event] = []
+        self.got: list[dict[str, Any]] = []
+        #: The ids of members that have left, and what they got afterwards.
+        self.gone: set[str] = set()
+        self.too_late: list[Any] = []
+        self.term: Term | None = None
+        self.campaigns: list[Any] = []
+        self.office_ends = threading.Event()
+        self.office_fails = False
+
+    # -- members and observers
+
+    def open(self, group: str, settings: dict[str, Any]) -> None:
+        name, _, instance = group.partition("/")
+        self.groups[group] = self.client.peer_group(name, instance=instance or None, **settings)
+
+    def join(self, group: str, name: str | None = None) -> str:
+        me = self.mine[group] = self.groups[group].join(name)
+
+        def note(message: Message) -> Any:
+            if message.member in self.gone:
+                self.too_late.append(message.body)
+            facts = {name: getattr(message, name) for name in _FACTS}
+            self.got.append(facts | {"group": group, "sent_ms": round(message.sent_at * 1000)})
+            return {"by": message.member, "body": message.body}
+
+        def write_back(message: Message) -> Any:
+            assert message.sender is not None
+            me.member(message.sender).tell(BOX, {"answer": message.body})
+            return note(message)
+
+        me.on(BOX)(note)
+        me.on(QUESTIONS)(write_back)
+        return me.id
+
+    def leave(self, group: str) -> None:
+        me = self.mine.pop(group)
+        me.leave()
+        self.gone.add(me.id)
+
+    def watch(self, group: str, how: str = "callback") -> None:
+        """See all events from now on."""
+        if how == "callback":
+            self.groups[group].on_event(self.seen.append)
+        else:
+            events = self.groups[group].watch()
+            threading.Thread(target=self.seen.extend, args=(events,), daemon=True).start()
+
+    def view(self) -> int:
+        return self.seen[-1].view if self.seen else 0
+
+    def events(self) -> list[dict[str, Any]]:
+        return [plain(event) for event in self.seen]
+
+    def state(self, group: str) -> dict[str, Any]:
+        handle, me = self.groups[group], self.mine.get(group)
+        return {
+            "members": [member.id for member in handle.members],
+            "leader": handle.leader.id if handle.leader else None,
+            "valid_until": me.valid_until if me else 0.0,
+            "lost": bool(me and me.lost.is_set()),
+        }
+
+    def hold_term(self, group: str) -> int:
+        """Keep the term that it has."""
+        self.term = self.mine[group].term
+        assert self.term is not None
+        return self.term.number
+
+    def held_term(self) -> list[bool]:
+        """Whether that is valid, and was ever lost."""
+        assert self.term is not None
+        return [self.term.valid, self.term.lost.is_set()]
+
+    # -- leading
+
+    def campaign(self, group: str, timeout: float | None = None) -> None:
+        """Wait to lead, in a thread, and lead until ``end_office``."""
+        me = self.mine[group]
+
+        def run() -> None:
+            try:
+                with me.leadership(timeout):
+                    self.campaigns.append("leads")
+                    self.office_ends.wait(PATIENCE_S)
+                    if self.office_fails:
+                        raise ZeroDivisionError
+                self.campaigns.append("ended")
+            except Exception as error:
+                self.campaigns.append(type(error).__name__)
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def end_office(self, *, fails: bool = False) -> None:
+        self.office_fails = fails
+        self.office_ends.set()
+
+    def came_of_it(self) -> list[str]:
+        return self.campaigns
+
+    # -- messages
+
+    def heard(self) -> list[dict[str, Any]]:
+        return self.got
+
+    def heard_after_leaving(self) -> list[Any]:
+        return self.too_late
+
+    def tell_all(self, group: str, bodies: list[Any]) -> None:
+        for body in bodies:
+            self.mine[group].all.tell(BOX, body).result(SOON_S)
+
+    def ask_leader(self, group: str, bodies: list[Any]) -> list[Any]:
+        """All of them at once; the answers."""
+        target = self.mine[group].leader_proxy
+        futures = [target.ask(QUESTIONS, body, timeout=PATIENCE_S) for body in bodies]
+        return [future.result(PATIENCE_S) for future in futures]
+
+    # -- coming and going
+
+    def storm(self, group: str, members: int, times: int, seed: float) -> None:
+        """Members that join and leave so many times each, in two threads."""
+        with ThreadPoolExecutor(2) as threads:
+            halves = [
+                threads.submit(self._toggle, group, f"{seed}-{half}", members // 2, times)
+                for half in range(2)
+            ]
+            for half in halves:
+                half.result()
+
+    def _toggle(self, group: str, seed: str, members: int, times: int) -> None:
+        rng = random.Random(seed)
+        turns = [place for place in range(members) for _ in range(2 * times)]
+        rng.shuffle(turns)
+        here: dict[int, Membership] = {}
+        for place in turns:
+            if place in here:
+                here.pop(place).leave()
+            else:
+                name = f"{seed}-{place}" if rng.random() < 0.5 else None
+                here[place] = self.groups[group].join(name)
+
+    def roam(self, group: str, turns: int, seed: float) -> dict[str, list[Any]]:
+        """Join, leave, tell all, resign, at random; what it told, and the ids that it had. In the
+        end it is a member."""
+        return self._roam(group, turns, seed, lambda: False)
+
+    def roam_and_ask(
+        self, group: str, turns: int, questions: int, seed: float
+    ) -> dict[str, list[Any]]:
+        """The same, while another thread asks; also what became of each question."""
+        with ThreadPoolExecutor(1) as threads:
+            asking = threads.submit(self._ask, group, questions, seed)
+            found = self._roam(group, turns, seed, lambda: not asking.done())
+            return found | {"asked": asking.result()}
+
+    def _roam(
+        self, group: str, turns: int, seed: float, goes_on: Callable[[], bool]
+    ) -> dict[str, list[Any]]:
+        rng = random.Random(seed)
+        told: list[str] = []
+        ids: list[str] = []
+        for turn in count():
+            if turn >= turns and not goes_on() and group in self.mine:
+                return {"told": told, "ids": ids}
+            me = self.mine.get(group)
+            what = rng.choice(("leave", "leave", "tell", "tell", "tell", "resign"))
+            if me is None:
+                ids.append(self.join(group))
+            elif what == "leave":
+                self.leave(group)
+            elif what == "resign":
+                me.resign()
+            else:
+                told.append(f"{seed}-{turn}")
+                me.all.tell(BOX, told[-1]).result(SOON_S)
+        raise AssertionError  # it counts for ever
+
+    def _ask(self, group: str, questions: int, seed: float) -> list[list[Any]]:
+        """Ask; for each question whom, what, and the answers or the name of the error."""
+        rng = random.Random(-seed)
+        asked: list[tuple[str, str, Future[Any]]] = []
+        for number in range(questions):
+            to, body = rng.choice(TARGETS), f"{seed}?{number}"
+            try:
+                future = self._target(group, to, rng).ask(BOX, body, timeout=PATIENCE_S)
+            except MembershipLost as error:  # it left between looking and asking
+                future = Future()
+                future.set_exception(error)
+            asked.append((to, body, future))
+            if number >= _OPEN:
+                asked[number - _OPEN][2].exception(2 * PATIENCE_S)
+        return [[to, body, *outcome(future)] for to, body, future in asked]
+
+    def _target(self, group: str, to: str, rng: random.Random) -> Any:
+        handle = self.groups[group]
+        sender: Any = self.mine.get(group, handle) if rng.random() < 0.5 else handle
+        if to == "member":
+            members = handle.members
+            return sender.member(rng.choice(members).id if members else "nobody")
+        return sender.leader_proxy if to == "leader" else getattr(sender, to)
+
+
+#: What is noted of a message.
+_FACTS = ("member", "body", "sender", "from_leader", "queue")
+
+
+def outcome(future: Future[Any]) -> tuple[str, Any]:
+    """How a question ended: by answers, by member, or by an error, by its name."""
+    try:
+        value = future.result(2 * PATIENCE_S)
+    except MeteorError as error:
+        return type(error).__name__, None
+    except TimeoutError:
+        return "it did not end", None
+    if isinstance(value, Replies):
+        failed = {member: type(error).__name__ for member, error in value.failed.items()}
+        return "answered", {"values": value.values, "failed": failed}
+    return "answered", {"values": {value["by"]: value}, "failed": {}}
+
+
+def main() -> None:
+    child = _Child(**json.loads(sys.argv[1]))
+    answer({"value": "ready"})
+    serve(child)
+
+
+if __name__ == "__main__":
+    main()

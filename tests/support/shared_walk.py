@@ -1,0 +1,465 @@
+"""A random walk over a shared group, and a model that says after each step what must be true.
+
+Consumers are desks without threads: nothing happens that the walk has not chosen, so a seed repeats
+it. The model knows the fate of every record; the books in Redis are compared with it, and checked
+by themselves, after every step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import redis
+
+import meteor_py as meteor
+from meteor_py.shared.admin import SharedGroup, open_shared
+from meteor_py.shared.deliveries import Deliveries
+from meteor_py.shared.frame_cache import FrameCache
+from meteor_py.shared.protocol import Answer
+from meteor_py.shared.record import SharedRecord, Standing
+from meteor_py.subscribe.dead_letters import OFFSET_HEADER, bury
+from tests.support.shared_model import Model
+
+STREAM, GROUP, LETTERS = "orders", "billing", "letters"
+
+#: Steps without any progress after which a group counts as stuck: letters are told a few at a time.
+IDLE_STEPS = 30
+_OF_CONSUMERS = (b"consumers", b"leases", b"dying")
+
+
+class Hand:
+    """One consumer: it does what the walk says."""
+
+    def __init__(self, shared: SharedGroup, settings: Any, name: str) -> None:
+        grouping = shared.stream.config.grouping
+        assert grouping is not None
+        self.name = name
+        self.desk = Deliveries(shared.books, settings, grouping, None, name)
+        self.payloads = FrameCache(shared.stream)
+        self.desk.exchange()
+        self.held: dict[int, SharedRecord] = {}
+        self.said: list[tuple[str, int, dict[str, Any]]] = []  # settled since the last exchange
+
+    @property
+    def id(self) -> str:
+        return self.desk._consumer
+
+    def close(self) -> None:
+        self.desk.close()
+        self.payloads.close()
+
+
+class Walk(Model):
+    """``run()`` takes the steps; then everything must come to an end."""
+
+    def __init__(self, client: meteor.Client, plain: redis.Redis, seed: object) -> None:
+        self.rng = rng = random.Random(str(seed))
+        self.client, self.plain = client, plain
+        super().__init__(
+            tries=rng.choice([0, 2, 2, 3, 5]),
+            parks=rng.random() < 0.4,
+            letters=rng.random() < 0.6,
+        )
+        self.cap = rng.choice([1, 2, 5, 32])
+        self.names = [b"g%d" % n for n in range(rng.choice([1, 3, 12, 60]))]
+        self.room = rng.choice([20, 300, 1_000_000])
+        capacity = rng.choice([60, 400, 10_000_000, 10_000_000])
+        self.stream = client.stream(STREAM, ordering_key="key", capacity=capacity)
+        if self.letters:
+            client.stream(LETTERS)
+        asked: dict[str, Any] = {
+            "group_cap": self.cap,
+            "lease_ttl": 600.0,
+            "max_deliveries": self.tries,
+            "dead_letter": LETTERS if self.letters else None,
+            "on_poison": "park" if self.parks else "skip",
+        }
+        self.shared, self.settings = open_shared(
+            self.stream, GROUP, asked, meteor.InitialOffset.EARLIEST
+        )
+        plain.hset(self.shared.books.key("state"), "max_waiting", self.room)
+        self.publisher = self.stream.publisher()
+        self.buried: list[int] = []
+        self.next = 0
+        self.confirmed = 0
+        self.hands: list[Hand] = []
+        self.ghosts: list[Hand] = []  # dead, and not found out yet
+        self.done: list[str] = []
+
+    def close(self) -> None:
+        self.publisher.close()
+        for hand in self.hands + self.ghosts:
+            hand.close()
+
+    # -- the walk ------------------------------------------------------------------------------
+
+    def run(self, steps: int) -> None:
+        actions: list[tuple[int, Callable[[], object]]] = [
+            (10, self.publish),
+            (30, self.claim),
+            (25, self.settle_some),
+            (6, self.settle_all),
+            (2, self.join),
+            (2, self.leave),
+            (3, self.crash),
+            (2, self.expire),
+            (2, self.purge),
+            (2, self.resume),
+            (2, self.come_due),
+            (1, self.look_ahead),
+            (3, self.publish_letters),
+        ]
+        weights = [weight for weight, _ in actions]
+        self.publish()
+        self.join()
+        for _ in range(steps):
+            ((_, action),) = self.rng.choices(actions, weights)
+            self.done.append(action.__name__)
+            action()
+            self.check()
+        self.drain()
+
+    def publish(self) -> None:
+        size = self.rng.choice([1, 1, 2, 7, 20, 20, 100])
+        if self.rng.random() < 0.02:
+            size = 4096
+        skew = self.rng.choice([0.0, 0.8])
+        groups = [
+            self.names[0] if self.rng.random() < skew else self.rng.choice(self.names)
+            for _ in range(size)
+        ]
+        if size == 1:
+            first = self.publisher.publish(b"v", key=groups[0]).result(20)
+        elif size > 20:
+            values = pa.array([b"v"] * size, pa.binary())
+            first = self.publisher.publish_many(values, keys=pa.array(groups)).result(20)
+        else:
+            first = self.publisher.publish_many([b"v"] * size, keys=groups).result(20)
+        self.group_of |= {first + n: group for n, group in enumerate(groups)}
+
+    def join(self) -> None:
+        if len(self.hands) < 5:
+            hand = Hand(self.shared, self.settings, f"hand-{len(self.done)}")
+            self.hands.append(hand)
+            self.see_to_the_dead()
+
+    def some_hand(self) -> Hand:
+        if not self.hands:
+            self.join()
+        return self.rng.choice(self.hands)
+
+    def claim(self) -> None:
+        self.exchange(self.some_hand(), self.rng.choice([1, 1, 3, 16, 64, 300]))
+
+    def settle_some(self, hand: Hand | None = None, share: float | None = None) -> None:
+        hand = hand or self.some_hand()
+        share = share or self.rng.choice([0.1, 0.5, 1.0])
+        offsets = [offset for offset in hand.held if self.rng.random() < share]
+        if self.rng.random() < 0.5:
+            self.rng.shuffle(offsets)
+        for offset in offsets:
+            if offset in hand.held:
+                self.settle(hand, hand.held[offset])
+
+    def settle(self, hand: Hand, record: SharedRecord) -> None:
+        """Say it to the desk; the model learns of it when the desk says it to the server."""
+        what = self.rng.random()
+        if what < 0.75:
+            record.ack()
+            hand.said.append(("ack", record.offset, {}))
+        elif what < 0.83:
+            delay = self.rng.choice([0.0, 0.0, 500.0])
+            record.release(delay)
+            hand.said.append(("rewind", record.offset, {"delay": delay}))
+        elif what < 0.93:
+            record.release(only_this=True)
+            hand.said.append(("release", record.offset, {}))
+        else:
+            record.reject("7")
+            hand.said.append(("reject", record.offset, {}))
+        hand.held = {o: r for o, r in hand.held.items() if r.standing is Standing.HELD}
+
+    def settle_all(self) -> None:
+        hand = self.some_hand()
+        for record in list(hand.held.values()):
+            record.ack()
+            hand.said.append(("ack", record.offset, {}))
+        hand.held.clear()
+        self.exchange(hand, 0)
+
+    def leave(self) -> None:
+        hand = self.some_hand()
+        answer = self.exchange(hand, 0, leave=True)
+        assert not answer.granted
+        self.hands.remove(hand)
+        hand.close()
+
+    def crash(self) -> None:
+        """It is gone, and nobody knows before its lease has ended."""
+        hand = self.some_hand()
+        self.hands.remove(hand)
+        hand.said.clear()
+        hand.close()
+        self.ghosts.append(hand)
+        self.plain.zadd(self.shared.books.key("leases"), {hand.id: 1})
+
+    def expire(self) -> None:
+        """Its lease ends, and it lives: what it settles later must not count."""
+        if len(self.hands) < 2:
+            return
+        late, other = self.rng.sample(self.hands, 2)
+        while self.ghosts:  # one is found out at each step
+            self.exchange(other, 0)
+        self.plain.zadd(self.shared.books.key("leases"), {late.id: 1})
+        self.exchange(other, self.rng.choice([0, 16]))
+        assert late.id not in self.consumers()
+        self.settle_some(late)
+        said = {offset for _, offset, _ in late.said}
+        before = self.books()
+        late.said.clear()
+        late.desk.exchange()
+        late.held.clear()
+        refused = late.desk.take_refused()
+        assert set(refused) == said, "late settlements must be refused, each"
+        after = self.books()
+        for found in (before, after):  # it joins anew, and may be given letters to publish
+            found[b"state"].pop(b"last")
+            for part in list(found):
+                fields = found[part] if isinstance(found[part], dict) else {}
+                if part in _OF_CONSUMERS or fields.keys() == {b""}:
+                    del found[part]
+        assert after == before, "late settlements must change nothing"
+
+    def purge(self) -> None:
+        group = self.rng.choice(self.names)
+        limit = self.rng.choice([None, 1, 5])
+        waiting, looked = self.waiting(group), self.shared.describe().looked
+        purged = self.shared.purge(group, limit)
+        self.lose_unseen(looked)
+        gone = [o for o in waiting if o not in self.fate][:limit]
+        if self.room == 1_000_000:
+            assert purged == len(gone)
+        for offset in gone[:purged]:
+            self.close_record(offset, "purged")
+        if self.stopped.get(group) == "d" and not self.waiting_seen(group):
+            del self.stopped[group]
+
+    def resume(self) -> None:
+        group = self.rng.choice(list(self.stopped) or self.names)
+        waiting = self.waiting_seen(group)
+        assert self.shared.resume(group) == (group in self.stopped)
+        if self.stopped.pop(group, None) and waiting:
+            self.failures.pop(waiting[0], None)
+
+    def come_due(self) -> None:
+        due = [group for group, how in self.stopped.items() if how == "d"]
+        for group in due:
+            self.plain.zadd(self.shared.books.key("delayed"), {group: 1})
+        self.exchange(self.some_hand(), 0)
+        for group in due:
+            if self.stopped[group] == "d":
+                del self.stopped[group]
+
+    def look_ahead(self) -> None:
+        looked = self.shared.describe().looked
+        states = self.shared.groups(look_ahead=True)
+        self.lose_unseen(looked)
+        if self.room < 1_000_000:
+            return
+        open_now = Counter(self.group_of[o] for o in self.open() if o not in self.dying)
+        assert {state.id: state.count for state in states if state.count} == dict(open_now)
+
+    def publish_letters(self) -> None:
+        """Letters that somebody was given come again, for whoever was given them may have died."""
+        for offset in self.letters_in_books():
+            self.plain.zadd(self.shared.books.key("dying"), {offset: 0})
+        self.exchange(self.some_hand(), 0, bury_letters=True)
+
+    def drain(self) -> None:
+        """One of those who are there settles everything, alone; no step may be in vain."""
+        for hand in self.hands[1:]:
+            self.exchange(hand, 0, leave=True)
+            hand.close()
+        del self.hands[1:]
+        hand = self.some_hand()
+        idle = 0
+        while left := len(self.open()):
+            self.done.append("drain")
+            for group in list(self.stopped):
+                self.shared.resume(group)
+                waiting = self.waiting_seen(group)
+                del self.stopped[group]
+                if waiting:
+                    self.failures.pop(waiting[0], None)
+            for record in list(hand.held.values()):
+                record.ack()
+                hand.said.append(("ack", record.offset, {}))
+            hand.held.clear()
+            self.publish_letters()
+            self.exchange(hand, 500)
+            idle = 0 if len(self.open()) < left else idle + 1
+            assert idle < IDLE_STEPS, f"nothing comes, and {sorted(self.open())[:9]} are open"
+        self.check()
+        assert self.shared.confirmed == len(self.group_of) == self.stream.end().offset
+        self.check_letters()
+
+    # -- one exchange --------------------------------------------------------------------------
+
+    def exchange(
+        self, hand: Hand, want: int, *, leave: bool = False, bury_letters: bool = False
+    ) -> Answer:
+        consumer = hand.id
+        said, hand.said = hand.said, []
+        looked = self.next
+        answer = hand.desk.exchange(want, leave=leave)
+        assert not answer.refused, "it was held"
+        for step in sorted(said, key=lambda one: one[0] != "ack"):  # these are said first
+            self.tell(consumer, *step)
+        if leave:
+            self.give_back(consumer, died=False)
+        self.see_to_the_dead()
+        if want and not leave:
+            self.check_lost(answer, looked)
+        self.check_grants(hand, answer)
+        hand.desk.letters.clear()
+        letters = answer.letters
+        for letter in letters:
+            assert letter.offset in self.dying
+            assert letter.group == self.group_of[letter.offset]
+            assert letter.failures == self.failures[letter.offset]
+        if bury_letters:
+            self.bury(hand, letters)
+        found, lost, unreadable = hand.payloads.fetch(sorted(hand.desk.granted))
+        assert not unreadable
+        for record in hand.desk.receive(found, lost):
+            assert record.group == self.group_of[record.offset]
+            hand.held[record.offset] = record
+        if lost:
+            first = self.stream.bounds()[0]
+            assert max(lost) < first, "only what the ring has dropped is lost"
+            hand.said += [("gone", offset, {}) for offset in lost]
+            self.exchange(hand, 0)
+        while hand.desk.take_lost():
+            pass
+        return answer
+
+    def see_to_the_dead(self) -> None:
+        there = self.consumers()
+        for consumer in {*self.holder.values()} - there:
+            self.give_back(consumer, died=True)
+        self.ghosts = [ghost for ghost in self.ghosts if ghost.id in there]
+
+    def check_lost(self, answer: Answer, looked: int) -> None:
+        first = self.stream.bounds()[0]
+        for low, high in answer.lost:
+            assert looked <= low <= high < first, "only what the ring has dropped is lost"
+            for offset in range(low, high + 1):
+                self.close_record(offset, "lost")
+        self.next = answer.next
+
+    def lose_unseen(self, looked: int) -> None:
+        """Who has looked ahead has found out what the ring had dropped before anybody looked."""
+        for offset in range(looked, min(self.shared.describe().looked, self.stream.bounds()[0])):
+            self.close_record(offset, "lost")
+
+    def check_grants(self, hand: Hand, answer: Answer) -> None:
+        last_tries = 0
+        for offset in answer.granted:
+            group = self.group_of[offset]
+            assert offset not in self.fate
+            assert offset not in self.holder
+            assert group not in self.stopped, f"{group!r} is stopped"
+            for other in self.by_group[group]:
+                if other >= offset:
+                    break
+                if other in self.fate or other in self.dying:
+                    continue
+                owner = self.holder.get(other)
+                assert owner == hand.id, f"{offset} is given to {hand.name}, and {other} is open"
+            later = [o for o in self.holder if self.group_of[o] == group]
+            assert {self.holder[o] for o in later} <= {hand.id}, "a group has one owner"
+            assert len(later) < self.cap
+            assert not later or offset not in self.suspects, "a suspect waits for those before it"
+            assert answer.failures.get(offset, 0) == self.failures[offset]
+            if offset in self.suspects and self.tries:
+                last_tries += self.failures[offset] >= self.tries - 1
+            self.holder[offset] = hand.id
+        if last_tries:
+            held = [o for o, c in self.holder.items() if c == hand.id]
+            assert len(held) == 1, "the last try travels alone"
+
+    def bury(self, hand: Hand, letters: list[Any]) -> None:
+        for letter in letters:
+            found = hand.payloads.fetch([letter.offset]).found
+            if letter.offset in found:
+                target = self.client.stream(LETTERS, create=False)
+                record = found[letter.offset]
+                bury(target, self.stream, GROUP, record, reason="x", tries=letter.failures)
+                self.buried.append(letter.offset)
+                if self.rng.random() < 0.2:
+                    continue  # dies before it is known: somebody will do it again
+            hand.desk.letter_published(letter)
+            self.dying.discard(letter.offset)
+            self.close_record(letter.offset, "dead" if letter.offset in found else "lost")
+        self.exchange(hand, 0)
+
+    # -- what must be true ---------------------------------------------------------------------
+
+    def waiting_seen(self, group: bytes) -> list[int]:
+        looked = self.shared.describe().looked
+        return [offset for offset in self.waiting(group) if offset < looked]
+
+    def consumers(self) -> set[str]:
+        found: Any = self.plain.hkeys(self.shared.books.key("consumers"))
+        return {consumer.decode() for consumer in found}
+
+    def books(self) -> dict[bytes, Any]:
+        found: dict[bytes, Any] = {}
+        for part in self.shared.books.find():
+            key = self.shared.books.whole(part)
+            kind = self.plain.type(key)
+            if kind == b"hash":
+                found[part] = self.plain.hgetall(key)
+            elif kind == b"zset":
+                found[part] = self.plain.zrange(key, 0, -1, withscores=True)
+            elif kind == b"list":
+                found[part] = self.plain.lrange(key, 0, -1)
+        return found
+
+    def check(self) -> None:
+        assert self.shared.fsck() == []
+        found = self.shared.describe()
+        self.next = found.looked
+        expected = min(self.open(), default=len(self.group_of))
+        assert found.confirmed == expected, f"confirmed is {found.confirmed}, not {expected}"
+        assert found.confirmed >= self.confirmed, "confirmed went back"
+        self.confirmed = found.confirmed
+        fates = Counter(self.fate.values())
+        assert found.acked == fates["acked"]
+        assert found.purged == fates["purged"]
+        held: dict[int, str] = {}
+        for consumer in self.consumers():
+            flat: Any = self.plain.hgetall(self.shared.books.key(f"held:{consumer}"))
+            for group, offsets in flat.items():
+                if group and offsets:
+                    held |= {int(offset): consumer for offset in offsets.split(b",")}
+        assert held == self.holder
+        failures: Any = self.plain.hgetall(self.shared.books.key("failures"))
+        assert {int(o): int(n) for o, n in failures.items()} == dict(+self.failures)
+        assert {int(o) for o in self.letters_in_books()} == self.dying
+
+    def letters_in_books(self) -> list[bytes]:
+        found: Any = self.plain.hkeys(self.shared.books.key("letters"))
+        return list(found)
+
+    def check_letters(self) -> None:
+        found: list[int] = []
+        if self.letters:
+            for batch in self.client.stream(LETTERS, create=False).read():
+                found += [int((record.headers or {})[OFFSET_HEADER]) for record in batch]
+        assert sorted(found) == sorted({*self.buried}), "one letter for each, and no other"
+        assert {o for o, fate in self.fate.items() if fate == "dead"} <= {*found}

@@ -1,0 +1,79 @@
+"""A consumer of a shared group in a process of its own:
+``python -m tests.support.shared_worker JSON``.
+
+What it has processed it appends to the list ``history``, before it acknowledges: so that stands
+whatever becomes of the process. It ends when there is a key ``stop``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from typing import Any
+
+import meteor_py as meteor
+from meteor_py.shared.record import Standing
+from tests.support.servers import plain_client
+from tests.support.sharing import GROUP, STREAM
+
+HISTORY, STOP, READY = "history", "stop", "ready"
+POISON = b"poison"
+
+
+def main() -> None:
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    rng = random.Random(f"{options['seed']} {os.getpid()}")
+    with plain_client(options["url"]) as plain, meteor.connect(options["url"]) as client:
+        stream = client.stream(STREAM, create=False)
+        with stream.shared_subscriber(GROUP, prefetch=options["prefetch"]) as sub:
+            print(READY, flush=True)
+            if options["run"]:
+                run(sub, plain)
+                return
+            while not plain.exists(STOP):
+                try:
+                    work(sub, plain, rng, options["trouble"])
+                except meteor.Fenced:
+                    pass  # others have it
+
+
+def work(sub: meteor.SharedSubscriber, plain: Any, rng: random.Random, trouble: float) -> None:
+    """Process what one poll brings; with some luck, otherwise."""
+    processed: list[meteor.SharedRecord] = []
+    for record in sub.poll(0.5, rng.choice([1, 10, 100, 1000])):
+        if record.standing is not Standing.HELD:
+            continue  # returned with one before it
+        luck = rng.random()
+        if luck < trouble:
+            record.release(rng.choice([0.0, 0.0, 0.05]))
+        elif luck < 1.5 * trouble:
+            record.reject("bad luck")
+            # What follows in its group is only in order if this counts.
+            sub.flush()
+        else:
+            processed.append(record)
+    if processed:
+        plain.rpush(HISTORY, *(record.offset for record in processed))
+        for record in processed:
+            if record.standing is Standing.HELD:
+                record.ack()
+
+
+def run(sub: meteor.SharedSubscriber, plain: Any) -> None:
+    """As an application would; one record is the end of it."""
+
+    def handle(record: meteor.SharedRecord) -> None:
+        if record.value == POISON:
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain.rpush(HISTORY, record.offset)
+        if plain.exists(STOP):
+            sub.stop()
+
+    sub.run(handle, concurrency=4)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Shared groups at hand: Qpid's queue with its consumers, deaths on cue, and a check of the books.
+
+    with Queue(any_url, "AAB") as queue:
+        c1, c2 = queue.consumers(2)
+        assert queue.get(c1) == "A-0"
+        queue.ack(c1, "A-0")
+
+A record is named as in Qpid's tests: its group, and its offset. ``get`` is their fetch of one,
+without prefetch: the consumer may hold exactly one more than it does. Whatever happened, the books
+are checked at the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Self
+
+import meteor_py as meteor
+from meteor_py.redis import keys
+from meteor_py.shared import subscriber as subscribers
+from meteor_py.shared.record import Standing
+
+STREAM = "orders"
+GROUP = "billing"
+
+#: A lease that no test waits out.
+LONG_S = 60.0
+
+
+class Queue:
+    """A stream with groups, a shared group of it, and its consumers; closes what it opened."""
+
+    def __init__(
+        self,
+        url: str,
+        records: Iterable[str] = "",
+        *,
+        ordering_key: str = "key",
+        settings: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._stack = ExitStack()
+        self.url = url
+        self.client = self._stack.enter_context(meteor.connect(url))
+        self.stream = self.client.stream(STREAM, ordering_key=ordering_key, **(settings or {}))
+        self._options: dict[str, Any] = {"lease_ttl": LONG_S, "group_cap": 10_000} | options
+        self._names: dict[int, str] = {}
+        self._held: dict[meteor.SharedSubscriber, dict[str, meteor.SharedRecord]] = {}
+        self.publish(records)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        with self._stack:
+            if kind is None:
+                self.check()
+
+    def publish(self, records: Iterable[str], *, frame: int = 1) -> None:
+        """Publish a record for each letter, its key; ``frame`` of them at a time."""
+        names = list(records)
+        with self.stream.publisher() as pub:
+            for start in range(0, len(names), frame):
+                part = names[start : start + frame]
+                first = pub.publish_many(
+                    [name.encode() for name in part], keys=[name.encode() for name in part]
+                ).result(20)
+                self._names |= {first + i: f"{name}-{first + i}" for i, name in enumerate(part)}
+
+    # -- consumers -----------------------------------------------------------------------------
+
+    def consumer(self, **options: Any) -> meteor.SharedSubscriber:
+        consumer = self.stream.shared_subscriber(GROUP, **(self._options | options))
+        self._stack.callback(discard, consumer)
+        self._held[consumer] = {}
+        return consumer
+
+    def consumers(self, number: int, **options: Any) -> list[meteor.SharedSubscriber]:
+        return [self.consumer(**options) for _ in range(number)]
+
+    def get(self, consumer: meteor.SharedSubscriber) -> str | None:
+        """Fetch one, and return its name; None if there is none for this consumer."""
+        record = get(consumer)
+        if record is None:
+            return None
+        name = f"{record.group.decode()}-{record.offset}"
+        self._held[consumer][name] = record
+        return name
+
+    def record(self, consumer: meteor.SharedSubscriber, name: str) -> meteor.SharedRecord:
+        """The one of that name that it was given last."""
+        return self._held[consumer][name]
+
+    def ack(self, consumer: meteor.SharedSubscriber, *names: str) -> None:
+        """Acknowledge these, all that it holds if none is named, and have the server know."""
+        for name in names or self._names_held(consumer):
+            self.record(consumer, name).ack()
+        consumer.flush()
+        self.check()
+
+    def release(self, consumer: meteor.SharedSubscriber, *names: str, **how: Any) -> None:
+        for name in names or self._names_held(consumer):
+            self.record(consumer, name).release(**how)
+            consumer.flush()
+        self.check()
+
+    def reject(self, consumer: meteor.SharedSubscriber, name: str, reason: str = "") -> None:
+        self.record(consumer, name).reject(reason)
+        consumer.flush()
+        self.check()
+
+    def _names_held(self, consumer: meteor.SharedSubscriber) -> list[str]:
+        held = self._held[consumer].items()
+        return [name for name, record in held if record.standing is Standing.HELD]
+
+    # -- the group as seen from outside --------------------------------------------------------
+
+    @property
+    def shared(self) -> meteor.SharedGroup:
+        return self.stream.shared_group(GROUP)
+
+    def groups(self) -> dict[str, meteor.GroupState]:
+        return {state.id.decode(): state for state in self.shared.groups(look_ahead=True)}
+
+    def browse(self) -> list[str]:
+        """What a plain reader sees, from the beginning."""
+        return [self._names[record.offset] for batch in self.stream.read() for record in batch]
+
+    def check(self) -> None:
+        """The books must not contradict themselves."""
+        check(self.stream, GROUP)
+
+    def key(self, part: str) -> str:
+        return keys.shared(STREAM, GROUP, part)
+
+
+def check(stream: meteor.Stream, *groups: str) -> None:
+    """The books of these shared groups, of all if none is named, must be in order, if there are."""
+    try:
+        found = groups or [each.name for each in stream.groups() if each.kind == "shared"]
+        for name in found:
+            assert stream.shared_group(name).fsck() == []
+    except (meteor.GroupNotFound, meteor.StreamNotFound, meteor.LogTruncated):
+        pass
+
+
+def get(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> meteor.SharedRecord | None:
+    """Fetch one record, beside those that it holds."""
+    supply = consumer._supply
+    supply.config = replace(supply.config, prefetch=supply.desk.holding + 1)
+    records = consumer.poll(timeout, 1)
+    return records[0] if records else None
+
+
+def die(consumer: meteor.SharedSubscriber) -> None:
+    """End without a word, as if its process was killed, and have its lease run out."""
+    expire(consumer)
+    consumer._closed = True
+    consumer._supply.halt()
+    consumer._tender.end()
+    consumer._tender.join(20)
+    consumer._supply.close()
+    subscribers._open_subscribers.discard(consumer)
+    expire(consumer)
+
+
+def expire(consumer: meteor.SharedSubscriber) -> None:
+    """Have its lease run out now: whoever comes next takes it for dead."""
+    consumer.stream.client.call(
+        "ZADD", consumer._shared.books.key("leases"), "XX", 1, consumer._desk._consumer
+    )
+
+
+def discard(consumer: meteor.SharedSubscriber) -> None:
+    """Close one whose settlements are of no interest any more."""
+    try:
+        consumer.close()
+    except meteor.MeteorError:
+        pass
+
+
+def offsets(records: Iterable[meteor.SharedRecord]) -> list[int]:
+    return [record.offset for record in records]
+
+
+def drain(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> list[meteor.SharedRecord]:
+    """Take and acknowledge all that there is."""
+    found: list[meteor.SharedRecord] = []
+    while records := consumer.poll(timeout):
+        for record in records:
+            record.ack()
+        found += records
+    return found
+
+
+def rest(queue: Queue, consumer: meteor.SharedSubscriber) -> list[str]:
+    """All that a consumer is given."""
+    found: list[str] = []
+    while name := queue.get(consumer):
+        found.append(name)
+    return found
+
+
+class Runner:
+    """``run(handler)`` in a thread; ends with the block."""
+
+    def __init__(
+        self,
+        consumer: meteor.SharedSubscriber,
+        handler: Callable[[meteor.SharedRecord], object],
+        concurrency: int = 1,
+    ) -> None:
+        self._consumer = consumer
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                consumer.run(handler, concurrency=concurrency)
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, name="test-runner")
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.thread.is_alive():
+            self._consumer.stop()
+        self.join()
+
+    def join(self) -> None:
+        self.thread.join(30)
+        assert not self.thread.is_alive(), "run() does not return"
+
+
+def collect() -> None:
+    for _ in range(3):
+        gc.collect()

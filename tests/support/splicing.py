@@ -1,0 +1,100 @@
+"""Helpers for tests that read a store and a ring as one log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import meteor_py as meteor
+from meteor_py.store.read_ahead import StoreReadAhead
+from tests.support.reading import check_values, fill
+
+NAME = "kept"
+
+
+def kept(client: meteor.Client, root: Path, **settings: Any) -> meteor.Stream:
+    """A stream with a store in files; nobody archives it by himself."""
+    defaults: dict[str, Any] = {"capacity": 10, "store": root, "archive": False}
+    return client.stream(NAME, **defaults | settings)
+
+
+@contextmanager
+def archiving(stream: meteor.Stream, **options: Any) -> Iterator[meteor.Archiver]:
+    """Let an archiver run meanwhile, that writes what it finds at once."""
+    archiver = stream.archiver(**{"segment_age": 0.0} | options)
+    archiver.start()
+    try:
+        yield archiver
+    finally:
+        archiver.close()
+
+
+def archive(stream: meteor.Stream) -> int:
+    """Have all that there is archived, as one segment if it is not much; return the end."""
+    with archiving(stream, segment_age=1e6):
+        return stream.store.flush()
+
+
+def fill_segments(stream: meteor.Stream, *sizes: int) -> int:
+    """Append frames of so many records each, and have each archived as a segment of its own."""
+    end = 0
+    with archiving(stream):
+        for size in sizes:
+            end = fill(stream, size)
+            assert stream.store.flush() == end
+    return end
+
+
+def read_all(stream: meteor.Stream, *span: Any) -> list[int]:
+    """The offsets that ``stream.read`` gives, whose values are checked."""
+    return list(chain.from_iterable(check_values(batch) for batch in stream.read(*span)))
+
+
+def records_of(stream: meteor.Stream, *span: Any) -> list[meteor.Record]:
+    return list(chain.from_iterable(stream.read(*span)))
+
+
+def segments(root: Path) -> list[Path]:
+    """The files with records, in order of the offsets."""
+    return sorted(root.rglob("*.parquet"))
+
+
+def cold_of(sub: meteor.Subscriber) -> StoreReadAhead:
+    """What reads the store for a subscriber."""
+    cold = sub._feed.reader._cursor._cold
+    assert cold is not None, "its stream has no store"
+    return cold
+
+
+def read_straight(sub: meteor.Subscriber) -> list[int]:
+    """Read on until a batch of the store is fetched in advance, and has come; the offsets."""
+    offsets: list[int] = []
+    for _ in range(10):
+        offsets += check_values(sub.poll(timeout=5))
+        if (ahead := cold_of(sub)._ahead) is not None:
+            ahead.join(30)
+            return offsets
+    raise AssertionError("Nothing was fetched in advance, so this test shows nothing.")
+
+
+class Watched(meteor.ParquetStore):
+    """Tells of each batch, after it was read and before it is handed over."""
+
+    def __init__(self, root: Path, stream: str = NAME) -> None:
+        super().__init__(root, stream)
+        #: Called with the first offset of a batch, in the thread that reads it.
+        self.on_batch: Callable[[int], object] = lambda first: None
+        #: The first offsets of all batches that were read.
+        self.batches: list[int] = []
+
+    def read(self, life: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        for batch in super().read(life, start, stop):
+            first = batch.column("offset")[0].as_py()
+            self.batches.append(first)
+            self.on_batch(first)
+            yield batch

@@ -1,0 +1,75 @@
+"""Stages, commits and their remains, as the tests of transactions need them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import meteor_py as meteor
+from meteor_py.publish import transaction
+from meteor_py.publish.transaction import Stage, Staged
+from meteor_py.records.frame import Columns
+from meteor_py.redis import keys
+
+
+def stage(stream: meteor.Stream, name: str, *frames: str) -> Staged:
+    """Stage frames, each the values between spaces: ``stage(stream, "a", "1 2", "3")``."""
+    stage = Stage(stream, name)
+    for values in frames:
+        stage.write(Columns([value.encode() for value in values.split()]))
+    return stage.finish()
+
+
+def contents(stream: meteor.Stream) -> str:
+    """All values, whose offsets follow each other from 0."""
+    batches = list(stream.read())
+    assert [offset for batch in batches for offset in batch.offsets] == list(
+        range(stream.end().offset)
+    )
+    return b" ".join(value for batch in batches for value in batch.values()).decode()
+
+
+def numbers(count: int) -> str:
+    return " ".join(map(str, range(count)))
+
+
+def begin(stream: meteor.Stream, version: int, *stages: Staged, moves: int = 0) -> None:
+    """What a committer of the writer w does that dies after its plan and some moves."""
+    answer = transaction._plan(stream, "w", version, stages)
+    assert answer == [b"OK", 0, sum(each.frames for each in stages)]
+    spans = [(each.name, i, each.frames) for each in stages for i in range(each.frames)]
+    for done, (name, frame, size) in enumerate(spans[:moves]):
+        answer = transaction._move(stream, "w", version, done, name, (frame, size))
+        assert answer == [b"OK", done + 1]
+
+
+def lasting(stream: meteor.Stream) -> set[bytes]:
+    """The keys that do not expire by themselves."""
+    plain = stream.client.redis
+    found: Any = plain.keys("*")
+    return {key for key in found if plain.pttl(key) == -1}
+
+
+def fence(stream: meteor.Stream, writer: str = "w") -> bytes | None:
+    found: bytes | None = stream.client.call("HGET", keys.fences("s"), writer)
+    return found
+
+
+def in_threads(*works: Callable[[], None]) -> None:
+    """Do all at once; raise the first error."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=[work]) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

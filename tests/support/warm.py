@@ -1,0 +1,245 @@
+"""Python processes that start in milliseconds: forked from one that has imported the library.
+
+    with Warm(["-m", "tests.support.members", orders], stdout=subprocess.PIPE) as process:
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=10)
+
+The tests start a thousand processes, and each would spend half a second of a processor on the same
+imports. A `Warm` is a process like any other, with standard files, signals, an exit and an exit
+code of its own; only the imports are done, and /proc shows the command and the environment of
+tests/support/nursery.py, whose child it is. What only a fresh interpreter does, as with PYTHON... in
+its environment, needs `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, Self
+
+from tests.support.waiting import eventually
+
+_ROOT = Path(__file__).resolve().parents[2]
+#: Seconds for the nursery to start and to fork, and for a process to end that is not wanted.
+_PATIENCE_S = 60.0
+
+
+class Warm:
+    """``python ARGUMENTS``, or a script, with some of the options of `subprocess.Popen`.
+
+    ``terminal``: its standard input is its controlling terminal. For one thread at a time.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str | Path],
+        *,
+        stdin: int | IO[Any] | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+        cwd: str | Path | None = None,
+        env: Mapping[str, str] | None = None,
+        start_new_session: bool = False,
+        terminal: bool = False,
+    ) -> None:
+        self.args = [str(argument) for argument in arguments]
+        self.returncode: int | None = None
+        self.stdin, for_stdin = _pipe(stdin, 0)
+        self.stdout, for_stdout = _pipe(stdout, 1)
+        self.stderr, for_stderr = _pipe(stderr, 2)
+        order = {
+            "arguments": self.args,
+            "folder": os.fspath(cwd or Path.cwd()),
+            "environment": dict(os.environ if env is None else env),
+            "session": start_new_session,
+            "terminal": terminal,
+        }
+        self._codes = _nursery().order(json.dumps(order), [for_stdin, for_stdout, for_stderr])
+        for own, file in ((stdin, for_stdin), (stdout, for_stdout), (stderr, for_stderr)):
+            if own in (subprocess.PIPE, subprocess.DEVNULL):
+                os.close(file)
+        self.pid = int(_line(self._codes))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe is not None:
+                pipe.close()
+        self.wait(_PATIENCE_S)
+
+    def poll(self) -> int | None:
+        """Its exit code, if it has ended; minus the signal, if that ended it."""
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, at most so many seconds, and return its exit code."""
+        if self.returncode is None:
+            self._codes.settimeout(timeout)
+            try:
+                self.returncode = int(_line(self._codes))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
+            self._codes.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is not None:
+            return
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            pass  # it has just ended, and the nursery was the first to know
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def pause(self, timeout: float) -> None:
+        """SIGSTOP, in force when this returns."""
+        self.send_signal(signal.SIGSTOP)
+        self.wait_stopped(timeout)
+
+    def wait_stopped(self, timeout: float) -> None:
+        """Wait until all its threads were stopped, by whomever."""
+        threads = Path("/proc", str(self.pid), "task")
+        eventually(
+            lambda: all(") T " in (each / "stat").read_text() for each in threads.iterdir()),
+            timeout,
+            "it did not stop",
+        )
+
+    def communicate(self, input: bytes = b"", timeout: float | None = None) -> tuple[bytes, bytes]:
+        """Write to it, read until it has closed its files, and wait for its end."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        read = {"stdout": bytearray(), "stderr": bytearray()}
+        left = memoryview(input)
+        with selectors.DefaultSelector() as selector:
+            for name in read:
+                if (pipe := getattr(self, name)) is not None and not pipe.closed:
+                    selector.register(pipe, selectors.EVENT_READ, name)
+            if self.stdin is not None and not self.stdin.closed:
+                if left:
+                    selector.register(self.stdin, selectors.EVENT_WRITE)
+                else:
+                    self.stdin.close()
+            while selector.get_map():
+                for key, _ in selector.select(self._left(deadline)):
+                    if key.data:
+                        part = os.read(key.fd, 65_536)
+                        read[key.data] += part
+                        done = not part
+                    else:
+                        left = left[_write(key.fd, left) :]
+                        done = not left
+                    if done:
+                        selector.unregister(key.fileobj)
+                        key.fileobj.close()  # type: ignore[union-attr]
+        self.wait(self._left(deadline))
+        return bytes(read["stdout"]), bytes(read["stderr"])
+
+    def _left(self, deadline: float | None) -> float | None:
+        if deadline is None:
+            return None
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise subprocess.TimeoutExpired(self.args, 0.0)
+        return left
+
+
+def run(
+    arguments: Sequence[str | Path], *, input: bytes, timeout: float, **options: Any
+) -> subprocess.CompletedProcess[bytes]:
+    """As `subprocess.run`; the output is captured."""
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with Warm(arguments, **pipes, **options) as process:
+        try:
+            out, errors = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.wait(), out, errors)
+
+
+def _write(file: int, data: memoryview) -> int:
+    try:
+        return os.write(file, data[: select.PIPE_BUF])  # so much does not block
+    except BrokenPipeError:
+        return len(data)  # it has closed its input, and reads no more
+
+
+def _pipe(wanted: int | IO[Any] | None, number: int) -> tuple[IO[bytes] | None, int]:
+    """Our end of a pipe, if it is to be one, and what is given to the child."""
+    if wanted is None:
+        return None, number
+    if wanted == subprocess.DEVNULL:
+        return None, os.open(os.devnull, os.O_RDWR)
+    if wanted != subprocess.PIPE:
+        return None, wanted if isinstance(wanted, int) else wanted.fileno()
+    reading, writing = os.pipe()
+    if number == 0:
+        return open(writing, "wb", 0), reading
+    return open(reading, "rb", 0), writing
+
+
+def _line(connection: socket.socket) -> bytes:
+    received = b""
+    while not received.endswith(b"\n"):
+        part = connection.recv(1)  # the next line may be there, too
+        assert part, "the nursery has ended"
+        received += part
+    return received
+
+
+class _Nursery:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._orders, inside = socket.socketpair()
+        with inside:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.nursery", str(inside.fileno())],
+                cwd=_ROOT,
+                pass_fds=[inside.fileno()],
+                start_new_session=True,  # a Ctrl-C is for the tests
+            )
+
+    def order(self, order: str, files: list[int]) -> socket.socket:
+        """Where the pid can be read, and when it has ended its exit code."""
+        ours, theirs = socket.socketpair()
+        ours.settimeout(_PATIENCE_S)
+        with theirs, self._lock:
+            socket.send_fds(self._orders, [b"x"], [theirs.fileno(), *files])
+            ours.sendall(order.encode())
+            ours.shutdown(socket.SHUT_WR)
+        return ours
+
+    def close(self) -> None:
+        """It ends when its orders do; those it has borne go on."""
+        self._orders.close()
+        self._process.wait(_PATIENCE_S)
+
+
+@cache
+def _nursery() -> _Nursery:
+    """One for each process of the tests."""
+    nursery = _Nursery()
+    atexit.register(nursery.close)
+    return nursery
