@@ -198,11 +198,11 @@ def beating(bench: Bench) -> list[Row]:
         bench.step(f"signs of life of {size:,} members")
         bench.clear()
         with connected(bench.url) as client, plain_client(bench.url) as plain:
-            books = PeerProtocol(client, "bench")
+            books = PeerProtocol(client._connector, "bench")
             books.open(PeersConfig(ttl=600))
             for number in range(size):
                 books.run(PEERS_JOIN, [f"m{number}", "s", "0", 0, b"null", "fail", size])
-            connection = client.open_connection()
+            connection = client._connector.open_connection()
             count, before = bench.pick(5_000, 1_000), used(plain)
             for number in range(count):
                 books.beat(connection, "s", [f"m{number % size}"])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meteor_py.archive.archive import Archive
 from meteor_py.archive.archive_term import ArchiverConfig
 from meteor_py.archive.archiver import Archiver, stop_archiver
 from meteor_py.errors import ServerRefused
-from meteor_py.log.handle import StreamHandle, first_of
+from meteor_py.log.handle import StreamHandle, first_readable
 from meteor_py.publish.publisher import Publisher
 from meteor_py.records.codec import Codec, find_codec
 from meteor_py.records.config import (
@@ -20,17 +20,17 @@ from meteor_py.records.config import (
     InitialOffset,
     OnGap,
     PublisherConfig,
+    StreamConfig,
     SubscriberConfig,
     check_choice,
     check_int,
 )
 from meteor_py.records.descriptions import Description
-from meteor_py.records.frame import foreign_entry
 from meteor_py.records.position import Position
 from meteor_py.records.record import RecordBatch
 from meteor_py.records.times import to_ms
 from meteor_py.redis import keys, reply_errors
-from meteor_py.redis.scripts import CONFIGURE_STREAM, DELETE_STREAM, OFFSET_AT_TIME
+from meteor_py.redis.scripts import CONFIGURE_STREAM, DELETE_STREAM
 from meteor_py.shared.admin import SharedGroup, list_shared, open_shared, summarize_shared
 from meteor_py.shared.config import ConsumerConfig, OnPoison, Ungrouped
 from meteor_py.shared.subscriber import SharedSubscriber
@@ -43,9 +43,51 @@ from meteor_py.subscribe.group_admin import (
 )
 from meteor_py.subscribe.subscriber import Subscriber
 
+if TYPE_CHECKING:
+    from meteor_py.client import Client
 
-class Stream(StreamHandle):
+
+class Stream:
     """One stream of records with dense offsets 0, 1, 2... Get it with ``client.stream(name)``."""
+
+    def __init__(self, client: Client, handle: StreamHandle) -> None:
+        #: The client that opened it.
+        self.client = client
+        self._handle = handle
+
+    def _at(self, handle: StreamHandle) -> Stream:
+        """Return the same stream with another handle, as after it was recreated."""
+        return Stream(self.client, handle)
+
+    @property
+    def name(self) -> str:
+        return self._handle.name
+
+    @property
+    def incarnation(self) -> str:
+        """An id that the stream has from its creation until it is deleted."""
+        return self._handle.incarnation
+
+    @property
+    def config(self) -> StreamConfig:
+        """The settings, as of when the stream was opened or configured here."""
+        return self._handle.config
+
+    def end(self) -> Position:
+        """Return where the next record will be; as ``Subscriber.checkpoint``, to be kept outside.
+
+        Raises:
+            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+        """
+        return self._handle.end()
+
+    def bounds(self) -> tuple[int, int]:
+        """Return the first offset in the ring or the store, and the end of the stream.
+
+        Raises:
+            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+        """
+        return self._handle.bounds()
 
     def publisher(
         self,
@@ -80,10 +122,12 @@ class Stream(StreamHandle):
             max_pending_bytes=max_pending_bytes,
             max_record_bytes=max_record_bytes,
         )
-        if acks and self.client.address.scheme == "fake":
+        if acks and self._handle.connector.address.scheme == "fake":
             raise ValueError("fake:// has no replicas; publish there with acks=0.")
-        self.client.warn_of_hidden_history()
-        return Publisher(self, config, find_codec(self.config.codec if codec is None else codec))
+        self._handle.connector.warn_of_hidden_history()
+        return Publisher(
+            self, self._handle, config, find_codec(self.config.codec if codec is None else codec)
+        )
 
     def subscriber(
         self,
@@ -136,7 +180,9 @@ class Stream(StreamHandle):
             on_assigned=on_assigned,
             auto_confirm=auto_confirm,
         )
-        return Subscriber(self, config, find_codec(self.config.codec if codec is None else codec))
+        return Subscriber(
+            self, self._handle, config, find_codec(self.config.codec if codec is None else codec)
+        )
 
     def shared_subscriber(
         self,
@@ -203,6 +249,7 @@ class Stream(StreamHandle):
         start = InitialOffset(initial_offset)
         shared, settings = open_shared(
             self,
+            self._handle,
             group,
             {setting: value for setting, value in given.items() if value is not None},
             InitialOffset.EARLIEST if start == InitialOffset.AUTO else start,
@@ -216,7 +263,7 @@ class Stream(StreamHandle):
         Raises:
             GroupNotFound: There is none of that name.
         """
-        shared = SharedGroup(self, name)
+        shared = SharedGroup(self, self._handle, name)
         shared.books.require()
         return shared
 
@@ -264,32 +311,7 @@ class Stream(StreamHandle):
             StreamNotFound: The stream was deleted.
             CorruptStream: The log holds an entry that is not a frame.
         """
-        answer = self._run(OFFSET_AT_TIME, [self.incarnation, to_ms(time)])
-        if answer[0] == b"FOREIGN":
-            raise foreign_entry(self.name, answer[1])
-        found, ring = int(answer[1]), int(answer[2])
-        if self._store_id is None or found > ring or ring == 0:
-            return found
-        # The first in the ring: some in the store may have been appended since that time, too.
-        first, archived = self.store.bounds()
-        if first >= min(ring, archived):
-            return found
-        backend = self.store.backend
-        return backend.locate(self.incarnation, to_ms(time), first, min(ring, archived))
-
-    def resolve(self, to: int | str | datetime) -> tuple[int, bool]:
-        """What a place to seek means now: the offset, and whether it is "the first there is".
-
-        Raises:
-            ValueError: A negative offset, an unknown word, or a datetime without a timezone.
-        """
-        if isinstance(to, datetime):
-            return self.offset_at(to), False
-        if isinstance(to, str):
-            check_choice("to", to, ("earliest", "latest"))
-            first, end = self.bounds()
-            return (first, True) if to == "earliest" else (end, False)
-        return check_int("to", to, 0, OFFSET_MAX), False
+        return self._handle.offset_at(time)
 
     def groups(self) -> list[GroupDescription]:
         """The groups of the stream, shared ones too, by name.
@@ -300,9 +322,9 @@ class Stream(StreamHandle):
         return self._groups(self.bounds()[1])
 
     def _groups(self, end: int) -> list[GroupDescription]:
-        found = list_groups(self, end)
+        found = list_groups(self._handle, end)
         if self.config.ordering_key is not None:
-            found += summarize_shared(self)
+            found += summarize_shared(self, self._handle)
         return sorted(found, key=lambda group: group.name)
 
     def group(self, name: str) -> GroupDescription:
@@ -329,8 +351,8 @@ class Stream(StreamHandle):
             ValueError: A negative offset, one beyond the end, or a datetime without a timezone.
         """
         keys.check_name(group, "group")
-        offset, floating = self.resolve(to)
-        seek_group(self, group, offset, floating=floating, force=force)
+        offset, floating = self._handle.resolve(to)
+        seek_group(self._handle, group, offset, floating=floating, force=force)
         return offset
 
     def delete_group(self, group: str, *, force: bool = False) -> None:
@@ -345,10 +367,10 @@ class Stream(StreamHandle):
             GroupNotFound: There is none.
         """
         keys.check_name(group, "group")
-        if self.config.ordering_key is not None and group in list_shared(self):
-            SharedGroup(self, group).delete(force=force)
+        if self.config.ordering_key is not None and group in list_shared(self._handle):
+            SharedGroup(self, self._handle, group).delete(force=force)
         else:
-            delete_group(self, group, force=force)
+            delete_group(self._handle, group, force=force)
 
     def describe(self) -> Description:
         """Look at the stream: bounds, size, settings, groups.
@@ -357,21 +379,23 @@ class Stream(StreamHandle):
             StreamNotFound: The stream was deleted.
             LogTruncated: It was deleted and created anew: open it again.
         """
-        meta, frames, first = self._look()
+        meta, frames, first = self._handle.look()
         try:
-            size = self.client.call("MEMORY", "USAGE", self._keys[0], "SAMPLES", 5)
+            size = self._handle.connector.call(
+                "MEMORY", "USAGE", self._handle.keys[0], "SAMPLES", 5
+            )
         except ServerRefused:
             size = None
         return Description(
             name=self.name,
-            first=first_of(meta, first),
+            first=first_readable(meta, first),
             next=meta.next,
             length=meta.next - first,
             frames=frames,
             bytes=size,
             appended=meta.appended,
             archived=meta.archived,
-            archiver=None if meta.store is None else find_archiver(self),
+            archiver=None if meta.store is None else find_archiver(self._handle),
             config=meta.config,
             incarnation=meta.incarnation,
             epoch=meta.epoch,
@@ -396,7 +420,7 @@ class Stream(StreamHandle):
             StreamNotFound: The stream was deleted.
             LogTruncated: It was deleted and created anew.
         """
-        if max_unarchived is not None and self._store_id is None:
+        if max_unarchived is not None and self._handle.store_id is None:
             raise ValueError("max_unarchived is for a stream with a store, which this one has not.")
         given = {
             "capacity": capacity,
@@ -405,18 +429,18 @@ class Stream(StreamHandle):
             "max_unarchived": max_unarchived,
         }
         asked = {setting: value for setting, value in given.items() if value is not None}
-        present = self._look()[0].config  # others may have changed it
+        present = self._handle.look()[0].config  # others may have changed it
         config = replace(present, **asked).check_room()  # type: ignore[arg-type]  # checked inside
         fields = config.to_fields()
         others = [item for s in asked if s != "capacity" for item in (s, fields[s])]
         new_capacity = fields["capacity"] if capacity is not None else ""
-        logs = [*self._keys, *self.index_keys]
+        logs = [*self._handle.keys, *self._handle.index_keys]
         while (
-            self._run(CONFIGURE_STREAM, [self.incarnation, new_capacity, *others], logs)[0]
+            self._handle.run(CONFIGURE_STREAM, [self.incarnation, new_capacity, *others], logs)[0]
             == b"MORE"
         ):
             pass  # ends: each step trims at least one entry of a finite ring
-        self.config = config
+        self._handle.config = config
 
     @property
     def store(self) -> Archive:
@@ -426,9 +450,7 @@ class Stream(StreamHandle):
             StoreMismatch: It has none, or it is not found at its address.
             StoreUnavailable: It cannot be reached.
         """
-        store = self._find_store()
-        self.check_store()
-        return Archive(self, store)
+        return Archive(self._handle, self.groups)
 
     def archiver(
         self,
@@ -458,7 +480,7 @@ class Stream(StreamHandle):
             segment_age=segment_age,
             lease_ttl=lease_ttl,
         )
-        return Archiver(self, self._find_store(), config)
+        return Archiver(self, self._handle, self._handle.find_store(), config)
 
     def delete(self, *, history: bool = False) -> None:
         """Delete the stream with all its records. Publishers and subscribers will be told.
@@ -470,25 +492,29 @@ class Stream(StreamHandle):
             StreamNotFound: It was deleted before.
             LogTruncated: It was deleted and created anew; the new one is left alone.
         """
-        backend = self._find_store() if history and self._store_id is not None else None
-        stop_archiver(self.client, self.name)
+        backend = (
+            self._handle.find_store() if history and self._handle.store_id is not None else None
+        )
+        stop_archiver(self._handle)
         found: set[bytes] = set()  # of which some end with any bytes: the ids of groups
-        cursor, log, meta = b"0", self._keys[0].encode(), self._keys[1].encode()
+        cursor, log, meta = b"0", self._handle.keys[0].encode(), self._handle.keys[1].encode()
         while True:
-            cursor, part = self.client.call(
+            cursor, part = self._handle.connector.call(
                 "SCAN", cursor, "MATCH", keys.everything(self.name), "COUNT", 1000
             )
             found.update(part)
             if cursor == b"0":
                 break
         names: list[Any] = [meta, *sorted((found | {log}) - {meta})]
-        answer = self.client.run(DELETE_STREAM, names, [self.incarnation])
+        answer = self._handle.connector.run(DELETE_STREAM, names, [self.incarnation])
         # Not found, though it was there before: deleted by a first try whose answer was lost.
         if answer[0] != b"OK" and not (answer[0] == b"NOSTREAM" and meta in found):
             raise reply_errors.gone(self.name, answer[0])
-        self.client.call("SREM", keys.STREAMS, self.name)
-        if self.client.call("EXISTS", self._keys[1]):  # created anew by somebody meanwhile
-            self.client.call("SADD", keys.STREAMS, self.name)
+        self._handle.connector.call("SREM", keys.STREAMS, self.name)
+        if self._handle.connector.call(
+            "EXISTS", self._handle.keys[1]
+        ):  # created anew by somebody meanwhile
+            self._handle.connector.call("SADD", keys.STREAMS, self.name)
         if backend is not None:
             backend.delete(self.incarnation)
 

@@ -79,7 +79,7 @@ def _complete_peer(context: click.Context, incomplete: str) -> list[CompletionIt
     def members(m: Client) -> list[str]:
         from meteor_py.peers.protocol import PeerProtocol
 
-        return [] if name is None else sorted(PeerProtocol(m, name).look().members)
+        return [] if name is None else sorted(PeerProtocol(m._connector, name).look().members)
 
     return _offer(context, incomplete, members)
 

@@ -42,7 +42,7 @@ def list_peers(session: Session, as_json: bool) -> None:
     is_all = True
     with session.connect() as m:
         for name in m.peer_groups():
-            books = PeerProtocol(m, name)
+            books = PeerProtocol(m._connector, name)
             try:
                 found.append((name, books.look(), _settings(books.settings())))
             except ConnectionFailed:

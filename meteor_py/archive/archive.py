@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from meteor_py.archive.archiver import error_of
+from meteor_py.archive.flush import flush, run_archive_script
 from meteor_py.errors import RecordsLost, StoreUnavailable
 from meteor_py.records.config import OFFSET_MAX, check_int, check_seconds
-from meteor_py.redis import keys, reply_errors
-from meteor_py.redis.scripts import EXPIRE_HISTORY, REQUEST_FLUSH, Script
-from meteor_py.store.base import Flaw, Progress, RingbufferStore
+from meteor_py.redis import keys
+from meteor_py.redis.scripts import EXPIRE_HISTORY
+from meteor_py.store.base import Flaw, Progress
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import SegmentDescription
 
 if TYPE_CHECKING:
-    from meteor_py.stream import Stream
+    from meteor_py.log.handle import StreamHandle
     from meteor_py.subscribe.group_admin import GroupDescription
 
 #: What a compacted segment has at most.
@@ -35,10 +37,14 @@ class Archive:
     ['/data/meteor/orders/5f1d.../00000000000000000000-00000000000000099999-17...-9c2f01ab.parquet']
     """
 
-    def __init__(self, stream: Stream, backend: RingbufferStore) -> None:
+    def __init__(
+        self, stream: StreamHandle, list_groups: Callable[[], list[GroupDescription]]
+    ) -> None:
         self._stream = stream
+        self._list_groups = list_groups
         #: The store itself.
-        self.backend = backend
+        self.backend = stream.find_store()
+        stream.check_store()
 
     def __repr__(self) -> str:
         return f"<Archive of {self._stream.name!r} in {self.backend!r}>"
@@ -50,11 +56,7 @@ class Archive:
 
     def bounds(self) -> tuple[int, int]:
         """The first offset in the store, and the one behind the last."""
-        answer = self._stream.client.call(
-            "HMGET", keys.meta(self._stream.name), "incarnation", "expired", "archived"
-        )
-        reply_errors.check_incarnation(self._stream.name, self._stream.incarnation, answer[0])
-        return int(answer[1]), int(answer[2])
+        return self._stream.archived_bounds()
 
     def files(self) -> list[str]:
         """The files that hold the archived records, each record once, in order of the offsets.
@@ -101,15 +103,7 @@ class Archive:
             StoreUnavailable: It was not done within ``timeout`` seconds.
         """
         check_seconds("timeout", timeout, zero=True)
-        deadline = time.monotonic() + timeout
-        end = int(self._run(REQUEST_FLUSH)[1])
-        while (archived := self.bounds()[1]) < end:
-            if time.monotonic() >= deadline:
-                raise reply_errors.not_archived(
-                    self._stream.name, archived, end, timeout, self._error()
-                )
-            time.sleep(_POLL_S)
-        return archived
+        return flush(self._stream, timeout, lambda: error_of(self._stream))
 
     def verify(self, progress: Progress | None = None) -> list[Flaw]:
         """Read everything, compare all checksums; return what is wrong, nothing if all is well.
@@ -171,13 +165,14 @@ class Archive:
             The first offset that stays.
         """
         stream = self._stream
-        groups = [] if force else stream.groups()
+        groups = [] if force else self._list_groups()
         stays = self._expiring(before, max_bytes, offset, groups)
         if dry_run:
             return stays
         # Looked at once more by the script: one of them may have been moved back meanwhile.
         group_keys = [keys.group(stream.name, group.name) for group in groups]
-        stays = int(self._run(EXPIRE_HISTORY, stays, script_keys=group_keys)[1])
+        reply = run_archive_script(stream, EXPIRE_HISTORY, stays, group_keys=group_keys)
+        stays = int(reply[1])
         # First the stream knows that they are gone, then they go.
         self.backend.delete(stream.incarnation, stays)
         return stays
@@ -208,23 +203,7 @@ class Archive:
             wanted = self.backend.edge(stream.incarnation, wanted)
         return max(wanted, first)
 
-    def _error(self) -> Exception | None:
-        from meteor_py.archive.archiver import error_of  # which knows streams, which know us
-
-        return error_of(self._stream)
-
     def _parquet(self, method: str) -> ParquetStore:
         if not isinstance(self.backend, ParquetStore):
             raise TypeError(f"{method} is for stores of files; {self.backend!r} has none.")
         return self.backend
-
-    def _run(self, script: Script, *args: int, script_keys: Sequence[str] = ()) -> list[bytes]:
-        stream = self._stream
-        answer: list[bytes] = stream.client.run(
-            script, [keys.meta(stream.name), *script_keys], [stream.incarnation, *args]
-        )
-        if answer[0] == b"NOSTORE":
-            raise reply_errors.no_store(stream.name)
-        if answer[0] != b"OK":
-            raise reply_errors.gone(stream.name, answer[0])
-        return answer

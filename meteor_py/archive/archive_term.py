@@ -28,6 +28,7 @@ from meteor_py.errors import (
     ServerRefused,
     UnsupportedFrame,
 )
+from meteor_py.log.epochs import begin_epoch
 from meteor_py.log.log_reader import LogReader
 from meteor_py.records.config import (
     FRAME_RECORDS_MAX,
@@ -36,18 +37,19 @@ from meteor_py.records.config import (
     check_int,
     check_seconds,
 )
-from meteor_py.records.position import Position, begin_epoch
+from meteor_py.records.position import Position
 from meteor_py.records.record import ARROW_SCHEMA, Chunk, Headers, ListChunk
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import parse_info
 from meteor_py.redis.scripts import ADVANCE_ARCHIVED
+from meteor_py.runtime.clock import now
 from meteor_py.store.base import TERMS
 from meteor_py.store.identity import check_identity
-from meteor_py.subscribe.lease import Term, now
+from meteor_py.subscribe.lease import Term
 
 if TYPE_CHECKING:
+    from meteor_py.log.handle import StreamHandle
     from meteor_py.store.base import RingbufferStore
-    from meteor_py.stream import Stream
     from meteor_py.subscribe.group_session import GroupSession
 
 _log = logging.getLogger(__name__)
@@ -107,7 +109,7 @@ class ArchiveTerm:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: StreamHandle,
         store: RingbufferStore,
         config: ArchiverConfig,
         keeper: GroupSession,
@@ -128,7 +130,7 @@ class ArchiveTerm:
         self._identity = ""
         self._flush = 0
         self._pressed = False
-        self._connection = stream.client.open_connection()
+        self._connection = stream.connector.open_connection()
         self._cursor: LogReader | None = None
         try:
             self._begin()
@@ -198,7 +200,7 @@ class ArchiveTerm:
             raise Outnumbered(highest % TERMS)
         self._tidy()
         position = Position(stream.incarnation, epoch, self._archived)
-        self._cursor = LogReader(stream.client.open_connection(), stream.name, position)
+        self._cursor = LogReader(stream.connector.open_connection(), stream.name, position)
         self._cursor.start(position, end, keys.ARCHIVERS, self._term.nonce)
 
     def _begin_epoch(self) -> None:

@@ -10,14 +10,14 @@ committed: nothing is remembered that could be wrong.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
-import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meteor_py.archive.archive_term import ArchiverConfig, ArchiveTerm, Outnumbered
+from meteor_py.archive.flush import flush
 from meteor_py.errors import (
     AccessDenied,
     LeaseLost,
@@ -25,19 +25,19 @@ from meteor_py.errors import (
     MeteorError,
     StreamNotFound,
 )
+from meteor_py.log.handle import StreamHandle
 from meteor_py.log.log_reader import Overtaken
-from meteor_py.publish.publisher import close_all as close_publishers
 from meteor_py.records.config import InitialOffset
 from meteor_py.redis import keys
 from meteor_py.runtime.backoff import pause_s
-from meteor_py.runtime.lifecycle import Closeable
+from meteor_py.runtime.clock import now
+from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
 from meteor_py.runtime.threads import JoinableThread
 from meteor_py.subscribe.group_admin import open_group
 from meteor_py.subscribe.group_session import GroupSession
-from meteor_py.subscribe.lease import Lease, member_name, now
+from meteor_py.subscribe.lease import Lease, member_name
 
 if TYPE_CHECKING:
-    from meteor_py.client import Client
     from meteor_py.store.base import RingbufferStore
     from meteor_py.stream import Stream
 
@@ -66,6 +66,7 @@ class Archiver(Closeable):
     def __init__(
         self,
         stream: Stream,
+        handle: StreamHandle,
         store: RingbufferStore,
         config: ArchiverConfig,
         *,
@@ -73,6 +74,7 @@ class Archiver(Closeable):
     ) -> None:
         self.stream = stream
         self.config = config
+        self._handle = handle
         #: Its name as the owner of the lease: ``stream.describe().archiver`` while it works.
         self.member = member_name()
         #: What went wrong last; None again once nothing waits to be archived.
@@ -113,8 +115,8 @@ class Archiver(Closeable):
             )
         self._begun = True
         if not self._by_itself:
-            stop_archiver(self.stream.client, self.stream.name)
-        _enrol(self)
+            stop_archiver(self._handle)
+        _begun.add(self)
 
     def _work(self) -> None:
         self._runner = threading.get_ident()
@@ -172,10 +174,10 @@ class Archiver(Closeable):
 
     def save(self, timeout: float = 10.0) -> None:
         """If the server ends with its client: archive what there is, or say that it is lost."""
-        if not self.stream.client.is_private or self._stopped.is_set():
+        if not self._handle.connector.is_private or self._stopped.is_set():
             return
         try:
-            self.stream.store.flush(timeout)
+            flush(self._handle, timeout, lambda: error_of(self._handle))
         except (MeteorError, ValueError) as error:
             _log.warning(
                 "What is not archived of stream %r is lost with its private server: %s",
@@ -197,10 +199,10 @@ class Archiver(Closeable):
         running = self._thread is not None and self._thread.is_alive()
         return running and not self._stopped.is_set()
 
-    def is_of(self, stream: Stream, store: RingbufferStore) -> bool:
+    def is_of(self, stream: StreamHandle, store: RingbufferStore) -> bool:
         """Whether it does what one of this stream and this store would do."""
         same_store = store is self._store or (store.uri or "") == self._store.uri
-        return same_store and stream.incarnation == self.stream.incarnation and self.alive
+        return same_store and stream.incarnation == self._handle.incarnation and self.alive
 
     def __repr__(self) -> str:
         state = "at work" if self._begun and not self._ended.is_set() else "not at work"
@@ -225,7 +227,7 @@ class Archiver(Closeable):
         if term is None:
             return
         try:
-            duty = ArchiveTerm(self.stream, self._store, self.config, keeper, term)
+            duty = ArchiveTerm(self._handle, self._store, self.config, keeper, term)
         except Outnumbered as error:  # the server has forgotten terms: what we write must count
             self._above = error.term
             self._leave()
@@ -247,12 +249,12 @@ class Archiver(Closeable):
     def _join(self) -> GroupSession:
         """Become one of the archivers."""
         if self._keeper is None:
-            stream = self.stream
+            stream = self._handle
             confirmed = open_group(stream, keys.ARCHIVERS, InitialOffset.LATEST)
             life, ttl_s = stream.incarnation, self.config.lease_ttl
             lease = Lease(stream.name, life, keys.ARCHIVERS, self.member, ttl_s)
             lease.above = self._above
-            self._keeper = GroupSession(stream.client, lease, confirmed, _HANG_S)
+            self._keeper = GroupSession(stream.connector, lease, confirmed, _HANG_S)
         return self._keeper
 
     def _leave(self) -> None:
@@ -264,10 +266,12 @@ class Archiver(Closeable):
     def _is_fatal(self, error: BaseException) -> bool:
         if isinstance(error, LogTruncated):  # by a fail-over, or because it was created anew
             try:
-                found = self.stream.client.call("HGET", keys.meta(self.stream.name), "incarnation")
+                found = self._handle.connector.call(
+                    "HGET", keys.meta(self._handle.name), "incarnation"
+                )
             except MeteorError:
                 return False  # the next term will tell
-            return bool(found is None or found.decode() != self.stream.incarnation)
+            return bool(found is None or found.decode() != self._handle.incarnation)
         return isinstance(error, _FATAL)
 
     def _note(self, error: BaseException) -> None:
@@ -286,73 +290,57 @@ class Archiver(Closeable):
         self._failures += 1
 
 
-# -- those that run by themselves --------------------------------------------------------------
+# -- archivers that a client runs by itself ------------------------------------------------------
 
-#: All archivers of this process that were begun and not closed, and those that run by themselves.
-_begun: weakref.WeakSet[Archiver] = weakref.WeakSet()
+#: By connector and stream.
 _running: dict[tuple[int, str], Archiver] = {}
 _lock = threading.RLock()  # a signal handler may close the client in the middle
 
 
-def start_archiver(stream: Stream, store: RingbufferStore) -> None:
+def start_archiver(stream: Stream, handle: StreamHandle, store: RingbufferStore) -> None:
     """Let an archiver of the stream run in this process until its client is closed."""
-    key = (id(stream.client), stream.name)
+    key = (id(handle.connector), handle.name)
     with _lock:
         found = _running.get(key)
-        if found is not None and found.is_of(stream, store):
+        if found is not None and found.is_of(handle, store):
             return
-        archiver = Archiver(stream, store, ArchiverConfig(), by_itself=True)
+        archiver = Archiver(stream, handle, store, ArchiverConfig(), by_itself=True)
         _running[key] = archiver.start()
     if found is not None:
         found.close()
 
 
-def stop_archiver(client: Client, stream: str) -> None:
+def stop_archiver(handle: StreamHandle) -> None:
     """End the one that runs by itself, if one does."""
     with _lock:
-        found = _running.pop((id(client), stream), None)
+        found = _running.pop((id(handle.connector), handle.name), None)
     if found is not None:
         found.close()
 
 
-def close_archivers(client: Client) -> None:
-    """End those of a client; raise the first failure."""
-    with _lock:
-        for key in [key for key in _running if key[0] == id(client)]:
-            del _running[key]
-    ours = [archiver for archiver in list(_begun) if archiver.stream.client is client]
-    for archiver in ours:
-        archiver.save()
-    for archiver in ours:
-        archiver.stop()  # all at once: one that hangs does not keep the others
-    failures: list[Exception] = []
-    for archiver in ours:
-        _begun.discard(archiver)
-        try:
-            archiver.close()
-        except Exception as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
-
-
-def error_of(stream: Stream) -> Exception | None:
+def error_of(handle: StreamHandle) -> Exception | None:
     """What keeps an archiver of this process from archiving the stream, if something does."""
-    errors = (x.error for x in list(_begun) if x.stream.incarnation == stream.incarnation)
+    errors = (x.error for x in _begun.objects() if x._handle.incarnation == handle.incarnation)
     return next((error for error in errors if error is not None), None)
 
 
-def _enrol(archiver: Archiver) -> None:
-    _begun.add(archiver)
-    # Again each time, for the same reason as with publishers.
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)
+def _close(archivers: Sequence[Archiver]) -> None:
+    closing = set(archivers)
+    with _lock:
+        for key in [key for key, archiver in _running.items() if archiver in closing]:
+            del _running[key]
+    for archiver in archivers:
+        archiver.save()
+    for archiver in archivers:
+        archiver.stop()  # all at once: one that hangs does not keep the others
+    for archiver in archivers:
+        _begun.discard(archiver)
+    close_each(archivers, Archiver.close)
 
 
-def _close_all() -> None:
-    """At the interpreter's end: let others have the leases at once."""
-    close_publishers()  # first: they may wait for us to make room
-    for archiver in list(_begun):
+def _at_exit(archivers: Sequence[Archiver]) -> None:
+    """Let other archivers have the leases at once."""
+    for archiver in archivers:
         try:
             archiver.save(5.0)
             archiver.close(5.0)
@@ -360,11 +348,17 @@ def _close_all() -> None:
             _log.warning("%s", error)
 
 
-def _forget_all() -> None:
+def _after_fork(_: Sequence[Archiver]) -> None:
     global _lock
     _lock = threading.RLock()
     _running.clear()
-    _begun.clear()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+#: Archivers of this process that were begun and not closed.
+_begun: Registry[Archiver] = Registry(
+    ClosingOrder.ARCHIVERS,
+    owner=lambda archiver: archiver._handle.connector,
+    close=_close,
+    at_exit=_at_exit,
+    after_fork=_after_fork,
+)

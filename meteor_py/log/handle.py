@@ -1,101 +1,62 @@
-"""A handle of a stream: what everything that works on one needs of it."""
+"""A handle of one stream: its identity, its settings, and the way to its server and store."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from datetime import datetime
+from typing import Any
 
 from meteor_py.errors import MeteorError, StoreMismatch, StoreUnavailable
+from meteor_py.log.catalog import find_stream
 from meteor_py.log.log_reader import LogReader
+from meteor_py.records.config import OFFSET_MAX, check_choice, check_int
 from meteor_py.records.descriptions import Meta
-from meteor_py.records.frame import entry_span
+from meteor_py.records.frame import entry_span, foreign_entry
 from meteor_py.records.position import Position
+from meteor_py.records.times import to_ms
 from meteor_py.redis import keys, reply_errors
-from meteor_py.redis.scripts import DESCRIBE_STREAM, Script
+from meteor_py.redis.connector import Connector
+from meteor_py.redis.scripts import DESCRIBE_STREAM, OFFSET_AT_TIME, Script
 from meteor_py.store.base import RingbufferStore
 from meteor_py.store.identity import check_identity, open_store
 from meteor_py.store.read_ahead import StoreReadAhead
 
-if TYPE_CHECKING:
-    from meteor_py.client import Client
-    from meteor_py.stream import Stream
-
-_SEEN = ("incarnation", "epoch", "next")
+_POSITION = ("incarnation", "epoch", "next")
 
 
 class StreamHandle:
-    """For the other modules; users have a ``Stream``."""
+    """One incarnation of a stream, for the other packages; users have a ``Stream``."""
 
     def __init__(
-        self, client: Client, name: str, meta: Meta, store: RingbufferStore | None = None
+        self, connector: Connector, name: str, meta: Meta, store: RingbufferStore | None = None
     ) -> None:
-        self.client = client
+        self.connector = connector
         self.name = name
         self.incarnation = meta.incarnation
         self.config = meta.config
-        self._store_id = meta.store
-        self._store = store  # the one that was given; else it is looked for when it is needed
-        self._keys = [keys.log(name), keys.meta(name)]
-        #: The index, if there is one: for the scripts that write or trim the log.
+        #: The id of the stream's store; None without a store.
+        self.store_id = meta.store
+        self._store = store  # as given by the user; otherwise opened when it is first needed
+        #: The keys of the log and of meta, as most scripts take them.
+        self.keys = [keys.log(name), keys.meta(name)]
+        #: The key of the ordering index if there is one, for scripts that write or trim the log.
         self.index_keys = [] if meta.config.ordering_key is None else [keys.index(name)]
 
     def end(self) -> Position:
-        """Where the next record will be; as ``Subscriber.checkpoint``, to be kept outside."""
-        return self._seen(self.client.call("HMGET", self._keys[1], *_SEEN))
-
-    def cursor(self) -> LogReader:
-        """A place to read from, at the end of the stream."""
-        connection = self.client.open_connection()
-        try:
-            position = self._seen(connection.call("HMGET", self._keys[1], *_SEEN))
-        except MeteorError:
-            connection.close()
-            raise
-        if self._store_id is None:
-            return LogReader(connection, self.name, position)
-        cold = StoreReadAhead(self._find_store, self.check_store, self.name, self.incarnation)
-        return LogReader(connection, self.name, position, cold)
+        """Return where the next record will be appended."""
+        return self._position(self.connector.call("HMGET", self.keys[1], *_POSITION))
 
     def bounds(self) -> tuple[int, int]:
-        """The first offset in the ring or the store, and the end of the stream."""
-        meta, _, first = self._look()
-        return first_of(meta, first), meta.next
+        """Return the first offset in the ring or the store, and the end of the stream."""
+        meta, _, first = self.look()
+        return first_readable(meta, first), meta.next
 
-    def _find_store(self) -> RingbufferStore:
-        if self._store_id is None:
-            raise reply_errors.no_store(self.name)
-        if self._store is None:
-            if self.config.store is None:
-                raise reply_errors.hidden_store(self.name)
-            store = open_store(self.config.store, self.name)
-            check_identity(store, self.name, self._store_id)
-            self._store = store
-        return self._store
+    def look(self) -> tuple[Meta, int, int]:
+        """Return meta, the number of frames, and the first offset in the ring, at one instant.
 
-    def reopened(self) -> Stream:
-        """The stream that has this name now, with the store that was given if it is still that."""
-        stream = self.client.stream(self.name, create=False)
-        if stream._store_id == self._store_id:
-            stream._store = self._store
-        return stream
-
-    def check_store(self) -> None:
-        """Raise unless the store that was found is still there: a disk may not be mounted now."""
-        store = self._find_store()
-        try:
-            check_identity(store, self.name, self._store_id or "")
-        except StoreMismatch:
-            fields = ("incarnation", "store")
-            incarnation, seen = self.client.call("HMGET", self._keys[1], *fields)
-            reply_errors.check_incarnation(self.name, self.incarnation, incarnation)
-            self._store_id = seen.decode()  # another, if the stream was resumed meanwhile
-            try:
-                check_identity(store, self.name, self._store_id)
-            except StoreMismatch as error:
-                raise StoreUnavailable(str(error), stream=self.name) from error
-
-    def _look(self) -> tuple[Meta, int, int]:
-        """Meta, the number of frames, and the first offset in the ring, at one instant."""
-        flat, frames, first_id = self.client.run(DESCRIBE_STREAM, self._keys)
+        Raises:
+            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+        """
+        flat, frames, first_id = self.connector.run(DESCRIBE_STREAM, self.keys)
         if not flat:
             raise reply_errors.gone(self.name, b"NOSTREAM")
         meta = Meta.parse(self.name, flat)
@@ -103,19 +64,132 @@ class StreamHandle:
             raise reply_errors.gone(self.name, b"INCARNATION")
         return meta, frames, entry_span(self.name, first_id)[0] if first_id else meta.next
 
-    def _seen(self, answer: list[Any]) -> Position:
-        """The end of the stream, if it is still this one."""
-        reply_errors.check_incarnation(self.name, self.incarnation, answer[0])
-        return Position(self.incarnation, int(answer[1]), int(answer[2]))
+    def run(self, script: Script, args: list[Any], script_keys: list[str] | None = None) -> Any:
+        """Run a script of the stream and return its reply.
 
-    def _run(self, script: Script, args: list[Any], script_keys: list[str] | None = None) -> Any:
-        answer = self.client.run(script, script_keys or self._keys, args)
-        if answer[0] in (b"NOSTREAM", b"INCARNATION"):
-            raise reply_errors.gone(self.name, answer[0])
-        return answer
+        Raises:
+            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+        """
+        reply = self.connector.run(script, script_keys or self.keys, args)
+        if reply[0] in (b"NOSTREAM", b"INCARNATION"):
+            raise reply_errors.gone(self.name, reply[0])
+        return reply
+
+    def reopen(self) -> StreamHandle:
+        """Return a handle of the stream that has this name now, keeping its store."""
+        handle = StreamHandle(
+            self.connector, self.name, find_stream(self.connector, self.name), self._store
+        )
+        if handle.store_id != self.store_id:
+            handle._store = None
+        return handle
+
+    # -- places in the stream ------------------------------------------------------------------
+
+    def open_reader(self) -> LogReader:
+        """Return a reader that stands at the end of the stream; the caller closes it."""
+        connection = self.connector.open_connection()
+        try:
+            position = self._position(connection.call("HMGET", self.keys[1], *_POSITION))
+        except MeteorError:
+            connection.close()
+            raise
+        if self.store_id is None:
+            return LogReader(connection, self.name, position)
+        ahead = StoreReadAhead(self.find_store, self.check_store, self.name, self.incarnation)
+        return LogReader(connection, self.name, position, ahead)
+
+    def offset_at(self, time: datetime) -> int:
+        """Return the first offset appended at ``time`` or later; the end if there is none.
+
+        Raises:
+            ValueError: The datetime has no timezone.
+            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+            CorruptStream: The log holds an entry that is not a frame.
+        """
+        reply = self.run(OFFSET_AT_TIME, [self.incarnation, to_ms(time)])
+        if reply[0] == b"FOREIGN":
+            raise foreign_entry(self.name, reply[1])
+        found, ring = int(reply[1]), int(reply[2])
+        if self.store_id is None or found > ring or ring == 0:
+            return found
+        # It is the first record of the ring: the store may hold earlier ones appended since then.
+        self.check_store()
+        first, archived = self.archived_bounds()
+        if first >= min(ring, archived):
+            return found
+        return self.find_store().locate(self.incarnation, to_ms(time), first, min(ring, archived))
+
+    def resolve(self, to: int | str | datetime) -> tuple[int, bool]:
+        """Return the offset that a place to seek means now, and whether it means "earliest".
+
+        Raises:
+            ValueError: A negative offset, an unknown word, or a datetime without a timezone.
+        """
+        if isinstance(to, datetime):
+            return self.offset_at(to), False
+        if isinstance(to, str):
+            check_choice("to", to, ("earliest", "latest"))
+            first, end = self.bounds()
+            return (first, True) if to == "earliest" else (end, False)
+        return check_int("to", to, 0, OFFSET_MAX), False
+
+    # -- the store -----------------------------------------------------------------------------
+
+    def find_store(self) -> RingbufferStore:
+        """Return the stream's store, opened by its address if the user did not give it.
+
+        Raises:
+            StoreMismatch: The stream has no store, or the one at its address is another.
+            StoreUnavailable: The store cannot be reached.
+        """
+        if self.store_id is None:
+            raise reply_errors.no_store(self.name)
+        if self._store is None:
+            if self.config.store is None:
+                raise reply_errors.hidden_store(self.name)
+            store = open_store(self.config.store, self.name)
+            check_identity(store, self.name, self.store_id)
+            self._store = store
+        return self._store
+
+    def check_store(self) -> None:
+        """Raise unless the store that was found is still there: a disk may have been unmounted.
+
+        Raises:
+            StoreUnavailable: Another store, or none, is at that place now.
+        """
+        store = self.find_store()
+        try:
+            check_identity(store, self.name, self.store_id or "")
+        except StoreMismatch:
+            fields = ("incarnation", "store")
+            incarnation, seen = self.connector.call("HMGET", self.keys[1], *fields)
+            reply_errors.check_incarnation(self.name, self.incarnation, incarnation)
+            self.store_id = seen.decode()  # a new one, if the stream was resumed meanwhile
+            try:
+                check_identity(store, self.name, self.store_id)
+            except StoreMismatch as error:
+                raise StoreUnavailable(str(error), stream=self.name) from error
+
+    def archived_bounds(self) -> tuple[int, int]:
+        """Return the first offset in the store, and the one after the last.
+
+        Raises:
+            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+        """
+        fields = ("incarnation", "expired", "archived")
+        incarnation, expired, archived = self.connector.call("HMGET", self.keys[1], *fields)
+        reply_errors.check_incarnation(self.name, self.incarnation, incarnation)
+        return int(expired), int(archived)
+
+    def _position(self, reply: list[Any]) -> Position:
+        """Return the end of the stream, if this is still its incarnation."""
+        reply_errors.check_incarnation(self.name, self.incarnation, reply[0])
+        return Position(self.incarnation, int(reply[1]), int(reply[2]))
 
 
-def first_of(meta: Meta, ring: int) -> int:
-    """The first offset that can be read, if the ring begins at ``ring``."""
-    # Those that have expired may be in the ring still.
+def first_readable(meta: Meta, ring: int) -> int:
+    """Return the first offset that can be read, if the ring begins at ``ring``."""
+    # The ring may still hold records that have expired from the store.
     return ring if meta.expired is None else min(ring, meta.expired)

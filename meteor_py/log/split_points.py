@@ -11,30 +11,31 @@ from meteor_py.redis.scripts import SPLIT_POINTS
 from meteor_py.store.parquet import ParquetStore
 
 if TYPE_CHECKING:
-    from meteor_py.stream import Stream
+    from meteor_py.log.handle import StreamHandle
 
 
-def borders(stream: Stream, offsets: Sequence[int]) -> list[int]:
+def borders(stream: StreamHandle, offsets: Sequence[int]) -> list[int]:
     """For each offset the next border: the end of the frame, or row group, that holds it.
 
     An offset that is nowhere, or in a store that does not say, is its own border.
     """
     if not offsets:
         return []
-    ends = stream.client.run(SPLIT_POINTS, [keys.log(stream.name)], list(offsets))
+    ends = stream.connector.run(SPLIT_POINTS, [keys.log(stream.name)], list(offsets))
     return [
         int(end) or _border_in_store(stream, offset)
         for offset, end in zip(offsets, ends, strict=True)
     ]
 
 
-def _border_in_store(stream: Stream, offset: int) -> int:
+def _border_in_store(stream: StreamHandle, offset: int) -> int:
     if stream.config.store is None:
         return offset
     try:
-        archive = stream.store
-        if isinstance(archive.backend, ParquetStore):
-            return archive.backend.border(stream.incarnation, offset, archive.bounds()[1])
+        store = stream.find_store()
+        stream.check_store()
+        if isinstance(store, ParquetStore):
+            return store.border(stream.incarnation, offset, stream.archived_bounds()[1])
     except MeteorError:
         pass  # whoever reads there will be told
     return offset

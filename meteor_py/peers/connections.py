@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 from meteor_py.errors import ConnectionFailed
 
 if TYPE_CHECKING:
-    from meteor_py.client import Client
     from meteor_py.redis.connection import Connection
+    from meteor_py.redis.connector import Connector
 
 _T = TypeVar("_T")
 
@@ -23,8 +23,8 @@ class Links:
     takes none.
     """
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
         self._lock = threading.Lock()
         self._others: Connection | None = None
         self._main: Connection | None = None
@@ -43,20 +43,20 @@ class Links:
             raise ConnectionFailed("Other threads of this process use the connection all the time.")
         try:
             if self._others is None:
-                self._others = self._client.open_connection()
+                self._others = self._connector.open_connection()
             return self._call(work, self._others)
         finally:
             self._lock.release()
 
     def _use_main(self, work: Callable[[Connection], _T]) -> _T:
         if self._main_is_used:  # a signal handler, in the middle of a call; or one has raised there
-            connection = self._client.open_connection()
+            connection = self._connector.open_connection()
             try:
                 return work(connection)
             finally:
                 connection.close()
         if self._main is None:
-            self._main = self._client.open_connection()
+            self._main = self._connector.open_connection()
         self._main_is_used = True
         try:
             return self._call(work, self._main)

@@ -36,7 +36,7 @@ class EventReader:
 
     def __init__(self, group: PeerGroup) -> None:
         self._group = group
-        self._connection = group.books.client.open_connection()
+        self._connection = group.books.connector.open_connection()
         self._ended = False
         #: Where it reads on among the answers to messages.
         self._answers = _FIRST

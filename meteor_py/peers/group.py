@@ -8,11 +8,11 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from meteor_py.errors import ConnectionFailed, MeteorError, PeerError, PeerGroupNotFound
-from meteor_py.peers import registry
 from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.event import Event
@@ -34,12 +34,12 @@ from meteor_py.peers.voting.proposal import Outcome
 from meteor_py.peers.voting.proposing import Proposing
 from meteor_py.records.config import check_int
 from meteor_py.redis.scripts import PEERS_LEAVE
-from meteor_py.runtime.lifecycle import Closeable
-from meteor_py.subscribe.lease import now
+from meteor_py.runtime.clock import now
+from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
 
 if TYPE_CHECKING:
-    from meteor_py.client import Client
     from meteor_py.redis.connection import Connection
+    from meteor_py.redis.connector import Connector
 
 _log = logging.getLogger(__name__)
 
@@ -61,13 +61,13 @@ class PeerGroup(Closeable, Proposing, Sending, Listening, Joining):
     """
 
     def __init__(
-        self, client: Client, name: str, config: PeersConfig, codec: PeerCodec | None = None
+        self, connector: Connector, name: str, config: PeersConfig, codec: PeerCodec | None = None
     ) -> None:
         super().__init__()
         self.name = name
         #: The settings of the group.
         self.config = config
-        self.books = PeerProtocol(client, name)
+        self.books = PeerProtocol(connector, name)
         #: Under which answers to messages of this handle come back.
         self.session = secrets.token_hex(8)
         #: The server's clock, as it is known here.
@@ -88,7 +88,7 @@ class PeerGroup(Closeable, Proposing, Sending, Listening, Joining):
         self._watch = EventReader(self)
         for thread in (self.caller, self._heart, self._watch):
             thread.start()
-        registry.register(self)
+        _open_groups.add(self)
 
     # -- who is there --------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class PeerGroup(Closeable, Proposing, Sending, Listening, Joining):
     def guarded(self, name: str) -> bytes | None:
         """A value that a leader wrote with ``term.guard``; None if there is none."""
         self._check_open()
-        value: bytes | None = self.books.client.call("HGET", self.books.key("guarded"), name)
+        value: bytes | None = self.books.connector.call("HGET", self.books.key("guarded"), name)
         return value
 
     def dead_letters(self, limit: int = 1_000) -> list[PeerLetter]:
@@ -133,7 +133,7 @@ class PeerGroup(Closeable, Proposing, Sending, Listening, Joining):
         self._check_open()
         check_int("limit", limit, 1, 1_000_000)
         command = ("XREVRANGE", self.books.key("dead"), "+", "-", "COUNT", limit)
-        return [read_letter(*entry) for entry in reversed(self.books.client.call(*command))]
+        return [read_letter(*entry) for entry in reversed(self.books.connector.call(*command))]
 
     def now(self) -> float:
         """The time by the clock of the group, its server's, in seconds since 1970."""
@@ -194,7 +194,7 @@ class PeerGroup(Closeable, Proposing, Sending, Listening, Joining):
             if not part.join(max(deadline - now(), _LAST_S)):
                 _log.warning("A thread of group %r does not end.", self.name)
         self._ended = True
-        registry.forget(self)
+        _open_groups.discard(self)
 
     def _leave_all(self, deadline: float) -> None:
         """All at once: nobody stays a member because another one's handler takes its time."""
@@ -203,7 +203,7 @@ class PeerGroup(Closeable, Proposing, Sending, Listening, Joining):
             for membership in self.memberships()
             if membership.begin_to_go("stay" if membership.persistent else "")
         ]
-        patience = now() + self.books.client.timeout_s
+        patience = now() + self.books.connector.timeout_s
         is_away = not all(membership.announce() for membership in going) and now() > patience
         for membership in sorted(going, key=attrgetter("busy")):
             if is_away:
@@ -390,3 +390,21 @@ class PeerGroup(Closeable, Proposing, Sending, Listening, Joining):
         self.check_owned()
         if self._closed:
             raise MeteorError(f"This handle of group {self.name!r} is closed; open another.")
+
+
+def _at_exit(groups: Sequence[PeerGroup]) -> None:
+    """Let the other members know at once."""
+    for group in groups:
+        try:
+            group.close()
+        except MeteorError as error:
+            _log.error("At the end of %r: %s", group, error)
+
+
+_open_groups: Registry[PeerGroup] = Registry(
+    ClosingOrder.PEER_GROUPS,
+    owner=lambda group: group.books.connector,
+    close=lambda groups: close_each(groups, PeerGroup.close, MeteorError),
+    at_exit=_at_exit,
+    after_fork=lambda groups: None,  # members, threads and connections are the parent's
+)

@@ -12,9 +12,9 @@ from meteor_py.errors import ConnectionFailed, PeerGroupNotFound
 from meteor_py.peers.membership import Membership
 from meteor_py.peers.protocol import Beat, Here
 from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
-from meteor_py.subscribe.lease import now
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup
@@ -33,7 +33,7 @@ class Heartbeat:
 
     def __init__(self, group: PeerGroup) -> None:
         self._group = group
-        self._connection = group.books.client.open_connection()
+        self._connection = group.books.connector.open_connection()
         # Not to wait longer for an answer than until the next beat is due.
         self._timeout_s = min(self._connection.timeout_s, max(group.config.ttl / 3, 0.1))
         self._state = SignalSafeCondition()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from meteor_py.errors import StaleTerm
 from meteor_py.peers.member import Member
 from meteor_py.redis.scripts import PEERS_GUARDED_WRITE
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeEvent
-from meteor_py.subscribe.lease import now
 
 if TYPE_CHECKING:
     from meteor_py.peers.membership import Membership

@@ -117,7 +117,7 @@ class Listening:
         if since >= until:
             return []
         names = (self.books.key("events"), f"{since + 1}-0", f"{until}-0")
-        found = [read_event(*entry) for entry in self.books.client.call("XRANGE", *names)]
+        found = [read_event(*entry) for entry in self.books.connector.call("XRANGE", *names)]
         if [event.view for event in found] != list(range(since + 1, until + 1)):
             raise PeerError(
                 f"Group {self.name!r} has no longer all events since number {since}; take another "

@@ -25,9 +25,10 @@ from meteor_py.peers.voting.voter import Voter, Voting
 from meteor_py.records.config import check_function, check_seconds
 from meteor_py.redis.scripts import PEERS_JOIN, PEERS_LEAVE, PEERS_UPDATE_MEMBER
 from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.lifecycle import Closeable
 from meteor_py.runtime.locks import SignalSafeCondition, SignalSafeEvent
-from meteor_py.subscribe.lease import BELIEF, now
+from meteor_py.subscribe.lease import BELIEF
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup

@@ -13,15 +13,15 @@ from meteor_py.redis import keys
 from meteor_py.redis.scripts import PEERS_DELETE
 
 if TYPE_CHECKING:
-    from meteor_py.client import Client
     from meteor_py.peers.group import PeerGroup
+    from meteor_py.redis.connector import Connector
 
 #: Keys that one call deletes.
 _UNLINKED = 1_000
 
 
 def open_group(
-    client: Client,
+    connector: Connector,
     name: str,
     instance: str | None,
     asked: dict[str, Any],
@@ -37,7 +37,7 @@ def open_group(
     if instance is not None:
         name = f"{name}/{keys.check_name(instance, 'group')}"
     config = replace(PeersConfig(), **asked)
-    present = PeerProtocol(client, name).open(config, create=create)
+    present = PeerProtocol(connector, name).open(config, create=create)
     setting = present.differing(asked)
     if setting is not None:
         raise PeerError(
@@ -45,7 +45,7 @@ def open_group(
             f"{asked[setting]!r}; leave the setting out.",
             group=name,
         )
-    return PeerGroup(client, name, present, codec)
+    return PeerGroup(connector, name, present, codec)
 
 
 def delete_group(group: PeerGroup, *, force: bool) -> None:
@@ -62,11 +62,11 @@ def delete_group(group: PeerGroup, *, force: bool) -> None:
     answer = books.run(PEERS_DELETE, ["force" if force else "", *of_members])
     if answer[0] == b"ALIVE":  # somebody has joined since
         raise _has_members(group, answer[1])
-    books.client.call("SREM", keys.PEERS, group.name)
-    if books.client.call("EXISTS", books.key("config")):  # begun anew meanwhile
-        books.client.call("SADD", keys.PEERS, group.name)
+    books.connector.call("SREM", keys.PEERS, group.name)
+    if books.connector.call("EXISTS", books.key("config")):  # begun anew meanwhile
+        books.connector.call("SADD", keys.PEERS, group.name)
     for start in range(0, len(passing), _UNLINKED):
-        books.client.call("UNLINK", *passing[start : start + _UNLINKED])
+        books.connector.call("UNLINK", *passing[start : start + _UNLINKED])
     group.close()
 
 

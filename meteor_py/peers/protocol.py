@@ -15,8 +15,8 @@ from meteor_py.redis import keys
 from meteor_py.redis.scripts import PEERS_DESCRIBE, PEERS_HEARTBEAT, PEERS_OPEN, Script
 
 if TYPE_CHECKING:
-    from meteor_py.client import Client
     from meteor_py.redis.connection import Connection
+    from meteor_py.redis.connector import Connector
 
 
 class Here(enum.IntEnum):
@@ -85,8 +85,8 @@ _PASSING = ("message", "poll", "votes")
 class PeerProtocol:
     """One peer group."""
 
-    def __init__(self, client: Client, name: str) -> None:
-        self.client = client
+    def __init__(self, connector: Connector, name: str) -> None:
+        self.connector = connector
         self.name = name
         self.prefix = keys.peers(name)
 
@@ -99,7 +99,7 @@ class PeerProtocol:
         """Begin the group if it does not exist; return how it is set up."""
         if not create:
             return self.settings()
-        way = self.client if connection is None else connection
+        way = self.connector if connection is None else connection
         fields = [item for pair in config.to_fields().items() for item in pair]
         names = [self.key(part) for part in PARTS]
         try:
@@ -118,7 +118,7 @@ class PeerProtocol:
         Raises:
             PeerGroupNotFound: It does not.
         """
-        way = self.client if connection is None else connection
+        way = self.connector if connection is None else connection
         flat = way.call("HGETALL", self.key("config"))
         if not flat:
             raise PeerGroupNotFound(
@@ -133,7 +133,9 @@ class PeerProtocol:
         found: set[bytes] = set()
         cursor = b"0"
         while True:
-            cursor, page = self.client.call("SCAN", cursor, "MATCH", self.key("*"), "COUNT", 1000)
+            cursor, page = self.connector.call(
+                "SCAN", cursor, "MATCH", self.key("*"), "COUNT", 1000
+            )
             found.update(page)
             if cursor == b"0":
                 return self._among(found, _OF_MEMBERS), self._among(found, _PASSING)
@@ -152,7 +154,7 @@ class PeerProtocol:
         """
         names = [self.prefix]
         answer: list[Any] = (
-            self.client.run(script, names, args)
+            self.connector.run(script, names, args)
             if connection is None
             else connection.run(script, names, args)
         )

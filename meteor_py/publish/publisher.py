@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from meteor_py.errors import MeteorError, PublisherClosed
+from meteor_py.log.handle import StreamHandle
 from meteor_py.publish import ack
 from meteor_py.publish.accumulator import Accumulator, closed_error
 from meteor_py.publish.ack import Ack, ManyAck
@@ -34,10 +33,9 @@ from meteor_py.records.config import (
     check_seconds,
 )
 from meteor_py.records.times import to_ms
-from meteor_py.runtime.lifecycle import Closeable
+from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
 
 if TYPE_CHECKING:
-    from meteor_py.client import Client
     from meteor_py.stream import Stream
 
 #: So many values at once are made an Arrow array of; fewer join what else is waiting.
@@ -61,11 +59,14 @@ class Publisher(Closeable):
     is still on its way and raises if something failed that nobody was told of.
     """
 
-    def __init__(self, stream: Stream, config: PublisherConfig, codec: Codec | None) -> None:
+    def __init__(
+        self, stream: Stream, handle: StreamHandle, config: PublisherConfig, codec: Codec | None
+    ) -> None:
         self.stream = stream
+        self._handle = handle
         self.config = config
         self._codec = codec
-        settings = stream.config
+        settings = handle.config
         records_max = min(FRAME_RECORDS_MAX, settings.capacity)
         self._plain_max = config.max_record_bytes
         self._grouping = settings.grouping
@@ -81,7 +82,7 @@ class Publisher(Closeable):
             delivery_timeout_s=config.delivery_timeout,
         )
         self._sender = Sender(
-            stream.client.open_connection(),
+            handle.connector.open_connection(),
             self._outbox,
             Route(
                 stream=stream.name,
@@ -98,10 +99,6 @@ class Publisher(Closeable):
         self._put_value = self._outbox.put_value
         self._sender.start()
         _open_publishers.add(self)
-        # Again each time: at the end the last registered is called first, and this one has to be
-        # called before the embedded server that the publisher may be using is let go.
-        atexit.unregister(close_all)
-        atexit.register(close_all)
 
     # -- publishing ----------------------------------------------------------------------------
 
@@ -247,7 +244,7 @@ class Publisher(Closeable):
         """Close it unless that is done; Ctrl-C while it was closing means: no second long wait."""
         self.close(_INTERRUPTED_S if self._closed else None)
 
-    def _forget(self) -> None:
+    def _abandon(self) -> None:
         """In a forked child: the thread is not here, and what waits is the parent's to send."""
         reason = PublisherClosed(
             f"This publisher of stream {self.stream.name!r} belongs to the parent process; open "
@@ -260,37 +257,28 @@ class Publisher(Closeable):
             batch.disown(reason)
 
 
-# Strong: one that the user dropped without closing it has records to deliver, too.
-_open_publishers: set[Publisher] = set()
-
-
-def close_publishers(client: Client) -> None:
-    """Deliver what the publishers of a client still have; raise the first failure."""
-    failures: list[Exception] = []
-    for publisher in list(_open_publishers):
-        if publisher.stream.client is client:
-            try:
-                publisher._close_finally()
-            except (MeteorError, TimeoutError) as error:
-                failures.append(error)
-    if failures:
-        raise failures[0]
-
-
-def close_all() -> None:
-    """At the interpreter's end: deliver what the user did not wait for."""
-    for publisher in list(_open_publishers):
+def _at_exit(publishers: Sequence[Publisher]) -> None:
+    """Deliver what the user did not wait for."""
+    for publisher in publishers:
         try:
             publisher._close_finally()
         except (MeteorError, TimeoutError) as error:
             _log.error("At the end of the publisher of %r: %s", publisher.stream.name, error)
 
 
-def _forget_all() -> None:
+def _after_fork(publishers: Sequence[Publisher]) -> None:
     ack.forget_waiters()
-    for publisher in list(_open_publishers):
-        publisher._forget()
-    _open_publishers.clear()
+    for publisher in publishers:
+        publisher._abandon()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+_open_publishers: Registry[Publisher] = Registry(
+    ClosingOrder.PUBLISHERS,
+    owner=lambda publisher: publisher._handle.connector,
+    close=lambda publishers: close_each(
+        publishers, Publisher._close_finally, (MeteorError, TimeoutError)
+    ),
+    at_exit=_at_exit,
+    after_fork=_after_fork,
+    keep=True,
+)

@@ -33,12 +33,13 @@ from meteor_py.errors import (
     OutOfMemory,
     ServerRefused,
 )
+from meteor_py.log.epochs import begin_epoch
 from meteor_py.publish.accumulator import Accumulator, closed_error
 from meteor_py.publish.ack import SENDER_PREFIX, Batch
 from meteor_py.records.config import Compression
 from meteor_py.records.frame import encode, fingerprint
 from meteor_py.records.ordering_index import Grouping
-from meteor_py.records.position import Position, begin_epoch, diverged_at
+from meteor_py.records.position import Position, diverged_at
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import Connection, ScriptMissing
 from meteor_py.redis.scripts import PUBLISH

@@ -22,16 +22,16 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meteor_py.errors import MeteorError, NotReplicated, PublishError, ServerRefused
+from meteor_py.log.epochs import begin_epoch
 from meteor_py.records.frame import Columns, encode
 from meteor_py.records.ordering_index import packed
-from meteor_py.records.position import begin_epoch
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.scripts import DISCARD_STAGES, MOVE_STAGED, PLAN_COMMIT
 from meteor_py.runtime.backoff import pause_s
 
 if TYPE_CHECKING:
+    from meteor_py.log.handle import StreamHandle
     from meteor_py.redis.connection import Connection
-    from meteor_py.stream import Stream
 
 #: Seconds that a stage lives before it is part of a plan, and from then on.
 STAGE_S = 6 * 3600
@@ -86,7 +86,7 @@ class Staged(NamedTuple):
 class Stage:
     """Frames that wait for a commit. ``name`` must be nobody else's; for one thread."""
 
-    def __init__(self, stream: Stream, name: str) -> None:
+    def __init__(self, stream: StreamHandle, name: str) -> None:
         self._stream = stream
         self._name = name
         self._key = keys.stage(stream.name, name)
@@ -121,7 +121,7 @@ class Stage:
     def abandon(self) -> None:
         """Delete what was sent, as nobody will commit it; else it expires."""
         try:
-            self._stream.client.call("UNLINK", self._key)
+            self._stream.connector.call("UNLINK", self._key)
         except MeteorError:
             pass  # there is a failure under way that says more
 
@@ -131,12 +131,12 @@ class Stage:
             # dies in between leaves frames that never expire.
             hset = ("HSET", self._key, *self._fields)
             pexpire = ("PEXPIRE", self._key, STAGE_S * 1000)
-            self._stream.client.pipeline([("MULTI",), hset, pexpire, ("EXEC",)])
+            self._stream.connector.pipeline([("MULTI",), hset, pexpire, ("EXEC",)])
         self._fields, self._bytes = [], 0
 
 
 def commit(
-    stream: Stream,
+    stream: StreamHandle,
     writer: str,
     version: int,
     stages: Sequence[Staged],
@@ -199,7 +199,7 @@ def commit(
     return moved
 
 
-def is_done(stream: Stream, writer: str, version: int, records: int | None = None) -> bool:
+def is_done(stream: StreamHandle, writer: str, version: int, records: int | None = None) -> bool:
     """Whether a version is in the log; False also if nobody knows yet.
 
     Args:
@@ -231,41 +231,41 @@ class _Last(NamedTuple):
 _UNCOUNTED = -1
 
 
-def _last(stream: Stream, writer: str) -> _Last:
-    found = stream.client.call("HGET", keys.fences(stream.name), writer)
+def _last(stream: StreamHandle, writer: str) -> _Last:
+    found = stream.connector.call("HGET", keys.fences(stream.name), writer)
     if found is None:
         return _Last(-1, False, _UNCOUNTED)
     version, done, total, *records = map(int, found.split(b":"))
     return _Last(version, done == total, records[0] if records else _UNCOUNTED)
 
 
-def discard(stream: Stream, writer: str, names: Iterable[str]) -> None:
+def discard(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
     """Delete stages that nobody will commit; those in a plan stay, as that must be finished."""
     gone = list(names)
     if gone:
         script_keys = [keys.stage(stream.name, name) for name in gone]
-        stream.client.run(DISCARD_STAGES, [keys.plan(stream.name, writer), *script_keys], gone)
+        stream.connector.run(DISCARD_STAGES, [keys.plan(stream.name, writer), *script_keys], gone)
 
 
-def abandon(stream: Stream, writer: str, names: Iterable[str]) -> None:
+def abandon(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
     """Forget a writer that failed and will not come again, with its plan and these stages, too.
 
     What it has moved into the log stays there. Nobody may be at it.
     """
     plan = keys.plan(stream.name, writer)
-    planned = [name for name, _, _ in _spans(stream.client.call("LRANGE", plan, 0, -1))]
+    planned = [name for name, _, _ in _spans(stream.connector.call("LRANGE", plan, 0, -1))]
     gone = [keys.stage(stream.name, name) for name in {*names, *planned}]
     hdel = ("HDEL", keys.fences(stream.name), writer)
-    stream.client.pipeline([("MULTI",), ("UNLINK", plan, *gone), hdel, ("EXEC",)])
+    stream.connector.pipeline([("MULTI",), ("UNLINK", plan, *gone), hdel, ("EXEC",)])
 
 
-def forget(stream: Stream, writer: str) -> None:
+def forget(stream: StreamHandle, writer: str) -> None:
     """Forget a writer that is done and will not come again."""
-    stream.client.call("HDEL", keys.fences(stream.name), writer)
+    stream.connector.call("HDEL", keys.fences(stream.name), writer)
 
 
 def _plan(
-    stream: Stream,
+    stream: StreamHandle,
     writer: str,
     version: int,
     stages: Sequence[Staged],
@@ -289,7 +289,7 @@ def _plan(
             )  # on this connection: it waits for what that has written
         return answer
 
-    return stream.client.use(plan)
+    return stream.connector.use(plan)
 
 
 def _wait(connection: Connection, stream: str, replicas: int) -> None:
@@ -304,9 +304,9 @@ def _wait(connection: Connection, stream: str, replicas: int) -> None:
         raise NotReplicated(why, stream=stream, offset=last)
 
 
-def _carry_out(stream: Stream, writer: str, version: int, done: int, total: int) -> None:
+def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total: int) -> None:
     """Move what is left of a plan, as far as the server knows it; others may be at it, too."""
-    plan = stream.client.call("LRANGE", keys.plan(stream.name, writer), 0, -1)
+    plan = stream.connector.call("LRANGE", keys.plan(stream.name, writer), 0, -1)
     spans = _spans(plan)
     full_until: float | None = None
     tries = 0
@@ -339,7 +339,7 @@ def _carry_out(stream: Stream, writer: str, version: int, done: int, total: int)
 
 
 def _move(
-    stream: Stream, writer: str, version: int, done: int, name: str, frames: tuple[int, int]
+    stream: StreamHandle, writer: str, version: int, done: int, name: str, frames: tuple[int, int]
 ) -> list[Any]:
     names = stream.name
     script_keys = [keys.log(names), keys.meta(names), keys.fences(names)]
@@ -364,7 +364,7 @@ def _move(
             begin_epoch(connection, names, stream.incarnation, answer[1].decode())
         return answer
 
-    return stream.client.use(move)
+    return stream.connector.use(move)
 
 
 #: Times that the history of a server may change while one call is tried.
@@ -382,7 +382,7 @@ def _spans(plan: list[bytes]) -> list[tuple[str, int, int]]:
     return spans
 
 
-def _lost(stream: Stream, what: str, remedy: str) -> PublishError:
+def _lost(stream: StreamHandle, what: str, remedy: str) -> PublishError:
     return PublishError(
         f"Frames that were staged for stream {stream.name!r} are gone ({what}): they have expired, "
         f"or the server has lost them. {remedy}",

@@ -10,13 +10,7 @@ an epoch later than his own has seen records that are gone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-from meteor_py.redis import keys
-from meteor_py.redis.scripts import NEW_EPOCH
-
-if TYPE_CHECKING:
-    from meteor_py.redis.connection import Connection
+from typing import NamedTuple
 
 
 class Position(NamedTuple):
@@ -54,13 +48,3 @@ def diverged_at(position: Position, epochs: str, end: int) -> int | None:
         known = [begun]  # ours was lost as a whole, and the server's clock had gone back
     lowest = max(min(known, default=position.offset), 0)
     return lowest if lowest < position.offset else None
-
-
-def begin_epoch(connection: Connection, stream: str, incarnation: str, found: str) -> None:
-    """The server at ``link`` has another history than ``found`` in meta: begin a new epoch.
-
-    If that fails it has changed again, or the stream is gone: whatever is sent next will tell.
-    """
-    seen = connection.refresh_history()
-    if seen != found:
-        connection.run(NEW_EPOCH, [keys.meta(stream)], [incarnation, found, seen])

@@ -38,7 +38,8 @@ def warn_of_hidden_history(connection: Connection) -> None:
     if not connection.history and connection.address.scheme != "fake":
         text = (
             f"The server at {connection.address} hides its replication id (INFO replication), so "
-            "records that it loses in a fail-over or restart will not be noticed; allow INFO for this user."
+            "records that it loses in a fail-over or restart will not be noticed; allow INFO for "
+            "this user."
         )
         warnings.warn(text, DataSafetyWarning, stacklevel=_frames_of_ours() + 1)
 

@@ -59,3 +59,11 @@ class JoinableThread(threading.Thread):
             push()
             self.join(_PUSH_S)
         return True
+
+
+def join_named(prefix: str, timeout_s: float) -> None:
+    """Join the threads whose names begin with ``prefix``, all within ``timeout_s`` seconds."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threading.enumerate():
+        if thread.name.startswith(prefix):
+            thread.join(max(deadline - time.monotonic(), 0.0))

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from meteor_py.errors import GroupActive, GroupConfigMismatch, GroupNotFound, MeteorError
+from meteor_py.log.handle import StreamHandle
 from meteor_py.records.config import InitialOffset, check_int
 from meteor_py.records.ordering_index import GROUP_BYTES_MAX
 from meteor_py.redis import keys
@@ -111,10 +112,11 @@ class SharedDescription:
 class SharedGroup:
     """One shared group of a stream. Get it with ``stream.shared_group(name)``."""
 
-    def __init__(self, stream: Stream, name: str) -> None:
+    def __init__(self, stream: Stream, handle: StreamHandle, name: str) -> None:
         self.stream = stream
+        self._handle = handle
         self.name = keys.check_name(name, "group")
-        self.books = SharedProtocol(stream, name)
+        self.books = SharedProtocol(handle, name)
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -127,7 +129,7 @@ class SharedGroup:
         books = self.books
         names = [books.meta, *books.keys("state ready blocked leases consumers letters")]
         args = [books.incarnation, books.prefix]
-        answer = books.check(self.stream.client.run(SHARED_DESCRIBE, names, args))
+        answer = books.check(self._handle.connector.run(SHARED_DESCRIBE, names, args))
         state = _fields(answer[1])
         confirmed, looked, end = int(answer[2]), int(state["next"]), self.stream.end().offset
         flat = answer[6]
@@ -179,7 +181,7 @@ class SharedGroup:
         found: list[GroupState] = []
         cursor = b"0"
         while True:
-            cursor, flat = self.stream.client.call(
+            cursor, flat = self._handle.connector.call(
                 "HSCAN", self.books.key("groups"), cursor, "COUNT", _LIST
             )
             values = dict(zip(flat[::2], flat[1::2], strict=True))
@@ -197,7 +199,7 @@ class SharedGroup:
         for group, (owner, _, _) in parsed.items():
             commands.append(("LINDEX", books.whole(b"waiting:" + group), 0))
             commands.append(("HGET", books.whole(b"held:" + owner), group))
-        answers = self.stream.client.pipeline(commands) if commands else []
+        answers = self._handle.connector.pipeline(commands) if commands else []
         states: list[GroupState] = []
         for number, (group, (owner, waiting, stopped)) in enumerate(parsed.items()):
             head, held = answers[2 * number : 2 * number + 2]
@@ -271,7 +273,7 @@ class SharedGroup:
                 return purged
 
     def _purge_waiting(self, name: bytes, limit: int | None) -> int:
-        books, client = self.books, self.stream.client
+        books, client = self.books, self._handle.connector
         names: list[Any] = [books.meta]
         names += books.keys("state groups ready blocked delayed failures suspects")
         names += [waiting := books.whole(b"waiting:" + name), books.key("bell")]
@@ -300,7 +302,7 @@ class SharedGroup:
         names += books.keys("state groups ready blocked delayed failures")
         names += [books.whole(b"waiting:" + name), books.key("bell")]
         args = [books.incarnation, name, books.prefix]
-        return bool(books.check(self.stream.client.run(SHARED_RESUME, names, args))[1])
+        return bool(books.check(self._handle.connector.run(SHARED_RESUME, names, args))[1])
 
     def delete(self, *, force: bool = False) -> None:
         """Delete it, with what it has settled.
@@ -322,7 +324,7 @@ class SharedGroup:
                 group=self.name,
                 owner=consumers[0].name,
             )
-        client, state = self.stream.client, self.books.key("state")
+        client, state = self._handle.connector, self.books.key("state")
         others: list[Any] = sorted(self.books.find() - {b"state"})
         names: list[Any] = [state, *map(self.books.whole, others)]
         client.run(DELETE_STREAM, names, [client.call("HGET", state, "incarnation") or ""])
@@ -349,7 +351,7 @@ class SharedGroup:
         with ExitStack() as opened:
             payloads: FrameCache | None = None
             while True:
-                answer = self.stream.client.use(partial(self._look, entry))
+                answer = self._handle.connector.use(partial(self._look, entry))
                 for first, last in answer.lost:
                     _log.warning(
                         "Records %d to %d of stream %r were dropped by the ring before shared "
@@ -364,7 +366,7 @@ class SharedGroup:
                 if not answer.cold:
                     entry = None
                     continue
-                payloads = payloads or opened.enter_context(closing(FrameCache(self.stream)))
+                payloads = payloads or opened.enter_context(closing(FrameCache(self._handle)))
                 entry = cold_entry(payloads, grouping, answer, entry)
 
     def _look(self, entry: Entry | None, connection: Connection) -> Answer:
@@ -375,7 +377,11 @@ class SharedGroup:
 
 
 def open_shared(
-    stream: Stream, name: str, asked: dict[str, Any], start: InitialOffset
+    stream: Stream,
+    handle: StreamHandle,
+    name: str,
+    asked: dict[str, Any],
+    start: InitialOffset,
 ) -> tuple[SharedGroup, SharedConfig]:
     """Begin a shared group if it does not exist; compare settings that were given if it does.
 
@@ -384,7 +390,7 @@ def open_shared(
         GroupNotFound: ``start`` is NONE, and it does not exist.
         MeteorError: The stream has no ``ordering_key``.
     """
-    shared = SharedGroup(stream, name)
+    shared = SharedGroup(stream, handle, name)
     if stream.config.ordering_key is None:
         raise MeteorError(
             f"Stream {stream.name!r} was created without ordering_key, so it has no groups to "
@@ -398,7 +404,7 @@ def open_shared(
     args = [stream.incarnation, name, create, first, secrets.token_hex(8)]
     args += [item for pair in config.to_fields().items() for item in pair]
     names = [shared.books.meta, shared.books.key("state"), keys.shared_groups(stream.name)]
-    answer = stream.client.run(
+    answer = handle.connector.run(
         SHARED_OPEN, [*names, keys.group(stream.name, name), shared.books.key("groups")], args
     )
     if answer[0] == b"EXCLUSIVE":
@@ -423,18 +429,18 @@ def open_shared(
     return shared, present
 
 
-def list_shared(stream: Stream) -> list[str]:
+def list_shared(stream: StreamHandle) -> list[str]:
     """The names of the shared groups of a stream."""
-    members = stream.client.call("SMEMBERS", keys.shared_groups(stream.name))
+    members = stream.connector.call("SMEMBERS", keys.shared_groups(stream.name))
     return sorted(name.decode(errors="backslashreplace") for name in members)
 
 
-def summarize_shared(stream: Stream) -> list[GroupDescription]:
+def summarize_shared(stream: Stream, handle: StreamHandle) -> list[GroupDescription]:
     """What the shared groups of a stream have in common with others."""
     found: list[GroupDescription] = []
-    for name in list_shared(stream):
+    for name in list_shared(handle):
         try:
-            found.append(SharedGroup(stream, name).summary())
+            found.append(SharedGroup(stream, handle, name).summary())
         except (GroupNotFound, ValueError):
             continue  # deleted since, or a name that is not ours
     return found

@@ -19,6 +19,7 @@ from meteor_py.records.config import check_seconds
 from meteor_py.records.ordering_index import Grouping
 from meteor_py.redis import reply_errors
 from meteor_py.redis.shared_connection import SharedConnection
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.shared.config import SharedConfig
 from meteor_py.shared.gaps import Gap, Gaps, Unreadable
@@ -32,7 +33,7 @@ from meteor_py.shared.protocol import (
     Stand,
 )
 from meteor_py.shared.record import SharedRecord, Standing
-from meteor_py.subscribe.lease import BELIEF, now
+from meteor_py.subscribe.lease import BELIEF
 
 if TYPE_CHECKING:
     from meteor_py.records.codec import Codec
@@ -69,7 +70,7 @@ class Deliveries:
         self.name = name
         self._grouping = grouping
         self._codec = codec
-        self._line = SharedConnection(books.stream.client.open_connection)
+        self._line = SharedConnection(books.stream.connector.open_connection)
         #: Notified when something is settled.
         self.state = SignalSafeCondition()
         self._told = False  # since the last step

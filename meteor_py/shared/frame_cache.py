@@ -27,7 +27,7 @@ from meteor_py.redis.connection import Connection
 from meteor_py.shared.gaps import Unreadable
 
 if TYPE_CHECKING:
-    from meteor_py.stream import Stream
+    from meteor_py.log.handle import StreamHandle
 
 #: Frames that are kept, and that are asked for at a time; more of them if they are small, up to so
 #: many, and so many records.
@@ -49,9 +49,9 @@ class Fetched(NamedTuple):
 class FrameCache:
     """For one thread at a time, except ``interrupt``."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: StreamHandle) -> None:
         self._stream = stream
-        self._connection: Connection = stream.client.open_connection()
+        self._connection: Connection = stream.connector.open_connection()
         self._cursor: LogReader | None = None
         self._frames: dict[int, list[Record]] = {}  # by first offset
         self._firsts: list[int] = []  # the same, in order
@@ -211,7 +211,7 @@ class FrameCache:
 
     def _read(self, offset: int, records: int) -> list[Chunk]:
         if self._cursor is None:
-            self._cursor = self._stream.cursor()
+            self._cursor = self._stream.open_reader()
         try:
             self._cursor.move(offset)
             return self._until_there(records)

@@ -184,7 +184,7 @@ def _check_index(books: SharedProtocol, found: Snapshot, config: SharedConfig | 
     flaws: list[str] = []
     at = wrong = 0
     while at < len(places):
-        entries = books.stream.client.call(
+        entries = books.stream.connector.call(
             *("XRANGE", keys.index(books.stream.name), f"{places[at][0]}-0", "+"),
             *("COUNT", _ENTRIES),
         )

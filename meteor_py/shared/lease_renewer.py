@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from meteor_py.errors import ConnectionFailed, MeteorError
 from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.threads import JoinableThread
 from meteor_py.shared.deliveries import Deliveries
-from meteor_py.subscribe.lease import now
 
 _log = logging.getLogger(__name__)
 

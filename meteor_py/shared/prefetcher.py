@@ -23,9 +23,11 @@ from meteor_py.errors import (
     StreamFull,
     StreamNotFound,
 )
+from meteor_py.log.handle import StreamHandle
 from meteor_py.records.codec import Codec
 from meteor_py.redis import keys, reply_errors
 from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.clock import now
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
 from meteor_py.shared.deliveries import Deliveries
 from meteor_py.shared.frame_cache import FrameCache
@@ -34,10 +36,9 @@ from meteor_py.shared.protocol import Answer, Entry, Letter, SharedProtocol
 from meteor_py.shared.record import SharedRecord, Standing
 from meteor_py.shared.stored_frames import cold_entry
 from meteor_py.subscribe.dead_letters import bury, open_letters
-from meteor_py.subscribe.lease import now
 
 if TYPE_CHECKING:
-    from meteor_py.stream import Stream
+    pass
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Prefetcher:
         self._handed: list[SharedRecord] = []  # handed out, and perhaps not settled
         self._entry: Entry | None = None
         self._epoch = 0
-        self._letters: Stream | None = None
+        self._letters: StreamHandle | None = None
         self._unpublished = -1  # the last letter that had to wait, so that it is said once
         self._full_since: float | None = None
         self._asked = False  # whether the last claim was for more than nothing
@@ -296,7 +297,7 @@ class Prefetcher:
             self.desk.note_lost(letter.offset, fetched.unreadable.get(letter.offset))
             return False
         if self._letters is None:
-            self._letters = open_letters(self.stream.client, self.settings.dead_letter)
+            self._letters = open_letters(self.stream.connector, self.settings.dead_letter)
         bury(
             *(self._letters, self.stream, self.group, record),
             reason=letter.reason,

@@ -12,7 +12,7 @@ from meteor_py.redis.connection import Connection
 from meteor_py.redis.scripts import SHARED_JOIN, SHARED_STEP
 
 if TYPE_CHECKING:
-    from meteor_py.stream import Stream
+    from meteor_py.log.handle import StreamHandle
 
 #: Records that a step looks at, at most: others wait as long.
 SCAN = 4_096
@@ -96,7 +96,7 @@ class Answer:
 class SharedProtocol:
     """One shared group of one stream."""
 
-    def __init__(self, stream: Stream, group: str) -> None:
+    def __init__(self, stream: StreamHandle, group: str) -> None:
         self.stream = stream
         self.group = group
         self.prefix = keys.shared(stream.name, group, "")
@@ -118,7 +118,9 @@ class SharedProtocol:
         cursor, found = b"0", set[bytes]()
         pattern, size = f"{self.prefix}*", len(self.prefix)
         while True:
-            cursor, part = self.stream.client.call("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            cursor, part = self.stream.connector.call(
+                "SCAN", cursor, "MATCH", pattern, "COUNT", 1000
+            )
             found.update(key[size:] for key in part)
             if cursor == b"0":
                 return found
@@ -129,7 +131,7 @@ class SharedProtocol:
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
         """
-        call = self.stream.client.call
+        call = self.stream.connector.call
         found = call("HGET", self.meta, "incarnation")
         if found != self.stream.incarnation.encode():
             raise reply_errors.gone(self.stream.name, b"INCARNATION" if found else b"NOSTREAM")

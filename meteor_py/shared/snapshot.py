@@ -95,7 +95,7 @@ class Snapshot:
     # -- reading -------------------------------------------------------------------------------
 
     def _read(self, books: SharedProtocol) -> dict[bytes, Any]:
-        call, names = books.stream.client.pipeline, keys.shared_groups(books.stream.name)
+        call, names = books.stream.connector.pipeline, keys.shared_groups(books.stream.name)
         for _ in range(_TRIES):
             parts = sorted(seen := books.find() - {b"bell"})
             asked = [*parts, b"bell"]

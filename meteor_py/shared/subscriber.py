@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meteor_py.errors import (
@@ -21,17 +20,19 @@ from meteor_py.errors import (
 from meteor_py.records.codec import Codec
 from meteor_py.records.config import check_int, check_seconds
 from meteor_py.redis import reply_errors
-from meteor_py.runtime.lifecycle import Closeable
+from meteor_py.runtime.clock import now
+from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
+from meteor_py.runtime.threads import join_named
 from meteor_py.shared.admin import GroupState, SharedGroup
 from meteor_py.shared.config import PREFETCH_MAX, ConsumerConfig, SharedConfig
 from meteor_py.shared.lease_renewer import TENDER_PREFIX, LeaseRenewer
 from meteor_py.shared.prefetcher import Prefetcher
 from meteor_py.shared.record import SharedRecord
 from meteor_py.shared.worker_pool import Handler, WorkerPool
-from meteor_py.subscribe.lease import member_name, now
+from meteor_py.subscribe.lease import member_name
 
 if TYPE_CHECKING:
-    from meteor_py.client import Client
+    pass
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class SharedSubscriber(Closeable):
         #: Its name among the consumers.
         self.name = member_name()
         self._shared = shared
+        self._handle = shared._handle
         self._supply = Prefetcher(shared.books, settings, config, codec, self.name)
         self._desk = self._supply.desk
         self._tender = LeaseRenewer(self._desk, config.max_poll_interval)
@@ -82,7 +84,7 @@ class SharedSubscriber(Closeable):
         self._desk.exchange()  # to be told at once what is wrong
         self._tender.start()
         weakref.finalize(self, _drop, self._tender, self._supply).atexit = False
-        _register(self)
+        _open_subscribers.add(self)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -323,48 +325,25 @@ def _drop(tender: LeaseRenewer, supply: Prefetcher) -> None:
     tender.abandon(supply.close)
 
 
-# Those with a thread, which somebody has to end.
-_open_subscribers: weakref.WeakSet[SharedSubscriber] = weakref.WeakSet()
-
-
-def _register(subscriber: SharedSubscriber) -> None:
-    _open_subscribers.add(subscriber)
-    # Again each time, for the same reason as with publishers.
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)
-
-
-def close_shared_subscribers(client: Client) -> None:
-    """Close the shared subscribers of a client; raise the first failure."""
-    failures: list[Exception] = []
-    for subscriber in list(_open_subscribers):
-        if subscriber.stream.client is client:
-            try:
-                subscriber.close()
-            except MeteorError as error:
-                failures.append(error)
-    if failures:
-        raise failures[0]
-
-
-def _close_all() -> None:
-    """At the interpreter's end: let others have the records at once."""
-    for subscriber in list(_open_subscribers):
+def _at_exit(subscribers: Sequence[SharedSubscriber]) -> None:
+    """Let other consumers have the records at once."""
+    for subscriber in subscribers:
         try:
             subscriber.close(_EXIT_S)
         except MeteorError as error:
             _log.error("At the end of %r: %s", subscriber, error)
-    deadline = time.monotonic() + _EXIT_S
-    for thread in threading.enumerate():
-        if thread.name.startswith(TENDER_PREFIX):
-            thread.join(max(deadline - time.monotonic(), 0.0))
+    join_named(TENDER_PREFIX, _EXIT_S)
 
 
-def _disown_all() -> None:
-    """In a forked child: the records, threads and connections are the parent's."""
-    for subscriber in list(_open_subscribers):
+def _after_fork(subscribers: Sequence[SharedSubscriber]) -> None:
+    for subscriber in subscribers:
         subscriber._desk.disown()
-    _open_subscribers.clear()
 
 
-os.register_at_fork(after_in_child=_disown_all)
+_open_subscribers: Registry[SharedSubscriber] = Registry(
+    ClosingOrder.SHARED_SUBSCRIBERS,
+    owner=lambda subscriber: subscriber._handle.connector,
+    close=lambda subscribers: close_each(subscribers, SharedSubscriber.close, MeteorError),
+    at_exit=_at_exit,
+    after_fork=_after_fork,
+)

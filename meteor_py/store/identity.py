@@ -13,8 +13,8 @@ from meteor_py.store.base import TERMS, RingbufferStore
 from meteor_py.store.parquet import ParquetStore
 
 if TYPE_CHECKING:
-    from meteor_py.client import Client
     from meteor_py.records.descriptions import Meta
+    from meteor_py.redis.connector import Connector
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def open_store(store: Store, stream: str) -> RingbufferStore:
 
 
 def founding_fields(
-    client: Client, store: RingbufferStore, stream: str, resume: bool
+    connector: Connector, store: RingbufferStore, stream: str, resume: bool
 ) -> dict[str, str]:
     """The fields of the meta of a new stream that concern its store; it is claimed for it.
 
@@ -51,7 +51,7 @@ def founding_fields(
     if identity is None:
         raise reply_errors.other_store(stream, _shown(store), None)
     # Epochs tell lives apart, too, and the newest by its number: so the first is one of the clock.
-    seconds, micros = client.call("TIME")
+    seconds, micros = connector.call("TIME")
     now = int(seconds) * 1000 + int(micros) // 1000
     fields = {"store": identity, "archived": "0", "expired": "0"}
     fields |= {"epoch": str(now), "epochs": f"{now}:0"}

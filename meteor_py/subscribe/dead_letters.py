@@ -14,22 +14,22 @@ import hashlib
 import time
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meteor_py.errors import ConnectionFailed, MeteorError, ServerRefused, StreamNotFound
+from meteor_py.log.catalog import create_stream, find_stream
+from meteor_py.log.epochs import begin_epoch
+from meteor_py.log.handle import StreamHandle
 from meteor_py.publish.sender import PRODUCER_TTL_MS
 from meteor_py.publish.validation import to_bytes
+from meteor_py.records.config import StreamConfig
 from meteor_py.records.frame import Columns, encode, fingerprint
-from meteor_py.records.position import begin_epoch
 from meteor_py.records.record import Headers, Record
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import Connection
+from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import PUBLISH
 from meteor_py.runtime.backoff import pause_s
-
-if TYPE_CHECKING:
-    from meteor_py.client import Client
-    from meteor_py.stream import Stream
 
 #: The stream that the record comes from.
 STREAM_HEADER = "meteor-stream"
@@ -50,8 +50,8 @@ _BACKOFF_S = (0.01, 0.5)
 
 
 def bury(
-    target: Stream,
-    source: Stream,
+    target: StreamHandle,
+    source: StreamHandle,
     group: str | None,
     record: Record,
     *,
@@ -97,7 +97,7 @@ def bury(
     failures = 0
     while True:
         try:
-            answer = target.client.use(
+            answer = target.connector.use(
                 lambda connection: _send(connection, target, names, frame, index)
             )
             return _check(target, answer)
@@ -109,17 +109,19 @@ def bury(
         time.sleep(min(pause_s(failures, *_BACKOFF_S), left_s))
 
 
-def open_letters(client: Client, name: str) -> Stream:
+def open_letters(connector: Connector, name: str) -> StreamHandle:
     """The stream of that name; made if there is none, which not everybody may do."""
+    keys.check_name(name)
     try:
-        return client.stream(name, create=False)
+        meta = find_stream(connector, name)
     except StreamNotFound:
-        return client.stream(name)
+        meta = create_stream(connector, name, StreamConfig())[1]
+    return StreamHandle(connector, name, meta)
 
 
 def _send(
     connection: Connection,
-    target: Stream,
+    target: StreamHandle,
     names: list[str],
     frame: tuple[str, Any],
     index: list[bytes],
@@ -139,7 +141,7 @@ def _send(
     return answer
 
 
-def _check(target: Stream, answer: list[Any]) -> None:
+def _check(target: StreamHandle, answer: list[Any]) -> None:
     """Raise what kept the letter out, if it is not in the log."""
     code = answer[0]
     if code == b"OK" or answer == [b"OUTOFSEQ", 1]:
@@ -153,12 +155,14 @@ def _check(target: Stream, answer: list[Any]) -> None:
     raise ServerRefused(f"Stream {target.name!r} does not take a dead letter: {code.decode()}.")
 
 
-def _producer_id(source: Stream, reader: str, offset: int) -> str:
+def _producer_id(source: StreamHandle, reader: str, offset: int) -> str:
     identity = f"{source.name}\0{source.incarnation}\0{offset}\0{reader}"
     return f"dl-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
 
 
-def _headers(source: Stream, group: str | None, offset: int, reason: str, tries: int) -> Headers:
+def _headers(
+    source: StreamHandle, group: str | None, offset: int, reason: str, tries: int
+) -> Headers:
     # Not every str can be UTF-8, and the cut may have left half a character at the end.
     clipped = reason.encode(errors="backslashreplace")[:REASON_BYTES_MAX]
     return {

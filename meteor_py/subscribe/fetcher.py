@@ -20,13 +20,14 @@ from meteor_py.records.config import OFFSET_MAX, SubscriberConfig, check_int
 from meteor_py.records.position import Position
 from meteor_py.records.record import Record
 from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.clock import now
 from meteor_py.subscribe.group_admin import open_group
 from meteor_py.subscribe.group_session import GroupSession
-from meteor_py.subscribe.lease import Lease, Term, now
+from meteor_py.subscribe.lease import Lease, Term
 from meteor_py.subscribe.read_buffer import Gap, ReadBuffer
 
 if TYPE_CHECKING:
-    from meteor_py.stream import Stream
+    from meteor_py.log.handle import StreamHandle
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Fetcher:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: StreamHandle,
         config: SubscriberConfig,
         member: str,
         on_assigned: Callable[[], Position | int | None],
@@ -70,13 +71,13 @@ class Fetcher:
             self.reader.close()
             raise
 
-    def _join(self, group: str, stream: Stream, reader: ReadBuffer) -> GroupSession:
+    def _join(self, group: str, stream: StreamHandle, reader: ReadBuffer) -> GroupSession:
         """Become a member of the group, which begins here if it is new."""
         confirmed = open_group(stream, group, self._config.starts_at)
         reader.position = confirmed
         name, life = stream.name, stream.incarnation
         lease = Lease(name, life, group, self._member, self._config.lease_ttl)
-        return GroupSession(stream.client, lease, confirmed, self._config.max_poll_interval)
+        return GroupSession(stream.connector, lease, confirmed, self._config.max_poll_interval)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class Fetcher:
 
     def _reopen(self, gap: Gap) -> None:
         """Go on in what is left of the stream, or in the one that has its name now."""
-        stream = self.stream.reopened()
+        stream = self.stream.reopen()
         reader = ReadBuffer(stream, self._call_on_gap_skipped)
         keeper: GroupSession | None = None
         try:

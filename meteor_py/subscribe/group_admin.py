@@ -12,7 +12,7 @@ from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.scripts import DELETE_GROUP, OPEN_GROUP, SEEK_GROUP
 
 if TYPE_CHECKING:
-    from meteor_py.stream import Stream
+    from meteor_py.log.handle import StreamHandle
 
 #: Groups that are asked about in one go.
 _LIST = 500
@@ -37,7 +37,7 @@ class GroupDescription:
     consumers: int | None = None
 
 
-def open_group(stream: Stream, group: str, start: InitialOffset) -> int:
+def open_group(stream: StreamHandle, group: str, start: InitialOffset) -> int:
     """Begin a group if it does not exist, and return the offset at which it stands.
 
     Raises:
@@ -59,7 +59,7 @@ def open_group(stream: Stream, group: str, start: InitialOffset) -> int:
         keys.lease(stream.name, group),
         keys.groups(stream.name),
     ]
-    answer = stream.client.run(OPEN_GROUP, script_keys, args)
+    answer = stream.connector.run(OPEN_GROUP, script_keys, args)
     if answer[0] == b"NOOFFSET":
         raise NoConfirmedOffset(
             f"Group {group!r} of stream {stream.name!r} has not confirmed anything, so "
@@ -73,10 +73,10 @@ def open_group(stream: Stream, group: str, start: InitialOffset) -> int:
     return int(answer[1])
 
 
-def list_groups(stream: Stream, end: int) -> list[GroupDescription]:
+def list_groups(stream: StreamHandle, end: int) -> list[GroupDescription]:
     """All groups of a stream that ends at ``end``, by name."""
     # A name that cannot be decoded is not of ours: as it is written here, it has no key.
-    members = stream.client.call("SMEMBERS", keys.groups(stream.name))
+    members = stream.connector.call("SMEMBERS", keys.groups(stream.name))
     names = sorted(name.decode(errors="backslashreplace") for name in members)
     found: list[GroupDescription] = []
     for start in range(0, len(names), _LIST):
@@ -84,7 +84,7 @@ def list_groups(stream: Stream, end: int) -> list[GroupDescription]:
         fields = ("incarnation", "confirmed", "start", "term")
         commands = [("HMGET", keys.group(stream.name, name), *fields) for name in part]
         leases = [("GET", keys.lease(stream.name, name)) for name in part]
-        answers = stream.client.pipeline([*commands, *leases])
+        answers = stream.connector.pipeline([*commands, *leases])
         for name, group, lease in zip(part, answers, answers[len(part) :], strict=False):
             incarnation, confirmed, began, term = group
             if incarnation is None or incarnation.decode() != stream.incarnation:
@@ -98,19 +98,19 @@ def list_groups(stream: Stream, end: int) -> list[GroupDescription]:
     return found
 
 
-def _check_exclusive(stream: Stream, group: str) -> None:
+def _check_exclusive(stream: StreamHandle, group: str) -> None:
     """Raise ``GroupConfigMismatch`` for the name of a shared group: two would have one name."""
     if stream.config.ordering_key is None:
         return
-    found = stream.client.call("HGET", keys.shared(stream.name, group, "state"), "incarnation")
+    found = stream.connector.call("HGET", keys.shared(stream.name, group, "state"), "incarnation")
     # Of the stream, and of the group: see shared/open.lua.
     if found is not None and found.decode(errors="replace").partition(".")[0] == stream.incarnation:
         raise reply_errors.shared(stream.name, group)
 
 
-def find_archiver(stream: Stream) -> str | None:
+def find_archiver(stream: StreamHandle) -> str | None:
     """The member that archives the stream now; None if nobody does."""
-    return owner_of(stream.client.call("GET", keys.lease(stream.name, keys.ARCHIVERS)))
+    return owner_of(stream.connector.call("GET", keys.lease(stream.name, keys.ARCHIVERS)))
 
 
 def owner_of(lease: bytes | None) -> str | None:
@@ -118,7 +118,9 @@ def owner_of(lease: bytes | None) -> str | None:
     return None if lease is None else lease.decode(errors="replace").partition(" ")[0]
 
 
-def seek_group(stream: Stream, group: str, offset: int, *, floating: bool, force: bool) -> None:
+def seek_group(
+    stream: StreamHandle, group: str, offset: int, *, floating: bool, force: bool
+) -> None:
     """Let a group go on at ``offset``; whoever owns it is fenced.
 
     Raises:
@@ -142,7 +144,7 @@ def seek_group(stream: Stream, group: str, offset: int, *, floating: bool, force
         "force" if force else "",
         secrets.token_hex(8),
     ]
-    answer = stream.client.run(SEEK_GROUP, script_keys, args)
+    answer = stream.connector.run(SEEK_GROUP, script_keys, args)
     if answer[0] == b"ACTIVE":
         raise reply_errors.active(stream.name, group, answer[1])
     if answer[0] == b"BEYOND":
@@ -153,7 +155,7 @@ def seek_group(stream: Stream, group: str, offset: int, *, floating: bool, force
         raise reply_errors.gone(stream.name, answer[0])
 
 
-def delete_group(stream: Stream, group: str, *, force: bool) -> None:
+def delete_group(stream: StreamHandle, group: str, *, force: bool) -> None:
     """Delete a group; whoever owns it is fenced.
 
     Raises:
@@ -162,7 +164,7 @@ def delete_group(stream: Stream, group: str, *, force: bool) -> None:
         StreamNotFound, LogTruncated: The stream was deleted, or created anew.
     """
     key = keys.group(stream.name, group)
-    was_there = stream.client.call("EXISTS", key)
+    was_there = stream.connector.call("EXISTS", key)
     script_keys = [
         keys.meta(stream.name),
         key,
@@ -171,7 +173,7 @@ def delete_group(stream: Stream, group: str, *, force: bool) -> None:
         keys.groups(stream.name),
     ]
     args = [stream.incarnation, group, "force" if force else ""]
-    answer = stream.client.run(DELETE_GROUP, script_keys, args)
+    answer = stream.connector.run(DELETE_GROUP, script_keys, args)
     if answer[0] == b"ACTIVE":
         raise reply_errors.active(stream.name, group, answer[1])
     # Not found, though it was there: deleted by a first try whose answer was lost.

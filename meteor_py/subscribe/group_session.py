@@ -24,14 +24,15 @@ from meteor_py.publish.ack import KEEPER_PREFIX, Ack, forbid_waiting
 from meteor_py.redis import reply_errors
 from meteor_py.redis.shared_connection import SharedConnection
 from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
-from meteor_py.subscribe.lease import BELIEF, Lease, Standing, Term, now
+from meteor_py.subscribe.lease import BELIEF, Lease, Standing, Term
 from meteor_py.subscribe.offset_confirms import OffsetConfirms
 
 if TYPE_CHECKING:
-    from meteor_py.client import Client
     from meteor_py.redis.connection import Connection
+    from meteor_py.redis.connector import Connector
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class GroupSession:
     """Owned by a subscriber: it starts with the first term, and is closed with its owner."""
 
     def __init__(
-        self, client: Client, lease: Lease, confirmed: int, max_poll_interval_s: float
+        self, connector: Connector, lease: Lease, confirmed: int, max_poll_interval_s: float
     ) -> None:
         self.lease = lease
         #: Until when the lease is believed in, by ``now()``. Read without a lock.
@@ -67,10 +68,10 @@ class GroupSession:
         self.epoch = 0
         self._max_poll_interval_s = max_poll_interval_s
         # Two tries must fit into the life of a lease.
-        self._timeout_s = min(client.timeout_s, max(lease.ttl_s / 3, 0.1))
-        self._client = client
+        self._timeout_s = min(connector.timeout_s, max(lease.ttl_s / 3, 0.1))
+        self._connector = connector
         self._line = SharedConnection(self._open_link)
-        self._watch = client.open_connection()
+        self._watch = connector.open_connection()
         self._state = SignalSafeCondition()
         self._confirms = OffsetConfirms(self._state, confirmed)
         self._thread: JoinableThread | None = None
@@ -477,7 +478,7 @@ class GroupSession:
     # -- small parts ---------------------------------------------------------------------------
 
     def _open_link(self) -> Connection:
-        connection = self._client.open_connection()
+        connection = self._connector.open_connection()
         connection.timeout_s = self._timeout_s
         return connection
 

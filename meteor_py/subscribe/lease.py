@@ -12,11 +12,11 @@ import os
 import random
 import secrets
 import socket
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meteor_py.errors import ConnectionFailed, LogTruncated, MeteorError
-from meteor_py.records.position import Position, begin_epoch, diverged_at
+from meteor_py.log.epochs import begin_epoch
+from meteor_py.records.position import Position, diverged_at
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.scripts import (
     ACQUIRE_LEASE,
@@ -25,6 +25,7 @@ from meteor_py.redis.scripts import (
     RENEW_LEASE,
     Script,
 )
+from meteor_py.runtime.clock import now
 
 if TYPE_CHECKING:
     from meteor_py.redis.connection import Connection
@@ -38,15 +39,6 @@ PATIENCE_MAX_S = 0.8
 _FREEING = (b"released", b"sought", b"deleted")
 #: Answers that send a confirm round again: more of them than anything but an error can give.
 _ROUNDS = 10
-
-if hasattr(time, "CLOCK_BOOTTIME"):
-
-    def now() -> float:
-        """Seconds by a clock that nobody sets, and that goes on while the machine sleeps."""
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-else:  # pragma: no cover - not on Linux
-    now = time.monotonic
 
 
 def member_name() -> str:

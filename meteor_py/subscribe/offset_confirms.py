@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from meteor_py.errors import MeteorError
 from meteor_py.publish.ack import Ack, Batch
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
-from meteor_py.subscribe.lease import now
 
 #: Confirms that come within this many seconds of the last one sent go together.
 MERGE_S = 0.05

@@ -13,7 +13,7 @@ from meteor_py.records.record import Chunk, RecordBatch
 from meteor_py.subscribe.lease import Term
 
 if TYPE_CHECKING:
-    from meteor_py.stream import Stream
+    from meteor_py.log.handle import StreamHandle
 
 
 class Gap(NamedTuple):
@@ -29,11 +29,11 @@ class ReadBuffer:
     """For one thread at a time. Stands at the end of the stream when it is made."""
 
     def __init__(
-        self, stream: Stream, on_gap_skipped: Callable[[int, int], object] | None = None
+        self, stream: StreamHandle, on_gap_skipped: Callable[[int, int], object] | None = None
     ) -> None:
         self._stream = stream.name
         self._on_gap_skipped = on_gap_skipped
-        self._cursor = stream.cursor()
+        self._cursor = stream.open_reader()
         self._chunks: deque[Chunk] = deque()  # the first may begin before the position
         # Whether the position means "the first there is": until a record is found, that moves.
         self._floating = False

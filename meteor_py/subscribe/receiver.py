@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from meteor_py.errors import ConnectionFailed, LeaseLost
+from meteor_py.log.handle import StreamHandle
 from meteor_py.records.codec import Codec
 from meteor_py.records.config import check_choice, check_int
 from meteor_py.records.record import Record, decode_record
@@ -52,11 +53,11 @@ class Receiver:
     ) -> None:
         if not callable(handler):
             raise TypeError("The handler of a receiver must be a function of one record.")
-        self._letters: Stream | None = None
+        self._letters: StreamHandle | None = None
         if isinstance(on_error, str):
             check_choice("on_error", on_error, ("stop", "skip", "retry"))
         elif hasattr(on_error, "publisher"):
-            self._letters = on_error
+            self._letters = on_error._handle
             if (on_error.name, on_error.incarnation) == (
                 subscriber.stream.name,
                 subscriber.stream.incarnation,
@@ -231,7 +232,7 @@ class Receiver:
         subscriber = self._subscriber
         letter = partial(
             bury,
-            *(self._letters, subscriber.stream, subscriber.config.group, raw),
+            *(self._letters, subscriber._handle, subscriber.config.group, raw),
             member=subscriber.member,
             reason=f"{type(error).__name__}: {error}",
             tries=failures,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from meteor_py.errors import GroupError, InvalidInitialOffset, LeaseLost, MeteorError, NotGrouped
+from meteor_py.log.handle import StreamHandle
 from meteor_py.publish.ack import KEEPER_PREFIX, Ack, forbid_waiting
 from meteor_py.records.codec import Codec
 from meteor_py.records.config import (
@@ -24,14 +23,15 @@ from meteor_py.records.config import (
 )
 from meteor_py.records.position import Position
 from meteor_py.records.record import Record, RecordBatch
-from meteor_py.runtime.lifecycle import Closeable
+from meteor_py.runtime.clock import now
+from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
+from meteor_py.runtime.threads import join_named
 from meteor_py.subscribe.fetcher import Fetcher
 from meteor_py.subscribe.group_session import GroupSession
-from meteor_py.subscribe.lease import member_name, now
+from meteor_py.subscribe.lease import member_name
 from meteor_py.subscribe.receiver import Handler, OnError, Receiver
 
 if TYPE_CHECKING:
-    from meteor_py.client import Client
     from meteor_py.stream import Stream
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,9 @@ class Subscriber(Closeable):
     ``stream.subscriber()``.
     """
 
-    def __init__(self, stream: Stream, config: SubscriberConfig, codec: Codec | None) -> None:
+    def __init__(
+        self, stream: Stream, handle: StreamHandle, config: SubscriberConfig, codec: Codec | None
+    ) -> None:
         if config.group is None and config.starts_at is InitialOffset.NONE:
             raise InvalidInitialOffset(
                 "InitialOffset.NONE leaves an ungrouped subscriber nowhere to start; use EARLIEST "
@@ -66,18 +68,19 @@ class Subscriber(Closeable):
             )
         self.stream = stream
         self.config = config
+        self._handle = handle
         #: Its name as the owner of a group's lease.
         self.member = member_name()
         self._codec = codec
         self._closed = False
         self._pid = os.getpid()
         self._receiver: Receiver | None = None
-        self._feed = Fetcher(stream, config, self.member, _on_assigned(weakref.ref(self)))
+        self._feed = Fetcher(handle, config, self.member, _on_assigned(weakref.ref(self)))
         try:
             if config.group is not None:
                 # For one that is dropped without a close(): it must not keep its lease.
                 weakref.finalize(self, self._feed.abandon).atexit = False
-                _register(self)
+                _open_subscribers.add(self)
             elif config.starts_at is InitialOffset.EARLIEST:
                 self.seek("earliest")
         except BaseException:
@@ -263,7 +266,7 @@ class Subscriber(Closeable):
         if isinstance(to, Position):
             self._feed.reader.resume(to)
             return
-        offset, floating = self.stream.resolve(to)
+        offset, floating = self._handle.resolve(to)
         self._feed.reader.seek(offset, floating=floating)
 
     def skip_gap(self) -> None:
@@ -274,7 +277,9 @@ class Subscriber(Closeable):
         """
         self._check_reader()
         self._feed.skip_gap()
-        self.stream = self._feed.stream
+        if self._feed.stream is not self._handle:  # the stream was recreated
+            self._handle = self._feed.stream
+            self.stream = self.stream._at(self._handle)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -297,7 +302,7 @@ class Subscriber(Closeable):
         if self._receiver is not None:
             raise MeteorError("This subscriber has a receiver already; open another subscriber.")
         self._receiver = Receiver(self, self._feed, self._codec, handler, on_error, tries)
-        _register(self)
+        _open_subscribers.add(self)
         self._receiver.start()
         return self._receiver
 
@@ -384,34 +389,9 @@ def _on_assigned(subscriber: weakref.ref[Subscriber]) -> Callable[[], Position |
     return call
 
 
-# Those with a lease or a thread, which somebody has to end.
-_open_subscribers: weakref.WeakSet[Subscriber] = weakref.WeakSet()
-
-
-def _register(subscriber: Subscriber) -> None:
-    _open_subscribers.add(subscriber)
-    # Again each time, for the same reason as with publishers.
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)
-
-
-def close_subscribers(client: Client) -> None:
-    """Close the grouped subscribers and receivers of a client; raise the first failure."""
-    failures: list[BaseException] = []
-    for subscriber in list(_open_subscribers):
-        if subscriber.stream.client is client:
-            try:
-                subscriber.close()
-            except BaseException as error:  # a handler's error can be anything
-                failures.append(error)
-    if failures:
-        raise failures[0]
-
-
-def _close_all() -> None:
-    """At the interpreter's end: let others have the leases at once."""
+def _at_exit(subscribers: Sequence[Subscriber]) -> None:
+    """Let other members have the leases at once."""
     # All at once: a server or a handler that does not answer delays us only once.
-    subscribers = list(_open_subscribers)
     receivers = [s._receiver for s in subscribers if s._receiver is not None]
     for subscriber in subscribers:
         subscriber._feed.halt()
@@ -424,17 +404,20 @@ def _close_all() -> None:
     for subscriber in subscribers:
         subscriber._feed.abandon()
     # Those that were dropped a moment ago have leases too, and their threads would just stop.
-    deadline = time.monotonic() + _EXIT_S
-    for thread in threading.enumerate():
-        if thread.name.startswith(KEEPER_PREFIX):
-            thread.join(max(deadline - time.monotonic(), 0.0))
+    join_named(KEEPER_PREFIX, _EXIT_S)
 
 
-def _disown_all() -> None:
-    """In a forked child: the leases, threads and connections are the parent's."""
-    for subscriber in list(_open_subscribers):
+def _after_fork(subscribers: Sequence[Subscriber]) -> None:
+    for subscriber in subscribers:
         subscriber._feed.disown()
-    _open_subscribers.clear()
 
 
-os.register_at_fork(after_in_child=_disown_all)
+#: Those with a lease or a thread.
+_open_subscribers: Registry[Subscriber] = Registry(
+    ClosingOrder.SUBSCRIBERS,
+    owner=lambda subscriber: subscriber._handle.connector,
+    # The error of a handler can be anything.
+    close=lambda subscribers: close_each(subscribers, Subscriber.close, BaseException),
+    at_exit=_at_exit,
+    after_fork=_after_fork,
+)

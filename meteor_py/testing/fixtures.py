@@ -88,5 +88,5 @@ def meteor_fake() -> Iterator[meteor_py.Client]:
         ImportError: fakeredis is not installed; the message says how to get it.
     """
     with meteor_py.connect("fake://") as client:
-        client.resolve()  # a missing fakeredis is told here, not somewhere in the test
+        client._connector.resolve()  # a missing fakeredis is told here, not somewhere in the test
         yield client

@@ -10,8 +10,9 @@ import os
 from typing import TYPE_CHECKING
 
 from meteor_py import GroupActive, GroupNotFound, LeaseLost, Position, Stream
+from meteor_py.runtime.clock import now
 from meteor_py.subscribe.group_session import GroupSession
-from meteor_py.subscribe.lease import Lease, Term, now
+from meteor_py.subscribe.lease import Lease, Term
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +55,7 @@ class Membership:
             member = f"spark:{self._group}:{os.getpid()}"
             lease = Lease(name, life, self._group, member, LEASE_S)
             confirmed = self._stream.group(self._group).confirmed
-            self._keeper = GroupSession(self._stream.client, lease, confirmed, _BUSY_S)
+            self._keeper = GroupSession(self._stream.client._connector, lease, confirmed, _BUSY_S)
         self._term = self._keeper.hold(2 * LEASE_S)
         if self._term is None:
             owner = self._stream.group(self._group).owner or "somebody"

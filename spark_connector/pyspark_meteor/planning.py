@@ -67,7 +67,7 @@ class Planner:
             part = names[start : start + _ASKED]
             fields = ("incarnation", "epoch", "next")
             asked = [("HMGET", keys.meta(name), *fields) for name in part]
-            for name, answer in zip(part, self._client.pipeline(asked), strict=True):
+            for name, answer in zip(part, self._client._connector.pipeline(asked), strict=True):
                 life = answer[0].decode() if answer[0] else None
                 if name in self._streams and self._streams[name].incarnation != life:
                     del self._streams[name]  # deleted, or created anew since it was opened
@@ -139,7 +139,7 @@ class Planner:
     def _aligned(self, whole: Range, parts: list[Range]) -> list[Range]:
         own = [part for part in parts if part.stream == whole.stream]
         try:
-            found = borders(self.open(whole.stream), [part.first for part in own[1:]])
+            found = borders(self.open(whole.stream)._handle, [part.first for part in own[1:]])
         except (StreamNotFound, LogTruncated):
             return own  # whoever reads it will be told, or go on without
         inner = sorted({end for end in found if whole.first < end < whole.end.offset})

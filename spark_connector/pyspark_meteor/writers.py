@@ -41,7 +41,7 @@ from pyspark_meteor.writing import publish_all, stage_all
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from meteor_py import Stream
+    from meteor_py.log.handle import StreamHandle
     from pyspark_meteor.sink_options import SinkOptions
 
 _log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class BatchWriter(DataSourceArrowWriter):
         if self._options.txn_id is None:
             m = self._options.server.connect()
             for name in streams:
-                forget(m.stream(name, create=False), self._writer)
+                forget(m.stream(name, create=False)._handle, self._writer)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """On the driver: what was staged is not wanted; nor is a commit that failed half-way.
@@ -156,7 +156,7 @@ def found_done(options: SinkOptions, writer: str, version: int) -> bool:
         stream = options.server.connect().stream(options.stream, create=False)
     except StreamNotFound:
         return False
-    return is_done(stream, writer, version)
+    return is_done(stream._handle, writer, version)
 
 
 def count(batches: Iterator[pa.RecordBatch]) -> int:
@@ -168,7 +168,7 @@ def count(batches: Iterator[pa.RecordBatch]) -> int:
 class _Share:
     """What one stream gets."""
 
-    stream: Stream
+    stream: StreamHandle
     stages: list[Staged]
     records: int
 
@@ -236,14 +236,14 @@ def _divide(options: SinkOptions, written: list[Written], some_done: bool) -> li
     for name in sorted(names):
         stages = [message.stages[name] for message in written if name in message.stages]
         records = counted + sum(stage.records for stage in stages)
-        shares.append(_Share(m.stream(name, create=False), stages, records))
+        shares.append(_Share(m.stream(name, create=False)._handle, stages, records))
     return shares
 
 
 def discard_all(
     options: SinkOptions,
     messages: list[WriterCommitMessage | None],
-    give_up: Callable[[Stream, str, list[str]], None] = discard,
+    give_up: Callable[[StreamHandle, str, list[str]], None] = discard,
 ) -> None:
     """Delete the stages of tasks, but not of a commit that was begun: a replay finishes it.
 
@@ -255,7 +255,7 @@ def discard_all(
     for name in sorted({name for message in written for name in message.stages}):
         stages = [message.stages[name].name for message in written if name in message.stages]
         try:
-            give_up(m.stream(name, create=False), written[0].writer, stages)
+            give_up(m.stream(name, create=False)._handle, written[0].writer, stages)
         except StreamNotFound:
             pass  # and with it its stages
 

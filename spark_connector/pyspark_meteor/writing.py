@@ -58,7 +58,7 @@ def stage_all(
                 intake = RecordValidator(
                     stream_name, records, _RECORD_BYTES, stream.config.grouping
                 )
-                stages[stream_name] = Stage(stream, name), intake
+                stages[stream_name] = Stage(stream._handle, name), intake
             stage, intake = stages[stream_name]
             for columns, _ in intake.frames(**_arguments(rows)):
                 stage.write(columns)

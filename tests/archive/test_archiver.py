@@ -14,7 +14,7 @@ import meteor_py as meteor
 from meteor_py.archive.archive_term import ArchiverConfig, ArchiveTerm
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.scripts import ADVANCE_ARCHIVED
-from meteor_py.subscribe.lease import now
+from meteor_py.runtime.clock import now
 from tests.conftest import ServerFactory
 from tests.support.archiving import LONG_S, SHORT_S, Depot, archiver_threads, harm_of, offsets_of
 from tests.support.bench import Bench, failure

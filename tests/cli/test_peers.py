@@ -52,7 +52,7 @@ def test_without_groups_a_sentence_says_so(url: str) -> None:
 def test_a_group_that_cannot_be_read_does_not_hide_the_others(
     url: str, crew: list[Membership], group: PeerGroup
 ) -> None:
-    client = group.books.client
+    client = group.books.connector
     client.redis.sadd("meteor:groups", "odd")
     client.redis.hset("meteor:group:{odd}:config", mapping={"ttl": "1000"})
     done = meteor(url, "peers", "ls")

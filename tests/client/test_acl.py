@@ -199,17 +199,17 @@ def test_a_writer_can_stage_commit_finish_and_discard(guarded: Server) -> None:
         stream = m.stream("orders", create=False)
         staged = []
         for name in ("a", "b", "c"):
-            staging = Stage(stream, name)
+            staging = Stage(stream._handle, name)
             staging.write(Columns([b"x"] * 10))
             staged.append(staging.finish())
-        discard(stream, "w", ["c"])
+        discard(stream._handle, "w", ["c"])
         with guarded.client() as plain:
             plain.hset("meteor:{orders}:meta", "history", "of the former server")
-        assert commit(stream, "w", 1, staged[:2])
-        assert is_done(stream, "w", 1)
-        assert not commit(stream, "w", 1, staged[:2])
-        forget(stream, "w")
-        abandon(stream, "other", ["d"])
+        assert commit(stream._handle, "w", 1, staged[:2])
+        assert is_done(stream._handle, "w", 1)
+        assert not commit(stream._handle, "w", 1, staged[:2])
+        forget(stream._handle, "w")
+        abandon(stream._handle, "other", ["d"])
     with connect(guarded, "subscriber") as m:
         assert sum(map(len, m.stream("orders", create=False).read())) == 20
 
@@ -218,9 +218,9 @@ def test_a_writer_can_wait_for_replicas(guarded: Server) -> None:
     with Replica(guarded) as replica, connect(guarded, "writer") as m:
         replica.wait_in_sync()
         stream = m.stream("orders", create=False)
-        staging = Stage(stream, "a")
+        staging = Stage(stream._handle, "a")
         staging.write(Columns([b"x"] * 10))
-        assert commit(stream, "w", 1, [staging.finish()], replicas=1)
+        assert commit(stream._handle, "w", 1, [staging.finish()], replicas=1)
         with replica.client() as plain:
             assert plain.hget("meteor:{orders}:fences", "w") == b"1:1:1:10"
 

@@ -112,9 +112,9 @@ def test_a_consumer_with_dead_letters_needs_what_the_page_says(grouped: Server) 
 def test_others_can_do_their_work_on_a_stream_with_groups(grouped: Server, tmp_path: Path) -> None:
     with connect(grouped, "writer") as m:
         stream = m.stream("orders", create=False)
-        staging = Stage(stream, "a")
+        staging = Stage(stream._handle, "a")
         staging.write(Columns([b"x"] * 10, keys=[b"a"] * 10))
-        assert commit(stream, "w", 1, [staging.finish()])
+        assert commit(stream._handle, "w", 1, [staging.finish()])
     with connect(grouped, "archiver") as m:
         stream = m.stream("orders", store=tmp_path, create=False)
         assert stream.store.flush() == 410

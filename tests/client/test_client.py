@@ -283,7 +283,16 @@ def test_no_text_of_ours_shows_a_password(private_server: ServerFactory) -> None
         stream = m.stream("s")
         with stream.publisher(delivery_timeout=0.3) as pub, stream.subscriber() as sub:
             with m.redis as plain:
-                objects = [m, m.address, m.resolve(), stream, pub, sub, stream.describe(), plain]
+                objects = [
+                    m,
+                    m.address,
+                    m._connector.resolve(),
+                    stream,
+                    pub,
+                    sub,
+                    stream.describe(),
+                    plain,
+                ]
                 texts += [f"{each} {each!r}" for each in objects]
             server.kill()
             attempts: list[Callable[[], Any]] = [

@@ -50,11 +50,11 @@ def use_everything(client: meteor.Client, between: Any) -> None:
     stream.offset_at(datetime.now(UTC))
     between()
     for version in range(2):
-        staging = Stage(stream, f"{version}")
+        staging = Stage(stream._handle, f"{version}")
         staging.write(Columns([b"x"]))
         staged = staging.finish()
         between()
-        assert commit(stream, "w", version, [staged])
+        assert commit(stream._handle, "w", version, [staged])
         between()
     stream.configure(capacity=5)
     between()
@@ -140,7 +140,7 @@ def test_in_a_full_server_a_repeat_gets_its_answer_and_a_new_frame_leaves_no_tra
     script_keys = [keys.log("s"), keys.meta("s"), keys.producer("s", "p")]
 
     def publish(sequence: int) -> Any:
-        return client.run(
+        return client._connector.run(
             scripts.PUBLISH,
             script_keys,
             [stream.incarnation, "", 0, sequence, 1, 7, 60_000, "0v", b"x" * 100, ""],
@@ -173,7 +173,7 @@ def test_a_full_server_can_be_read_configured_and_emptied(
     assert stream.describe().length == end
     assert stream.offset_at(datetime.fromtimestamp(0, UTC)) == 0
     history = plain.hget(keys.meta("s"), "history")
-    answer = client.run(
+    answer = client._connector.run(
         scripts.NEW_EPOCH, [keys.meta("s")], [stream.incarnation, history, "another"]
     )
     assert answer == [b"OK"]

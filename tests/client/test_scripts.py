@@ -44,7 +44,7 @@ class Bench:
             self.plain.hset(self.meta, mapping=changes)
 
     def run(self, script: scripts.Script, script_keys: list[str], *args: Any) -> Any:
-        return self.client.run(script, script_keys, args)
+        return self.client._connector.run(script, script_keys, args)
 
     def publish(
         self,

@@ -108,7 +108,7 @@ class Machine(RuleBasedStateMachine):
 
     def call(self, producer: str, epoch: int, sequence: int, sent: Sent) -> tuple[Any, ...]:
         def publish() -> tuple[Any, ...]:
-            answer = self.client.run(
+            answer = self.client._connector.run(
                 scripts.PUBLISH,
                 [keys.log(self.name), keys.meta(self.name), keys.producer(self.name, producer)],
                 [
@@ -120,7 +120,7 @@ class Machine(RuleBasedStateMachine):
 
         if self.history != self.meta_history:
             assert publish() == ("HISTORY", self.meta_history)
-            begun = self.client.run(
+            begun = self.client._connector.run(
                 scripts.NEW_EPOCH,
                 [keys.meta(self.name)],
                 [self.stream.incarnation, self.meta_history, self.history],

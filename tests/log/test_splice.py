@@ -245,7 +245,7 @@ def spread_out(stream: meteor.Stream, *sizes: int) -> None:
 
 
 def is_past(stream: meteor.Stream, ms: int) -> bool:
-    seconds, micros = stream.client.call("TIME")
+    seconds, micros = stream.client._connector.call("TIME")
     return int(seconds) * 1000 + int(micros) // 1000 > ms
 
 

@@ -411,7 +411,7 @@ def test_a_store_that_comes_back_just_while_it_is_looked_for_is_not_taken_for_an
     stream: meteor.Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
 ) -> None:
     home, away = tmp_path / NAME, tmp_path / "away"
-    check, checks = stream.check_store, list[bool]()
+    check, checks = stream._handle.check_store, list[bool]()
 
     def come_back_and_check() -> None:
         if checks:
@@ -423,7 +423,7 @@ def test_a_store_that_comes_back_just_while_it_is_looked_for_is_not_taken_for_an
         if not stays:
             home.rename(away)
 
-    monkeypatch.setattr(stream, "check_store", come_back_and_check)
+    monkeypatch.setattr(stream._handle, "check_store", come_back_and_check)
     with stream.subscriber(on_gap="skip", initial_offset="earliest") as sub:
         home.rename(away)
         if not stays:

@@ -15,7 +15,7 @@ from meteor_py.errors import ActionRefused, ClockTooUncertain
 from meteor_py.peers.voting.actions import Action
 from meteor_py.peers.voting.clock import GroupClock
 from meteor_py.peers.voting.proposal import Outcome, Proposal
-from meteor_py.subscribe import lease
+from meteor_py.runtime.clock import now
 from tests.conftest import ServerFactory
 from tests.support.peer_voters import LONG_S, RESULT_S, Hold, Panel, Voters, always
 from tests.support.proxy import Proxy
@@ -397,7 +397,7 @@ def test_who_does_not_know_the_time_well_enough_says_no(private_server: ServerFa
 
 def read(clock: GroupClock, server: float, trip: float = 0.002, age: float = 0.0) -> float:
     """Have the clock read; return what time it really is then, by ours."""
-    at = lease.now() - age
+    at = now() - age
     clock.read(at - trip / 2, at + trip / 2, server)
     return at
 
@@ -407,7 +407,7 @@ def test_the_best_reading_of_the_clock_counts() -> None:
     assert not clock.known
     at = read(clock, 1000.0, trip=0.002)
     read(clock, 1000.4, trip=1.0)
-    assert clock.now() - (lease.now() - at) == pytest.approx(1000.0, abs=1e-3)
+    assert clock.now() - (now() - at) == pytest.approx(1000.0, abs=1e-3)
     assert 0.001 <= clock.error_bound < 0.4
 
 
@@ -425,7 +425,7 @@ def test_readings_from_before_the_server_s_clock_was_set_are_forgotten(step: flo
     for _ in range(8):
         read(clock, 1000.0, trip=0.0002)
     at = read(clock, 1000.0 + step, trip=0.002)  # a worse one, but the only one that is true
-    assert clock.now() - (lease.now() - at) == pytest.approx(1000.0 + step, abs=0.01)
+    assert clock.now() - (now() - at) == pytest.approx(1000.0 + step, abs=0.01)
     assert clock.error_bound >= 0.001
 
 

@@ -251,7 +251,7 @@ def test_atomix_words_that_make_no_sense_together_are_refused(post: Post) -> Non
 
 @pytest.mark.parametrize("leader", [True, False])
 def test_riaps_group_with_and_without_leader(post: Post, leader: bool) -> None:
-    client = post.group().books.client
+    client = post.client()
     with (
         client.peer_group(
             "TheGroup", election="oldest" if leader else None
@@ -269,7 +269,7 @@ def test_riaps_group_with_and_without_leader(post: Post, leader: bool) -> None:
 
 
 def test_riaps_join_group_instance_member_joined_and_left(post: Post) -> None:
-    client = post.group().books.client
+    client = post.client()
     with (
         client.peer_group("TheGroup", instance="g1") as g,
         client.peer_group("TheGroup", instance="g1") as h,

@@ -124,7 +124,7 @@ def test_who_only_looks_on_notices_a_death_alone(open_group: Open, url: str) -> 
     heard = Heard(group)
     with meteor.connect(url) as client:  # a member that is never heard of again
         args = ["a", "of-nobody", "0", 0, b"null", "fail", 1000]
-        client.run(PEERS_JOIN, [group.books.prefix], args)
+        client._connector.run(PEERS_JOIN, [group.books.prefix], args)
     eventually(lambda: heard.count("leave", "a", "expired") == 1)
     assert heard.count("resigned", "a", "expired") == 1
     assert group.leader is None
@@ -136,7 +136,7 @@ def test_a_death_is_noticed_on_time_and_not_with_the_next_beat(open_group: Open)
     args = ["a", "of-nobody", "0", 0, b"null", "fail", 1000]
     group.books.run(PEERS_JOIN, args)
     deadline = int((time.time() + 0.5) * 1000)
-    group.books.client.call("ZADD", group.books.key("deadlines"), deadline, "a")
+    group.books.connector.call("ZADD", group.books.key("deadlines"), deadline, "a")
     group.hurry()
     eventually(lambda: heard.count("leave", "a", "expired") == 1, 10)
 
@@ -164,10 +164,10 @@ def test_who_was_replaced_behind_its_back_does_not_come_back(open_group: Open) -
     one, two = open_group(ttl=0.6), open_group()
     me = one.join("a")
     with one.lock:  # it sees no events; its heart is told
-        two.books.client.run(
+        two.books.connector.run(
             PEERS_JOIN, [two.books.prefix], ["a", "another", "1", 0, b"null", "takeover", 1000]
         )
-        two.books.client.call("ZADD", two.books.key("deadlines"), "+inf", "a")
+        two.books.connector.call("ZADD", two.books.key("deadlines"), "+inf", "a")
     assert me.lost.wait(10)
     assert me.reason == "joined again elsewhere"
     eventually(lambda: two.find("a"))  # the leaving and the joining are two events

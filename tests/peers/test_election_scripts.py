@@ -142,7 +142,7 @@ def test_a_term_is_higher_than_the_last_though_its_number_was_lost(peers: Peers)
     peers.join("b")
     before = peers.term
     peers.pass_ms(10)
-    peers.client.call("HDEL", peers.prefix + "state", "term")
+    peers.client._connector.call("HDEL", peers.prefix + "state", "term")
     peers.leave("a")
     assert (peers.leader, peers.term > before) == ("b", True)
 

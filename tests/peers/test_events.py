@@ -34,7 +34,7 @@ def test_watching_goes_on_where_a_snapshot_was_taken(open_group: Open) -> None:
         (snapshot.number + 2, "joined", "c"),
         (snapshot.number + 3, "joined", "d"),
     ]
-    one.books.client.call("XTRIM", one.books.key("events"), "MAXLEN", 2)
+    one.books.connector.call("XTRIM", one.books.key("events"), "MAXLEN", 2)
     with pytest.raises(PeerError, match="no longer all events"):
         two.watch(since=snapshot.number)
 
@@ -103,7 +103,7 @@ def test_who_missed_events_that_are_gone_misses_no_member(open_group: Open) -> N
             stays.update("changed")
             one.join("new")
             one.join("newest")
-            client = one.books.client
+            client = one.books.connector
             client.call("XTRIM", one.books.key("events"), "MAXLEN", 1)
         eventually(lambda: ids(two) == ["stays", "new", "newest"])
         eventually(lambda: heard.count("join", "newest") == 1)

@@ -16,7 +16,7 @@ import meteor_py as meteor
 from meteor_py.errors import StaleTerm
 from meteor_py.peers.event import Event
 from meteor_py.peers.group import PeerGroup
-from meteor_py.subscribe.lease import now
+from meteor_py.runtime.clock import now
 from tests.conftest import ServerFactory
 from tests.support.peering import GROUP, LONG_S, Heard, Open, Peer, ids, step_clocks, watching
 from tests.support.peering import open_group as open_group
@@ -58,7 +58,7 @@ def find(events: list[Event], kind: str, member: str) -> Event:
 
 
 def server_ms(group: PeerGroup) -> float:
-    seconds, micros = group.books.client.call("TIME")
+    seconds, micros = group.books.connector.call("TIME")
     return int(seconds) * 1000 + int(micros) / 1000
 
 
@@ -253,7 +253,7 @@ def test_a_server_whose_clock_is_set_expels_nobody_and_still_notices_the_dead(
     term = me.term
     assert term is not None
     with watching(one) as events:
-        one.books.client.call("SET", one.books.key("step"), step_s)
+        one.books.connector.call("SET", one.books.key("step"), step_s)
         beats = other.valid_until
         eventually(lambda: other.valid_until > beats + STEADY_S, 20)
         assert events == []

@@ -365,7 +365,7 @@ def test_two_members_of_one_handle_have_their_own_queues(post: Post) -> None:
 
 
 def test_instances_of_a_group_do_not_hear_each_other(post: Post) -> None:
-    client = post.group().books.client
+    client = post.client()
     with client.peer_group("t", instance="g1") as one, client.peer_group("t", instance="g2") as two:
         got = {group.name: Record() for group in (one, two)}
         for group in (one, two):

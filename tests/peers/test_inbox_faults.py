@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 
 def expel(group: PeerGroup, member: str) -> None:
     """As if it had not been heard of for long, though it is there."""
-    group.books.client.call("ZADD", group.books.key("deadlines"), 0, member)
+    group.books.connector.call("ZADD", group.books.key("deadlines"), 0, member)
 
 
 # Members that come and go

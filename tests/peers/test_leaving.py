@@ -25,7 +25,7 @@ from meteor_py.redis.scripts import PEERS_SEND
 from tests.conftest import ServerFactory
 from tests.support.mailing import SOON_S, Gate, Post, Record, failure, inbox_length, result
 from tests.support.mailing import post as post
-from tests.support.peering import LONG_S, Peers, expel, ids
+from tests.support.peering import LONG_S, Peers, expel, ids, peer_groups
 from tests.support.peering import build as build
 from tests.support.peering import peers as peers
 from tests.support.proxy import Proxy
@@ -331,7 +331,7 @@ def test_the_server_forgets_messages_that_are_over(post: Post) -> None:
         for number in range(50):
             result(getattr(group.member("a"), verb)("q", number))
     result(group.member("a").ask("q"))
-    found: Any = group.books.client.redis.keys(group.books.key("message:*"))
+    found: Any = group.books.connector.redis.keys(group.books.key("message:*"))
     assert len(found) <= 3  # the last ones, until more is sent
     args: list[Any] = ["m", group.session, "", "q", "tell", "member", "a", 0, "0", 128, 9, 1000]
     assert group.books.run(PEERS_SEND, [*args, "json", "1", "", ""])[0] == b"OK"
@@ -349,7 +349,7 @@ def test_a_message_that_was_sent_twice_is_not_forgotten_before_its_time(
         message = result(group.member("a").tell("q", "twice"))
         result(group.member("a").tell("q", 1))  # tells what is over
         assert inbox_length(other, "a") == 3
-        assert other.books.client.call("EXISTS", other.books.key(f"message:{message}")), (
+        assert other.books.connector.call("EXISTS", other.books.key(f"message:{message}")), (
             "the first try may arrive yet"
         )
         me.leave()
@@ -361,7 +361,7 @@ def test_deleting_a_group_spares_what_is_sent_to_those_who_begin_it_anew(
     group, other = post.group(ttl=0.5), post.group()
     me = group.join("a")
     result(other.member("a").tell("q", "old"))
-    call = other.books.client.call
+    call = other.books.connector.call
 
     def late(*command: Any) -> Any:
         if command[0] == "UNLINK":
@@ -376,7 +376,7 @@ def test_deleting_a_group_spares_what_is_sent_to_those_who_begin_it_anew(
     teller = threading.Thread(target=tell)
     teller.start()
     with monkeypatch.context() as patch:
-        patch.setattr(other.books.client, "call", late)
+        patch.setattr(other.books.connector, "call", late)
         other.delete(force=True)
     teller.join(SOON_S)
     got = Record()
@@ -389,7 +389,7 @@ def test_a_group_begun_anew_in_the_middle_of_a_delete_is_listed(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = post.group(ttl=LONG_S)
-    client = group.books.client
+    client = group.books.connector
     group.join("a")
     group.delete()
     run = client.run
@@ -400,7 +400,7 @@ def test_a_group_begun_anew_in_the_middle_of_a_delete_is_listed(
 
     monkeypatch.setattr(client, "run", late)
     group.books.open(group.config)
-    assert client.peer_groups() == [group.name]
+    assert peer_groups(group) == [group.name]
 
 
 def test_a_group_begun_anew_brings_its_settings(post: Post) -> None:

@@ -206,7 +206,7 @@ def test_news_of_a_removal_does_not_hit_who_joins_after_it(open_group: Open) -> 
         me = two.join("a")
         with two.lock:  # the news waits
             one.remove("a")
-            one.books.client.run(
+            one.books.connector.run(
                 PEERS_JOIN,
                 [one.books.prefix],
                 ["a", "of-another", "1", 0, b"null", "takeover", 1000],

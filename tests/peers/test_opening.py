@@ -9,7 +9,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.errors import PeerError
 from meteor_py.redis import keys
-from tests.support.peering import GROUP, Open, ids
+from tests.support.peering import GROUP, Open, ids, peer_groups
 from tests.support.peering import open_group as open_group
 from tests.support.servers import plain_client
 from tests.support.waiting import eventually
@@ -52,24 +52,23 @@ def test_a_group_that_is_begun_anew_while_it_is_deleted_is_listed(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with meteor.connect(url) as m, meteor.connect(url) as n:
-        group, call = m.peer_group("workers"), m.call
+        group, call = m.peer_group("workers"), m._connector.call
 
         def begin_anew(*args: Any, **settings: Any) -> Any:
             if args[0] == "SREM":
                 n.peer_group("workers").close()
             return call(*args, **settings)
 
-        monkeypatch.setattr(m, "call", begin_anew)
+        monkeypatch.setattr(m._connector, "call", begin_anew)
         group.delete()
         assert n.peer_groups() == ["workers"]
 
 
 def test_a_group_is_deleted_by_who_may_and_listed_no_more(url: str, open_group: Open) -> None:
     one, two, observer = open_group(ttl=0.6), open_group(), open_group()
-    client = one.books.client
     with plain_client(url) as redis:
         redis.sadd(keys.PEERS, "left-over")
-    assert client.peer_groups() == [GROUP]
+    assert peer_groups(one) == [GROUP]
     me = two.join("a")
     one.join("b")
     with pytest.raises(PeerError, match="1 members that are alive"):
@@ -78,7 +77,7 @@ def test_a_group_is_deleted_by_who_may_and_listed_no_more(url: str, open_group: 
     assert ids(two) == ["b"]
     one.delete()
     assert one.closed
-    assert client.peer_groups() == []
+    assert peer_groups(one) == []
     eventually(lambda: observer.picture.life == "" and not observer.members)
     with plain_client(url) as redis:  # who looks on does not begin it anew
         assert redis.keys("meteor:group:*") == []

@@ -71,8 +71,8 @@ def test_the_others_who_are_overdue_and_the_leader_do_not_wait_for_that(peers: P
         peers.join(member)
     fill(peers, to="member", member="a", verb="ask")
     propose(peers, "p", "consensus")
-    peers.client.call("HSET", peers.prefix + "state", "last", peers.clock + TTL_MS + 1)
-    peers.client.call("ZADD", peers.prefix + "deadlines", peers.clock + 2 * TTL_MS, "c")
+    peers.client._connector.call("HSET", peers.prefix + "state", "last", peers.clock + TTL_MS + 1)
+    peers.client._connector.call("ZADD", peers.prefix + "deadlines", peers.clock + 2 * TTL_MS, "c")
     peers.pass_ms(TTL_MS + 1)
     peers.beat("c")
     assert (peers.members(), peers.leader) == ({"c"}, "c")
@@ -111,7 +111,7 @@ def test_a_dead_member_that_expires_in_the_middle_hands_over_the_rest(build: Bui
     send(peers, "direct", to="member", member="a")
     peers.join("b")
     peers.leave("a", how="stay")
-    peers.client.call("ZADD", peers.prefix + "expirations", peers.clock - 1, "a")
+    peers.client._connector.call("ZADD", peers.prefix + "expirations", peers.clock - 1, "a")
     while has_orphans(peers):
         pass
     assert peers.members() == {"b"}
@@ -144,6 +144,6 @@ def test_orphans_go_with_their_group(peers: Peers, how: str) -> None:
     if how == "deleted":
         assert peers.run("delete", "force") == ["OK"]
     else:
-        peers.client.call("DEL", peers.prefix + "config")
+        peers.client._connector.call("DEL", peers.prefix + "config")
         peers.open()
     assert {part for part in leftovers(peers) if not part.startswith("message:")} <= {"config"}

@@ -42,7 +42,7 @@ def test_after_flushall_all_members_join_again_and_all_are_told(url: str, open_g
 def test_a_group_recovers_from_the_loss_of_any_of_its_keys(open_group: Open, lost: str) -> None:
     one, two = open_group(ttl=0.6), open_group()
     me, named = one.join(), two.join("a")
-    one.books.client.call("DEL", one.books.key(lost))
+    one.books.connector.call("DEL", one.books.key(lost))
     last = one.join("last")
     eventually(
         lambda: all(
@@ -60,10 +60,10 @@ def test_a_fork_of_the_history_is_noticed_though_the_numbers_fit(open_group: Ope
     one.join("a")
     with watching(one) as events:
         with one.lock:
-            one.books.client.call("HSET", one.books.key("state"), "mark", "of another history")
+            one.books.connector.call("HSET", one.books.key("state"), "mark", "of another history")
             # The next event has the number that is expected, and another past.
             args = ["b", "s", "0", 0, b"null", "fail", 1000]
-            one.books.client.run(PEERS_JOIN, [one.books.prefix], args)
+            one.books.connector.run(PEERS_JOIN, [one.books.prefix], args)
         eventually(lambda: [event.kind for event in events] == ["reset", "joined"])
     assert all(event.resync for event in events)
     assert ids(one) == ["a", "b"]

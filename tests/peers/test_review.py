@@ -29,7 +29,7 @@ from meteor_py.peers.messaging.message import Message
 from meteor_py.peers.messaging.queue_state import QueueState
 from meteor_py.peers.voting.actions import Action
 from meteor_py.peers.voting.proposal import Outcome
-from meteor_py.subscribe.lease import now
+from meteor_py.runtime.clock import now
 from tests.support.mailing import SOON_S, Gate, Record, failure, inbox_length, result
 from tests.support.peering import LONG_S, Open, expel
 from tests.support.peering import open_group as open_group

@@ -49,15 +49,15 @@ def test_those_who_were_removed_are_remembered_for_a_day_and_not_without_bound(
 ) -> None:
     removed = peers.prefix + "removed"
     for number in range(1010):
-        peers.client.call("ZADD", removed, peers.clock - number, f"m{number}")
+        peers.client._connector.call("ZADD", removed, peers.clock - number, f"m{number}")
     peers.join("first")
     peers.leave("first", "")
-    assert peers.client.call("ZCARD", removed) == 1000
-    assert peers.client.call("PTTL", removed) > 0
+    assert peers.client._connector.call("ZCARD", removed) == 1000
+    assert peers.client._connector.call("PTTL", removed) > 0
     peers.pass_ms(25 * HOUR_MS)
     peers.join("last")
     peers.leave("last", "")
-    assert peers.client.call("ZCARD", removed) == 1
+    assert peers.client._connector.call("ZCARD", removed) == 1
 
 
 def test_who_was_replaced_is_told_so_also_when_the_other_is_dead(peers: Peers) -> None:
@@ -117,7 +117,7 @@ def test_the_name_of_one_who_is_alive_is_refused_or_taken_over(peers: Peers) -> 
     assert peers.guard(term, "first", "old") == ["STALE", peers.term]
     assert peers.guard(peers.term, "first", "old") == ["STALE", peers.term]
     assert peers.guard(peers.term, "second", "new") == ["OK"]
-    assert peers.client.call("HGET", peers.prefix + "guarded", "x") == b"new"
+    assert peers.client._connector.call("HGET", peers.prefix + "guarded", "x") == b"new"
 
 
 def test_only_its_session_takes_a_member_out_unless_it_is_removed(peers: Peers) -> None:
@@ -249,8 +249,8 @@ def test_many_who_die_at_once_are_dropped_in_bounded_steps(peers: Peers) -> None
     peers.join("a")
     for _ in range(11):
         peers.pass_ms(100)
-        peers.client.call("ZADD", peers.prefix + "deadlines", peers.clock + TTL_MS, "a")
-        peers.client.call("HSET", peers.prefix + "state", "last", peers.clock)
+        peers.client._connector.call("ZADD", peers.prefix + "deadlines", peers.clock + TTL_MS, "a")
+        peers.client._connector.call("HSET", peers.prefix + "state", "last", peers.clock)
     counts = []
     for _ in range(4):
         peers.beat("a")
@@ -305,7 +305,7 @@ def test_a_group_that_is_gone_or_not_whole_is_none_and_nothing_is_written(
     peers: Peers, call: str, lost: str
 ) -> None:
     peers.join("a", "s")
-    peers.client.call("DEL", peers.prefix + lost)
+    peers.client._connector.call("DEL", peers.prefix + lost)
     before = peers.everything()
     assert peers.run(call, *CALLS[call]) == ["NOGROUP"]
     assert peers.everything() == before
@@ -315,7 +315,7 @@ def test_a_group_that_is_gone_or_not_whole_is_none_and_nothing_is_written(
 def test_a_group_that_is_not_whole_is_begun_anew_in_another_life(peers: Peers, lost: str) -> None:
     peers.join("a")
     life = peers.run("look")[1]
-    peers.client.call("DEL", peers.prefix + lost)
+    peers.client._connector.call("DEL", peers.prefix + lost)
     peers.open()
     assert peers.run("look")[1] not in (life, "")
     assert (peers.members(), peers.events()) == (set(), [])
@@ -326,7 +326,7 @@ def test_a_group_that_is_not_whole_is_begun_anew_in_another_life(peers: Peers, l
 def test_a_group_goes_on_though_a_part_of_it_was_deleted(peers: Peers, lost: str) -> None:
     peers.join("a", named=True)
     peers.join("b")
-    peers.client.call("DEL", peers.prefix + lost)
+    peers.client._connector.call("DEL", peers.prefix + lost)
     peers.live(2 * TTL_MS, "a", "b")
     peers.join("c")
     assert peers.beat("c") == [1]
@@ -351,4 +351,4 @@ def test_deleting_takes_everything_that_does_not_expire(peers: Peers) -> None:
     assert peers.everything() == before
     assert peers.run("delete", "force") == ["OK"]
     assert peers.everything() == {}
-    assert peers.client.call("EXISTS", keys.peers(GROUP, "state")) == 0
+    assert peers.client._connector.call("EXISTS", keys.peers(GROUP, "state")) == 0

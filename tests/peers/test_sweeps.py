@@ -91,9 +91,9 @@ def test_nobody_who_has_left_is_remembered_for_its_grace(peers: Peers) -> None:
     peers.join("b")
     peers.pass_ms(600)
     peers.beat("a")
-    assert peers.client.call("ZRANGE", peers.prefix + "graced", 0, -1) == [b"b"]
+    assert peers.client._connector.call("ZRANGE", peers.prefix + "graced", 0, -1) == [b"b"]
     peers.leave("b")
-    assert peers.client.call("EXISTS", peers.prefix + "graced") == 0
+    assert peers.client._connector.call("EXISTS", peers.prefix + "graced") == 0
 
 
 @pytest.mark.parametrize("step_ms", [400, -400])
@@ -131,8 +131,8 @@ def test_of_more_than_a_sweep_can_drop_nobody_leads_gets_messages_or_is_asked(
     for number in range(100):
         peers.join(f"m{number:02}", priority=1)
     peers.join("a")
-    peers.client.call("HSET", peers.prefix + "state", "last", peers.clock + TTL_MS + 1)
-    peers.client.call("ZADD", peers.prefix + "deadlines", peers.clock + 2 * TTL_MS, "a")
+    peers.client._connector.call("HSET", peers.prefix + "state", "last", peers.clock + TTL_MS + 1)
+    peers.client._connector.call("ZADD", peers.prefix + "deadlines", peers.clock + 2 * TTL_MS, "a")
     peers.pass_ms(TTL_MS + 1)
     assert send(peers, "m", random=1) == ["OK", "a"]
     assert len(peers.members()) == 37
@@ -144,7 +144,7 @@ def test_those_who_are_overdue_do_not_make_a_group_large_enough(build: Build) ->
     peers = build(min_size=3)
     for number in range(100):
         peers.join(f"m{number:02}")
-    peers.client.call("HSET", peers.prefix + "state", "last", peers.clock + TTL_MS + 1)
+    peers.client._connector.call("HSET", peers.prefix + "state", "last", peers.clock + TTL_MS + 1)
     peers.pass_ms(TTL_MS + 1)
     peers.join("a")
     assert peers.leader == ""
@@ -230,7 +230,7 @@ def test_a_place_without_its_message_does_no_harm(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     send(peers, "lost", random=0)
-    peers.client.call("DEL", peers.prefix + "inbox:a")  # a part of the group was deleted
+    peers.client._connector.call("DEL", peers.prefix + "inbox:a")  # a part of the group was deleted
     peers.leave("a")
     assert inbox(peers, "b") == []
     assert "movable:a" not in leftovers(peers)
@@ -295,12 +295,12 @@ def test_actions_that_are_over_hide_none_and_are_forgotten(peers: Peers) -> None
     peers.beat("a")
     for _ in range(5):  # a part at a time
         peers.run("polls", "member", "a")
-    assert peers.client.call("HKEYS", peers.prefix + "pending") == [b"live"]
-    assert peers.client.call("ZRANGE", peers.prefix + "agenda", 0, -1) == [b"live"]
+    assert peers.client._connector.call("HKEYS", peers.prefix + "pending") == [b"live"]
+    assert peers.client._connector.call("ZRANGE", peers.prefix + "agenda", 0, -1) == [b"live"]
     peers.pass_ms(2 * HOUR_MS)
     peers.beat("a")
     propose(peers, "last", action="last", at=peers.clock + 60_000)
-    assert peers.client.call("HKEYS", peers.prefix + "pending") == [b"last"]
+    assert peers.client._connector.call("HKEYS", peers.prefix + "pending") == [b"last"]
 
 
 def test_an_action_that_was_rejected_is_not_on_the_agenda(peers: Peers) -> None:
@@ -346,7 +346,7 @@ def test_who_leaves_is_counted_as_no_vote(peers: Peers) -> None:
 def test_a_vote_on_a_poll_that_was_deleted_leaves_nothing(peers: Peers) -> None:
     peers.join("a")
     propose(peers, "p")
-    peers.client.call("DEL", peers.prefix + "poll:p")
+    peers.client._connector.call("DEL", peers.prefix + "poll:p")
     vote(peers, "p", "a", "y")
     assert not {"poll:p", "polls"} & set(leftovers(peers))
 
@@ -372,7 +372,7 @@ def test_of_a_group_that_is_begun_anew_nothing_is_left_that_does_not_expire(
     propose(peers, "p", action="act", at=peers.clock + 5000)
     peers.pass_ms(600)
     peers.beat("a")  # b has its grace
-    peers.client.call("DEL", peers.prefix + lost)
+    peers.client._connector.call("DEL", peers.prefix + lost)
     peers.open()
     assert leftovers(peers) == ["config", "message:m", "message:n"]
 
@@ -391,10 +391,10 @@ def test_deleting_by_force_takes_messages_votes_and_actions(peers: Peers) -> Non
 def test_inboxes_whose_members_were_lost_go_with_a_group_that_is_deleted(url: str) -> None:
     with meteor.connect(url) as client, client.peer_group(GROUP) as group:
         peers = Peers(client)
-        peers.client.call("DEL", peers.prefix + "clock")
-        client.call("XADD", keys.peers(GROUP, "inbox:gone"), "*", "id", "x")
+        peers.client._connector.call("DEL", peers.prefix + "clock")
+        client._connector.call("XADD", keys.peers(GROUP, "inbox:gone"), "*", "id", "x")
         group.delete(force=True)
-        assert client.call("KEYS", keys.peers(GROUP, "*")) == []
+        assert client._connector.call("KEYS", keys.peers(GROUP, "*")) == []
 
 
 def test_metadata_may_have_four_kibibytes() -> None:

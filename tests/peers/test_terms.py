@@ -16,7 +16,7 @@ from meteor_py.errors import StaleTerm
 from meteor_py.peers.membership import Membership
 from meteor_py.peers.protocol import Beat, Here
 from meteor_py.redis.scripts import PEERS_GUARDED_WRITE, PEERS_UPDATE_MEMBER
-from meteor_py.subscribe.lease import now
+from meteor_py.runtime.clock import now
 from tests.conftest import ServerFactory
 from tests.support.bench import Pair
 from tests.support.peering import LONG_S, Heard, Open, expel, ids, watching
@@ -234,7 +234,7 @@ def test_a_resignation_that_does_not_reach_the_server_is_said_again(
     me, other = one.join(), two.join()
     term = me.term
     assert term is not None
-    one.books.client.call("PING")
+    one.books.connector.call("PING")
     proxy.refuse()
     proxy.cut()
     assert me.resign()
@@ -289,7 +289,7 @@ def test_a_beat_is_read_as_it_is_sent(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     me = group.join("a")
     with ExitStack() as stack:
-        link = group.books.client.open_connection()
+        link = group.books.connector.open_connection()
         stack.callback(link.close)
         beat = group.books.beat(link, me.session, ["a", "nobody"])
     assert beat.here == [Here.YES, Here.EXPELLED]

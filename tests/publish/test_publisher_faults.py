@@ -116,7 +116,7 @@ def test_a_cut_behind_any_batch_of_the_window_loses_and_doubles_nothing(
 
 def test_an_interrupted_connection_is_not_made_again_behind_the_senders_back(bench: Bench) -> None:
     # redis-py would do so at the next sending, and an answer be taken for another batch's.
-    link = bench.through.open_connection()
+    link = bench.through._connector.open_connection()
     assert link.call("PING") == b"PONG"
     link.interrupt()
     with pytest.raises(meteor.ConnectionFailed):

@@ -38,10 +38,10 @@ def test_a_lost_call_or_answer_changes_nothing(
     stream = bench.through.stream(NAME)
     staged = [stage(stream, "a", "0", "1"), stage(stream, "b", "2 3")]
     getattr(bench.proxy, f"cut_{cut}_request")(call, match=b"EVALSHA")
-    assert commit(stream, "w", 1, staged)
+    assert commit(stream._handle, "w", 1, staged)
     assert bench.proxy.counters.cuts == 1
     assert contents(bench.stream) == numbers(4)
-    assert not commit(stream, "w", 1, staged)
+    assert not commit(stream._handle, "w", 1, staged)
 
 
 def test_lost_answers_at_any_place_change_nothing(
@@ -64,7 +64,7 @@ def test_lost_answers_at_any_place_change_nothing(
         def write(first: int = first, version: int = version) -> None:
             frames = [str(first + i) for i in range(3)]
             name = f"{version}.{rng.random()}"
-            commit(stream, "w", version, [stage(stream, name, *frames)])
+            commit(stream._handle, "w", version, [stage(stream, name, *frames)])
 
         until_done(write)
     bench.proxy.heal()
@@ -93,13 +93,13 @@ def test_a_server_that_is_out_of_memory_moves_nothing_that_is_not_counted(
         plain.config_set("maxmemory", 1)
         for _ in range(2):
             with pytest.raises(meteor.OutOfMemory):
-                commit(stream, "w", 1, [a])
+                commit(stream._handle, "w", 1, [a])
         with pytest.raises(meteor.OutOfMemory):
             stage(stream, "b", "x")
         assert fence(stream) == b"1:1:3:4"
         assert contents(stream) == numbers(2)
         plain.config_set("maxmemory", 0)
-        assert commit(stream, "w", 1, [a])
+        assert commit(stream._handle, "w", 1, [a])
         assert contents(stream) == numbers(4)
         assert lasting(stream) == set(plain.keys("*"))
 
@@ -117,20 +117,20 @@ def test_a_server_that_restarts_between_plan_and_move_begins_an_epoch_and_loses_
         epoch = stream.describe().epoch
         server.kill()
         server.restart()
-        assert commit(stream, "w", 1, [a, b])
+        assert commit(stream._handle, "w", 1, [a, b])
         assert contents(stream) == numbers(4)
         assert stream.describe().epoch > epoch
 
 
 def test_what_replicas_have_confirmed_outlives_the_primary(pair: Pair) -> None:
     stream = pair.bench.stream
-    assert commit(stream, "w", 1, [stage(stream, "a", "0", "1")], replicas=1)
+    assert commit(stream._handle, "w", 1, [stage(stream, "a", "0", "1")], replicas=1)
     pair.lag()
     pair.fail_over()
     with meteor.connect(pair.replica.url) as m:
         stream = m.stream(NAME, create=False)
         assert contents(stream) == numbers(2)
-        assert not commit(stream, "w", 1, [stage(stream, "b", "x")])
+        assert not commit(stream._handle, "w", 1, [stage(stream, "b", "x")])
 
 
 def test_a_replica_that_lags_is_named_also_when_a_version_is_asked_for_again(
@@ -141,6 +141,6 @@ def test_a_replica_that_lags_is_named_also_when_a_version_is_asked_for_again(
     pair.lag()
     for name in ("a", "again"):
         with pytest.raises(meteor.NotReplicated, match="0 of 1 replicas") as caught:
-            commit(stream, "w", 1, [stage(stream, name, "0", "1")], replicas=1)
+            commit(stream._handle, "w", 1, [stage(stream, name, "0", "1")], replicas=1)
         assert caught.value.offset == 1
     assert contents(stream) == numbers(2)

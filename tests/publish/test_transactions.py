@@ -49,33 +49,33 @@ def test_frames_of_several_workers_are_in_the_log_once_in_the_order_of_the_stage
     b = stage(stream, "b", "3 4", "5")
     a = stage(stream, "a", "0", "1 2")
     assert contents(stream) == ""
-    assert not is_done(stream, "w", 1)
-    assert commit(stream, "w", 1, [a, b])
+    assert not is_done(stream._handle, "w", 1)
+    assert commit(stream._handle, "w", 1, [a, b])
     assert contents(stream) == numbers(6)
-    assert is_done(stream, "w", 1)
+    assert is_done(stream._handle, "w", 1)
     assert (b.frames, b.records) == (2, 3)
 
 
 def test_more_than_one_call_can_send_or_move_is_there_whole(stream: meteor.Stream) -> None:
     values = [b"%07d" % i * 20_000 for i in range(80)]  # 11 MB
-    writing = Stage(stream, "a")
+    writing = Stage(stream._handle, "a")
     for value in values:
         writing.write(Columns([value]))
-    commit(stream, "w", 1, [writing.finish()])
+    commit(stream._handle, "w", 1, [writing.finish()])
     assert [value for batch in stream.read() for value in batch.values()] == values
 
 
 def test_an_older_version_is_refused_and_its_stages_are_dropped(stream: meteor.Stream) -> None:
-    commit(stream, "w", 5, [stage(stream, "a", "0 1")])
-    assert is_done(stream, "w", 5)
-    assert not commit(stream, "w", 5, [stage(stream, "b5", "x")])
+    commit(stream._handle, "w", 5, [stage(stream, "a", "0 1")])
+    assert is_done(stream._handle, "w", 5)
+    assert not commit(stream._handle, "w", 5, [stage(stream, "b5", "x")])
     for version in (4, 0):
         with pytest.raises(VersionPassed, match=rf"^Version {version} .* has version 5\.$") as one:
-            is_done(stream, "w", version)
+            is_done(stream._handle, "w", version)
         assert (one.value.version, one.value.known) == (version, 5)
         with pytest.raises(VersionPassed):
-            commit(stream, "w", version, [stage(stream, f"b{version}", "x")])
-    assert not is_done(stream, "w", 6)
+            commit(stream._handle, "w", version, [stage(stream, f"b{version}", "x")])
+    assert not is_done(stream._handle, "w", 6)
     assert contents(stream) == numbers(2)
     assert stream.client.redis.keys("*stage*") == []
 
@@ -86,15 +86,15 @@ def test_a_version_that_was_begun_with_another_number_of_records_is_finished_and
 ) -> None:
     begin(stream, 1, stage(stream, "a", "0 1", "2"), moves=moves)
     with pytest.raises(VersionDiffers, match="has it with 3 records, not 2") as caught:
-        commit(stream, "w", 1, [stage(stream, "b", "x y")], records=2)
+        commit(stream._handle, "w", 1, [stage(stream, "b", "x y")], records=2)
     assert (caught.value.known, caught.value.records) == (3, 2)
     assert contents(stream) == numbers(3)
     assert stream.client.redis.keys("*stage*") == []
     with pytest.raises(VersionDiffers):
-        is_done(stream, "w", 1, 2)
-    assert is_done(stream, "w", 1, 3)
-    assert not commit(stream, "w", 1, [stage(stream, "c", "x y z")], records=3)
-    assert commit(stream, "w", 2, [stage(stream, "d", "3 4")], records=2)
+        is_done(stream._handle, "w", 1, 2)
+    assert is_done(stream._handle, "w", 1, 3)
+    assert not commit(stream._handle, "w", 1, [stage(stream, "c", "x y z")], records=3)
+    assert commit(stream._handle, "w", 2, [stage(stream, "d", "3 4")], records=2)
     assert contents(stream) == numbers(5)
 
 
@@ -103,9 +103,9 @@ def test_a_fence_of_a_release_that_did_not_count_records_is_finished_and_not_com
 ) -> None:
     begin(stream, 1, stage(stream, "a", "0 1", "2"), moves=1)
     stream.client.redis.hset(keys.fences("s"), "w", "1:1:2")
-    assert commit(stream, "w", 1, [stage(stream, "b", "x")], records=1)
+    assert commit(stream._handle, "w", 1, [stage(stream, "b", "x")], records=1)
     assert fence(stream) == b"1:2:2"
-    assert is_done(stream, "w", 1, 99)
+    assert is_done(stream._handle, "w", 1, 99)
     assert contents(stream) == numbers(3)
 
 
@@ -113,23 +113,23 @@ def test_what_was_begun_is_finished_or_done_and_else_the_loss_is_named(
     stream: meteor.Stream, frame_by_frame: None
 ) -> None:
     with pytest.raises(meteor.PublishError, match=r"^Version 1 of the writer w was in stream 's'"):
-        commit(stream, "w", 1, [], begun=True)
+        commit(stream._handle, "w", 1, [], begun=True)
     assert fence(stream) is None, "it is not taken for done"
     begin(stream, 1, stage(stream, "a", "0", "1"), moves=1)
-    assert commit(stream, "w", 1, [], begun=True)
-    assert not commit(stream, "w", 1, [], begun=True)
+    assert commit(stream._handle, "w", 1, [], begun=True)
+    assert not commit(stream._handle, "w", 1, [], begun=True)
     assert contents(stream) == numbers(2)
 
 
 def test_writers_do_not_know_each_other(stream: meteor.Stream) -> None:
     for number, writer in enumerate(["v", "w", "a:b {c}"]):
-        assert commit(stream, writer, 1, [stage(stream, writer, str(number))])
+        assert commit(stream._handle, writer, 1, [stage(stream, writer, str(number))])
     assert contents(stream) == numbers(3)
 
 
 def test_a_version_without_frames_is_done_at_once(stream: meteor.Stream) -> None:
-    commit(stream, "w", 1, [stage(stream, "a")])
-    assert is_done(stream, "w", 1)
+    commit(stream._handle, "w", 1, [stage(stream, "a")])
+    assert is_done(stream._handle, "w", 1)
     assert contents(stream) == ""
 
 
@@ -145,10 +145,10 @@ def test_only_the_fences_are_left_and_what_waits_expires(
         assert plain.pttl(key) > transaction.STAGE_S * 1000
     fences = keys.fences("s").encode()
     assert lasting(stream) - before == {keys.log("s").encode(), fences}
-    commit(stream, "w", 1, [a, b])
+    commit(stream._handle, "w", 1, [a, b])
     assert set(plain.keys("*")) == lasting(stream)
     assert lasting(stream) - before == {keys.log("s").encode(), fences}
-    forget(stream, "w")
+    forget(stream._handle, "w")
     assert not plain.exists(fences)
 
 
@@ -161,9 +161,9 @@ def test_what_a_dead_committer_has_begun_is_finished_by_the_next_one(
 ) -> None:
     a, b = stage(stream, "a", "0", "1 2"), stage(stream, "b", "3")
     begin(stream, 1, a, b, moves=moves)
-    assert is_done(stream, "w", 1) == (moves == 3)
-    assert commit(stream, "w", 1, [a, b]) == (moves < 3)
-    assert not commit(stream, "w", 1, [a, b])
+    assert is_done(stream._handle, "w", 1) == (moves == 3)
+    assert commit(stream._handle, "w", 1, [a, b]) == (moves < 3)
+    assert not commit(stream._handle, "w", 1, [a, b])
     assert contents(stream) == numbers(4)
 
 
@@ -172,7 +172,7 @@ def test_a_replay_with_other_stages_finishes_the_old_plan_and_drops_its_own(
     stream: meteor.Stream, frame_by_frame: None, moves: int
 ) -> None:
     begin(stream, 1, stage(stream, "a", "0", "1 2"), stage(stream, "b", "3"), moves=moves)
-    commit(stream, "w", 1, [stage(stream, "c", "x y"), stage(stream, "d", "z", "z", "z")])
+    commit(stream._handle, "w", 1, [stage(stream, "c", "x y"), stage(stream, "d", "z", "z", "z")])
     assert contents(stream) == numbers(4)
     assert stream.client.redis.keys("*stage*") == []
 
@@ -182,7 +182,7 @@ def test_an_unfinished_earlier_version_is_finished_first(
     stream: meteor.Stream, frame_by_frame: None, moves: int
 ) -> None:
     begin(stream, 1, stage(stream, "a", "0", "1"), moves=moves)
-    assert commit(stream, "w", 2, [stage(stream, "b", "2", "3")])
+    assert commit(stream._handle, "w", 2, [stage(stream, "b", "2", "3")])
     assert contents(stream) == numbers(4)
     assert fence(stream) == b"2:2:2:2"
 
@@ -202,8 +202,8 @@ def test_committers_of_the_same_versions_at_once_write_each_once(
                     stage(own, f"{name}.{version}.1", f"{first + 2} {first + 3}"),
                 ]
                 together.wait(20)
-                commit(own, "w", version, staged)
-                assert is_done(own, "w", version)
+                commit(own._handle, "w", version, staged)
+                assert is_done(own._handle, "w", version)
 
     in_threads(*[lambda name=name: work(name) for name in "abc"])
     assert contents(stream) == numbers(versions * 4)
@@ -216,16 +216,16 @@ def test_a_late_committer_of_an_old_version_moves_nothing(
 ) -> None:
     a = stage(stream, "a", "0", "1")
     begin(stream, 1, a, moves=1)
-    commit(stream, "w", 2, [stage(stream, "b", "2", "3")])
-    assert transaction._move(stream, "w", 1, 1, "a", (1, 2)) == [b"FENCED", 2]
-    transaction._carry_out(stream, "w", 1, 1, 2)  # it had slept
+    commit(stream._handle, "w", 2, [stage(stream, "b", "2", "3")])
+    assert transaction._move(stream._handle, "w", 1, 1, "a", (1, 2)) == [b"FENCED", 2]
+    transaction._carry_out(stream._handle, "w", 1, 1, 2)  # it had slept
     assert contents(stream) == numbers(4)
 
 
 def test_a_plan_that_a_fail_over_has_lost_is_made_again(
     stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit(stream, "w", 1, [stage(stream, "a", "0 1")])
+    commit(stream._handle, "w", 1, [stage(stream, "a", "0 1")])
     move, plain = transaction._move, stream.client.redis
 
     def lose(*args: Any) -> list[Any]:
@@ -235,9 +235,9 @@ def test_a_plan_that_a_fail_over_has_lost_is_made_again(
         return move(*args)
 
     monkeypatch.setattr(transaction, "_move", lose)
-    commit(stream, "w", 2, [stage(stream, "b", "2 3", "4")])
+    commit(stream._handle, "w", 2, [stage(stream, "b", "2 3", "4")])
     assert contents(stream) == numbers(5)
-    assert is_done(stream, "w", 2)
+    assert is_done(stream._handle, "w", 2)
 
 
 def test_discarding_spares_what_is_part_of_a_plan(
@@ -246,11 +246,11 @@ def test_discarding_spares_what_is_part_of_a_plan(
     """The engine aborts a batch whose commit has failed half-way, and tries it again later."""
     a, b, c = (stage(stream, name, str(i)) for i, name in enumerate("abc"))
     begin(stream, 1, a, b, moves=1)
-    discard(stream, "w", ["a", "b", "c"])
+    discard(stream._handle, "w", ["a", "b", "c"])
     assert stream.client.redis.keys("*stage*") == [keys.stage("s", "b").encode()]
-    assert commit(stream, "w", 1, [c])
+    assert commit(stream._handle, "w", 1, [c])
     assert contents(stream) == numbers(2)
-    discard(stream, "w", [])
+    discard(stream._handle, "w", [])
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2])
@@ -261,12 +261,12 @@ def test_a_writer_that_is_given_up_leaves_only_what_is_in_the_log(
     a, b, other = (stage(stream, name, name) for name in ("a", "b", "other"))
     begin(stream, 1, a, b, moves=moves)
     stage(stream, "c", "c")
-    abandon(stream, "w", ["c"])
+    abandon(stream._handle, "w", ["c"])
     log = {keys.log("s").encode()} if moves else set()
     left = {*before, *log, keys.stage("s", other.name).encode()}
     assert set(stream.client.redis.keys("*")) == left
     assert contents(stream) == " ".join("ab"[:moves])
-    abandon(stream, "w", [])
+    abandon(stream._handle, "w", [])
 
 
 # What is gone
@@ -280,10 +280,10 @@ def test_a_stage_that_is_gone_before_the_plan_is_named_and_can_be_written_again(
     for fields in (["1n", "1f", "1p", "1c"], ["0n", "0f", "0p", "0c"]):  # a part, and all of it
         plain.hdel(keys.stage("s", "b"), *fields)
         with pytest.raises(meteor.PublishError, match=r"are gone \(b\).*Write them again"):
-            commit(stream, "w", 1, [a, b])
+            commit(stream._handle, "w", 1, [a, b])
     assert fence(stream) is None
     assert contents(stream) == ""
-    assert commit(stream, "w", 1, [a, stage(stream, "b2", "2", "3")])
+    assert commit(stream._handle, "w", 1, [a, stage(stream, "b2", "2", "3")])
     assert contents(stream) == numbers(4)
 
 
@@ -297,11 +297,11 @@ def test_a_plan_whose_frames_are_gone_is_told_of_and_nothing_is_half_counted(
     stream.client.redis.delete(key)
     for version in (1, 2):  # a later one may not pass it by
         with pytest.raises(meteor.PublishError, match=f"{moves} of 3 frames are in the log"):
-            commit(stream, "w", version, [stage(stream, "b", "x")])
+            commit(stream._handle, "w", version, [stage(stream, "b", "x")])
     assert fence(stream) == b"1:%d:3:5" % moves
     assert contents(stream) == numbers(2 * moves)
-    forget(stream, "w")  # as the message says
-    commit(stream, "w", 1, [stage(stream, "c", "new")])
+    forget(stream._handle, "w")  # as the message says
+    commit(stream._handle, "w", 1, [stage(stream, "c", "new")])
     assert contents(stream).endswith("new")
 
 
@@ -309,12 +309,12 @@ def test_a_stream_that_was_deleted_or_made_anew_is_not_written_to(stream: meteor
     a = stage(stream, "a", "0")
     stream.delete()
     with pytest.raises(meteor.StreamNotFound):
-        commit(stream, "w", 1, [a])
+        commit(stream._handle, "w", 1, [a])
     anew = stream.client.stream("s")
     with pytest.raises(meteor.LogTruncated, match="created anew"):
-        commit(stream, "w", 1, [a])
+        commit(stream._handle, "w", 1, [a])
     with pytest.raises(meteor.PublishError, match="are gone"):
-        commit(anew, "w", 1, [a])
+        commit(anew._handle, "w", 1, [a])
     assert contents(anew) == ""
 
 
@@ -326,14 +326,14 @@ def test_a_stream_made_anew_between_plan_and_move_is_not_written_to(
     stream.delete()
     anew = stream.client.stream("s")
     with pytest.raises(meteor.LogTruncated):
-        transaction._carry_out(stream, "w", 1, 1, 2)
+        transaction._carry_out(stream._handle, "w", 1, 1, 2)
     assert contents(anew) == ""
 
 
 def test_a_stream_at_its_last_offset_says_so(stream: meteor.Stream) -> None:
     stream.client.redis.hset(keys.meta("s"), "next", OFFSET_MAX - 1)
     with pytest.raises(meteor.ServerRefused, match="offsets"):
-        commit(stream, "w", 1, [stage(stream, "a", "0 1 2")])
+        commit(stream._handle, "w", 1, [stage(stream, "a", "0 1 2")])
     assert fence(stream) == b"1:0:1:3"
 
 
@@ -342,7 +342,7 @@ def test_a_stream_at_its_last_offset_says_so(stream: meteor.Stream) -> None:
 
 def test_the_ring_is_trimmed_as_by_a_publisher(stream: meteor.Stream) -> None:
     small = stream.client.stream("small", capacity=10)
-    commit(small, "w", 1, [stage(small, "a", *[f"{i} {i}" for i in range(50)])])
+    commit(small._handle, "w", 1, [stage(small, "a", *[f"{i} {i}" for i in range(50)])])
     description = small.describe()
     assert (description.first, description.next) == (90, 100)
 
@@ -357,12 +357,12 @@ def test_with_a_store_a_full_stream_is_waited_for_and_can_be_finished_later(
             patch.setattr(transaction, "_FULL_S", 0.05)
             for _ in range(2):
                 with pytest.raises(meteor.StreamFull, match="archiver"):
-                    commit(stream, "w", 1, [a])
-                discard(stream, "w", ["a"])  # as the engine does
+                    commit(stream._handle, "w", 1, [a])
+                discard(stream._handle, "w", ["a"])  # as the engine does
         assert contents(stream) == numbers(20)
         assert stream.describe().first == 0
         with stream.archiver(segment_age=0.0).start():
-            assert commit(stream, "w", 1, [a])
+            assert commit(stream._handle, "w", 1, [a])
             assert stream.store.flush() == 100
         assert contents(stream) == numbers(100)
         assert stream.describe().length == 10
@@ -376,9 +376,9 @@ def test_frames_are_those_that_a_publisher_would_write(
     m = stream.client
     own = m.stream("own", compression=compression, checksum=checksum)
     columns = Columns([b"v" * 100] * 50, [b"k", None] * 25, [{"h": b"x"}] * 50, [7] * 50)
-    writing = Stage(own, "a")
+    writing = Stage(own._handle, "a")
     writing.write(columns)
-    commit(own, "w", 1, [writing.finish()])
+    commit(own._handle, "w", 1, [writing.finish()])
     given = {"keys": columns.keys, "headers": columns.headers, "timestamps": columns.timestamps}
     with own.publisher() as pub:
         pub.publish_many(columns.values, **given).result()
@@ -403,7 +403,7 @@ def test_readers_and_publishers_beside_it_see_dense_offsets(
         with meteor.connect(any_url) as m:
             own = m.stream("s")
             for i in range(count):
-                commit(own, "w", i, [stage(own, f"{i}", f"a{i}", f"b{i}")])
+                commit(own._handle, "w", i, [stage(own, f"{i}", f"a{i}", f"b{i}")])
 
     seen: list[tuple[int, bytes]] = []
 

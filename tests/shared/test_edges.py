@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 @pytest.mark.parametrize("start", [10**14 - 5, 10**15 + 1, 2**53 - 1_000])
 def test_offsets_of_any_size_keep_all_their_digits(any_url: str, start: int) -> None:
     with Queue(any_url, max_deliveries=2, dead_letter="dead") as queue:
-        queue.client.call("HSET", keys.meta(STREAM), "next", start)
+        queue.client._connector.call("HSET", keys.meta(STREAM), "next", start)
         c0 = queue.consumer(initial_offset="latest")
         queue.publish("AABAB", frame=3)
         queue.publish("AABAB")
@@ -56,7 +56,7 @@ def test_offsets_of_any_size_keep_all_their_digits(any_url: str, start: int) -> 
 def test_lost_and_purged_offsets_keep_their_digits(any_url: str) -> None:
     start = 10**15 + 1
     with Queue(any_url, settings={"capacity": 10}) as queue:
-        queue.client.call("HSET", keys.meta(STREAM), "next", start)
+        queue.client._connector.call("HSET", keys.meta(STREAM), "next", start)
         c1 = queue.consumer(initial_offset="latest")
         for _ in range(3):
             queue.publish("ABABABABAB", frame=10)
@@ -243,7 +243,7 @@ def test_a_stream_of_dead_letters_that_was_deleted_is_begun_anew(any_url: str) -
 def test_with_as_many_waiting_as_may_the_rest_is_looked_at_later(any_url: str) -> None:
     with Queue(any_url, group_cap=1) as queue:
         c1, c2 = queue.consumers(2)
-        queue.client.call("HSET", queue.key("state"), "max_waiting", 5)
+        queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 5)
         queue.publish("A" * 20 + "B", frame=7)
         (first,) = c1.poll(5)
         assert c2.poll(0) == []

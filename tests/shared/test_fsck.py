@@ -33,7 +33,9 @@ class Damage:
 
     def __call__(self, command: str, part: str, *arguments: object) -> Any:
         filled = [x.format(self.consumer) if isinstance(x, str) else x for x in arguments]
-        return self.queue.client.call(command, self.queue.key(part.format(self.consumer)), *filled)
+        return self.queue.client._connector.call(
+            command, self.queue.key(part.format(self.consumer)), *filled
+        )
 
     def flaws(self) -> list[str]:
         return self.queue.shared.fsck()
@@ -45,7 +47,7 @@ def damage(any_url: str) -> Iterator[Damage]:
     damage = Damage(queue)
     assert damage.rescued == []
     yield damage
-    queue.client.call("DEL", queue.key("state"))  # or it would be checked at the end
+    queue.client._connector.call("DEL", queue.key("state"))  # or it would be checked at the end
     with pytest.raises(meteor.GroupNotFound):
         queue.shared.fsck()
     with queue:
@@ -130,7 +132,7 @@ def test_a_key_of_another_type_is_said_whichever_it_is(damage: Damage, part: str
 
 @pytest.mark.parametrize("kind", [None, "string"])
 def test_a_group_that_is_not_listed_is_said(damage: Damage, kind: str | None) -> None:
-    call, names = damage.queue.client.call, keys.shared_groups(STREAM)
+    call, names = damage.queue.client._connector.call, keys.shared_groups(STREAM)
     call("DEL", names)
     if kind:
         call("SET", names, "x")
@@ -154,9 +156,9 @@ def test_records_that_wait_for_another_group_are_said(damage: Damage) -> None:
 def test_many_of_them_are_counted(damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsck, "_NAMED", 3)
     index = keys.index(STREAM)
-    damage.queue.client.call("DEL", index)
+    damage.queue.client._connector.call("DEL", index)
     groups = [b"\0\0" * 40, b"Z"]
-    damage.queue.client.call("XADD", index, "39-40", *groups)
+    damage.queue.client._connector.call("XADD", index, "39-40", *groups)
     flaws = damage.flaws()
     assert flaws[:3] == [f"Record {n} is with group {g!r}, and of b'Z'." for n, g in FIRST]
     assert flaws[3:] == ["36 more records are with groups that they do not belong to."]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.client import Client
+from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import DELETE_STREAM
 from meteor_py.shared.config import SharedConfig
 from tests.conftest import ServerFactory
@@ -69,7 +69,7 @@ def test_a_consumer_of_a_group_that_was_deleted_and_begun_anew_does_not_join_the
 def test_purging_goes_on_behind_what_there_was_room_for(any_url: str) -> None:
     with Queue(any_url) as queue:
         queue.consumer().close()
-        queue.client.call("HSET", queue.key("state"), "max_waiting", 5)
+        queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 5)
         queue.publish("A" * 700 + "B", frame=100)
         assert queue.shared.purge("A") == 700
         assert queue.shared.confirmed == 700
@@ -84,12 +84,12 @@ def test_looking_ahead_says_when_as_many_wait_as_may(
         queue.consumer().close()
         queue.publish("A" * 700 + "B", frame=100)
         assert "as may" not in caplog.text
-        queue.client.call("HSET", queue.key("state"), "max_waiting", 5)
+        queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 5)
         assert "B" not in queue.groups()
         assert "As many records wait in shared group 'billing' of stream 'orders' as may" in (
             caplog.text
         )
-        queue.client.call("HSET", queue.key("state"), "max_waiting", 1_000)
+        queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 1_000)
         assert "B" in queue.groups()
 
 
@@ -113,15 +113,15 @@ def test_a_group_that_could_not_be_deleted_is_still_listed(
 ) -> None:
     with Queue(any_url, "A") as queue:
         queue.consumer().close()
-        run = Client.run
+        run = Connector.run
 
-        def cut(self: Client, script: Any, *others: Any) -> Any:
+        def cut(self: Connector, script: Any, *others: Any) -> Any:
             if script is DELETE_STREAM:
                 raise meteor.ConnectionFailed("cut")
             return run(self, script, *others)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Client, "run", cut)
+            patch.setattr(Connector, "run", cut)
             with pytest.raises(meteor.ConnectionFailed):
                 queue.shared.delete()
         assert [each.name for each in queue.stream.groups()] == [GROUP]
@@ -132,15 +132,15 @@ def test_a_group_that_could_not_be_deleted_is_still_listed(
 def test_a_name_left_over_is_in_nobodys_way(any_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Queue(any_url, "A") as queue:
         queue.consumer().close()
-        call = Client.call
+        call = Connector.call
 
-        def cut(self: Client, *command: Any) -> Any:
+        def cut(self: Connector, *command: Any) -> Any:
             if command[0] == "SREM":
                 raise meteor.ConnectionFailed("cut")
             return call(self, *command)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Client, "call", cut)
+            patch.setattr(Connector, "call", cut)
             with pytest.raises(meteor.ConnectionFailed):
                 queue.shared.delete()
         assert queue.stream.groups() == []
@@ -153,15 +153,15 @@ def test_a_group_begun_anew_while_the_old_one_is_deleted_stays_listed(
 ) -> None:
     with Queue(any_url, "A") as queue:
         queue.consumer().close()
-        call = Client.call
+        call = Connector.call
 
-        def begin(self: Client, *command: Any) -> Any:
+        def begin(self: Connector, *command: Any) -> Any:
             if command[0] == "SREM":
                 queue.consumer()
             return call(self, *command)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Client, "call", begin)
+            patch.setattr(Connector, "call", begin)
             queue.shared.delete()
         assert [each.name for each in queue.stream.groups()] == [GROUP]
 
@@ -232,8 +232,8 @@ def test_of_two_delays_of_a_group_the_longer_one_counts(
         c1.flush()
         a.ack()
         c1.flush()
-        seconds, _ = queue.client.call("TIME")
-        end = float(queue.client.call("ZSCORE", queue.key("delayed"), "A")) / 1000
+        seconds, _ = queue.client._connector.call("TIME")
+        end = float(queue.client._connector.call("ZSCORE", queue.key("delayed"), "A")) / 1000
         assert end > int(seconds) + 100
         assert queue.groups()["A"].state == "delayed"
 
@@ -243,11 +243,11 @@ def test_of_two_delays_of_a_group_the_longer_one_counts(
 
 def age(queue: Queue, ms: int) -> None:
     """Have the server see all that happened as so much longer ago."""
-    last = queue.client.call("HGET", queue.key("state"), "last")
-    queue.client.call("HSET", queue.key("state"), "last", int(last) - ms)
-    flat = queue.client.call("ZRANGE", queue.key("leases"), 0, -1, "WITHSCORES")
+    last = queue.client._connector.call("HGET", queue.key("state"), "last")
+    queue.client._connector.call("HSET", queue.key("state"), "last", int(last) - ms)
+    flat = queue.client._connector.call("ZRANGE", queue.key("leases"), 0, -1, "WITHSCORES")
     for consumer, end in zip(flat[::2], flat[1::2], strict=True):
-        queue.client.call("ZADD", queue.key("leases"), int(float(end)) - ms, consumer)
+        queue.client._connector.call("ZADD", queue.key("leases"), int(float(end)) - ms, consumer)
 
 
 def test_consumers_keep_their_time_while_nobody_could_be_heard_of(any_url: str) -> None:
@@ -286,7 +286,7 @@ def test_a_server_that_was_paused_for_longer_than_a_lease_takes_nobody_for_dead(
     with Queue(server.url, "ABCD", lease_ttl=1.0) as queue:
         consumers = queue.consumers(4, prefetch=1)
         records = [consumer.poll(5)[0] for consumer in consumers]
-        seconds = int(queue.client.call("TIME")[0])
+        seconds = int(queue.client._connector.call("TIME")[0])
         server.pause()
         try:
             # The lease is over by the time of the server, which is that of the machine.

@@ -38,12 +38,12 @@ def groups_of(stream: meteor.Stream) -> list[bytes]:
 
 def index(client: meteor.Client, name: str = "s") -> list[tuple[bytes, list[bytes]]]:
     """The entries of the index, as they lie there."""
-    found = client.call("XRANGE", keys.index(name), "-", "+")
+    found = client._connector.call("XRANGE", keys.index(name), "-", "+")
     return [(entry_id, list(strings)) for entry_id, strings in found]
 
 
 def log_ids(client: meteor.Client, name: str = "s") -> list[bytes]:
-    return [entry[0] for entry in client.call("XRANGE", keys.log(name), "-", "+")]
+    return [entry[0] for entry in client._connector.call("XRANGE", keys.log(name), "-", "+")]
 
 
 def test_the_index_has_an_entry_without_payload_for_each_frame(
@@ -91,11 +91,11 @@ def test_the_index_is_trimmed_with_the_log_when_records_are_archived(
 def test_staged_frames_come_with_their_groups(client: meteor.Client, stream: meteor.Stream) -> None:
     stages = []
     for number, group in enumerate([b"a", b"b"]):
-        stage = Stage(stream, f"w.0.{number}")
+        stage = Stage(stream._handle, f"w.0.{number}")
         stage.write(Columns([b"1", b"2"], [group, b"c"]))
         stage.write(Columns([b"3"]))
         stages.append(stage.finish())
-    transaction.commit(stream, "w", 0, stages)
+    transaction.commit(stream._handle, "w", 0, stages)
     assert [entry[0] for entry in index(client)] == log_ids(client)
     none = b"meteor.no-group"
     assert groups_of(stream) == [b"a", b"c", none, b"b", b"c", none]

@@ -189,7 +189,9 @@ def test_the_letter_of_a_record_that_is_gone_cannot_be_written_and_it_is_named_l
         c1.flush()
         die(c1)
         publish(queue, "BBBBBBBBBB", 3)
-        queue.client.call("ZADD", queue.key("dying"), 0, "0")  # the time of a lease is over
+        queue.client._connector.call(
+            "ZADD", queue.key("dying"), 0, "0"
+        )  # the time of a lease is over
         lost: list[tuple[int, int]] = []
 
         def all_named() -> bool:
@@ -246,7 +248,9 @@ def archive(queue: Queue, groups: str, frames: int) -> int:
     queue.stream.store.flush()
 
     def dropped() -> int:
-        ids = queue.client.call("XRANGE", f"meteor:{{{queue.stream.name}}}:log", "-", "+")
+        ids = queue.client._connector.call(
+            "XRANGE", f"meteor:{{{queue.stream.name}}}:log", "-", "+"
+        )
         last, size = ids[0][0].split(b"-")
         ring = int(last) - int(size) + 1
         return ring if queue.stream.end().offset - ring <= 120 else 0

@@ -217,13 +217,13 @@ class Sender:
         self._version = -1
 
     def send(self, group: str) -> None:
-        stage = Stage(self._stream, f"w.{self._version}.{len(self._stages)}")
+        stage = Stage(self._stream._handle, f"w.{self._version}.{len(self._stages)}")
         stage.write(Columns([group.encode()], [group.encode()]))
         self._stages.append(stage.finish())
 
     def commit(self) -> None:
         self._version += 1
-        transaction.commit(self._stream, "w", self._version, self._stages)
+        transaction.commit(self._stream._handle, "w", self._version, self._stages)
         self._stages = []
 
 

@@ -155,7 +155,7 @@ def test_a_step_of_one_who_is_no_consumer_is_refused_and_changes_nothing(url: st
 
 def take_step(queue: Queue, consumer: str, number: int) -> None:
     books = queue.shared.books
-    queue.client.use(lambda link: books.step(link, consumer, number, want=1, acks={}))
+    queue.client._connector.use(lambda link: books.step(link, consumer, number, want=1, acks={}))
 
 
 def test_one_who_finds_only_blocked_records_looks_on_without_waiting(

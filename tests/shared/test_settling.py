@@ -215,7 +215,7 @@ def test_an_acknowledged_record_s_failures_are_forgotten(any_url: str) -> None:
         c1.poll(5)[0].release()
         drain(c1)
         c1.flush()
-        assert queue.client.call("HLEN", queue.key("failures")) == 0
+        assert queue.client._connector.call("HLEN", queue.key("failures")) == 0
 
 
 def test_a_rejected_record_is_a_dead_letter_with_the_reason(any_url: str) -> None:
@@ -281,11 +281,13 @@ def test_the_letter_of_one_who_died_before_publishing_it_is_published_by_another
         assert queue.shared.describe().dying == 1
         assert (letters(queue), queue.shared.confirmed) == ([], 0)
         queue.check()
-        queue.client.call("ZADD", queue.key("dying"), 0, "0")  # the time of a lease is over
+        queue.client._connector.call(
+            "ZADD", queue.key("dying"), 0, "0"
+        )  # the time of a lease is over
         assert c2.poll(0) == []
         c2.flush()
         assert len(letters(queue)) == 1
-        queue.client.call("ZADD", queue.key("dying"), "XX", 0, "0")
+        queue.client._connector.call("ZADD", queue.key("dying"), "XX", 0, "0")
         c2.poll(0)
         assert len(letters(queue)) == 1
         assert queue.shared.confirmed == 1

@@ -138,7 +138,7 @@ def test_a_handler_may_close_at_any_moment_and_nothing_stays_with_it(
 def finish(queue: Queue) -> None:
     """What is left is there for others, at once or after a lease."""
     for consumer in queue.shared.describe().consumers:
-        queue.client.call("ZADD", queue.key("leases"), "XX", 1, consumer.id)
+        queue.client._connector.call("ZADD", queue.key("leases"), "XX", 1, consumer.id)
     with queue.stream.shared_subscriber(GROUP) as last:
         eventually(lambda: drain(last) == [] and queue.shared.confirmed == RECORDS, 20)
     state = queue.shared.describe()

@@ -127,7 +127,7 @@ def archive(queue: Queue) -> None:
     def dropped() -> bool:
         queue.publish("CCCCC", frame=5)
         queue.stream.store.flush()
-        entries = queue.client.call("XRANGE", keys.log(STREAM), "-", "+", "COUNT", 1)
+        entries = queue.client._connector.call("XRANGE", keys.log(STREAM), "-", "+", "COUNT", 1)
         return int(entries[0][0].split(b"-")[0]) >= 25
 
     eventually(dropped)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 import meteor_py as meteor
-from meteor_py.subscribe.lease import now
+from meteor_py.runtime.clock import now
 from pyspark_meteor import membership
 from tests.support.bench import NAME, Pair
 from tests.support.engine import Checkpoint, Engine, own_process

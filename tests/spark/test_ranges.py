@@ -93,15 +93,15 @@ def test_many_streams_are_asked_for_together_and_new_ones_are_looked_for_now_and
     asked: list[int] = []
     planner = planning.Planner(parse_source({"url": url, "streamsPattern": "p.*"}, streaming=True))
     client = planner._client
-    pipeline = client.pipeline
+    pipeline = client._connector.pipeline
 
     def count(commands: list[tuple[str, ...]]) -> list[Any]:
         asked.append(len(commands))
         return pipeline(commands)
 
     assert [place.offset for place in planner.ends().values()] == [1, 2, 3, 4, 5]
-    monkeypatch.setattr(client, "pipeline", count)
-    monkeypatch.setattr(client, "call", None)
+    monkeypatch.setattr(client._connector, "pipeline", count)
+    monkeypatch.setattr(client._connector, "call", None)
     m.stream("p9")
     m.stream("p3").delete()
     assert {name: place.offset for name, place in planner.ends().items()} == {

@@ -122,7 +122,7 @@ def test_a_commit_that_fails_half_way_is_finished_by_the_restarted_query(
     m.redis.hset(keys.meta("s"), "next", OFFSET_MAX - 450)
     frame = stream_of(spark, url, stream="source").select("value")
     assert "used up its offsets" in failure(begin(frame, url, tmp_path, stream="s"))
-    (fence,) = m.call("HVALS", keys.fences("s"))
+    (fence,) = m._connector.call("HVALS", keys.fences("s"))
     assert fence == b"0:4:10:1000"
     m.redis.delete(keys.log("s"))
     m.redis.hset(keys.meta("s"), mapping={"next": 0, "capacity": 100_000})

@@ -37,7 +37,7 @@ def test_a_driver_that_is_killed_in_a_commit_and_between_batches_writes_each_row
     with Copy(url, tmp_path / "copy", rows_per_batch=1000) as copy:
         copy.wait_until(lambda: target.end().offset == 200, "it did not commit")
         copy.kill()
-    (fence,) = m.call("HVALS", keys.fences(TARGET))
+    (fence,) = m._connector.call("HVALS", keys.fences(TARGET))
     assert fence == b"0:2:10:1000"
     with target.archiver(segment_age=0.0).start():
         some = rng.randrange(1100, 2500)

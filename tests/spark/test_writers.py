@@ -74,7 +74,7 @@ def test_a_task_that_fails_says_why_though_it_cannot_clean_up(
 
     def rows() -> Iterator[pa.RecordBatch]:
         yield some("a")
-        monkeypatch.setattr(m, "call", refuse)
+        monkeypatch.setattr(m._connector, "call", refuse)
         raise RuntimeError("no luck")
 
     with pytest.raises(RuntimeError, match="no luck"):
@@ -272,7 +272,7 @@ def test_a_plan_that_was_begun_is_finished_before_other_rows_are_refused(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
     begun, other = sink.attempt("x"), sink.attempt("y", rows=3)
-    assert transaction._plan(target, "q", 0, [begun.stages["s"]]) == [b"OK", 0, 1]
+    assert transaction._plan(target._handle, "q", 0, [begun.stages["s"]]) == [b"OK", 0, 1]
     with pytest.raises(meteor.PublishError, match=OTHER.format("s", 2, 3)):
         sink.writer.commit([other], 0)
     assert contents(target) == "x x"

@@ -173,9 +173,9 @@ def test_expiry_asks_the_groups_once_more(m: meteor.Client, tmp_path: Path) -> N
     archive(stream)
     stream.seek_group("slow", 40)
     args = [keys.meta(NAME), keys.group(NAME, "slow")]
-    assert m.run(EXPIRE_HISTORY, args, [stream.incarnation, 80]) == [b"OK", 40]
+    assert m._connector.run(EXPIRE_HISTORY, args, [stream.incarnation, 80]) == [b"OK", 40]
     stream.seek_group("slow", 0)
-    assert m.run(EXPIRE_HISTORY, args, [stream.incarnation, 90]) == [b"OK", 40], (
+    assert m._connector.run(EXPIRE_HISTORY, args, [stream.incarnation, 90]) == [b"OK", 40], (
         "it never goes back"
     )
 

@@ -48,7 +48,7 @@ class Graveyard:
         target = options.pop("target", self.target)
         group = options.pop("group", GROUP)
         settings: dict[str, Any] = {"reason": "why", "tries": 3} | options
-        bury(target, self.source, group, record, **settings)
+        bury(target, self.source._handle, group, record, **settings)
 
     def letters(self) -> list[meteor.Record]:
         return [record for batch in self.target.read() for record in batch]
@@ -107,7 +107,7 @@ def test_a_letter_that_is_buried_again_says_where_it_was_last(yard: Graveyard) -
     yard.bury(yard.record(b"poison", headers={"mine": b"1"}))
     (letter,) = yard.letters()
     last = yard.client.stream("last")
-    bury(last, yard.target, "undertaker", letter, reason="again", tries=1)
+    bury(last._handle, yard.target._handle, "undertaker", letter, reason="again", tries=1)
     ((again,),) = last.read()
     assert again.headers is not None
     assert again.headers["meteor-stream"] == b"dead"
@@ -223,7 +223,14 @@ def test_each_offset_group_stream_and_life_of_a_stream_has_its_own(yard: Graveya
     yard.bury(first)
     yard.bury(second)
     yard.bury(first, group="other")
-    bury(yard.target, yard.client.stream("other"), GROUP, first, reason="why", tries=3)
+    bury(
+        yard.target._handle,
+        yard.client.stream("other")._handle,
+        GROUP,
+        first,
+        reason="why",
+        tries=3,
+    )
     yard.source.delete()
     yard.source = yard.client.stream(NAME)
     again = yard.record()
@@ -324,10 +331,10 @@ def test_a_letter_lost_in_a_fail_over_is_written_again_in_a_new_epoch(
         with Replica(server, port=line.port) as replica:
             replica.wait_in_sync()
             line.stall()
-            bury(through, bench.stream, GROUP, record, reason="why", tries=1)
+            bury(through._handle, bench.stream._handle, GROUP, record, reason="why", tries=1)
             replica.promote()
             bench.move_to(replica)
-            bury(through, bench.stream, GROUP, record, reason="why", tries=1)
+            bury(through._handle, bench.stream._handle, GROUP, record, reason="why", tries=1)
             ((letter,),) = bench.client.stream("dead").read()
             assert letter.value == b"poison"
             epochs: Any = bench.direct.hget(keys.meta("dead"), "epochs")

@@ -194,7 +194,7 @@ def test_a_move_whose_answer_is_lost_does_not_undo_what_followed(bench: Bench) -
         keys.groups(STREAM),
     ]
     args = [bench.stream.incarnation, GROUP, 4, "", "", sought]
-    assert bench.client.run(SEEK_GROUP, script_keys, args) == [b"OK"]
+    assert bench.client._connector.run(SEEK_GROUP, script_keys, args) == [b"OK"]
     assert bench.stream.groups()[0].confirmed == 10
 
 

@@ -18,7 +18,8 @@ import pytest
 import meteor_py as meteor
 from meteor_py.publish.ack import KEEPER_PREFIX
 from meteor_py.redis import keys
-from meteor_py.subscribe import fetcher, lease
+from meteor_py.runtime.clock import now
+from meteor_py.subscribe import fetcher
 from meteor_py.subscribe.group_session import GroupSession
 from tests.conftest import ServerFactory
 from tests.support.bench import Bench
@@ -152,7 +153,7 @@ def test_a_handler_may_close_in_the_middle_of_a_confirm(
             sub.poll(5)
             state, confirming = keeper_of(sub)._state, keeper_of(sub)._confirms
             if offset is not None:
-                confirming._send_at = lease.now() + 1
+                confirming._send_at = now() + 1
                 sub.confirm(offset)
                 for confirmation in confirming._waiting:
                     confirmation.sent = True  # its first try has failed
@@ -241,7 +242,7 @@ def test_ctrl_c_in_a_poll_leaves_nobody_reading(crew: Crew) -> None:
     sub = crew.subscriber(lease_ttl=30)
     sub.poll(5)
     keeper = keeper_of(sub)
-    codes = {fetcher.__file__, lease.now.__code__}
+    codes = {fetcher.__file__, now.__code__}
     interrupts = 0
     while True:
         left = interrupts

@@ -300,7 +300,7 @@ class Candidate:
     def __init__(self, crew: Crew, name: str, nonce: str = "") -> None:
         self.name = name
         self.nonce = nonce or f"nonce of {name}"
-        self.link = crew.client.open_connection()
+        self.link = crew.client._connector.open_connection()
         self.lease = Lease(STREAM, crew.stream.incarnation, GROUP, name, 60.0)
 
     def acquire(self, expired: int | None = None) -> Term | Standing:

@@ -94,8 +94,8 @@ def test_ctrl_c_between_question_and_answers_leaves_none_for_the_next(
     m.streams()
     monkeypatch.setattr(Connection, "read_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        m.pipeline([("ECHO", "one"), ("ECHO", "two")])
-    assert m.call("ECHO", "three") == b"three"
+        m._connector.pipeline([("ECHO", "one"), ("ECHO", "two")])
+    assert m._connector.call("ECHO", "three") == b"three"
 
 
 # Calls within calls
@@ -161,8 +161,8 @@ def test_a_signal_handler_that_uses_the_client_in_a_call_gets_its_own_answer(
 ) -> None:
     m = stream.client
     inner: list[bytes] = []
-    with alarms(lambda: inner.append(m.call("ECHO", "inner"))):
-        eventually(lambda: m.call("ECHO", "outer") == b"outer" and len(inner) > 50)
+    with alarms(lambda: inner.append(m._connector.call("ECHO", "inner"))):
+        eventually(lambda: m._connector.call("ECHO", "outer") == b"outer" and len(inner) > 50)
     assert set(inner) == {b"inner"}
 
 

@@ -43,8 +43,10 @@ class Post:
         self._stack.close()
 
     def group(self, url: str | None = None, **settings: Any) -> PeerGroup:
-        client = self._stack.enter_context(meteor.connect(url or self.url))
-        return self._stack.enter_context(client.peer_group(NAME, **settings))
+        return self._stack.enter_context(self.client(url).peer_group(NAME, **settings))
+
+    def client(self, url: str | None = None) -> meteor.Client:
+        return self._stack.enter_context(meteor.connect(url or self.url))
 
 
 @pytest.fixture
@@ -115,12 +117,12 @@ def result(future: Future[Any]) -> Any:
 
 
 def inbox_length(group: PeerGroup, member: str) -> int:
-    return int(group.books.client.call("XLEN", group.books.key(f"inbox:{member}")))
+    return int(group.books.connector.call("XLEN", group.books.key(f"inbox:{member}")))
 
 
 def wait_until_expired(group: PeerGroup, member: str) -> None:
     """Return when the first message in an inbox is over, for this handle too."""
-    (first,) = group.books.client.call(
+    (first,) = group.books.connector.call(
         "XRANGE", group.books.key(f"inbox:{member}"), "-", "+", "COUNT", 1
     )
     fields = dict(zip(first[1][::2], first[1][1::2], strict=True))

@@ -29,13 +29,15 @@ def inbox(peers: Peers, member: str) -> list[str]:
 
 
 def entries(peers: Peers, part: str) -> list[dict[bytes, bytes]]:
-    found = peers.client.call("XRANGE", peers.prefix + part, "-", "+")
+    found = peers.client._connector.call("XRANGE", peers.prefix + part, "-", "+")
     return [dict(zip(flat[::2], flat[1::2], strict=True)) for _, flat in found]
 
 
 def settle(peers: Peers, member: str) -> None:
     """Settle the first message of a member."""
-    (place, flat), *_ = peers.client.call("XRANGE", peers.prefix + f"inbox:{member}", "-", "+")
+    (place, flat), *_ = peers.client._connector.call(
+        "XRANGE", peers.prefix + f"inbox:{member}", "-", "+"
+    )
     message = dict(zip(flat[::2], flat[1::2], strict=True))[b"id"]
     assert peers.run("settle", member, f"s-{member}", place, message, "ok", "json", "1") == [
         "OK",
@@ -44,7 +46,7 @@ def settle(peers: Peers, member: str) -> None:
 
 
 def answer(peers: Peers, message: str, member: str) -> bytes | None:
-    found: bytes | None = peers.client.call(
+    found: bytes | None = peers.client._connector.call(
         "HGET", peers.prefix + f"message:{message}", f"r:{member}"
     )
     return found
@@ -62,7 +64,9 @@ def vote(peers: Peers, poll: str, member: str, says: str) -> None:
 
 
 def result(peers: Peers, poll: str) -> bytes | None:
-    found: bytes | None = peers.client.call("HGET", peers.prefix + f"poll:{poll}", "result")
+    found: bytes | None = peers.client._connector.call(
+        "HGET", peers.prefix + f"poll:{poll}", "result"
+    )
     return found
 
 

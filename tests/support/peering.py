@@ -23,13 +23,14 @@ from typing import Any, NoReturn
 import pytest
 
 import meteor_py as meteor
+from meteor_py.log.catalog import list_names
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.event import Event
 from meteor_py.peers.group import PeerGroup
 from meteor_py.peers.protocol import PARTS
 from meteor_py.redis import keys, scripts
 from meteor_py.redis.scripts import PEERS_GUARDED_WRITE, Script
-from meteor_py.subscribe.lease import now
+from meteor_py.runtime.clock import now
 from tests.support.members import ANSWER_S, Process, Refused, answer, serve
 
 GROUP = "workers"
@@ -92,16 +93,16 @@ class Peers:
         config = PeersConfig(**({"ttl": 1.0} | settings))
         fields = [item for pair in config.to_fields().items() for item in pair]
         names = [self.prefix + part for part in PARTS]
-        flat = self.client.run(scripts.PEERS_OPEN, names, [os.urandom(8).hex(), *fields])
+        flat = self.client._connector.run(scripts.PEERS_OPEN, names, [os.urandom(8).hex(), *fields])
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
     def pass_ms(self, ms: int) -> None:
         """Let time pass, or step the clock."""
         self.clock += ms
-        self.client.call("SET", self.prefix + "clock", self.clock)
+        self.client._connector.call("SET", self.prefix + "clock", self.clock)
 
     def run(self, name: str, *args: Any) -> list[Any]:
-        found = self.client.run(self._builds["peers_" + name], [self.prefix], args)
+        found = self.client._connector.run(self._builds["peers_" + name], [self.prefix], args)
         return [item.decode() if isinstance(item, bytes) else item for item in found]
 
     def join(
@@ -147,7 +148,7 @@ class Peers:
         return here
 
     def state(self, field: str) -> str:
-        return (self.client.call("HGET", self.prefix + "state", field) or b"").decode()
+        return (self.client._connector.call("HGET", self.prefix + "state", field) or b"").decode()
 
     @property
     def leader(self) -> str:
@@ -158,7 +159,7 @@ class Peers:
         return int(self.state("term") or 0)
 
     def entries(self) -> list[tuple[bytes, dict[str, str]]]:
-        found = self.client.call("XRANGE", self.prefix + "events", "-", "+")
+        found = self.client._connector.call("XRANGE", self.prefix + "events", "-", "+")
         return [
             (entry, {k.decode(): v.decode() for k, v in zip(flat[::2], flat[1::2], strict=True)})
             for entry, flat in found
@@ -169,7 +170,7 @@ class Peers:
         return [(fields["kind"], fields["member"]) for _, fields in self.entries()[since:]]
 
     def members(self) -> set[str]:
-        flat = self.client.call("HKEYS", self.prefix + "members")
+        flat = self.client._connector.call("HKEYS", self.prefix + "members")
         return {name.decode() for name in flat}
 
     def everything(self) -> dict[str, bytes]:
@@ -220,13 +221,19 @@ def open_group(url: str) -> Iterator[Open]:
         yield opened
 
 
+def peer_groups(group: PeerGroup) -> list[str]:
+    """The names of all peer groups on the server of one."""
+    connector = group.books.connector
+    return list_names(connector, keys.PEERS, lambda name: keys.peers(name, "config"))
+
+
 def ids(group: PeerGroup) -> list[str]:
     return [member.id for member in group.members]
 
 
 def expel(group: PeerGroup, *members: str) -> None:
     """Have the server drop members, as if they had been silent for too long."""
-    client = group.books.client
+    client = group.books.connector
     for member in members:
         client.call("ZADD", group.books.key("deadlines"), 1, member)
     group.books.look()

@@ -39,7 +39,7 @@ class Hand:
         assert grouping is not None
         self.name = name
         self.desk = Deliveries(shared.books, settings, grouping, None, name)
-        self.payloads = FrameCache(shared.stream)
+        self.payloads = FrameCache(shared.stream._handle)
         self.desk.exchange()
         self.held: dict[int, SharedRecord] = {}
         self.said: list[tuple[str, int, dict[str, Any]]] = []  # settled since the last exchange
@@ -79,7 +79,7 @@ class Walk(Model):
             "on_poison": "park" if self.parks else "skip",
         }
         self.shared, self.settings = open_shared(
-            self.stream, GROUP, asked, meteor.InitialOffset.EARLIEST
+            self.stream, self.stream._handle, GROUP, asked, meteor.InitialOffset.EARLIEST
         )
         plain.hset(self.shared.books.key("state"), "max_waiting", self.room)
         self.publisher = self.stream.publisher()
@@ -398,7 +398,14 @@ class Walk(Model):
             if letter.offset in found:
                 target = self.client.stream(LETTERS, create=False)
                 record = found[letter.offset]
-                bury(target, self.stream, GROUP, record, reason="x", tries=letter.failures)
+                bury(
+                    target._handle,
+                    self.stream._handle,
+                    GROUP,
+                    record,
+                    reason="x",
+                    tries=letter.failures,
+                )
                 self.buried.append(letter.offset)
                 if self.rng.random() < 0.2:
                     continue  # dies before it is known: somebody will do it again

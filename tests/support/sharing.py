@@ -170,7 +170,7 @@ def die(consumer: meteor.SharedSubscriber) -> None:
 
 def expire(consumer: meteor.SharedSubscriber) -> None:
     """Have its lease run out now: whoever comes next takes it for dead."""
-    consumer.stream.client.call(
+    consumer.stream.client._connector.call(
         "ZADD", consumer._shared.books.key("leases"), "XX", 1, consumer._desk._consumer
     )
 

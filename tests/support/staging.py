@@ -15,7 +15,7 @@ from meteor_py.redis import keys
 
 def stage(stream: meteor.Stream, name: str, *frames: str) -> Staged:
     """Stage frames, each the values between spaces: ``stage(stream, "a", "1 2", "3")``."""
-    stage = Stage(stream, name)
+    stage = Stage(stream._handle, name)
     for values in frames:
         stage.write(Columns([value.encode() for value in values.split()]))
     return stage.finish()
@@ -36,11 +36,11 @@ def numbers(count: int) -> str:
 
 def begin(stream: meteor.Stream, version: int, *stages: Staged, moves: int = 0) -> None:
     """What a committer of the writer w does that dies after its plan and some moves."""
-    answer = transaction._plan(stream, "w", version, stages)
+    answer = transaction._plan(stream._handle, "w", version, stages)
     assert answer == [b"OK", 0, sum(each.frames for each in stages)]
     spans = [(each.name, i, each.frames) for each in stages for i in range(each.frames)]
     for done, (name, frame, size) in enumerate(spans[:moves]):
-        answer = transaction._move(stream, "w", version, done, name, (frame, size))
+        answer = transaction._move(stream._handle, "w", version, done, name, (frame, size))
         assert answer == [b"OK", done + 1]
 
 
@@ -52,7 +52,7 @@ def lasting(stream: meteor.Stream) -> set[bytes]:
 
 
 def fence(stream: meteor.Stream, writer: str = "w") -> bytes | None:
-    found: bytes | None = stream.client.call("HGET", keys.fences("s"), writer)
+    found: bytes | None = stream.client._connector.call("HGET", keys.fences("s"), writer)
     return found
 
 

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable
 
 from meteor_py.peers.messaging.message import Message
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
-from meteor_py.subscribe.lease import now
 
 
 class Dispatcher:

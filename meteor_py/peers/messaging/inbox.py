@@ -25,9 +25,9 @@ from meteor_py.records.config import check_choice, check_function, check_int, ch
 from meteor_py.redis import keys
 from meteor_py.redis.scripts import PEERS_SETTLE
 from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
-from meteor_py.subscribe.lease import now
 
 if TYPE_CHECKING:
     from meteor_py.peers.membership import Membership
@@ -68,9 +68,9 @@ class Inbox:
         self._woken = False
         self._started = False
         self._ended = False
-        client = self._group.books.client
-        self._connection = client.open_connection()
-        self._connections = Links(client)
+        connector = self._group.books.connector
+        self._connection = connector.open_connection()
+        self._connections = Links(connector)
         self._thread = JoinableThread(self._run, f"{INBOX_PREFIX}-{self._group.name}")
 
     # -- handlers ------------------------------------------------------------------------------

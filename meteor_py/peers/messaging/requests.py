@@ -31,9 +31,9 @@ from meteor_py.peers.connections import Links
 from meteor_py.peers.messaging.replies import Replies, add_silent, read_replies
 from meteor_py.redis.scripts import PEERS_SEND
 from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
-from meteor_py.subscribe.lease import now
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup
@@ -86,7 +86,7 @@ class Requests:
         self._thread: JoinableThread | None = None
         #: Messages that nothing is to be known of any more: the server may forget them.
         self._over: deque[str] = deque(maxlen=_OVER_MAX)
-        self._connections = Links(group.books.client)
+        self._connections = Links(group.books.connector)
         self._in: Connection | None = None
 
     # -- sending -------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Requests:
             if self._ended:
                 raise self._closed_error()
             connection.timeout_s = min(
-                self.group.books.client.timeout_s, max(deadline - now(), 0.01)
+                self.group.books.connector.timeout_s, max(deadline - now(), 0.01)
             )
             return self.group.books.run(PEERS_SEND, [*args, self._take_over()], connection)
 
@@ -262,7 +262,7 @@ class Requests:
                 _log.warning("The mail of group %r does not end.", self.group.name)
 
     def _run(self) -> None:
-        self._in = connection = self.group.books.client.open_connection()
+        self._in = connection = self.group.books.connector.open_connection()
         connection.timeout_s = min(connection.timeout_s, _LAST_LOOK_S)
         failures = 0
         while not self._ended:

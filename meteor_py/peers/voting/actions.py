@@ -11,9 +11,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meteor_py.peers.voting.proposal import Outcome
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
-from meteor_py.subscribe.lease import now
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup

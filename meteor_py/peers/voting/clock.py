@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meteor_py.subscribe.lease import now
+from meteor_py.runtime.clock import now
 
 #: Readings that are kept.
 _READINGS = 8

@@ -26,9 +26,9 @@ from meteor_py.peers.voting.actions import Actions
 from meteor_py.peers.voting.proposal import Kind, Outcome, read_outcome, read_proposal
 from meteor_py.redis.scripts import PEERS_PROPOSE, PEERS_READ_POLLS, Script
 from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
-from meteor_py.subscribe.lease import now
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup

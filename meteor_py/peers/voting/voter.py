@@ -15,8 +15,8 @@ from meteor_py.peers.voting.proposal import Outcome, Proposal, read_outcome, rea
 from meteor_py.records.config import check_choice, check_function, check_seconds
 from meteor_py.redis import keys
 from meteor_py.redis.scripts import PEERS_VOTE
+from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
-from meteor_py.subscribe.lease import now
 
 if TYPE_CHECKING:
     from meteor_py.peers.membership import Membership
