@@ -92,7 +92,7 @@ from meteor_py.records.config import (
     StreamConfig,
     SubscriberConfig,
 )
-from meteor_py.records.descriptions import Description
+from meteor_py.records.descriptions import Description, GroupDescription
 from meteor_py.records.position import Position
 from meteor_py.records.record import ARROW_SCHEMA, Record, RecordBatch
 from meteor_py.redis.connection import DataSafetyWarning
@@ -106,7 +106,6 @@ from meteor_py.store.memory import MemoryStore
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import SegmentDescription
 from meteor_py.stream import Stream
-from meteor_py.subscribe.group_admin import GroupDescription
 from meteor_py.subscribe.receiver import Receiver
 from meteor_py.subscribe.subscriber import Subscriber
 

@@ -25,7 +25,7 @@ from meteor_py.records.config import (
     check_choice,
     check_int,
 )
-from meteor_py.records.descriptions import Description
+from meteor_py.records.descriptions import Description, GroupDescription
 from meteor_py.records.position import Position
 from meteor_py.records.record import RecordBatch
 from meteor_py.records.times import to_ms
@@ -34,13 +34,7 @@ from meteor_py.redis.scripts import CONFIGURE_STREAM, DELETE_STREAM
 from meteor_py.shared.admin import SharedGroup, list_shared, open_shared, summarize_shared
 from meteor_py.shared.config import ConsumerConfig, OnPoison, Ungrouped
 from meteor_py.shared.subscriber import SharedSubscriber
-from meteor_py.subscribe.group_admin import (
-    GroupDescription,
-    delete_group,
-    find_archiver,
-    list_groups,
-    seek_group,
-)
+from meteor_py.subscribe.group_admin import delete_group, find_archiver, list_groups, seek_group
 from meteor_py.subscribe.subscriber import Subscriber
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from meteor_py.store.segment import SegmentDescription
 
 if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
-    from meteor_py.subscribe.group_admin import GroupDescription
+    from meteor_py.records.descriptions import GroupDescription
 
 #: What a compacted segment has at most.
 COMPACT_RECORDS = 1_000_000

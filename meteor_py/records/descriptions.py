@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from meteor_py.errors import CorruptStream
 from meteor_py.records.config import StreamConfig
 from meteor_py.redis import keys
-from meteor_py.subscribe.group_admin import GroupDescription
 
 #: The layout of keys and frames that this version writes.
 LAYOUT_VERSION = "1"
@@ -64,6 +64,25 @@ class Meta:
             raise CorruptStream(
                 f"The key {keys.meta(name)!r} is not the meta of a stream: {error}.", stream=name
             ) from None
+
+
+@dataclass(frozen=True)
+class GroupDescription:
+    """A group, as it was when it was looked at."""
+
+    name: str
+    #: The next offset to process; all below are done.
+    confirmed: int
+    #: Records between that and the end of the stream.
+    lag: int
+    #: The member that holds the lease; None if nobody does, and of a shared group.
+    owner: str | None
+    #: The number of the last term; 0 if there was none.
+    term: int
+    #: "exclusive": one member reads at a time; "shared": several share out the records.
+    kind: Literal["exclusive", "shared"] = "exclusive"
+    #: How many share it, the dead not counted; None if it is not a shared one.
+    consumers: int | None = None
 
 
 @dataclass(frozen=True)

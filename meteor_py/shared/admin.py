@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meteor_py.errors import GroupActive, GroupConfigMismatch, GroupNotFound, MeteorError
 from meteor_py.log.handle import StreamHandle
 from meteor_py.records.config import InitialOffset, check_int
+from meteor_py.records.descriptions import GroupDescription
 from meteor_py.records.ordering_index import GROUP_BYTES_MAX
 from meteor_py.redis import keys
 from meteor_py.redis.scripts import (
@@ -26,7 +27,6 @@ from meteor_py.shared.frame_cache import FrameCache
 from meteor_py.shared.fsck import find_flaws
 from meteor_py.shared.protocol import Answer, Entry, SharedProtocol
 from meteor_py.shared.stored_frames import cold_entry
-from meteor_py.subscribe.group_admin import GroupDescription
 
 if TYPE_CHECKING:
     from meteor_py.redis.connection import Connection

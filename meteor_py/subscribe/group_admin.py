@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from meteor_py.errors import NoConfirmedOffset
 from meteor_py.records.config import InitialOffset
+from meteor_py.records.descriptions import GroupDescription
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.scripts import DELETE_GROUP, OPEN_GROUP, SEEK_GROUP
 
@@ -16,25 +16,6 @@ if TYPE_CHECKING:
 
 #: Groups that are asked about in one go.
 _LIST = 500
-
-
-@dataclass(frozen=True)
-class GroupDescription:
-    """A group, as it was when it was looked at."""
-
-    name: str
-    #: The next offset to process; all below are done.
-    confirmed: int
-    #: Records between that and the end of the stream.
-    lag: int
-    #: The member that holds the lease; None if nobody does, and of a shared group.
-    owner: str | None
-    #: The number of the last term; 0 if there was none.
-    term: int
-    #: "exclusive": one member reads at a time; "shared": several share out the records.
-    kind: Literal["exclusive", "shared"] = "exclusive"
-    #: How many share it, the dead not counted; None if it is not a shared one.
-    consumers: int | None = None
 
 
 def open_group(stream: StreamHandle, group: str, start: InitialOffset) -> int:
