@@ -200,8 +200,8 @@ class Stream:
 
         The consumers of one shared group work in parallel. Records of one group, those that have
         the same key or header (``ordering_key`` of the stream), are processed in order, by one of
-        them at a time. Settings from ``group_cap`` to ``ungrouped`` are those of the shared group: they
-        count when it begins, and must be the same, or left out, later.
+        them at a time. Settings from ``group_cap`` to ``ungrouped`` are those of the shared group:
+        they count when it begins, and must be the same, or left out, later.
 
         Args:
             group: The name of the shared group. It begins when its first consumer is opened.

@@ -1,11 +1,11 @@
 """Grouping: which group each record of a stream belongs to, and how the index says so.
 
 A stream with an ordering key has an index beside its log: for each frame an entry with the same ID
-and no payload, so that who only wants to know whose records these are need not take frames apart. Its
-strings, two of which Redis calls a field and its value, are: two bytes for each record, the lower
-one first, that number its group among those that follow; then the groups, each once, and an empty
-string if their number is even. The group of a record that has none is the empty string; so is one
-that is too long: such a record cannot be published, but may come as a dead letter, whole.
+and no payload, so that who only wants to know whose records these are need not take frames apart.
+Its strings, two of which Redis calls a field and its value, are: two bytes for each record, the
+lower one first, that number its group among those that follow; then the groups, each once, and an
+empty string if their number is even. The group of a record that has none is the empty string; so is
+one that is too long: such a record cannot be published, but may come as a dead letter, whole.
 """
 
 from __future__ import annotations

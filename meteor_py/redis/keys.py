@@ -63,9 +63,10 @@ key                            type    what, who writes it, who deletes it
                                        by ``plan`` and ``move``; kept, so that nothing is written
                                        twice, but for writers that will not come again.
 ``meteor:{s}:index``           stream  Only with an ordering key: for each frame of the log an entry
-                                       of the same ID, with the groups of its records (grouping.py) and
-                                       no payload. Written and trimmed with the log, by ``publish``,
-                                       ``move``, ``configure`` and ``advance_archived``.
+                                       of the same ID, with the groups of its records (grouping.py)
+                                       and no payload. Written and trimmed with the log, by
+                                       ``publish``, ``move``, ``configure`` and
+                                       ``advance_archived``.
 ``meteor:{s}:shared``          set     The names of the shared groups. Written by ``shared_open``;
                                        a name leaves with ``SharedGroup.delete``.
 ``meteor:{s}:shared:<g>:...``          The books of one shared group, in the parts below. Written by

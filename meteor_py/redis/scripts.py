@@ -2,12 +2,13 @@
 
 Each script is the file ``lua/<name>.lua``, or the parts in ``lua/<name>/`` joined in order. Its
 header states the purpose, keys, arguments, replies, and why it must be atomic. The scripts of peer
-groups start with ``lua/peers/_group_state.lua``. A script replies with a list whose first item is a fixed
-code. An error reply therefore always comes from the server, before or instead of the script.
+groups start with ``lua/peers/_group_state.lua``. A script replies with a list whose first item is a
+fixed code. An error reply therefore always comes from the server, before or instead of the script.
 
 ``shared/step`` is far longer than the others. Settling, reaping dead consumers, claiming and
 scanning the index change the same ordering keys and must appear as one change to every client. As
-separate scripts, each would read and write that state again, and a consumer would pay for four round trips.
+separate scripts, each would read and write that state again, and a consumer would pay for four
+round trips.
 """
 
 from __future__ import annotations

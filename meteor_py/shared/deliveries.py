@@ -2,8 +2,8 @@
 
 The server keeps the books. Each step has a number, one above the last that the server knows of this
 consumer: so a step is never taken twice, and one whose answer was lost is made out by asking where
-the consumer stands (``SharedProtocol.join``), which also tells what it holds. That answer is the truth:
-what is held here and not there was taken, what is held there and not here is delivered.
+the consumer stands (``SharedProtocol.join``), which also tells what it holds. That answer is the
+truth: what is held here and not there was taken, what is held there and not here is delivered.
 """
 
 from __future__ import annotations

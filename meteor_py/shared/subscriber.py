@@ -51,8 +51,8 @@ class SharedSubscriber(Closeable):
     ...         record.ack()
 
     Records of one group (``ordering_key`` of the stream) are delivered in order, to one consumer at
-    a time: the one that holds unsettled records of it. ``poll`` and iterating are for one thread at a
-    time; records may be settled in any. Create it with ``stream.shared_subscriber()``.
+    a time: the one that holds unsettled records of it. ``poll`` and iterating are for one thread at
+    a time; records may be settled in any. Create it with ``stream.shared_subscriber()``.
     """
 
     def __init__(

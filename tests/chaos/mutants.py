@@ -62,7 +62,7 @@ STOPPING_ARCHIVERS = QUIET_STORE | {
 MUTANTS = {
     "unfenced-confirm": Mutant(
         "confirms are not compared with term and nonce",
-        "CONFIRM",
+        "CONFIRM_OFFSET",
         (("if g[2] ~= ARGV[3] or g[3] ~= ARGV[4] then", "if false then"),),
         frozenset({Wrong.STALE_CONFIRM, Wrong.WENT_BACK}),
         {
@@ -82,7 +82,7 @@ MUTANTS = {
     ),
     "ignored-lease": Mutant(
         "the lease is given to whoever asks",
-        "ACQUIRE",
+        "ACQUIRE_LEASE",
         (
             ("elseif left ~= -2 then", "elseif false then"),
             ("elseif g[4] and g[4] ~= '' and g[2] ~= ARGV[6] then", "elseif false then"),
@@ -104,7 +104,7 @@ MUTANTS = {
     ),
     "skipping-take-over": Mutant(
         "a new term begins one record late",
-        "ACQUIRE",
+        "ACQUIRE_LEASE",
         (
             (
                 "local position = tonumber(g[5] or g[6])",
@@ -137,7 +137,7 @@ MUTANTS = {
     ),
     "early-commit": Mutant(
         "archivers tell the stream before they append",
-        "store.duty:Duty._commit",
+        "archive.archive_term:ArchiveTerm._commit",
         (("    self._store.append(", "    self._advance(end) or self._store.append("),),
         frozenset({Wrong.LOST, Wrong.STALE_COMMIT}),
         QUIET_STORE | {"kinds": ("cut",), "die": 0.1, "seconds": 3.0},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -101,10 +102,10 @@ def test_scripts_loaded_beforehand_are_never_sent_by_their_users(
 def test_all_scripts_have_a_head_and_are_listed_for_the_loader() -> None:
     from importlib.resources import files
 
-    names = {path.name for path in files("meteor_py").joinpath("lua").iterdir()}
-    folders = {"shared_step", "peers"}  # of parts that are joined, and of what others begin with
-    alone = {f"{script.name}.lua" for script in scripts.ALL if script.name not in folders}
-    assert names == alone | folders
+    lua = Path(str(files("meteor_py.redis"))) / "lua"
+    found = {path.relative_to(lua).with_suffix("").as_posix() for path in lua.rglob("*.lua")}
+    parts = {name for name in found if name.startswith("shared/step/")}  # joined to one script
+    assert found - parts - {"peers/_group_state"} | {"shared/step"} == {s.name for s in scripts.ALL}
     for script in scripts.ALL:
         text = script.source.decode()
         assert text.isascii()
@@ -114,7 +115,12 @@ def test_all_scripts_have_a_head_and_are_listed_for_the_loader() -> None:
         assert not script.plain_source.startswith(b"#!")
     without = {s.name for s in scripts.ALL if s.plain_source == s.source}
     # Which a full server must be able to refuse.
-    assert without == {"publish", "move", "create_stream", "peers_open"}
+    assert without == {
+        "log/publish",
+        "transaction/move_staged",
+        "log/create_stream",
+        "peers/open",
+    }
 
 
 def test_all_keys_of_a_stream_lie_in_one_slot_of_a_cluster() -> None:

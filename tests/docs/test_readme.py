@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {"README": README} | {
     page: (ROOT / "docs" / f"{page}.md").read_text()
-    for page in ("groups", "history", "peers", "shared", "spark")
+    for page in ("groups", "history", "peer-groups", "shared", "spark")
 }
 BLOCKS = {
     f"{page}-{number}": block

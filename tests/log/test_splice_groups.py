@@ -102,14 +102,14 @@ def test_a_member_that_is_fenced_while_it_reads_the_store_hands_nothing_out(
 READER = """
 import random, sys
 import meteor_py as meteor
-from meteor_py.log.log_reader import Cursor
+from meteor_py.log.log_reader import LogReader
 from tests.support.reading import check_values
 
 places = []  # from which records came
 
 def note(name, place):
-    fetch = getattr(Cursor, name)
-    setattr(Cursor, name, lambda *args, **how: places.append(place) or fetch(*args, **how))
+    fetch = getattr(LogReader, name)
+    setattr(LogReader, name, lambda *args, **how: places.append(place) or fetch(*args, **how))
 
 note("_fetch_cold", "store")
 note("_without_holes", "ring")

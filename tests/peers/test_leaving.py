@@ -172,8 +172,8 @@ def test_another_leads_when_what_leads_has_ended_though_handlers_have_not(post: 
 def test_who_leaves_is_out_of_everything_but_keeps_what_it_has(peers: Peers) -> None:
     for member in ("a", "b"):
         peers.join(member, named=True)
-    assert peers.run("update", "a", "s-a", "leave", "") == ["OK", 1]
-    assert peers.run("update", "a", "s-a", "leave", "") == ["OK", 1]
+    assert peers.run("update_member", "a", "s-a", "leave", "") == ["OK", 1]
+    assert peers.run("update_member", "a", "s-a", "leave", "") == ["OK", 1]
     assert (peers.leader, peers.members()) == ("a", {"a", "b"})
     peers.resign("a")
     assert peers.leader == "b"

@@ -37,7 +37,7 @@ def fill(peers: Peers, count: int = MANY, **how: Any) -> list[str]:
 
 
 def has_orphans(peers: Peers) -> bool:
-    return bool(peers.run("beat", "")[-2])
+    return bool(peers.run("heartbeat", "")[-2])
 
 
 def test_what_was_for_anybody_is_handed_over_a_part_at_a_time_in_order(peers: Peers) -> None:

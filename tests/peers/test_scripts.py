@@ -176,10 +176,10 @@ def test_a_group_has_no_more_members_than_it_may(peers: Peers) -> None:
 
 def test_metadata_is_changed_by_its_owner_only(peers: Peers) -> None:
     peers.join("a", metadata='"one"')
-    assert peers.run("update", "a", "other", "metadata", '"two"') == ["FENCED"]
-    assert peers.run("update", "a", "s-a", "metadata", '"x:y:\n"') == ["OK", 1]
+    assert peers.run("update_member", "a", "other", "metadata", '"two"') == ["FENCED"]
+    assert peers.run("update_member", "a", "s-a", "metadata", '"x:y:\n"') == ["OK", 1]
     assert peers.events()[-1] == ("updated", "a")
-    (_, record) = peers.run("look")[7]
+    (_, record) = peers.run("describe")[7]
     assert record.endswith(b':"x:y:\n"')
 
 
@@ -229,12 +229,12 @@ def test_a_small_step_back_only_delays_what_is_noticed(peers: Peers) -> None:
 
 
 def test_everybody_is_told_when_the_next_is_overdue(peers: Peers) -> None:
-    assert peers.run("beat", "")[9] == -1
+    assert peers.run("heartbeat", "")[9] == -1
     peers.join("a")
     peers.live(300)
     peers.join("b")
-    assert peers.run("beat", "")[9] == TTL_MS - 300
-    assert peers.run("beat", "s-a", "a")[9] == TTL_MS
+    assert peers.run("heartbeat", "")[9] == TTL_MS - 300
+    assert peers.run("heartbeat", "s-a", "a")[9] == TTL_MS
 
 
 def test_who_only_looks_on_notices_the_dead(peers: Peers) -> None:
@@ -285,7 +285,7 @@ def test_events_are_numbered_without_gaps_and_each_names_the_one_before(
     assert len(set(marks)) == len(marks)
     terms = [int(fields["term"]) for _, fields in entries if fields["kind"] == "elected"]
     assert terms == sorted(set(terms)), "a term was repeated"
-    assert peers.run("look")[2:4] == [len(entries), marks[-1]]
+    assert peers.run("describe")[2:4] == [len(entries), marks[-1]]
 
 
 CALLS: dict[str, list[Any]] = {
@@ -314,10 +314,10 @@ def test_a_group_that_is_gone_or_not_whole_is_none_and_nothing_is_written(
 @pytest.mark.parametrize("lost", ["config", "state"])
 def test_a_group_that_is_not_whole_is_begun_anew_in_another_life(peers: Peers, lost: str) -> None:
     peers.join("a")
-    life = peers.run("look")[1]
+    life = peers.run("describe")[1]
     peers.client._connector.call("DEL", peers.prefix + lost)
     peers.open()
-    assert peers.run("look")[1] not in (life, "")
+    assert peers.run("describe")[1] not in (life, "")
     assert (peers.members(), peers.events()) == (set(), [])
     assert peers.join("a")[0] == "OK"
 

@@ -57,7 +57,7 @@ def test_a_dead_leader_is_noticed_by_observers_that_look_in_now_and_then(peers: 
     peers.join("dead", named=True)
     for _ in range(4):
         peers.pass_ms(600)
-        peers.run("look")
+        peers.run("describe")
     assert peers.leader == ""
     assert peers.events()[-2:] == [("dead", "dead"), ("resigned", "dead")]
 
@@ -286,7 +286,7 @@ def test_actions_that_are_over_hide_none_and_are_forgotten(peers: Peers) -> None
     vote(peers, "live", "a", "y")
 
     def agreed() -> list[bytes]:
-        found = peers.run("polls", "member", "a")
+        found = peers.run("read_polls", "member", "a")
         return [dict(zip(f[::2], f[1::2], strict=True))[b"poll"] for f in found[2::2]]
 
     assert agreed()[0] == b"live"
@@ -294,7 +294,7 @@ def test_actions_that_are_over_hide_none_and_are_forgotten(peers: Peers) -> None
     peers.pass_ms(HOUR_MS)
     peers.beat("a")
     for _ in range(5):  # a part at a time
-        peers.run("polls", "member", "a")
+        peers.run("read_polls", "member", "a")
     assert peers.client._connector.call("HKEYS", peers.prefix + "pending") == [b"live"]
     assert peers.client._connector.call("ZRANGE", peers.prefix + "agenda", 0, -1) == [b"live"]
     peers.pass_ms(2 * HOUR_MS)

@@ -147,8 +147,8 @@ def test_one_process_runs_what_shares_a_spark_and_one_what_starts_its_own() -> N
     def group(nodeid: str) -> str:
         return group_of(f"tests/{nodeid}", ROOT)
 
-    shared = {group(f"test_spark_{name}.py::test_it") for name in ("batch", "sink", "source")}
-    own = {group("test_spark_faults.py::test_it"), group("test_examples.py::test_spark_counts")}
+    shared = {group(f"spark/test_{name}.py::test_it") for name in ("batch", "sink", "source")}
+    own = {group("spark/test_faults.py::test_it"), group("docs/test_examples.py::test_spark_x")}
     assert (len(shared), len(own)) == (1, 1)
     assert shared != own
-    assert group("test_examples.py::test_a") != group("test_examples.py::test_b")
+    assert group("docs/test_examples.py::test_a") != group("docs/test_examples.py::test_b")

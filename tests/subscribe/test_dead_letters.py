@@ -365,7 +365,7 @@ _KILLED = """
 import os, signal, sys
 import meteor_py as meteor
 from meteor_py.subscribe.dead_letters import bury
-from meteor_py.redis.connection import Link
+from meteor_py.redis.connection import Connection
 from meteor_py.redis.scripts import PUBLISH
 
 def run(link, script, *args):
@@ -374,7 +374,7 @@ def run(link, script, *args):
         os.kill(os.getpid(), signal.SIGKILL)
     return answer
 
-plain_run, Link.run = Link.run, run
+plain_run, Connection.run = Connection.run, run
 client = meteor.connect(sys.argv[1])
 source = client.stream(sys.argv[2])
 ((record,),) = source.read()

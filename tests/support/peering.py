@@ -55,7 +55,7 @@ end)()"""
 PEERS_SCRIPTS = [
     script
     for script in scripts.ALL
-    if script.name.startswith("peers_") and script.name != "peers_open"
+    if script.name.startswith("peers/") and script.name != "peers/open"
 ]
 
 
@@ -102,7 +102,7 @@ class Peers:
         self.client._connector.call("SET", self.prefix + "clock", self.clock)
 
     def run(self, name: str, *args: Any) -> list[Any]:
-        found = self.client._connector.run(self._builds["peers_" + name], [self.prefix], args)
+        found = self.client._connector.run(self._builds["peers/" + name], [self.prefix], args)
         return [item.decode() if isinstance(item, bytes) else item for item in found]
 
     def join(
@@ -126,7 +126,7 @@ class Peers:
         found: list[int] = []
         for one, member in zip(sessions, members or ("",), strict=True):
             args = [member] if member else []
-            found += self.run("beat", one, *args)[8]
+            found += self.run("heartbeat", one, *args)[8]
         return found
 
     def leave(self, member: str, session: str | None = None, how: str = "") -> list[Any]:
@@ -134,10 +134,10 @@ class Peers:
 
     def resign(self, member: str, term: int | None = None, above: int = 0) -> list[Any]:
         number = self.term if term is None else term
-        return self.run("update", member, "s-" + member, "resign", number, above)
+        return self.run("update_member", member, "s-" + member, "resign", number, above)
 
     def guard(self, term: int, session: str, value: str) -> list[Any]:
-        return self.run("guard", term, session, "set", "x", value)
+        return self.run("guarded_write", term, session, "set", "x", value)
 
     def live(self, ms: int, *members: str) -> list[int]:
         """Let time pass in which these are heard of; the last answers."""

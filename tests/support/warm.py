@@ -7,8 +7,8 @@
 The tests start a thousand processes, and each would spend half a second of a processor on the same
 imports. A `Warm` is a process like any other, with standard files, signals, an exit and an exit
 code of its own; only the imports are done, and /proc shows the command and the environment of
-tests/support/nursery.py, whose child it is. What only a fresh interpreter does, as with PYTHON... in
-its environment, needs `subprocess`.
+tests/support/nursery.py, whose child it is. What only a fresh interpreter does, as with PYTHON...
+in its environment, needs `subprocess`.
 """
 
 from __future__ import annotations
