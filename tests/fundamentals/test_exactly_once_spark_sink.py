@@ -9,31 +9,31 @@ from __future__ import annotations
 from pathlib import Path
 
 from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
 import meteor_py as meteor
 from tests.fundamentals.reading import numbers, publish
-from tests.spark import END_S
+from tests.spark import END_S, batches, stream_of
 
 
 def test_micro_batch_that_spark_repeats_appears_once(
     spark: SparkSession, m: meteor.Client, url: str, tmp_path: Path
 ) -> None:
-    checkpoint = tmp_path / "checkpoint"
-
-    def run_query() -> None:
-        """Copy all that is new in the stream "source" to the stream "results"."""
-        source = spark.readStream.format("meteor").option("url", url).option("stream", "source")
-        sink = source.load().select("value").writeStream.format("meteor").option("url", url)
-        sink = sink.option("stream", "results").option("checkpointLocation", str(checkpoint))
-        assert sink.trigger(availableNow=True).start().awaitTermination(END_S)
-
-    results = m.stream("results")
+    checkpoint, results = tmp_path / "checkpoint", m.stream("results")
     publish(m.stream("source"), range(100))
+
+    def run_query() -> StreamingQuery:
+        """Copy all that is new in the stream "source" to the stream "results"."""
+        sink = stream_of(spark, url, stream="source").select("value").writeStream.format("meteor")
+        sink = sink.option("url", url).option("stream", "results")
+        sink = sink.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True)
+        query = sink.start()
+        assert query.awaitTermination(END_S), "the query does not end"
+        return query
+
     run_query()
-    for note in (checkpoint / "commits").glob("*0*"):  # as if the driver had died just before
+    for note in (checkpoint / "commits").iterdir():  # as if the driver had died just before
         note.unlink()
-    run_query()
-    assert numbers(results) == list(range(100))
     publish(m.stream("source"), range(100, 150))
-    run_query()
+    assert batches(run_query()) == [100, 50]  # it repeats the first batch, and writes another
     assert numbers(results) == list(range(150))
