@@ -1,0 +1,1 @@
+"""Test equipment: everything that tests share, and no tests."""

@@ -1,0 +1,97 @@
+"""Exactly-once sink: a batch that several workers write appears once, whoever dies or repeats it.
+
+Workers *stage* their part of a batch beside the stream, where nobody reads it. Then a committer
+commits all parts as one version of a writer. If the committer dies half-way, the next one finishes
+its work. If a version is committed again, nothing happens. Spark's sink is built on this.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.frame import Columns
+from meteor_py.transaction import Stage, Staged, VersionPassed, commit
+from tests.fundamentals.reading import numbers
+from tests.proxy import Proxy
+from tests.servers import HOST, Server
+
+
+@pytest.fixture
+def stream(m: meteor.Client) -> meteor.Stream:
+    return m.stream("results")
+
+
+@pytest.fixture
+def network(server: Server, url: str) -> Iterator[Proxy]:
+    with Proxy(HOST, server.port) as network:
+        yield network
+
+
+def stage(stream: meteor.Stream, worker: str, *values: int) -> Staged:
+    """What a worker does with its part of a batch."""
+    part = Stage(stream, worker)
+    part.write(Columns([b"%d" % value for value in values]))
+    return part.finish()
+
+
+def test_what_is_staged_appears_when_it_is_committed(stream: meteor.Stream) -> None:
+    parts = [stage(stream, "worker-a", 0, 1), stage(stream, "worker-b", 2, 3)]
+    assert numbers(stream) == []
+    commit(stream, "query", 1, parts)
+    assert numbers(stream) == [0, 1, 2, 3]
+
+
+def test_batch_that_is_written_and_committed_again_appears_once(stream: meteor.Stream) -> None:
+    assert commit(stream, "query", 1, [stage(stream, "first try", 0, 1, 2)])
+    assert not commit(stream, "query", 1, [stage(stream, "second try", 0, 1, 2)])
+    assert commit(stream, "query", 2, [stage(stream, "next batch", 3)])
+    assert numbers(stream) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dies", ["before", "after"])
+@pytest.mark.parametrize("request_number", [1, 2])
+def test_what_a_dead_committer_left_half_done_is_finished_once(
+    stream: meteor.Stream, network: Proxy, dies: str, request_number: int
+) -> None:
+    parts = [stage(stream, "worker-a", 0, 1), stage(stream, "worker-b", 2, 3)]
+    with meteor.connect(network.url) as far:
+        committer = far.stream("results")
+        network.refuse()  # the connection that it has is its last
+        cut = network.cut_before_request if dies == "before" else network.cut_after_request
+        cut(request_number, match=b"EVAL")  # the first request plans, the second moves records
+        with pytest.raises(meteor.ConnectionFailed):
+            commit(committer, "query", 1, parts)
+    commit(stream, "query", 1, parts)
+    assert numbers(stream) == [0, 1, 2, 3]
+
+
+def test_committers_of_the_same_batch_at_once_write_it_once(url: str, m: meteor.Client) -> None:
+    stream = m.stream("results")
+    start = threading.Barrier(3)
+    wrote: list[bool] = []
+
+    def work(name: str) -> None:
+        part = stage(stream, name, 0, 1, 2)
+        start.wait(10)
+        wrote.append(commit(stream, "query", 1, [part]))
+
+    threads = [threading.Thread(target=work, args=[name]) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrote) == 3
+    assert numbers(stream) == [0, 1, 2]
+
+
+def test_late_committer_of_an_old_batch_is_refused(stream: meteor.Stream) -> None:
+    late = stage(stream, "slow worker", 0)
+    commit(stream, "query", 1, [stage(stream, "worker-a", 0)])
+    commit(stream, "query", 2, [stage(stream, "worker-b", 1)])
+    with pytest.raises(VersionPassed):
+        commit(stream, "query", 1, [late])
+    assert numbers(stream) == [0, 1]

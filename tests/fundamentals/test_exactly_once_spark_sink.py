@@ -1,0 +1,39 @@
+"""Exactly-once sink, in Spark: what ``df.writeStream`` writes is in the stream exactly once.
+
+Spark runs a micro-batch again if the driver dies before it has noted that the batch was committed.
+The stream knows the batch by the query and its number, so the repeated batch adds nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+import meteor_py as meteor
+from tests.fundamentals.reading import numbers, publish
+from tests.spark import END_S, batches, stream_of
+
+
+def test_micro_batch_that_spark_repeats_appears_once(
+    spark: SparkSession, m: meteor.Client, url: str, tmp_path: Path
+) -> None:
+    checkpoint, results = tmp_path / "checkpoint", m.stream("results")
+    publish(m.stream("source"), range(100))
+
+    def run_query() -> StreamingQuery:
+        """Copy all that is new in the stream "source" to the stream "results"."""
+        sink = stream_of(spark, url, stream="source").select("value").writeStream.format("meteor")
+        sink = sink.option("url", url).option("stream", "results")
+        sink = sink.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True)
+        query = sink.start()
+        assert query.awaitTermination(END_S), "the query does not end"
+        return query
+
+    run_query()
+    for note in (checkpoint / "commits").iterdir():  # as if the driver had died just before
+        note.unlink()
+    publish(m.stream("source"), range(100, 150))
+    assert batches(run_query()) == [100, 50]  # it repeats the first batch, and writes another
+    assert numbers(results) == list(range(150))
