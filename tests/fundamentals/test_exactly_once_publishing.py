@@ -16,8 +16,8 @@ import pytest
 
 import meteor_py as meteor
 from tests.fundamentals.reading import numbers, values
-from tests.proxy import Proxy
-from tests.servers import HOST, Server
+from tests.support.proxy import Proxy
+from tests.support.servers import HOST, Server
 
 PUBLISH = b"EVAL"  # what the request of a publisher contains
 

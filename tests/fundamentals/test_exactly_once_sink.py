@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import pytest
 
 import meteor_py as meteor
-from meteor_py.frame import Columns
-from meteor_py.transaction import Stage, Staged, VersionPassed, commit
+from meteor_py.publish.transaction import Stage, Staged, VersionPassed, commit
+from meteor_py.records.frame import Columns
 from tests.fundamentals.reading import numbers
-from tests.proxy import Proxy
-from tests.servers import HOST, Server
+from tests.support.proxy import Proxy
+from tests.support.servers import HOST, Server
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def network(server: Server, url: str) -> Iterator[Proxy]:
 
 def stage(stream: meteor.Stream, worker: str, *values: int) -> Staged:
     """What a worker does with its part of a batch."""
-    part = Stage(stream, worker)
+    part = Stage(stream._handle, worker)
     part.write(Columns([b"%d" % value for value in values]))
     return part.finish()
 
@@ -41,14 +41,14 @@ def stage(stream: meteor.Stream, worker: str, *values: int) -> Staged:
 def test_what_is_staged_appears_when_it_is_committed(stream: meteor.Stream) -> None:
     parts = [stage(stream, "worker-a", 0, 1), stage(stream, "worker-b", 2, 3)]
     assert numbers(stream) == []
-    commit(stream, "query", 1, parts)
+    commit(stream._handle, "query", 1, parts)
     assert numbers(stream) == [0, 1, 2, 3]
 
 
 def test_batch_that_is_written_and_committed_again_appears_once(stream: meteor.Stream) -> None:
-    assert commit(stream, "query", 1, [stage(stream, "first try", 0, 1, 2)])
-    assert not commit(stream, "query", 1, [stage(stream, "second try", 0, 1, 2)])
-    assert commit(stream, "query", 2, [stage(stream, "next batch", 3)])
+    assert commit(stream._handle, "query", 1, [stage(stream, "first try", 0, 1, 2)])
+    assert not commit(stream._handle, "query", 1, [stage(stream, "second try", 0, 1, 2)])
+    assert commit(stream._handle, "query", 2, [stage(stream, "next batch", 3)])
     assert numbers(stream) == [0, 1, 2, 3]
 
 
@@ -64,8 +64,8 @@ def test_what_a_dead_committer_left_half_done_is_finished_once(
         cut = network.cut_before_request if dies == "before" else network.cut_after_request
         cut(request_number, match=b"EVAL")  # the first request plans, the second moves records
         with pytest.raises(meteor.ConnectionFailed):
-            commit(committer, "query", 1, parts)
-    commit(stream, "query", 1, parts)
+            commit(committer._handle, "query", 1, parts)
+    commit(stream._handle, "query", 1, parts)
     assert numbers(stream) == [0, 1, 2, 3]
 
 
@@ -77,7 +77,7 @@ def test_committers_of_the_same_batch_at_once_write_it_once(url: str, m: meteor.
     def work(name: str) -> None:
         part = stage(stream, name, 0, 1, 2)
         start.wait(10)
-        wrote.append(commit(stream, "query", 1, [part]))
+        wrote.append(commit(stream._handle, "query", 1, [part]))
 
     threads = [threading.Thread(target=work, args=[name]) for name in "abc"]
     for thread in threads:
@@ -90,8 +90,8 @@ def test_committers_of_the_same_batch_at_once_write_it_once(url: str, m: meteor.
 
 def test_late_committer_of_an_old_batch_is_refused(stream: meteor.Stream) -> None:
     late = stage(stream, "slow worker", 0)
-    commit(stream, "query", 1, [stage(stream, "worker-a", 0)])
-    commit(stream, "query", 2, [stage(stream, "worker-b", 1)])
+    commit(stream._handle, "query", 1, [stage(stream, "worker-a", 0)])
+    commit(stream._handle, "query", 2, [stage(stream, "worker-b", 1)])
     with pytest.raises(VersionPassed):
-        commit(stream, "query", 1, [late])
+        commit(stream._handle, "query", 1, [late])
     assert numbers(stream) == [0, 1]

@@ -13,7 +13,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 import meteor_py as meteor
 from tests.fundamentals.reading import numbers, publish
-from tests.spark import END_S, batches, stream_of
+from tests.support.spark import END_S, batches, stream_of
 
 
 def test_micro_batch_that_spark_repeats_appears_once(

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import meteor_py as meteor
 from tests.fundamentals.reading import values
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 
 def test_records_are_read_in_the_order_in_which_they_were_published(m: meteor.Client) -> None:
@@ -66,7 +66,7 @@ def test_all_subscribers_see_the_same_sequence(m: meteor.Client) -> None:
 def test_records_of_one_key_are_processed_in_order_by_one_consumer_at_a_time(
     m: meteor.Client,
 ) -> None:
-    stream = m.stream("carts", group_by="key")
+    stream = m.stream("carts", ordering_key="key")
     with stream.publisher() as pub:
         for number in range(200):
             pub.publish(b"%d" % number, key=b"cart-%d" % (number % 7))
@@ -91,7 +91,7 @@ def test_records_of_one_key_are_processed_in_order_by_one_consumer_at_a_time(
 
 
 def test_record_that_fails_holds_back_its_key_and_no_other(m: meteor.Client) -> None:
-    stream = m.stream("carts", group_by="key")
+    stream = m.stream("carts", ordering_key="key")
     with stream.publisher() as pub:
         pub.publish_many([b"add", b"add", b"pay"], keys=[b"cart-1", b"cart-2", b"cart-1"])
     with stream.shared_subscriber("billing") as sub:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import meteor_py as meteor
-from meteor_py.transaction import Staged, commit, is_done
-from tests.servers import plain_client
+from meteor_py.publish.transaction import Staged, commit, is_done
 from tests.support.previous_version import PreviousVersion, dump
-from tests.waiting import eventually
+from tests.support.servers import plain_client
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.parametrize("any_url", ["valkey", "redis"], indirect=True)
 
@@ -60,7 +60,7 @@ def test_streams_written_by_0_1_are_all_there(m: meteor.Client) -> None:
         *("readings", "ring", "trades"),
     ]
     settings = {name: m.stream(name).describe().config for name in m.streams()}
-    assert settings["carts"].group_by == "key"
+    assert settings["carts"].ordering_key == "key"
     assert settings["packed-lz4"].compression == "lz4"
     assert settings["packed-zstd"].checksum
     assert settings["readings"].codec == "json"
@@ -223,7 +223,7 @@ def test_shared_group_written_by_0_1_is_consistent(m: meteor.Client) -> None:
 
 
 def test_peer_group_written_by_0_1_has_its_settings_members_and_values(m: meteor.Client) -> None:
-    with m.group("workers", create=False) as group:
+    with m.peer_group("workers", create=False) as group:
         assert (group.config.ttl, group.config.max_inbox) == (1.0, 50)
         assert group.guarded("config") == b"limit=7"
         alpha, beta = group.members
@@ -236,7 +236,7 @@ def test_peer_group_written_by_0_1_has_its_settings_members_and_values(m: meteor
 def test_member_that_was_alive_under_0_1_is_missed_and_the_next_term_is_higher(
     m: meteor.Client,
 ) -> None:
-    with m.group("workers") as group:
+    with m.peer_group("workers") as group:
         before = group.term
         with group.join("gamma") as gamma, gamma.leadership(timeout=20) as term:
             assert term.number > before
@@ -252,7 +252,7 @@ def test_messages_for_a_member_that_died_under_0_1_are_delivered_when_it_rejoins
 ) -> None:
     jobs: list[tuple[object, str | None]] = []
     news: list[object] = []
-    with m.group("workers") as group, group.join("alpha") as alpha:
+    with m.peer_group("workers") as group, group.join("alpha") as alpha:
         alpha.on("jobs")(lambda message: jobs.append((message.body, message.sender)))
         alpha.on("news")(lambda message: news.append(message.body))
         eventually(lambda: len(jobs) >= 3 and news)
@@ -300,7 +300,7 @@ def test_lost_server_of_0_1_is_resumed_from_its_store(
 def test_commit_that_0_1_left_half_done_is_finished_once(m: meteor.Client) -> None:
     copies = m.stream("copies")
     assert values(copies) == [b"0", b"1", b"2", b"3"]
-    assert not is_done(copies, "query", 2)
-    assert commit(copies, "query", 3, [Staged("query.3.0", 1, 2)])
-    assert not commit(copies, "query", 3, [])
+    assert not is_done(copies._handle, "query", 2)
+    assert commit(copies._handle, "query", 3, [Staged("query.3.0", 1, 2)])
+    assert not commit(copies._handle, "query", 3, [])
     assert values(copies) == [b"%d" % n for n in range(7)]

@@ -46,7 +46,7 @@ def test_slow_group_learns_which_records_the_ring_has_dropped(m: meteor.Client) 
 
 
 def test_shared_group_learns_which_records_the_ring_has_dropped(m: meteor.Client) -> None:
-    stream = m.stream("orders", capacity=10, group_by="key")
+    stream = m.stream("orders", capacity=10, ordering_key="key")
     with stream.shared_subscriber("billing") as sub:
         publish(stream, range(10))
         publish(stream, range(10, 20))

@@ -380,7 +380,7 @@ def test_an_interrupted_close_is_not_waited_for_all_over_again_at_the_end(end: s
 
 FAILING = """
 import sys, meteor_py as meteor
-from meteor_py import keys
+from meteor_py.redis import keys
 m = meteor.connect(sys.argv[1])
 publishers = [m.stream(f"s{n}").publisher(delivery_timeout=5) for n in range(6)]
 for publisher in publishers:

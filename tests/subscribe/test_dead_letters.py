@@ -378,7 +378,7 @@ plain_run, Connection.run = Connection.run, run
 client = meteor.connect(sys.argv[1])
 source = client.stream(sys.argv[2])
 ((record,),) = source.read()
-bury(client.stream("dead"), source, sys.argv[3], record, reason="first", tries=1)
+bury(client.stream("dead")._handle, source._handle, sys.argv[3], record, reason="first", tries=1)
 """
 
 

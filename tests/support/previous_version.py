@@ -19,7 +19,7 @@ from typing import Any
 import redis
 
 import meteor_py as meteor
-from tests.servers import plain_client
+from tests.support.servers import plain_client
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 

@@ -239,7 +239,7 @@ class Tour:
             f"within {self._figure(f'{outcome.spread_s * 1000:.2f} ms')}; clocks agree to "
             f"{outcome.bound_s * 1000:.1f} ms",
         )
-        self._how('>>> m.peer_group("workers").join().leadership()  # propose(), propose_action()')
+        self._how('>>> m.peer_group("workers").join().leadership()  # propose()')
 
     def _crash(self) -> None:
         with progress("publishing, and the server is killed", crash.RECORDS) as advance:
