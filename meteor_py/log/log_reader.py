@@ -298,14 +298,10 @@ class LogReader:
 
     def _pipeline(self, commands: list[Sequence[Any]], block_s: float = 0.0) -> list[Any]:
         """Once more on a new connection, where there is no waiting: an idle one may have died."""
-        was_connected = self._connection.connected
         timeout_s = block_s + self._connection.timeout_s
-        try:
+        if block_s:
             return self._connection.pipeline(commands, timeout_s)
-        except ConnectionFailed:
-            if not was_connected or block_s:
-                raise
-            return self._connection.pipeline(commands, timeout_s)
+        return self._connection.retry_idle(lambda: self._connection.pipeline(commands, timeout_s))
 
     def _adapt(self, entries: list[Any]) -> None:
         """Ask for as many frames next time as make a good fetch, growing by steps."""

@@ -2,9 +2,10 @@
 
 The only module that talks to redis-py. It leans on it for addresses, TLS, authentication and
 parsing, and sets every option itself: the defaults of redis-py (a 5 s socket timeout, ten
-retries) would publish records twice and break blocking reads. Nothing is ever retried here.
+retries) would publish records twice and break blocking reads. Nothing is retried here unless the
+caller asks for it with ``retry_idle``.
 
-A link belongs to one thread at a time. It connects when first used, and again after an error or
+A connection belongs to one thread at a time. It connects when first used, and again after an error or
 in a forked child.
 """
 
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
@@ -27,6 +28,8 @@ from meteor_py.redis.scripts import Script
 
 #: What an argument of a command may be. Buffers of Arrow are sent without a copy.
 Argument = Any
+
+_T = TypeVar("_T")
 
 #: A peer that is gone without a word is noticed after 45 s, also on an idle connection.
 _KEEPALIVE = {
@@ -159,6 +162,22 @@ class Connection:
         verb = ("EVAL" if whole or fake else "EVALSHA") + ("_RO" if read_only else "")
         body = (script.plain_source if fake else script.source) if whole or fake else script.sha
         return (verb, body, len(keys), *keys, *args)
+
+    def retry_idle(self, work: Callable[[], _T]) -> _T:
+        """Call ``work``, and once more on a new connection if an idle one turns out to be dead.
+
+        Only for commands that may be repeated.
+
+        Raises:
+            ConnectionFailed: The server cannot be reached.
+        """
+        was_connected = self.connected
+        try:
+            return work()
+        except ConnectionFailed:
+            if not was_connected:
+                raise
+            return work()
 
     # -- the server's history ------------------------------------------------------------------
 

@@ -105,19 +105,17 @@ class Connector:
             if self._in_use:  # a signal handler, in the middle of another call
                 return _use_once(self.open_connection(), work)
             connection = self._commands
-            was_connected = connection.connected
             self._in_use = True
             try:
-                if not self._checked:
-                    warn_of_dangers(connection)
-                    self._checked = True
-                return work(connection)
-            except ConnectionFailed:
-                if not was_connected:
-                    raise
-                return work(connection)
+                return connection.retry_idle(lambda: self._checked_use(connection, work))
             finally:
                 self._in_use = False
+
+    def _checked_use(self, connection: Connection, work: Callable[[Connection], _T]) -> _T:
+        if not self._checked:
+            warn_of_dangers(connection)
+            self._checked = True
+        return work(connection)
 
     def resolve(self) -> Address:
         """Return the address to connect to. Starts the embedded server if the address means one."""

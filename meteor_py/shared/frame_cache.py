@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from meteor_py.errors import (
-    ConnectionFailed,
     CorruptFrame,
     CorruptSegment,
     CorruptStream,
@@ -181,15 +180,8 @@ class FrameCache:
     def _call(
         self, commands: Sequence[tuple[object, ...]]
     ) -> list[list[tuple[bytes, list[bytes]]]]:
-        was_connected = self._connection.connected
-        try:
-            return self._connection.pipeline(commands, self._connection.timeout_s)
-        except ConnectionFailed:
-            if not was_connected:
-                raise
-            return self._connection.pipeline(
-                commands, self._connection.timeout_s
-            )  # an idle one may have died
+        timeout_s = self._connection.timeout_s
+        return self._connection.retry_idle(lambda: self._connection.pipeline(commands, timeout_s))
 
     # -- the store -----------------------------------------------------------------------------
 

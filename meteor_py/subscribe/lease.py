@@ -14,7 +14,7 @@ import secrets
 import socket
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meteor_py.errors import ConnectionFailed, LogTruncated, MeteorError
+from meteor_py.errors import LogTruncated, MeteorError
 from meteor_py.log.epochs import begin_epoch
 from meteor_py.records.position import Position, diverged_at
 from meteor_py.redis import keys, reply_errors
@@ -133,13 +133,7 @@ class Lease:
 
     def release(self, connection: Connection, nonce: str) -> None:
         """Give it up."""
-        was_connected = connection.connected
-        try:
-            self._let_go(connection, nonce)
-        except ConnectionFailed:
-            if not was_connected:
-                raise
-            self._let_go(connection, nonce)  # an idle connection may have died unnoticed
+        connection.retry_idle(lambda: self._let_go(connection, nonce))
 
     def lapse(self, connection: Connection, term: Term) -> None:
         """Give it up so that ``touch`` gets it back, if nobody wanted it."""
