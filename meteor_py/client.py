@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meteor_py.archive.archiver import start_archiver
-from meteor_py.errors import StreamConfigMismatch
-from meteor_py.log.catalog import check_settings, create_stream, find_stream, list_names
-from meteor_py.log.handle import StreamHandle
+from meteor_py.log.catalog import list_names
+from meteor_py.log.handle import open_stream
 from meteor_py.peers.codec import Format, PeerCodec, find_codec
 from meteor_py.peers.config import UNSET, Election, Unset
 from meteor_py.peers.group import PeerGroup
 from meteor_py.peers.opening import open_group
-from meteor_py.records.config import (
-    OFFSET_MAX,
-    Compression,
-    StreamConfig,
-    check_int,
-    check_seconds,
-)
+from meteor_py.records.config import Compression, check_seconds
 from meteor_py.redis import keys
 from meteor_py.redis.address import Address, parse
 from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import ALL
 from meteor_py.redis.server_info import ServerDescription, describe_server
 from meteor_py.runtime.lifecycle import Closeable, close_owned
-from meteor_py.store.identity import Store, open_store, settle
+from meteor_py.store.identity import Store
 from meteor_py.stream import Stream
 
 if TYPE_CHECKING:
@@ -85,69 +77,44 @@ class Client(Closeable):
         resume: bool = False,
         create: bool = True,
     ) -> Stream:
-        """Open a stream; create it if it does not exist.
+        """Open a stream, and create it if it does not exist.
 
-        Settings that are not given are not compared with those of an existing stream.
+        ``StreamConfig`` describes ``capacity``, ``compression``, ``checksum``, ``codec``,
+        ``ordering_key`` and ``max_unarchived``. An omitted setting is not compared with that of an
+        existing stream.
 
         Args:
-            name: 1 to 128 of A-Z a-z 0-9 . _ -
-            capacity: Records that the ring keeps at least (10,000).
-            compression: "none" (default), "lz4" or "zstd", for frames of several records.
-            checksum: Whether each frame carries a crc32.
-            codec: "bytes" (default), "text", "json" or "msgpack".
-            ordering_key: "key" or "header:NAME": what makes groups of the records, for
-                ``stream.shared_subscriber()``.
-            store: Where records are kept when the ring drops them: a directory, ``file:///path``,
-                ``s3://bucket/prefix``..., or a ``RingbufferStore``. The stream then never drops
-                what is not in the store.
-            max_unarchived: Records that may wait for the archiver (10 x capacity); beyond, so do
-                publishers, and fail in the end with ``StreamFull``.
-            archive: With a store: archive in the background until the client is closed, taking
-                turns with others who do; False leaves it to them.
-            resume: With a store, if there is no such stream: go on with the one whose history it
-                holds, in place of beginning at 0.
-            create: False raises ``StreamNotFound`` in place of creating.
+            name: 1 to 128 characters of A-Z a-z 0-9 . _ -
+            store: Keeps the records that the ring drops: a directory, ``file:///path``,
+                ``s3://bucket/prefix`` or another address, or a ``RingbufferStore``. The ring of a
+                stream with a store drops no record before it is in the store.
+            archive: With a store, run an archiver in the background until the client is closed.
+                If false, archivers elsewhere do the work.
+            resume: With a store, if the stream does not exist, continue the stream archived there
+                instead of starting at offset 0.
+            create: If false, raise ``StreamNotFound`` instead of creating the stream.
 
         Raises:
-            StreamConfigMismatch: It exists with other settings.
-            StoreMismatch: It exists with another store.
+            StreamConfigMismatch: The stream exists with other settings.
+            StoreMismatch: The stream exists with another store.
             StoreUnavailable: The store cannot be reached.
-            StreamNotFound: It does not exist, and ``create`` is False.
+            StreamNotFound: The stream does not exist, and ``create`` is false.
         """
-        keys.check_name(name)
-        given = {
-            "capacity": capacity,
-            "compression": compression,
-            "checksum": checksum,
-            "codec": codec,
-            "ordering_key": ordering_key,
-        }
-        asked = {setting: value for setting, value in given.items() if value is not None}
-        config = replace(StreamConfig(), **asked)  # type: ignore[arg-type]  # checked inside
-        if max_unarchived is not None:  # compared with the capacity of the stream, once it is known
-            asked["max_unarchived"] = check_int("max_unarchived", max_unarchived, 1, OFFSET_MAX)
-        backend = None if store is None else open_store(store, name)
-        if backend is None and resume:
-            raise ValueError("resume=True goes on with what is in a store; give one with store=.")
-        if create:
-            founder, meta = create_stream(
-                self._connector, name, config, max_unarchived, backend, resume=resume
-            )
-        else:
-            founder, meta = False, find_stream(self._connector, name)
-        if meta.store is None and (backend is not None or max_unarchived is not None):
-            raise StreamConfigMismatch(
-                f"Stream {name!r} exists without a store; open it without one, or create another "
-                "stream.",
-                stream=name,
-            )
-        check_settings(name, meta, asked)
-        if backend is not None:
-            settle(backend, name, meta, founder=founder, resume=resume)
-        handle = StreamHandle(self._connector, name, meta, backend)
+        if resume and store is None:
+            raise ValueError("resume=True continues what is in a store; give one with store=.")
+        asked = _given(
+            capacity=capacity,
+            compression=compression,
+            checksum=checksum,
+            codec=codec,
+            ordering_key=ordering_key,
+        )
+        handle = open_stream(
+            self._connector, name, asked, max_unarchived, store, create=create, resume=resume
+        )
         stream = Stream(self, handle)
-        if backend is not None and archive:
-            start_archiver(stream, handle, backend)
+        if store is not None and archive:
+            start_archiver(stream, handle, handle.find_store())
         return stream
 
     def streams(self) -> list[str]:
@@ -167,30 +134,25 @@ class Client(Closeable):
         codec: Format | PeerCodec = "json",
         create: bool = True,
     ) -> PeerGroup:
-        """Open a peer group: look on, send messages, or join; close it, or use ``with``.
+        """Open a peer group to watch it, send messages or join. Close it, or use ``with``.
 
-        Who opens it first chooses its settings; those that are not given are not compared.
+        The first client to open a group chooses its settings, which ``PeersConfig`` describes. An
+        omitted setting is not compared with that of an existing group.
 
         Args:
-            name: 1 to 128 of A-Z a-z 0-9 . _ -; or name/instance, as ``groups()`` has it.
-            instance: One of several groups of that name, apart from each other.
-            ttl: Seconds of silence after which a member is taken for dead (10).
-            member_expiration: Seconds after which a named member that is dead is removed; None,
-                the default, is never.
-            election: Who leads: the "oldest" member (default), a "random" one, or None: nobody.
-            min_size: Members that must be alive before a leader is elected (1).
-            max_inbox: Messages of a member that may wait (10,000).
-            codec: How messages of this handle are written: "json", "msgpack", "bytes", or a
-                ``PeerCodec`` with types of your own. Not a setting of the group.
-            create: Whether to begin it if it does not exist.
+            name: 1 to 128 characters of A-Z a-z 0-9 . _ -, or name/instance, as ``peer_groups()``
+                lists it.
+            instance: Names one of several independent groups with the same name.
+            codec: How this client writes messages: "json", "msgpack", "bytes", or a ``PeerCodec``
+                with types of your own.
+            create: If false, raise ``PeerGroupNotFound`` instead of creating the group.
 
         Raises:
-            PeerError: It exists with other settings.
-            PeerGroupNotFound: It does not exist, and ``create`` is false.
+            PeerError: The group exists with other settings.
+            PeerGroupNotFound: The group does not exist, and ``create`` is false.
             ValueError, TypeError: A setting out of its range, or of the wrong type.
         """
-        given = {"ttl": ttl, "min_size": min_size, "max_inbox": max_inbox}
-        asked: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        asked = _given(ttl=ttl, min_size=min_size, max_inbox=max_inbox)
         if not isinstance(member_expiration, Unset):
             asked["member_expiration"] = member_expiration
         if not isinstance(election, Unset):
@@ -239,3 +201,8 @@ class Client(Closeable):
 
     def __repr__(self) -> str:
         return f"<Client of {self.address}{' (closed)' if self._connector.closed else ''}>"
+
+
+def _given(**settings: Any) -> dict[str, Any]:
+    """Return the settings that are not None."""
+    return {name: value for name, value in settings.items() if value is not None}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from meteor_py.errors import MeteorError, StoreMismatch, StoreUnavailable
-from meteor_py.log.catalog import find_stream
+from meteor_py.errors import MeteorError, StoreMismatch, StoreUnavailable, StreamConfigMismatch
+from meteor_py.log.catalog import check_settings, create_stream, find_stream
 from meteor_py.log.log_reader import LogReader
-from meteor_py.records.config import OFFSET_MAX, check_choice, check_int
+from meteor_py.records.config import OFFSET_MAX, StreamConfig, check_choice, check_int
 from meteor_py.records.descriptions import Meta
 from meteor_py.records.frame import entry_span, foreign_entry
 from meteor_py.records.position import Position
@@ -17,7 +18,7 @@ from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import DESCRIBE_STREAM, OFFSET_AT_TIME, Script
 from meteor_py.store.base import RingbufferStore
-from meteor_py.store.identity import check_identity, open_store
+from meteor_py.store.identity import Store, check_identity, open_store, settle
 from meteor_py.store.read_ahead import StoreReadAhead
 
 _POSITION = ("incarnation", "epoch", "next")
@@ -187,6 +188,55 @@ class StreamHandle:
         """Return the end of the stream, if this is still its incarnation."""
         reply_errors.check_incarnation(self.name, self.incarnation, reply[0])
         return Position(self.incarnation, int(reply[1]), int(reply[2]))
+
+
+def open_stream(
+    connector: Connector,
+    name: str,
+    asked: dict[str, Any],
+    max_unarchived: int | None = None,
+    store: Store | None = None,
+    *,
+    create: bool = True,
+    resume: bool = False,
+) -> StreamHandle:
+    """Open a stream, and create it if it does not exist and ``create`` is true.
+
+    Args:
+        connector: The way to the server.
+        name: The name of the stream.
+        asked: Settings of ``StreamConfig`` that the stream must have.
+        max_unarchived: One more, which only a stream with a store has.
+        store: The store that the stream must have.
+        create: Whether to create it.
+        resume: Whether a new stream continues the one archived in the store.
+
+    Raises:
+        StreamConfigMismatch, StoreMismatch: The stream exists with other settings or another store.
+        StreamNotFound: The stream does not exist, and ``create`` is false.
+        StoreUnavailable: The store cannot be reached.
+    """
+    keys.check_name(name)
+    config = replace(StreamConfig(), **asked)
+    if max_unarchived is not None:  # compared with the stream's capacity once that is known
+        asked["max_unarchived"] = check_int("max_unarchived", max_unarchived, 1, OFFSET_MAX)
+    backend = None if store is None else open_store(store, name)
+    if create:
+        created, meta = create_stream(
+            connector, name, config, max_unarchived, backend, resume=resume
+        )
+    else:
+        created, meta = False, find_stream(connector, name)
+    if meta.store is None and (backend is not None or max_unarchived is not None):
+        raise StreamConfigMismatch(
+            f"Stream {name!r} exists without a store; open it without one, or create another "
+            "stream.",
+            stream=name,
+        )
+    check_settings(name, meta, asked)
+    if backend is not None:
+        settle(backend, name, meta, founder=created, resume=resume)
+    return StreamHandle(connector, name, meta, backend)
 
 
 def first_readable(meta: Meta, ring: int) -> int:
