@@ -19,19 +19,19 @@ from rich.table import Table
 
 from benchmarks import (
     archive,
-    both,
-    command,
+    cli,
     fanout,
     groups,
     imports,
     latency,
     memory,
+    one_record,
+    one_to_one,
     peers,
     publish,
     read,
     ring,
     shared,
-    single,
     spark,
 )
 from benchmarks.common import Bench, Row, plain_client
@@ -40,8 +40,8 @@ from meteor_py.server import open_embedded
 FAMILIES: dict[str, Callable[[Bench], list[Row]]] = {
     "publish": publish.run,
     "read": read.run,
-    "both": both.run,
-    "single": single.run,
+    "one_to_one": one_to_one.run,
+    "one_record": one_record.run,
     "latency": latency.run,
     "fanout": fanout.run,
     "groups": groups.run,
@@ -51,7 +51,7 @@ FAMILIES: dict[str, Callable[[Bench], list[Row]]] = {
     "ring": ring.run,
     "memory": memory.run,
     "import": imports.run,
-    "command": command.run,
+    "cli": cli.run,
     "spark": spark.run,
 }
 HEADER = ("what", "ours", "peer", "ratio", "goal", "met")
