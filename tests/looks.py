@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import meteor_py as meteor
-from meteor_cli.snapshot import Look, Seen
+from meteor_cli.live.snapshot import Look, Seen
 
 
 def group(

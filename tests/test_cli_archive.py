@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_cli.size import parse_size
+from meteor_cli.args.sizes import parse_size
 from tests.archiving import LONG_S, Depot
 from tests.commands import METEOR, Running, succeed
 from tests.commands import meteor as run_meteor

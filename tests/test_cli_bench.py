@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meteor_cli import measure
+from meteor_cli.commands.bench import measure
 from tests.commands import METEOR, meteor, succeed
 from tests.servers import plain_client
 from tests.terminal import Terminal

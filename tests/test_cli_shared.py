@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from meteor_cli.group_id import parse_id, show_id
-from meteor_cli.reasons import reasons
+from meteor_cli.args.ids import parse_id, show_id
+from meteor_cli.commands.shared import reasons
 from meteor_py import (
     Consumer,
     GroupConfigMismatch,

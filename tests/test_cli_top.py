@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 import meteor_py as meteor
-from meteor_cli.board import Sort, View, draw, show_count
-from meteor_cli.snapshot import Look, Rates
-from meteor_cli.top import _ended_once
+from meteor_cli.live.screen import Sort, View, draw
+from meteor_cli.live.snapshot import Look, Rates
+from meteor_cli.render.text import show_count
+from meteor_cli.signals import ended_once
 from tests.archiving import LONG_S, Depot
 from tests.commands import METEOR, succeed
 from tests.commands import meteor as run
@@ -386,7 +387,7 @@ def test_a_reader_who_has_seen_enough_ends_it_quietly(url: str, client: meteor.C
 def test_help_is_light() -> None:
     """Nothing that takes long is loaded before it is needed."""
     program = (
-        "import sys, json, meteor_cli.top, meteor_cli.watch; "
+        "import sys, json, meteor_cli.commands.top, meteor_cli.commands.watch; "
         "print(json.dumps([m for m in ('meteor_py', 'rich', 'msgspec') if m in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
@@ -397,7 +398,7 @@ def test_signals_that_come_while_the_terminal_is_prepared_or_put_back_wait() -> 
     done: list[str] = []
 
     def use_the_terminal() -> None:
-        with _ended_once() as hear:
+        with ended_once() as hear:
             try:
                 signal.raise_signal(signal.SIGINT)
                 done.append("prepared")

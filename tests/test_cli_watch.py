@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 import meteor_py as meteor
-from meteor_cli import snapshot
-from meteor_cli.changes import Change, changes
-from meteor_cli.snapshot import Look, Observer, Seen, rates_between
-from meteor_cli.watch import to_json, to_text
+from meteor_cli.live import snapshot
+from meteor_cli.live.changes import Change, changes
+from meteor_cli.live.snapshot import Look, Observer, Seen, rates_between
+from meteor_cli.live.watch import to_json, to_text
 from meteor_py import keys
 from tests.archiving import LONG_S, Depot
 from tests.bench import NAME, Pair

@@ -1,0 +1,90 @@
+r"""Ids of groups of records, which are bytes, as people see and write them.
+
+Text is written as it is. Other bytes, what a terminal must not get, and the backslash are escapes:
+``\xNN`` and ``\\``. So an id that is shown can be given back, in single quotes for the shell.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+from meteor_cli.render.sanitize import sanitize
+
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|([\\nrt])|)")
+_SHORT = {"\\": b"\\", "n": b"\n", "r": b"\r", "t": b"\t"}
+
+
+def show_id(group: bytes) -> str:
+    r"""The id on one line, such that ``parse_id`` gives it back.
+
+    >>> show_id(b"customer 7"), show_id(b"\xff\x00C:\\")
+    ('customer 7', '\\xff\\x00C:\\\\')
+    """
+    text = group.decode(errors="surrogateescape")
+    return "".join(map(_show, text))
+
+
+def _show(char: str) -> str:
+    if char == "\\":
+        return r"\\"
+    data = char.encode(errors="surrogateescape")
+    if "\udc80" <= char <= "\udcff" or sanitize(char) != char:
+        return "".join(f"\\x{byte:02x}" for byte in data)
+    return char
+
+
+def parse_id(text: str) -> bytes:
+    r"""The bytes that are meant.
+
+    >>> parse_id(r"a\x00\\")
+    b'a\x00\\'
+
+    Raises:
+        ValueError: A backslash that begins no escape, or an empty id.
+    """
+    parts: list[bytes] = []
+    end = 0
+    for match in _ESCAPE.finditer(text):
+        parts.append(text[end : match.start()].encode(errors="surrogateescape"))
+        end = match.end()
+        if match[1]:
+            parts.append(bytes.fromhex(match[1]))
+        elif match[2]:
+            parts.append(_SHORT[match[2]])
+        else:
+            raise ValueError(r"a backslash is written \\, and another byte \xNN")
+    parts.append(text[end:].encode(errors="surrogateescape"))
+    return b"".join(parts)
+
+
+class IdType(click.ParamType[bytes]):
+    """The argument ID, with the flag ``--hex`` beside it."""
+
+    name = "id"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> bytes:
+        as_hex = context is not None and bool(context.params.get("as_hex"))
+        try:
+            found = bytes.fromhex(value) if as_hex else parse_id(value)
+        except ValueError as error:
+            why = "it is not in hexadecimal" if as_hex else str(error)
+            self.fail(f"{sanitize(value)!r} is not the id of a group: {why}.", param, context)
+        if not 1 <= len(found) <= 256:
+            self.fail(f"an id has 1 to 256 bytes, not {len(found)}.", param, context)
+        return found
+
+
+def parse_rule(text: str) -> str:
+    """Check what makes groups of the records of a stream.
+
+    Raises:
+        ValueError: It is none of the two.
+    """
+    if text != "key" and not re.fullmatch(r"header:.+", text, re.DOTALL):
+        raise ValueError(f"{sanitize(text)!r} is neither key nor header:NAME.")
+    return text

@@ -1,0 +1,143 @@
+"""``meteor groups``: list, describe and delete subscriber groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from meteor_cli.args import options
+from meteor_cli.command import Group, command
+from meteor_cli.commands.listing import look_at_streams, print_list
+from meteor_cli.render.json import print_json, to_fields
+from meteor_cli.render.tables import print_facts, print_table
+from meteor_cli.render.terminal import confirm
+from meteor_cli.render.text import counted, say
+from meteor_cli.session import Session
+
+if TYPE_CHECKING:
+    from meteor_py import GroupActive, GroupDescription, Stream
+
+
+@click.group(cls=Group)
+def groups() -> None:
+    """List, describe and delete subscriber groups.
+
+    `meteor seek` moves them.
+    """
+
+
+@command("ls", example="meteor groups ls orders")
+@options.any_stream
+@options.json_lines
+def list_groups(session: Session, stream: str | None, as_json: bool) -> None:
+    """List the groups of a stream, or of all."""
+    is_all = True
+    with session.connect() as m:
+        if stream is None:
+            parts, is_all = look_at_streams(m, _groups_of)
+        else:
+            parts = [_groups_of(m.stream(stream, create=False))]
+    print_list(
+        [group for part in parts for group in part],
+        is_all,
+        as_json=as_json,
+        fields=lambda found: to_fields(found[1], stream=found[0]),
+        table=print_groups,
+        empty=f"there is no group yet; `meteor tail {stream or 'STREAM'} -g GROUP` begins one.",
+    )
+
+
+def _groups_of(stream: Stream) -> list[tuple[str, GroupDescription]]:
+    return [(stream.name, group) for group in stream.groups()]
+
+
+@command("info", example="meteor groups info orders billing")
+@options.stream_name
+@options.group_name
+@options.json_object
+def describe_group(session: Session, stream: str, group: str, as_json: bool) -> None:
+    """Show where a group stands, and who reads for it."""
+    with session.stream(stream) as opened:
+        found, first = opened.group(group), opened.bounds()[0]
+    if as_json:
+        print_json(to_fields(found, stream=stream))
+        return
+    facts: dict[str, object] = {
+        "stream": stream,
+        "group": group,
+        "confirmed": f"below {found.confirmed}",
+        "lag": found.lag,
+        "kind": found.kind,
+    }
+    if found.kind == "shared":
+        facts["consumers"] = found.consumers
+        facts["more"] = f"`meteor shared info {stream} {group}`"
+    else:
+        facts |= {"owner": found.owner or "nobody", "term": str(found.term)}
+        if found.confirmed < first:
+            facts["lost"] = f"records {found.confirmed} to {first - 1} are gone before it read them"
+    print_facts(facts)
+
+
+@command("rm", example="meteor groups rm orders billing")
+@options.stream_name
+@options.group_name
+@options.flag("--force", help="Even if a member is at work; it will be told.")
+@options.flag("--dry-run", help="Only show what would be deleted.")
+@options.yes
+def remove_group(
+    session: Session, stream: str, group: str, force: bool, dry_run: bool, yes: bool
+) -> None:
+    """Delete a group, with what it has confirmed; the records stay."""
+    with session.stream(stream) as opened:
+        found = opened.group(group)
+        subject = f"group {group!r} of stream {stream!r}"
+        what = f"deleted: it had confirmed all below {found.confirmed}"
+        if found.owner is not None and not force:
+            raise active(stream, group, found.owner)
+        if found.consumers and not force:
+            raise _shared_active(opened, group)
+        if not confirm(subject, what, dry_run=dry_run, yes=yes):
+            return
+        opened.delete_group(group, force=force)
+    say(f"{subject} {what}.")
+
+
+for member in (list_groups, describe_group, remove_group):
+    groups.add_command(member)
+
+
+def active(stream: str, group: str, owner: str) -> GroupActive:
+    """The error that the library raises when it is asked to change such a group."""
+    from meteor_py import GroupActive
+
+    return GroupActive(f"{owner} has the lease.", stream=stream, group=group, owner=owner)
+
+
+def _shared_active(stream: Stream, group: str) -> GroupActive:
+    """The same of a shared group."""
+    from meteor_py import GroupActive
+
+    found = stream.shared_group(group).describe().consumers
+    owner = next((one.name for one in found if one.lease > 0), "nobody, a moment later,")
+    return GroupActive(f"Shared with {owner}.", stream=stream.name, group=group, owner=owner)
+
+
+def print_groups(found: Sequence[tuple[str, GroupDescription]]) -> None:
+    """A table of groups, each with the name of its stream."""
+    print_table(
+        "stream | group | confirmed# | lag# | kind | owner | term#",
+        [
+            [stream, group.name, group.confirmed, group.lag, group.kind, *_holding(group)]
+            for stream, group in found
+        ],
+    )
+
+
+def _holding(group: GroupDescription) -> tuple[str | None, str | None]:
+    """Who reads for it, and the term."""
+    if group.consumers is not None:
+        return counted(group.consumers, "consumer"), None
+    return group.owner, str(group.term)
