@@ -1,4 +1,4 @@
-"""``meteor peers``: distributed groups on the command line, as processes and in a terminal."""
+"""``meteor peers``: peer groups on the command line, as processes and in a terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_groups_are_listed_with_members_leader_and_term(url: str, crew: list[Mem
 
 def test_without_groups_a_sentence_says_so(url: str) -> None:
     done = succeed(url, "peers", "ls")
-    assert (done.out, "there is no distributed group yet" in done.err) == (b"", True)
+    assert (done.out, "there is no peer group yet" in done.err) == (b"", True)
 
 
 def test_a_group_that_cannot_be_read_does_not_hide_the_others(
@@ -107,7 +107,7 @@ def test_a_group_that_does_not_exist_is_not_begun(url: str, arguments: list[str]
     command, *rest = arguments
     done = meteor(url, "peers", command, "nope", *rest)
     assert (done.code, done.out) == (1, b"")
-    assert "There is no distributed group 'nope'; `meteor peers ls`" in done.err
+    assert "There is no peer group 'nope'; `meteor peers ls`" in done.err
     assert done.err.count("\n") == 1
     with meteor_.connect(url) as m:
         assert m.groups() == []
@@ -199,7 +199,7 @@ def test_a_group_is_deleted_only_if_that_is_confirmed(url: str, group: PeerGroup
         assert m.groups() == []
         assert m.redis.keys("*") == []
     done = meteor(url, *command, "--yes")
-    assert (done.code, "There is no distributed group 'workers'" in done.err) == (1, True)
+    assert (done.code, "There is no peer group 'workers'" in done.err) == (1, True)
 
 
 def test_a_group_with_members_alive_is_deleted_only_by_force(

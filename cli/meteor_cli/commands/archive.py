@@ -17,9 +17,8 @@ from meteor_cli.command import Group, command
 from meteor_cli.commands.listing import look_at_streams
 from meteor_cli.render.json import print_json, to_fields
 from meteor_cli.render.sanitize import sanitize
-from meteor_cli.render.tables import print_table
 from meteor_cli.render.terminal import ask, progress
-from meteor_cli.render.text import counted, say, show_bytes
+from meteor_cli.render.text import counted, print_table, say, show_bytes
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
@@ -97,13 +96,12 @@ def run(
 def _find_all(m: Client, store: str | None, settings: dict[str, Any]) -> list[Archiver]:
     """For each stream with a store that can be reached; the others are named."""
 
-    def make(stream: Stream) -> Archiver | None:
+    def make(stream: Stream) -> list[Archiver]:
         if stream.describe().archived is None:
-            return None
-        return _open(m, stream.name, store).archiver(**settings)
+            return []
+        return [_open(m, stream.name, store).archiver(**settings)]
 
-    made, is_all = look_at_streams(m, make)
-    found = [archiver for archiver in made if archiver is not None]
+    found, is_all = look_at_streams(m, make)
     if not found:
         if is_all:
             say("no stream has a store; `meteor streams create NAME --store DIR` makes one.")

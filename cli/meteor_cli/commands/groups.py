@@ -9,11 +9,10 @@ import click
 
 from meteor_cli.args import options
 from meteor_cli.command import Group, command
-from meteor_cli.commands.listing import look_at_streams, print_list
+from meteor_cli.commands.listing import look_at_streams, print_list, stream_fields
 from meteor_cli.render.json import print_json, to_fields
-from meteor_cli.render.tables import print_facts, print_table
 from meteor_cli.render.terminal import confirm
-from meteor_cli.render.text import counted, say
+from meteor_cli.render.text import counted, print_facts, print_table, say
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
@@ -33,24 +32,12 @@ def groups() -> None:
 @options.json_lines
 def list_groups(session: Session, stream: str | None, as_json: bool) -> None:
     """List the groups of a stream, or of all."""
-    is_all = True
     with session.connect() as m:
-        if stream is None:
-            parts, is_all = look_at_streams(m, _groups_of)
-        else:
-            parts = [_groups_of(m.stream(stream, create=False))]
-    print_list(
-        [group for part in parts for group in part],
-        is_all,
-        as_json=as_json,
-        fields=lambda found: to_fields(found[1], stream=found[0]),
-        table=print_groups,
-        empty=f"there is no group yet; `meteor tail {stream or 'STREAM'} -g GROUP` begins one.",
-    )
-
-
-def _groups_of(stream: Stream) -> list[tuple[str, GroupDescription]]:
-    return [(stream.name, group) for group in stream.groups()]
+        found = look_at_streams(
+            m, lambda opened: [(opened.name, group) for group in opened.groups()], stream
+        )
+    if_none = f"there is no group yet; `meteor tail {stream or 'STREAM'} -g GROUP` begins one."
+    print_list(found, as_json, stream_fields, print_groups, if_none)
 
 
 @command("info", example="meteor groups info orders billing")

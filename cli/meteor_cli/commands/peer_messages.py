@@ -11,8 +11,7 @@ from meteor_cli.args.completion import BY_ID
 from meteor_cli.args.input import parse_body
 from meteor_cli.command import command
 from meteor_cli.render.json import print_json, to_fields, writable
-from meteor_cli.render.tables import print_facts
-from meteor_cli.render.text import counted, say
+from meteor_cli.render.text import counted, print_facts, say
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:

@@ -13,14 +13,13 @@ from meteor_cli.commands.listing import look_at_all, print_list
 from meteor_cli.commands.peer_messages import ask, propose, send
 from meteor_cli.live.peer_watch import PeerWatcher, member_fields
 from meteor_cli.render.json import print_json, to_fields, to_json, writable
-from meteor_cli.render.tables import print_table
 from meteor_cli.render.terminal import ask as ask_user
 from meteor_cli.render.terminal import confirm
-from meteor_cli.render.text import counted, say, show_age
+from meteor_cli.render.text import counted, print_table, say, show_age
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
-    from meteor_py import MeteorError, PeerGroup, PeerLetter
+    from meteor_py import PeerGroup, PeerLetter
     from meteor_py.peers.books import Look
 
 #: Members that are named in a sentence.
@@ -44,22 +43,18 @@ def list_peers(session: Session, as_json: bool) -> None:
 
     with session.connect() as m:
 
-        def look(name: str) -> tuple[str, Look, dict[str, Any]]:
+        def look(name: str) -> list[tuple[str, Look, dict[str, Any]]]:
             books = Books(m, name)
-            return name, books.look(), to_fields(books.settings())
+            try:
+                return [(name, books.look(), to_fields(books.settings()))]
+            except PeerGroupNotFound:
+                if name in m.groups():
+                    raise
+                return []  # deleted a moment ago
 
-        def is_gone(name: str, error: MeteorError | ValueError) -> bool:
-            return isinstance(error, PeerGroupNotFound) and name not in m.groups()
-
-        found, is_all = look_at_all(m.groups(), look, what="group", is_gone=is_gone)
-    print_list(
-        found,
-        is_all,
-        as_json=as_json,
-        fields=lambda each: _group_fields(each[0], each[1]) | each[2],
-        table=_print_peers,
-        empty="there is no peer group yet; `client.group(NAME)` in Python begins one.",
-    )
+        found = look_at_all("group", m.groups(), look)
+    if_none = "there is no peer group yet; `client.group(NAME)` in Python begins one."
+    print_list(found, as_json, lambda one: _group_fields(*one[:2]) | one[2], _print_peers, if_none)
 
 
 def _print_peers(found: Sequence[tuple[str, Look, dict[str, Any]]]) -> None:
@@ -211,14 +206,10 @@ def list_dead(session: Session, group: str, as_json: bool) -> None:
         ]
         print_table("buried# | member | queue | verb | sender | type | bytes# | reason", rows)
 
-    print_list(
-        letters,
-        True,
-        as_json=as_json,
-        fields=lambda letter: {"group": group} | _letter_fields(letter),
-        table=table,
-        empty=f"group {group!r} has no dead letters.",
-    )
+    def fields(letter: PeerLetter) -> dict[str, Any]:
+        return {"group": group} | _letter_fields(letter)
+
+    print_list((letters, True), as_json, fields, table, f"group {group!r} has no dead letters.")
 
 
 def _letter_fields(letter: PeerLetter) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from meteor_cli.args.positions import Place, parse_place
 from meteor_cli.command import command
 from meteor_cli.commands.groups import active
 from meteor_cli.render.json import print_json
-from meteor_cli.render.tables import print_facts
+from meteor_cli.render.text import print_facts
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:

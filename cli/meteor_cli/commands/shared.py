@@ -12,12 +12,11 @@ import click
 from meteor_cli.args import options
 from meteor_cli.args.ids import IdType, show_id
 from meteor_cli.command import Group, command
-from meteor_cli.commands.listing import look_at_streams, print_list
+from meteor_cli.commands.listing import look_at_streams, print_list, stream_fields
 from meteor_cli.render.json import print_json, to_fields, writable
 from meteor_cli.render.sanitize import sanitize
-from meteor_cli.render.tables import print_facts, print_table
 from meteor_cli.render.terminal import ask
-from meteor_cli.render.text import counted, say
+from meteor_cli.render.text import counted, print_facts, print_table, say
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
@@ -47,28 +46,17 @@ def shared() -> None:
 @options.json_lines
 def list_shared(session: Session, stream: str | None, as_json: bool) -> None:
     """List the shared groups of a stream, or of all."""
-    is_all = True
-    empty = "there is no shared group yet; `stream.shared_subscriber(GROUP)` in Python begins one."
-    with session.connect() as m:
-        if stream is None:
-            parts, is_all = look_at_streams(m, _shared_of)
-        else:
-            opened = m.stream(stream, create=False)
-            parts = [_shared_of(opened)]
-            if opened.config.group_by is None:
-                empty = (
-                    f"stream {stream!r} was created without --group-by, so it has no shared "
-                    "groups; `meteor streams create NAME --group-by key` makes one that can have "
-                    "them."
-                )
-    print_list(
-        [one for part in parts for one in part],
-        is_all,
-        as_json=as_json,
-        fields=lambda found: to_fields(found[1], stream=found[0]),
-        table=_print_shared,
-        empty=empty,
+    if_none = (
+        "there is no shared group yet; `stream.shared_subscriber(GROUP)` in Python begins one."
     )
+    with session.connect() as m:
+        found = look_at_streams(m, _shared_of, stream)
+        if stream is not None and m.stream(stream, create=False).config.group_by is None:
+            if_none = (
+                f"stream {stream!r} was created without --group-by, so it has no shared groups; "
+                "`meteor streams create NAME --group-by key` makes one that can have them."
+            )
+    print_list(found, as_json, stream_fields, _print_shared, if_none)
 
 
 def _shared_of(stream: Stream) -> list[tuple[str, SharedDescription]]:

@@ -12,9 +12,8 @@ from meteor_cli.args import completion, options
 from meteor_cli.command import Group, command
 from meteor_cli.commands.listing import look_at_streams, print_list
 from meteor_cli.render.json import print_json, to_fields
-from meteor_cli.render.tables import print_facts, print_table
 from meteor_cli.render.terminal import confirm
-from meteor_cli.render.text import counted, say, show_age, show_bytes
+from meteor_cli.render.text import counted, print_facts, print_table, say, show_age, show_bytes
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
@@ -31,9 +30,9 @@ def streams() -> None:
 def list_streams(session: Session, as_json: bool) -> None:
     """List the streams."""
     with session.connect() as m:
-        found, is_all = look_at_streams(m, lambda stream: stream.describe())
-    empty = "there is no stream yet; `meteor publish NAME hello` makes one."
-    print_list(found, is_all, as_json=as_json, fields=to_fields, table=_print_streams, empty=empty)
+        found = look_at_streams(m, lambda stream: [stream.describe()])
+    if_none = "there is no stream yet; `meteor publish NAME hello` makes one."
+    print_list(found, as_json, to_fields, _print_streams, if_none)
 
 
 def _print_streams(found: Sequence[Description]) -> None:

@@ -16,9 +16,8 @@ import msgspec
 import meteor_py as meteor
 from meteor_cli.commands.bench import measure
 from meteor_cli.commands.server import product_name
-from meteor_cli.render.tables import print_table
 from meteor_cli.render.terminal import progress
-from meteor_cli.render.text import say
+from meteor_cli.render.text import print_table, say
 from meteor_cli.session import Session
 
 #: Bytes of the records that the ring keeps at a time, and of those that are made beforehand.

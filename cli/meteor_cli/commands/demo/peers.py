@@ -60,7 +60,7 @@ class Peer(Worker):
 def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]) -> Outcome:
     """Start members, kill the one that leads, and have the others vote and act."""
     with ExitStack() as stack:
-        peers = Peer.start(MEMBERS, __name__, url, group.name, stack)
+        peers = Peer.start(MEMBERS, stack, __name__, url, group.name)
         _wait(lambda: len(group.members) == MEMBERS and all(peer.id for peer in peers))
         advance(1)
         leader, first = group.leader, group.term

@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+
+from meteor_cli.commands.demo.worker import end_with_parent
 
 _JAVA, _PYSPARK = 17, (4, 2)
 #: Seconds after which the tour gives up on Spark.
@@ -126,7 +127,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _work(stream: str) -> None:
     """What the other process does."""
-    threading.Thread(target=_end_with_parent, name="meteor-cli-parent", daemon=True).start()
+    end_with_parent()  # Java ends when this end of its pipe is closed
     began = time.perf_counter()
     from pyspark.sql import SparkSession
 
@@ -141,11 +142,6 @@ def _work(stream: str) -> None:
     done = time.perf_counter()
     spark.stop()
     print(json.dumps(Outcome(started - began, done - started, rows, first, last).__dict__))
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)  # Java ends when this end of its pipe is closed
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import click
 
 import meteor_py as meteor
 from meteor_cli.commands.bench import measure
-from meteor_cli.commands.demo import crash, failover, peers, sharing, spark
+from meteor_cli.commands.demo import crash, peers, spark, takeover
 from meteor_cli.commands.server import product_name
 from meteor_cli.render.records import as_text
 from meteor_cli.render.terminal import progress
@@ -198,32 +198,37 @@ class Tour:
         self._how(f'>>> spark.read.format("meteor").option("stream", "{stream.name}").load()')
 
     def _fail_over(self, stream: meteor.Stream, url: str) -> None:
-        with progress("a group of two processes, one is killed", failover.RECORDS) as advance:
-            outcome = failover.fail_over(stream, url, advance)
-        self._check(outcome.lost == 0, "no record is lost with its reader")
+        outcome = self._take_over("exclusive", stream, url, "a group of two, one is killed")
         self._tell(
-            f"Killed the process that read for a group after {len(outcome.first):,} records:",
-            f"the next went on {self._figure(f'{outcome.pause_s:.2f} s')} later; of "
-            f"{failover.RECORDS:,} records {self._figure(f'{outcome.lost} lost')}, "
-            f"{outcome.twice} handled again",
+            f"Killed the process that read for a group after {outcome.before:,} records:",
+            f"the next went on {self._aftermath(outcome)}",
         )
-        self._how(
-            f'>>> stream.subscriber(group="{failover.GROUP}", lease_ttl={failover.LEASE_S:g})'
-        )
+        lease_s = takeover.KINDS["exclusive"].lease_s
+        self._how(f'>>> stream.subscriber(group="{takeover.GROUP}", lease_ttl={lease_s:g})')
 
     def _share(self, stream: meteor.Stream, url: str) -> None:
-        with progress("three consumers share, one is killed", sharing.RECORDS) as advance:
-            outcome = sharing.share(stream, url, advance)
-        self._check(outcome.lost == 0, "no record is lost with its consumer")
-        self._check(outcome.out_of_order == 0, "each cart is handled in order")
+        outcome = self._take_over("shared", stream, url, "three consumers share, one is killed")
+        processes = takeover.KINDS["shared"].processes
         self._tell(
-            f"Shared {sharing.CARTS} carts out to {sharing.CONSUMERS} processes, "
+            f"Shared {takeover.CARTS} carts out to {processes} processes, "
             f"{self._figure('each in order')}, and killed one of them:",
-            f"its carts went on {self._figure(f'{outcome.pause_s:.2f} s')} later; of "
-            f"{sharing.RECORDS:,} records {self._figure(f'{outcome.lost} lost')}, "
-            f"{outcome.twice} handled again",
+            f"its carts went on {self._aftermath(outcome)}",
         )
-        self._how(f'>>> stream.shared_subscriber("{sharing.GROUP}")  # group_by="key"')
+        self._how(f'>>> stream.shared_subscriber("{takeover.GROUP}")  # group_by="key"')
+
+    def _take_over(self, kind: str, stream: meteor.Stream, url: str, what: str) -> takeover.Outcome:
+        with progress(what, takeover.RECORDS) as advance:
+            outcome = takeover.take_over(kind, stream, url, advance)
+        self._check(outcome.lost == 0, "no record is lost with the process that had it")
+        self._check(outcome.out_of_order == 0, "each cart is handled in order")
+        return outcome
+
+    def _aftermath(self, outcome: takeover.Outcome) -> str:
+        pause, lost = f"{outcome.pause_s:.2f} s", f"{outcome.lost} lost"
+        return (
+            f"{self._figure(pause)} later; of {takeover.RECORDS:,} records {self._figure(lost)}, "
+            f"{outcome.twice} handled again"
+        )
 
     def _coordinate(self, group: meteor.PeerGroup, url: str) -> None:
         with progress("three members, the leader is killed", peers.STEPS) as advance:

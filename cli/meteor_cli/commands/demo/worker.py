@@ -23,12 +23,12 @@ class Worker:
     Args:
         module: Calls ``run_worker``.
         url: The server.
-        name: The stream or group that it works for.
+        arguments: For its work.
     """
 
-    def __init__(self, module: str, url: str, name: str) -> None:
+    def __init__(self, module: str, url: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", module, name],
+            [sys.executable, "-W", "ignore", "-m", module, *arguments],
             stdin=subprocess.PIPE,  # which is closed when we end, in whatever way
             stdout=subprocess.PIPE,
             text=True,
@@ -42,11 +42,13 @@ class Worker:
         self._thread.start()
 
     @classmethod
-    def start(cls, count: int, module: str, url: str, name: str, stack: ExitStack) -> list[Self]:
+    def start(
+        cls, count: int, stack: ExitStack, module: str, url: str, *arguments: str
+    ) -> list[Self]:
         """Start several, which end with the stack."""
         workers: list[Self] = []
         for _ in range(count):
-            workers.append(cls(module, url, name))
+            workers.append(cls(module, url, *arguments))
             stack.callback(workers[-1].end)
         return workers
 
@@ -78,15 +80,20 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
-def run_worker(work: Callable[[str], None]) -> None:
+def run_worker(work: Callable[..., None]) -> None:
     """Do what a worker does, for as long as the process that has started it lives."""
-    threading.Thread(target=_end_with_parent, name="meteor-cli-parent", daemon=True).start()
+    end_with_parent()
     try:
-        work(sys.argv[1])
+        work(*sys.argv[1:])
     except meteor.MeteorError:
         sys.exit(1)  # the tour was ended, and its server with it; else it misses us, and says so
 
 
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
+def end_with_parent() -> None:
+    """End this process when the one that has started it ends, in whatever way."""
+
+    def wait() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="meteor-cli-parent", daemon=True).start()
