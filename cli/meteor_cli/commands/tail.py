@@ -17,10 +17,12 @@ from meteor_cli.args import completion, options, positions
 from meteor_cli.args.input import to_bytes
 from meteor_cli.args.positions import Place, Span, parse_span
 from meteor_cli.command import command, section
-from meteor_cli.render import Refused, Sink, say, template
 from meteor_cli.render import records as rendering
+from meteor_cli.render import template
 from meteor_cli.render.records import Render
 from meteor_cli.render.template import Template
+from meteor_cli.render.terminal import Refused, Sink
+from meteor_cli.render.text import say
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
