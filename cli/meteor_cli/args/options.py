@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from meteor_cli.args import completion
-from meteor_cli.args.ids import parse_rule
+from meteor_cli.args.keys import parse_rule
 from meteor_cli.args.sizes import parse_size
 
 T = TypeVar("T")

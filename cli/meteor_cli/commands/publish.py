@@ -6,8 +6,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, TypedDict
+from contextlib import ExitStack, contextmanager
+from operator import add
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,16 +27,6 @@ if TYPE_CHECKING:
 _MAX_BYTES = 1024 * 1024
 #: How many times as long as for an answer a record may take, with repeats: 30 s.
 _PATIENCE = 6
-
-
-class PublisherSettings(TypedDict):
-    """What ``stream.publisher`` is told."""
-
-    compression: Compression | None
-    acks: int
-    max_record_bytes: int
-    codec: str
-    delivery_timeout: float
 
 
 @command(
@@ -112,43 +103,37 @@ def publish(
     with session.connect(writing=True) as m:
         opened = m.stream(stream, create=create, capacity=capacity, group_by=group_by)
         parser = RecordParser(opened.config.codec, key, key_separator, headers)
-        settings = PublisherSettings(
-            compression=compression,
-            acks=acks,
-            max_record_bytes=max_bytes,
-            codec="bytes",
-            delivery_timeout=_PATIENCE * session.timeout,
-        )
+        settings: dict[str, Any] = {
+            "compression": compression,
+            "acks": acks,
+            "max_record_bytes": max_bytes,
+            "codec": "bytes",
+            "delivery_timeout": _PATIENCE * session.timeout,
+        }
         if values:
             rows = parser.columns([to_bytes(value) for value in values], 1)
-            offsets = _publish_values(opened, settings, rows)
+            with opened.publisher(**settings) as pub:
+                ack = _publish(pub, rows)
+                ack.result()
             if not quiet:
-                click.echo("\n".join(map(str, offsets)))
+                click.echo("\n".join(str(offset) for span in ack.ranges for offset in span))
         else:
             parts = _read(source or "lines", parser, b"\0" if null else b"\n", max_bytes)
-            _publish_input(opened, settings, parts, quiet=quiet)
-
-
-def _publish_values(
-    stream: meteor_py.Stream, settings: PublisherSettings, rows: Columns
-) -> list[int]:
-    with stream.publisher(**settings) as pub:
-        ack = _publish(pub, rows)
-        ack.result()
-    return [offset for span in ack.ranges for offset in span]
+            _publish_input(opened, parts, session.timeout, quiet=quiet, **settings)
 
 
 def _publish_input(
     stream: meteor_py.Stream,
-    settings: PublisherSettings,
     parts: Iterator[Columns],
+    patience_s: float,
     *,
     quiet: bool,
+    **settings: Any,
 ) -> None:
     typed = sys.stdin.isatty()
     if typed:
         say("type records, one on each line; Ctrl-D ends.")
-    tally = Tally(stream, settings["delivery_timeout"] / _PATIENCE)
+    tally = Tally(stream, patience_s)
     try:
         with (
             _archiving(stream),
@@ -172,13 +157,12 @@ def _archiving(stream: meteor_py.Stream) -> Iterator[None]:
     """Let a stream with a store have room for what comes, if the store is within reach."""
     from meteor_py import StoreMismatch, StoreUnavailable
 
-    archiver = None
-    if stream.config.store is not None:
+    with ExitStack() as stack:
         try:
-            archiver = stream.archiver()
+            if stream.config.store is not None:
+                stack.enter_context(stream.archiver().start())
         except (StoreMismatch, StoreUnavailable):
             pass  # of another machine: so is its archiver
-    with nullcontext() if archiver is None else archiver.start():
         yield
 
 
@@ -208,20 +192,18 @@ def _read(source: str, parser: RecordParser, delimiter: bytes, limit: int) -> It
 def _cut(rows: Columns, limit: int) -> Iterator[Columns]:
     """Apart what comes before a record that is too large: it is published, however the input was
     cut, and the publisher refuses the rest."""
+    from meteor_py.intake import headers_size
+
     sizes = list(map(len, rows.values))
     if rows.keys is not None:
         sizes = [size + len(key or b"") for size, key in zip(sizes, rows.keys, strict=True)]
     if rows.headers is not None:
-        from meteor_py.intake import headers_size
-
         extra = [headers_size(headers or {}) for headers in rows.headers]
-        sizes = [size + more for size, more in zip(sizes, extra, strict=True)]
-    if max(sizes) > limit:
-        index = next(index for index, size in enumerate(sizes) if size > limit)
-        if index:
-            yield rows.part(0, index)
-        rows = rows.part(index, len(sizes))
-    yield rows
+        sizes = list(map(add, sizes, extra))
+    index = next((index for index, size in enumerate(sizes) if size > limit), 0)
+    if index:
+        yield rows.part(0, index)
+    yield rows.part(index, len(sizes)) if index else rows
 
 
 class Tally:

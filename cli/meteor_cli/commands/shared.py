@@ -1,16 +1,17 @@
-"""``meteor shared``: look at shared groups, purge and resume groups of their records."""
+"""``meteor shared``: look at shared groups, purge and resume ordering keys."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import click
 
 from meteor_cli.args import options
-from meteor_cli.args.ids import IdType, show_id
+from meteor_cli.args.keys import KeyType, show_key
 from meteor_cli.command import Group, command
 from meteor_cli.commands.listing import look_at_streams, print_list, stream_fields
 from meteor_cli.render.json import print_json, to_fields, writable
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 #: Consumers that are named in a sentence.
 _NAMED = 3
-_ID = {
-    "ID": r"""
+_KEY = {
+    "KEY": r"""
 The key, or header, of the records. Bytes that are no text are written as they
 are shown, in single quotes: 'cart-\xff'; a backslash is \\. Or with --hex.
 """.strip("\n")
@@ -63,25 +64,22 @@ def _shared_of(stream: Stream) -> list[tuple[str, SharedDescription]]:
     from meteor_py import GroupNotFound
 
     found: list[tuple[str, SharedDescription]] = []
-    for group in stream.groups():
-        if group.kind == "shared":
-            try:
-                found.append((stream.name, stream.shared_group(group.name).describe()))
-            except GroupNotFound:
-                continue  # deleted a moment ago
+    for name in [group.name for group in stream.groups() if group.kind == "shared"]:
+        try:
+            found.append((stream.name, stream.shared_group(name).describe()))
+        except GroupNotFound:
+            continue  # deleted a moment ago
     return found
 
 
 def _print_shared(found: Sequence[tuple[str, SharedDescription]]) -> None:
-    numbers = ("lag", "waiting", "ready", "blocked", "dead", "lost")
-    print_table(
-        " | ".join(["stream", "group", "consumers#", *(f"{name}#" for name in numbers)]),
-        [
-            [stream, one.name, sum(consumer.lease > 0 for consumer in one.consumers)]
-            + [getattr(one, name) for name in numbers]
-            for stream, one in found
-        ],
-    )
+    numbers = attrgetter("lag", "waiting", "ready", "blocked", "dead", "lost")
+    rows = [
+        [stream, one.name, sum(consumer.lease > 0 for consumer in one.consumers), *numbers(one)]
+        for stream, one in found
+    ]
+    headings = "stream | group | consumers# | lag# | waiting# | ready# | blocked# | dead# | lost#"
+    print_table(headings, rows)
 
 
 @command(
@@ -95,7 +93,7 @@ def _print_shared(found: Sequence[tuple[str, SharedDescription]]) -> None:
     *("-n", "--number"),
     min=0,
     default=10,
-    help="Groups of records to show, those with the oldest first: 10.",
+    help="Ordering keys to show, those with the oldest records first: 10.",
 )
 @options.json_object
 def describe_shared(session: Session, stream: str, group: str, number: int, as_json: bool) -> None:
@@ -104,35 +102,27 @@ def describe_shared(session: Session, stream: str, group: str, number: int, as_j
     And why nothing is delivered, if that is so.
     """
     with _opened(session, stream, group) as opened:
-        groups = opened.groups()
+        keys = opened.groups()
         found = opened.describe()
         end = opened.stream.end().offset
-    told = reasons(stream, found, groups)
+    told = reasons(stream, found, keys)
     if as_json:
-        shown = [to_fields(state) | {"id": writable(state.id)} for state in groups[:number]]
-        more = {"groups": shown, "groups_total": len(groups), "reasons": told}
+        shown = [to_fields(state) | {"id": writable(state.id)} for state in keys[:number]]
+        more = {"groups": shown, "groups_total": len(keys), "reasons": told}
         print_json(to_fields(found, stream=stream) | more)
         return
     print_facts(_facts(stream, found, end))
     if found.consumers:
         click.echo()
-        print_table(
-            "consumer | groups# | records# | lease#",
-            [
-                [
-                    one.name,
-                    one.groups,
-                    one.records,
-                    f"{one.lease:.1f} s" if one.lease > 0 else "dead",
-                ]
-                for one in found.consumers
-            ],
-        )
-    if groups and number:
+        leases = [f"{one.lease:.1f} s" if one.lease > 0 else "dead" for one in found.consumers]
+        consumers = [(one.name, one.groups, one.records) for one in found.consumers]
+        rows = [[*one, lease] for one, lease in zip(consumers, leases, strict=True)]
+        print_table("consumer | keys# | records# | lease#", rows)
+    if keys and number:
         click.echo()
-        _print_states(groups[:number])
-        if len(groups) > number:
-            click.echo(f"\u2026 and {counted(len(groups) - number, 'more group')}")
+        _print_states(keys[:number])
+        if len(keys) > number:
+            click.echo(f"\u2026 and {counted(len(keys) - number, 'more key')}")
     click.echo()
     for sentence in told:  # in lines that fit a small terminal, the same in a pipe
         click.echo(click.wrap_text(sanitize(sentence), 80, "* ", "  "))
@@ -141,28 +131,29 @@ def describe_shared(session: Session, stream: str, group: str, number: int, as_j
 def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]:
     config = found.config
     tries = f"after {counted(config.max_deliveries, 'failure')}" if config.max_deliveries else ""
-    then = "then its group is parked" if config.on_poison == "park" else "then its group goes on"
+    then = "then its key is parked" if config.on_poison == "park" else "then its key goes on"
     letters = "none: they are counted and logged"
     if config.dead_letter:
         letters = f"stream {config.dead_letter}"
     elif config.on_poison == "park":
-        letters = "none: they stay at the head of their groups"
-    free = "in no group, and in no order"
+        letters = "none: they stay at the head of their keys"
     facts: dict[str, object] = {
         "stream": stream,
         "group": found.name,
         "confirmed": f"below {found.confirmed:,} of {end:,}, lag {found.lag:,}",
-        "waiting": f"{counted(found.waiting, 'record')}; {counted(found.ready, 'group')} ready, "
+        "waiting": f"{counted(found.waiting, 'record')}; {counted(found.ready, 'key')} ready, "
         f"{found.blocked:,} delayed or parked",
         "settled": f"{found.acked:,} acknowledged, {found.dead:,} given up, {found.purged:,} "
         f"purged, {found.lost:,} lost",
         "returned": f"{counted(found.returned, 'record')}; {counted(found.reaped, 'consumer')} "
         "died",
-        "group cap": counted(config.group_cap, "record"),
+        "key cap": counted(config.group_cap, "record"),
         "lease": f"{config.lease_ttl:g} s",
         "given up": f"{tries}, {then}" if tries else f"only if rejected, {then}",
         "dead letters": letters,
-        "ungrouped": free if config.ungrouped == "free" else f"in group {config.default_group}",
+        "without key": "in no order"
+        if config.ungrouped == "free"
+        else f"as of key {config.default_group}",
     }
     if found.lost_last:
         first, last = found.lost_last
@@ -170,21 +161,17 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
     return facts
 
 
-def _print_states(groups: Sequence[GroupState]) -> None:
-    print_table(
-        "id | records# | held# | waiting# | oldest# | state | owner",
-        [
-            [
-                *(show_id(one.id), one.count, one.acquired, one.waiting),
-                *(one.oldest if one.oldest >= 0 else None, one.state, one.owner),
-            ]
-            for one in groups
-        ],
-    )
+def _print_states(keys: Sequence[GroupState]) -> None:
+    numbers, state = attrgetter("count", "acquired", "waiting"), attrgetter("state", "owner")
+    rows = [
+        [show_key(one.id), *numbers(one), one.oldest if one.oldest >= 0 else None, *state(one)]
+        for one in keys
+    ]
+    print_table("key | records# | held# | waiting# | oldest# | state | owner", rows)
 
 
 _hex = click.option(
-    "--hex", "as_hex", is_flag=True, is_eager=True, help="ID is written in hexadecimal."
+    "--hex", "as_hex", is_flag=True, is_eager=True, help="KEY is written in hexadecimal."
 )
 
 
@@ -193,11 +180,11 @@ _hex = click.option(
     example=r"""
 meteor shared purge carts billing cart-7 --dry-run
 meteor shared purge carts billing 'cart-\xff' --limit 1""".strip(),
-    more=_ID,
+    more=_KEY,
 )
 @options.stream_name
 @options.shared_group_name
-@click.argument("id", type=IdType())
+@click.argument("key", type=KeyType())
 @options.count("--limit", help="At most so many, the oldest: all.")
 @_hex
 @options.flag("--dry-run", help="Only show what would be purged, as far as that is known.")
@@ -206,49 +193,41 @@ def purge(
     session: Session,
     stream: str,
     group: str,
-    id: bytes,
+    key: bytes,
     limit: int | None,
     as_hex: bool,
     dry_run: bool,
     yes: bool,
 ) -> None:
-    """Settle the waiting records of one group of records, unprocessed.
+    """Settle the waiting records of one ordering key, unprocessed.
 
     What a consumer holds stays with it. The records stay in the stream, for others.
     """
-    name = show_id(id)
+    name = show_key(key)
     with _opened(session, stream, group) as opened:
         found = opened.groups(look_ahead=not dry_run)  # which writes
-        state = next((one for one in found if one.id == id), None)
-        if dry_run:
-            _say_unknown(opened)
+        state = next((one for one in found if one.id == key), None)
+        unknown = opened.stream.end().offset - opened.describe().looked
+        if dry_run and unknown > 0:
+            not_seen = counted(unknown, "record", "has", "have")
+            say(f"{not_seen} not been looked at, and may be of any key.")
         waiting = state.waiting if state else 0
-        stay = f"; {_held(state)}" if state and state.acquired else ""
+        stay = ""
+        if state and state.acquired:
+            stay = f"; {counted(state.acquired, 'record', 'stays', 'stay')} with {state.owner}"
         if not waiting:
             say(f"nothing of {name} waits in shared group {group!r}{stay}.")
             return
         count = min(limit or waiting, waiting)
-        what = f"the oldest {count:,} of {counted(waiting, 'waiting record')} of {name}"
-        if count == waiting:
-            what = f"{counted(waiting, 'waiting record')} of {name}"
+        what = f"{counted(waiting, 'waiting record')} of {name}"
+        if count < waiting:
+            what = f"the oldest {count:,} of {what}"
         if dry_run:
             say(f"would be purged from shared group {group!r}: {what}{stay}.")
             return
         ask(f"Shared group {group!r} of stream {stream!r} will not process {what}{stay}.", yes=yes)
-        purged = opened.purge(id, count)  # no more than was shown, however long that took
+        purged = opened.purge(key, count)  # no more than was shown, however long that took
     say(f"purged from shared group {group!r}: {counted(purged, 'record')} of {name}{stay}.")
-
-
-def _say_unknown(shared: SharedGroup) -> None:
-    unknown = shared.stream.end().offset - shared.describe().looked
-    if unknown > 0:
-        verb = "has" if unknown == 1 else "have"
-        say(f"{counted(unknown, 'record')} {verb} not been looked at, and may be of any group.")
-
-
-def _held(state: GroupState) -> str:
-    stay = "stays" if state.acquired == 1 else "stay"
-    return f"{counted(state.acquired, 'record')} {stay} with {state.owner}"
 
 
 @command(
@@ -256,23 +235,21 @@ def _held(state: GroupState) -> str:
     example=r"""
 meteor shared resume carts billing cart-7
 meteor shared resume carts billing 636172742dff --hex""".strip(),
-    more=_ID,
+    more=_KEY,
 )
 @options.stream_name
 @options.shared_group_name
-@click.argument("id", type=IdType())
+@click.argument("key", type=KeyType())
 @_hex
-def resume(session: Session, stream: str, group: str, id: bytes, as_hex: bool) -> None:
-    """Let a group of records that is parked or delayed go on now.
+def resume(session: Session, stream: str, group: str, key: bytes, as_hex: bool) -> None:
+    """Let an ordering key that is parked or delayed go on now.
 
     The failures of its first record are forgotten.
     """
     with _opened(session, stream, group) as opened:
-        was_stopped = opened.resume(id)
-    if was_stopped:
-        say(f"{show_id(id)} goes on in shared group {group!r}.")
-    else:
-        say(f"{show_id(id)} is neither parked nor delayed in shared group {group!r}.")
+        was_stopped = opened.resume(key)
+    state = "goes on" if was_stopped else "is neither parked nor delayed"
+    say(f"{show_key(key)} {state} in shared group {group!r}.")
 
 
 @command("fsck", example="meteor shared fsck carts billing")
@@ -280,7 +257,7 @@ def resume(session: Session, stream: str, group: str, id: bytes, as_hex: bool) -
 @options.shared_group_name
 @options.json_lines
 def fsck(session: Session, stream: str, group: str, as_json: bool) -> None:
-    """Check the books of a shared group for contradictions.
+    """Check the state of a shared group for contradictions.
 
     The exit status is 1 if there are any. Of a large group the server is busy for a moment.
     """
@@ -291,10 +268,10 @@ def fsck(session: Session, stream: str, group: str, as_json: bool) -> None:
             print_json({"stream": stream, "group": group, "flaw": flaw})
         else:
             click.echo(sanitize(flaw))
+    outcome = counted(len(flaws), "contradiction") if flaws else "all is well"
+    say(f"shared group {group!r} of stream {stream!r}: {outcome}.")
     if flaws:
-        say(f"shared group {group!r} of stream {stream!r}: {counted(len(flaws), 'contradiction')}.")
         raise click.exceptions.Exit(1)
-    say(f"shared group {group!r} of stream {stream!r}: all is well.")
 
 
 @contextmanager
@@ -311,49 +288,39 @@ def _opened(session: Session, stream: str, group: str) -> Iterator[SharedGroup]:
             ) from None
 
 
-def reasons(stream: str, found: SharedDescription, groups: Sequence[GroupState]) -> list[str]:
-    """Sentences, what somebody has to see to first; what others have named is in them as it came.
-
-    Args:
-        stream: Its name.
-        found: The shared group.
-        groups: All its groups of records.
-    """
+def reasons(stream: str, found: SharedDescription, keys: Sequence[GroupState]) -> list[str]:
+    """Why a shared group delivers nothing, or not all, in sentences; what somebody has to see to
+    comes first. What others have named is in them as it came."""
     if found.lag == 0:
         return ["All records are settled: it waits for new ones."]
-    told = _stopped(stream, found, groups)
+    told = _stopped(stream, found, keys)
+    lag = f"{counted(found.lag, 'record', 'is', 'are')} not settled"
     dead = [consumer.name for consumer in found.consumers if consumer.lease <= 0]
-    if len(dead) == len(found.consumers):
-        told.append(f"There is no consumer, and {_lag(found)}.")
+    is_deserted = len(dead) == len(found.consumers)
+    if is_deserted:
+        told.append(f"There is no consumer, and {lag}.")
     if dead:
-        told.append(
-            f"{dead[0]} is dead{f', and {len(dead) - 1:,} more' if len(dead) > 1 else ''}: whoever "
-            "asks for records next gets what it held."
-        )
-    if len(dead) == len(found.consumers):
+        more = f", and {len(dead) - 1:,} more" if len(dead) > 1 else ""
+        told.append(f"{dead[0]} is dead{more}: whoever asks for records next gets what it held.")
+    if is_deserted:
         return told
-    told += _held_back(found, groups)
+    told += _held_back(found, keys)
     if found.ready:
         told.append(
-            f"{counted(found.ready, 'group')} can be had at once: whoever asks gets records, "
-            "unless it holds as many as its prefetch allows."
+            f"{counted(found.ready, 'key')} can be had at once: whoever asks gets records, unless "
+            "it holds as many as its prefetch allows."
         )
     new = found.confirmed + found.lag - found.looked
     if new > 0 and found.waiting < _most():
         told.append(
-            f"{counted(new, 'record')} {'has' if new == 1 else 'have'} not been looked at yet: "
-            "consumers do that when they ask for records."
+            f"{counted(new, 'record', 'has', 'have')} not been looked at yet: consumers do that "
+            "when they ask for records."
         )
-    return told or [f"Nothing is in the way: {_at_work(found)}."]
-
-
-def _at_work(found: SharedDescription) -> str:
     busy = [consumer for consumer in found.consumers if consumer.records]
-    if not busy:
-        return _lag(found)
-    held = sum(consumer.records for consumer in busy)
-    who = busy[0].name if len(busy) == 1 else counted(len(busy), "consumer")
-    return f"{who} {'has' if len(busy) == 1 else 'have'} {counted(held, 'record')} to settle"
+    if busy and not told:
+        who = f"{busy[0].name} has" if len(busy) == 1 else f"{len(busy):,} consumers have"
+        lag = f"{who} {counted(sum(one.records for one in busy), 'record')} to settle"
+    return told or [f"Nothing is in the way: {lag}."]
 
 
 def _most() -> int:
@@ -362,64 +329,50 @@ def _most() -> int:
     return WAITING_MAX
 
 
-def _lag(found: SharedDescription) -> str:
-    return f"{counted(found.lag, 'record')} {'is' if found.lag == 1 else 'are'} not settled"
-
-
-def _stopped(stream: str, found: SharedDescription, groups: Sequence[GroupState]) -> list[str]:
+def _stopped(stream: str, found: SharedDescription, keys: Sequence[GroupState]) -> list[str]:
     """What somebody has to act upon."""
     told: list[str] = []
     if found.waiting >= _most():
         told.append(
-            f"{found.waiting:,} records wait for their groups, and more may not: nothing new is "
+            f"{found.waiting:,} records wait for their keys, and more may not: nothing new is "
             "delivered before some of those are settled, resumed or purged."
         )
-    parked = [group for group in groups if group.state == "parked"]
-    if parked:
-        told.append(
-            f"{counted(len(parked), 'group')} {_is(parked)} parked, with "
-            f"{counted(sum(group.count for group in parked), 'record')}: `meteor shared resume "
-            f"{stream} {found.name} ID` lets one go on."
-        )
-    delayed = [group for group in groups if group.state == "delayed"]
-    if delayed:
-        told.append(
-            f"{counted(len(delayed), 'group')} {_is(delayed)} delayed after a failure, with "
-            f"{counted(sum(group.count for group in delayed), 'record')}, and will go on."
-        )
+    for state, why, then in (
+        ("parked", "", f": `meteor shared resume {stream} {found.name} KEY` lets one go on."),
+        ("delayed", " after a failure", ", and will go on."),
+    ):
+        stopped = [key.count for key in keys if key.state == state]
+        if stopped:
+            records = counted(sum(stopped), "record")
+            these = counted(len(stopped), "key", "is", "are")
+            told.append(f"{these} {state}{why}, with {records}{then}")
     if found.dying:
         told.append(
-            f"{counted(found.dying, 'record')} {'was' if found.dying == 1 else 'were'} given up, "
-            f"and not yet published to stream {found.config.dead_letter!r}: a consumer has to, "
-            "and must be allowed to."
+            f"{counted(found.dying, 'record', 'was', 'were')} given up, and not yet published to "
+            f"stream {found.config.dead_letter!r}: a consumer has to, and must be allowed to."
         )
     return told
 
 
-def _held_back(found: SharedDescription, groups: Sequence[GroupState]) -> list[str]:
+def _held_back(found: SharedDescription, keys: Sequence[GroupState]) -> list[str]:
     """Who holds what others wait for."""
-    busy = [group for group in groups if group.state == "owned"]
-    owners = Counter(group.owner or "somebody" for group in busy)
+    owned = [key for key in keys if key.state == "owned"]
+    owners = {key.owner or "somebody" for key in owned}
     told: list[str] = []
-    if len(owners) == 1 and len(found.consumers) > 1 and len(busy) == len(groups) > 1:
-        (name,) = owners
-        told.append(f"All {counted(len(busy), 'group')} are held by {name}.")
-    waiting = [group for group in busy if group.waiting]
-    per_owner = Counter[str]()
-    for group in waiting:
-        per_owner[group.owner or "somebody"] += group.waiting
-    for name, records in per_owner.most_common(_NAMED):
+    if len(owners) == 1 and len(found.consumers) > 1 and len(owned) == len(keys) > 1:
+        told.append(f"All {counted(len(owned), 'key')} are held by {owners.pop()}.")
+    waiting = Counter[str]()
+    for key in owned:
+        if key.waiting:
+            waiting[key.owner or "somebody"] += key.waiting
+    for name, records in waiting.most_common(_NAMED):
         told.append(
-            f"{counted(records, 'record')} {'waits' if records == 1 else 'wait'} for {name}, which "
-            "has to settle what it holds of their groups first."
+            f"{counted(records, 'record', 'waits', 'wait')} for {name}, which has to settle what "
+            "it holds of their keys first."
         )
-    if len(per_owner) > _NAMED:
-        told.append(f"The same goes for {counted(len(per_owner) - _NAMED, 'more consumer')}.")
+    if len(waiting) > _NAMED:
+        told.append(f"The same goes for {counted(len(waiting) - _NAMED, 'more consumer')}.")
     return told
-
-
-def _is(groups: Sequence[GroupState]) -> str:
-    return "is" if len(groups) == 1 else "are"
 
 
 for member in (list_shared, describe_shared, purge, resume, fsck):

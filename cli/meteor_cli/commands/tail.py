@@ -145,13 +145,7 @@ def tail(
 
 
 def _renderer(
-    stream: meteor_py.Stream,
-    form: str | None,
-    *,
-    as_json: bool,
-    raw: bool,
-    null: bool,
-    force: bool,
+    stream: meteor_py.Stream, form: str | None, *, as_json: bool, raw: bool, null: bool, force: bool
 ) -> Render:
     terminal = sys.stdout.isatty()
     parsed = None
@@ -210,6 +204,9 @@ class Bounds:
     #: Records left to print.
     number: int | None = None
 
+    def stop_at(self, offset: int) -> None:
+        self.stop = offset if self.stop is None else min(self.stop, offset)
+
 
 class Tailer:
     """Reads a stream and writes what it reads."""
@@ -232,30 +229,19 @@ class Tailer:
         """Read from anywhere, leaving no trace."""
         end = self._stream.bounds()[1]
         bounds = Bounds(stop=None if follow else end)
-        start: int | str
         if span is None:
             start = self._start(end, number, follow=follow)
         else:
             bounds.number = number
             start = self._resolve(span.start)
             self._limit(bounds, span.stop)
-        with self._stream.subscriber(
-            codec="bytes", on_gap="skip", on_gap_skipped=self._note_gap
-        ) as sub:
-            sub.seek(start)
-            self._loop(sub, bounds)
+        self._loop(bounds, start)
 
     def read_for(self, group: str, span: Span | None, number: int | None, *, follow: bool) -> None:
         """Read as a member of a group; what was written is confirmed."""
         bounds = Bounds(None if follow else self._stream.bounds()[1], number=number)
-        with self._stream.subscriber(
-            group=group,
-            initial_offset="auto" if span is None else span.start.kind,
-            codec="bytes",
-            on_gap="skip",
-            on_gap_skipped=self._note_gap,
-        ) as sub:
-            self._loop(sub, bounds)
+        initial = "auto" if span is None else span.start.kind
+        self._loop(bounds, group=group, initial_offset=initial)
 
     def _start(self, end: int, number: int | None, *, follow: bool) -> int | str:
         """Where to start if nobody said: with the last few, or with all if it ends there."""
@@ -305,10 +291,17 @@ class Tailer:
         if stop.time is not None and stop.time > datetime.now(stop.time.tzinfo):
             bounds.until = stop.time
             return
-        offset = stop.resolve(self._stream)
-        bounds.stop = offset if bounds.stop is None else min(bounds.stop, offset)
+        bounds.stop_at(stop.resolve(self._stream))
 
-    def _loop(self, sub: meteor_py.Subscriber, bounds: Bounds) -> None:
+    def _loop(self, bounds: Bounds, start: int | str | None = None, **settings: Any) -> None:
+        with self._stream.subscriber(
+            codec="bytes", on_gap="skip", on_gap_skipped=self._note_gap, **settings
+        ) as sub:
+            if start is not None:
+                sub.seek(start)
+            self._follow(sub, bounds)
+
+    def _follow(self, sub: meteor_py.Subscriber, bounds: Bounds) -> None:
         while bounds.number != 0 and not (bounds.stop is not None and sub.position >= bounds.stop):
             batch = self._poll(sub, bounds)
             if batch is None:
@@ -354,8 +347,7 @@ class Tailer:
         assert bounds.until is not None
         until_ms = int(bounds.until.timestamp() * 1000)
         if time.time() * 1000 >= until_ms or (batch and batch[-1].appended >= until_ms):
-            stop = self._stream.offset_at(bounds.until)
-            bounds.stop = stop if bounds.stop is None else min(bounds.stop, stop)
+            bounds.stop_at(self._stream.offset_at(bounds.until))
             bounds.until = None
 
     def _print(self, sub: meteor_py.Subscriber, batch: RecordBatch, bounds: Bounds) -> None:

@@ -85,9 +85,7 @@ def encode(stream: str, records: Iterable[Record]) -> bytes:
             record.appended,
             None if record.key is None else to_data(record.key),
             to_data(record.value),
-            None
-            if record.headers is None
-            else {name: to_data(value) for name, value in record.headers.items()},
+            _each(to_data, record.headers),
         )
         for record in records
     ]
@@ -138,11 +136,13 @@ def _to_row(given: Given) -> tuple[Any, ...]:
     return (
         _to_bytes(given.value),
         None if given.key is None else _to_bytes(given.key),
-        None
-        if given.headers is None
-        else {name: _to_bytes(value) for name, value in given.headers.items()},
+        _each(_to_bytes, given.headers),
         None if given.timestamp is None else check_ms(given.timestamp),
     )
+
+
+def _each(convert: Callable[[Any], Any], headers: dict[str, Any] | None) -> dict[str, Any] | None:
+    return headers and {name: convert(value) for name, value in headers.items()}
 
 
 def _some(column: list[Any]) -> list[Any] | None:

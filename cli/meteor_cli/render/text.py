@@ -19,13 +19,14 @@ def say(text: str) -> None:
     click.echo(f"meteor: {sanitize(text)}", err=True)
 
 
-def counted(number: int, noun: str) -> str:
-    """So many of something.
+def counted(number: int, noun: str, verb: str = "", verbs: str = "") -> str:
+    """So many of something; with what one does, and what several do.
 
-    >>> counted(1, "record"), counted(2_000, "record")
-    ('1 record', '2,000 records')
+    >>> counted(1, "record"), counted(2_000, "record", "waits", "wait")
+    ('1 record', '2,000 records wait')
     """
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    text = f"{number:,} {noun} {verb}" if number == 1 else f"{number:,} {noun}s {verbs}"
+    return text.rstrip()
 
 
 def show_bytes(count: int | None) -> str:

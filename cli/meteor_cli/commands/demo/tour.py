@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import click
 
@@ -312,22 +313,13 @@ class Tour:
     # -- what they share -------------------------------------------------------------------------
 
     @contextmanager
-    def _stream(
-        self,
-        m: meteor.Client,
-        name: str,
-        *,
-        capacity: int | None = None,
-        store: str | None = None,
-        group_by: str | None = None,
-    ) -> Iterator[meteor.Stream]:
+    def _stream(self, m: meteor.Client, name: str, **settings: Any) -> Iterator[meteor.Stream]:
         """A stream that is deleted in the end."""
-        settings = {"capacity": capacity, "store": store, "group_by": group_by}
-        stream = m.stream(name + self._suffix, **settings)  # type: ignore[arg-type]
+        stream = m.stream(name + self._suffix, **settings)
         try:
             yield stream
         finally:
-            stream.delete(history=store is not None)
+            stream.delete(history="store" in settings)
 
     @contextmanager
     def _group(self, m: meteor.Client, name: str) -> Iterator[meteor.PeerGroup]:

@@ -1,7 +1,7 @@
-r"""Ids of groups of records, which are bytes, as people see and write them.
+r"""Ordering keys, which are bytes, as people see and write them.
 
 Text is written as it is. Other bytes, what a terminal must not get, and the backslash are escapes:
-``\xNN`` and ``\\``. So an id that is shown can be given back, in single quotes for the shell.
+``\xNN`` and ``\\``. So a key that is shown can be given back, in single quotes for the shell.
 """
 
 from __future__ import annotations
@@ -17,33 +17,31 @@ _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|([\\nrt])|)")
 _SHORT = {"\\": b"\\", "n": b"\n", "r": b"\r", "t": b"\t"}
 
 
-def show_id(group: bytes) -> str:
-    r"""The id on one line, such that ``parse_id`` gives it back.
+def show_key(key: bytes) -> str:
+    r"""The key on one line, such that ``parse_key`` gives it back.
 
-    >>> show_id(b"customer 7"), show_id(b"\xff\x00C:\\")
+    >>> show_key(b"customer 7"), show_key(b"\xff\x00C:\\")
     ('customer 7', '\\xff\\x00C:\\\\')
     """
-    text = group.decode(errors="surrogateescape")
-    return "".join(map(_show, text))
+
+    def show(char: str) -> str:
+        if char == "\\":
+            return r"\\"
+        data = char.encode(errors="surrogateescape")
+        is_safe = not "\udc80" <= char <= "\udcff" and sanitize(char) == char
+        return char if is_safe else "".join(f"\\x{byte:02x}" for byte in data)
+
+    return "".join(map(show, key.decode(errors="surrogateescape")))
 
 
-def _show(char: str) -> str:
-    if char == "\\":
-        return r"\\"
-    data = char.encode(errors="surrogateescape")
-    if "\udc80" <= char <= "\udcff" or sanitize(char) != char:
-        return "".join(f"\\x{byte:02x}" for byte in data)
-    return char
-
-
-def parse_id(text: str) -> bytes:
+def parse_key(text: str) -> bytes:
     r"""The bytes that are meant.
 
-    >>> parse_id(r"a\x00\\")
+    >>> parse_key(r"a\x00\\")
     b'a\x00\\'
 
     Raises:
-        ValueError: A backslash that begins no escape, or an empty id.
+        ValueError: A backslash that begins no escape, or an empty key.
     """
     parts: list[bytes] = []
     end = 0
@@ -60,27 +58,27 @@ def parse_id(text: str) -> bytes:
     return b"".join(parts)
 
 
-class IdType(click.ParamType[bytes]):
-    """The argument ID, with the flag ``--hex`` beside it."""
+class KeyType(click.ParamType[bytes]):
+    """The argument KEY, with the flag ``--hex`` beside it."""
 
-    name = "id"
+    name = "key"
 
     def convert(
         self, value: Any, param: click.Parameter | None, context: click.Context | None
     ) -> bytes:
         as_hex = context is not None and bool(context.params.get("as_hex"))
         try:
-            found = bytes.fromhex(value) if as_hex else parse_id(value)
+            found = bytes.fromhex(value) if as_hex else parse_key(value)
         except ValueError as error:
             why = "it is not in hexadecimal" if as_hex else str(error)
-            self.fail(f"{sanitize(value)!r} is not the id of a group: {why}.", param, context)
+            self.fail(f"{sanitize(value)!r} is not an ordering key: {why}.", param, context)
         if not 1 <= len(found) <= 256:
-            self.fail(f"an id has 1 to 256 bytes, not {len(found)}.", param, context)
+            self.fail(f"an ordering key has 1 to 256 bytes, not {len(found)}.", param, context)
         return found
 
 
 def parse_rule(text: str) -> str:
-    """Check what makes groups of the records of a stream.
+    """Check the rule by which records of a stream have an ordering key.
 
     Raises:
         ValueError: It is none of the two.
