@@ -22,7 +22,7 @@ from meteor_cli.render.text import counted, print_table, say, show_bytes
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
-    from meteor_py import Archiver, Client, Description, Flaw, SegmentDescription, Stream
+    from meteor_py import Archiver, Client, Description, SegmentDescription, Stream
 
 #: Seconds between two looks at the streams: what is told, is told no more often.
 LOOK_S = 1.0
@@ -97,9 +97,8 @@ def _find_all(m: Client, store: str | None, settings: dict[str, Any]) -> list[Ar
     """For each stream with a store that can be reached; the others are named."""
 
     def make(stream: Stream) -> list[Archiver]:
-        if stream.describe().archived is None:
-            return []
-        return [_open(m, stream.name, store).archiver(**settings)]
+        has_store = stream.describe().archived is not None
+        return [_open(m, stream.name, store).archiver(**settings)] if has_store else []
 
     found, is_all = look_at_streams(m, make)
     if not found:
@@ -212,10 +211,7 @@ def list_segments(session: Session, stream: str, as_json: bool, store: str | Non
             print_json(to_fields(segment, stream=stream) | {"records": segment.records})
         return
     _print_segments(found)
-    if found:
-        say(f"{_sum(found)}, in {archive.uri}")
-    else:
-        say(f"{_empty(stream, end)}.")
+    say(f"{_sum(found)}, in {archive.uri}" if found else f"{_empty(stream, end)}.")
 
 
 @command("verify", example="meteor archive verify orders")
@@ -236,7 +232,9 @@ def verify(session: Session, stream: str, as_json: bool, store: str | None) -> N
         if as_json:
             print_json({"stream": stream, **flaw._asdict(), "harmless": flaw.harmless})
         else:
-            click.echo(_show_flaw(flaw))
+            mark = " (harmless)" if flaw.harmless else ""
+            where = f"records {flaw.first} to {flaw.last}, {flaw.place}"
+            click.echo(sanitize(f"{flaw.kind}{mark}: {where}: {flaw.problem}"))
     harm = sum(not flaw.harmless for flaw in flaws)
     if harm:
         say(f"stream {stream!r} has {counted(harm, 'flaw')} that cannot be called harmless.")
@@ -263,10 +261,10 @@ def compact(session: Session, stream: str, store: str | None, **limits: int | No
         with progress(f"compacting {stream}", end - first) as show:
             saved = archive.compact(**given, progress=lambda done, total: show(done))
         left = len(archive.segments())
+    result = f"nothing to merge; {counted(left, 'file')}"
     if saved:
-        say(f"stream {stream!r}: {counted(saved, 'file')} fewer to read, {left:,} in all.")
-    else:
-        say(f"stream {stream!r}: nothing to merge; {counted(left, 'file')}.")
+        result = f"{counted(saved, 'file')} fewer to read, {left:,} in all"
+    say(f"stream {stream!r}: {result}.")
 
 
 @command(
@@ -374,12 +372,6 @@ def _sum(segments: Sequence[SegmentDescription]) -> str:
     size = show_bytes(sum(segment.size for segment in segments))
     records = sum(segment.records for segment in segments)
     return f"{counted(records, 'record')} in {counted(len(segments), 'file')}, {size}"
-
-
-def _show_flaw(flaw: Flaw) -> str:
-    mark = " (harmless)" if flaw.harmless else ""
-    text = f"{flaw.kind}{mark}: records {flaw.first} to {flaw.last}, {flaw.place}: {flaw.problem}"
-    return sanitize(text)
 
 
 for member in (run, list_segments, verify, compact, expire):

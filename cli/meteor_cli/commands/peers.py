@@ -68,14 +68,9 @@ def _print_peers(found: Sequence[tuple[str, Look, dict[str, Any]]]) -> None:
 
 
 def _group_fields(name: str, look: Look) -> dict[str, Any]:
-    return {
-        "name": name,
-        "members": len(look.members),
-        "alive": _alive(look),
-        "leader": look.leader or None,
-        "term": look.term or None,
-        "view": look.view,
-    }
+    numbers = {"members": len(look.members), "alive": _alive(look)}
+    leader = {"leader": look.leader or None, "term": look.term or None}
+    return {"name": name} | numbers | leader | {"view": look.view}
 
 
 def _alive(look: Look) -> int:

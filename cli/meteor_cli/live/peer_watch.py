@@ -121,15 +121,9 @@ class PeerWatcher:
 
 def member_fields(member: Member, leader: str | None) -> Fields:
     """A member as ``--json`` shows it."""
-    return {
-        "id": member.id,
-        "status": member.status.value,
-        "leads": member.id == leader,
-        "persistent": member.persistent,
-        "priority": member.priority,
-        "joined": member.joined,
-        "metadata": member.metadata,
-    }
+    settings = ("persistent", "priority", "joined", "metadata")
+    state = {"id": member.id, "status": member.status.value, "leads": member.id == leader}
+    return state | {name: getattr(member, name) for name in settings}
 
 
 def describe(view: View) -> str:

@@ -100,11 +100,8 @@ def draw(
     rows_max = None if height is None else max(height - _HEAD, 0)
     rows, rest = _cut(blocks, rows_max, number)
     lines = [*_head(view, width), *_table(rows, width)]
-    if not blocks:
-        hint = "There is no stream; `meteor publish NAME hello` makes one."
-        lines.append(_fit(Cell(hint, "dim"), width))
-    if rest:
-        lines.append(_fit(Cell(rest, "dim"), width))
+    hint = "" if blocks else "There is no stream; `meteor publish NAME hello` makes one."
+    lines += [_fit(Cell(text, "dim"), width) for text in (hint, rest) if text]
     return lines if height is None else lines[:height]
 
 
@@ -113,14 +110,9 @@ def ranked(view: View, sort: Sort) -> list[tuple[str, Seen]]:
 
     def key(item: tuple[str, Seen]) -> tuple[float, str]:
         name, seen = item
-        weight: float = 0
-        if sort == "rate":
-            weight = view.rates.get(name, Rates()).published or 0
-        elif sort == "lag":
-            weight = seen.lag
-        elif sort == "memory":
-            weight = seen.stream.bytes or 0
-        return -weight, name
+        rate = view.rates.get(name, Rates()).published or 0
+        weights = {"name": 0, "rate": rate, "lag": seen.lag, "memory": seen.stream.bytes or 0}
+        return -weights[sort], name
 
     return sorted(view.look.streams.items(), key=key)
 
@@ -165,17 +157,14 @@ def _store_row(seen: Seen, rates: Rates) -> Row:
 def _group_row(group: GroupDescription, first: int, rate: float | None) -> Row:
     # Of a shared group, most of what lies between may be settled.
     lost = max(first - group.confirmed, 0) if group.kind == "exclusive" else 0
+    owner = counted(group.consumers, "consumer") if group.consumers else group.owner
     return Row(
         name=Cell(f"  {sanitize(group.name)}"),
         rate=_rate(rate),
         ring=Cell(f"{show_count(lost)} lost", "bold red") if lost else Cell(),
         lag=_lag(group.lag, alarming=lost > 0),
-        owner=_owner(_who(group), group.lag),
+        owner=_owner(owner, group.lag),
     )
-
-
-def _who(group: GroupDescription) -> str | None:
-    return counted(group.consumers, "consumer") if group.consumers else group.owner
 
 
 def _rate(rate: float | None) -> Cell:

@@ -72,47 +72,26 @@ CONSUMER_FIELDS = ("id", "name", "groups", "records", "lease")
 
 #: The events of ``watch``, and the fields that each has besides.
 EVENTS = {
-    "created": ("next",),
-    "created_anew": ("next",),
-    "deleted": (),
-    "unreadable": ("reason",),
-    "readable": (),
-    "epoch_changed": ("epoch", "before"),
-    "records_lost": ("first", "last"),
-    "records_dropped": ("first", "last"),
-    "group_begun": ("confirmed", "lag"),
-    "group_moved_back": ("confirmed", "before"),
-    "group_deleted": ("confirmed",),
-    "lease_taken": ("owner", "term"),
-    "lease_taken_over": ("owner", "before", "term"),
-    "lease_ended": ("before", "term"),
-    "consumers_changed": ("consumers", "before"),
-    "lag_high": ("lag", "limit"),
-    "lag_normal": ("lag", "limit"),
-    "archiver_taken": ("owner", "before"),
-    "archiver_ended": ("before",),
-    "archiver_missing": ("unarchived", "before"),
-    "server_gone": ("reason",),
-    "server_back": (),
-}
+    "created": ("next",), "created_anew": ("next",), "deleted": (), "unreadable": ("reason",),
+    "readable": (), "epoch_changed": ("epoch", "before"), "records_lost": ("first", "last"),
+    "records_dropped": ("first", "last"), "group_begun": ("confirmed", "lag"),
+    "group_moved_back": ("confirmed", "before"), "group_deleted": ("confirmed",),
+    "lease_taken": ("owner", "term"), "lease_taken_over": ("owner", "before", "term"),
+    "lease_ended": ("before", "term"), "consumers_changed": ("consumers", "before"),
+    "lag_high": ("lag", "limit"), "lag_normal": ("lag", "limit"),
+    "archiver_taken": ("owner", "before"), "archiver_ended": ("before",),
+    "archiver_missing": ("unarchived", "before"), "server_gone": ("reason",), "server_back": (),
+}  # fmt: skip
 
 #: The events of ``peers watch``, and the fields that each has besides.
 PEER_EVENTS = {
-    "state": ("leader", "term", "members"),
-    "joined": ("member", "resync"),
-    "updated": ("member", "resync"),
-    "left": ("member", "reason", "resync"),
-    "dead": ("member", "reason", "resync"),
-    "alive": ("member", "resync"),
-    "elected": ("member", "term", "resync"),
-    "resigned": ("member", "term", "reason", "resync"),
+    "state": ("leader", "term", "members"), "joined": ("member", "resync"),
+    "updated": ("member", "resync"), "left": ("member", "reason", "resync"),
+    "dead": ("member", "reason", "resync"), "alive": ("member", "resync"),
+    "elected": ("member", "term", "resync"), "resigned": ("member", "term", "reason", "resync"),
     "proposed": ("member", "poll", "kind", "action", "topic"),
-    "decided": (
-        "member", "poll", "passed", "reason", "action", "yes", "no", "abstained", "missing",
-    ),
-    "reset": ("resync",),
-    "server_gone": ("reason",),
-    "server_back": (),
+    "decided": ("member", "poll", "passed", "reason", "action", "yes", "no", "abstained", "missing"),
+    "reset": ("resync",), "server_gone": ("reason",), "server_back": (),
 }  # fmt: skip
 #: What an object of the field ``members`` of ``state`` has.
 MEMBER_FIELDS = ("id", *_MEMBER)

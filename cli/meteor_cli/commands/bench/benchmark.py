@@ -6,7 +6,7 @@ import os
 import random
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
 
@@ -98,16 +98,16 @@ class Benchmark:
             measure.publish_many(stream, [self._values], lambda done: None)
             measure.read(stream, lambda done: None, convert=meteor.RecordBatch.to_arrow)
         with self._stream(m) as stream:
-            with self._progress("publish_many", self._records) as advance:
+            with progress(_NAMES["publish_many"], self._records) as advance:
                 took = measure.publish_many(stream, self._parts(), advance)
             yield self._result("publish_many", self._records, took)
             kept = stream.describe().length
             for what, read in _READINGS.items():
-                with self._progress(what, kept) as advance:
+                with progress(_NAMES[what], kept) as advance:
                     seen, took = read(stream, advance)
                 yield self._result(what, seen, took)
         with self._stream(m) as stream:
-            with self._progress("publish", self._records) as advance:
+            with progress(_NAMES["publish"], self._records) as advance:
                 took = measure.publish_each(stream, self._parts(), advance)
             yield self._result("publish", self._records, took)
         with self._stream(m) as stream:
@@ -116,13 +116,10 @@ class Benchmark:
     def _latency(self, stream: meteor.Stream) -> Result:
         count = min(_LATENCIES, self._records)
         values = [(None, self._values[number % len(self._values)]) for number in range(count)]
-        with self._progress("latency", count) as advance:
+        with progress(_NAMES["latency"], count) as advance:
             took = measure.follow(stream, values, advance)[1]
         p50, p99 = (measure.percentile(took, percent) * 1000 for percent in (50, 99))
         return Result("latency", self._server, count, self._size, sum(took), p50_ms=p50, p99_ms=p99)
-
-    def _progress(self, what: str, total: int) -> AbstractContextManager[measure.Advance]:
-        return progress(_NAMES[what], total)
 
     def _parts(self) -> Iterator[list[bytes]]:
         whole, rest = divmod(self._records, len(self._values))

@@ -29,22 +29,23 @@ def publish_many(
     """Publish lists of values, until all are acknowledged; raise as soon as some are not."""
     done = 0
     waiting: deque[meteor.ManyAck] = deque()  # bounded by what the publisher has room for
+
+    def settle() -> None:
+        nonlocal done
+        ack = waiting.popleft()
+        ack.result()
+        done += sum(map(len, ack.ranges))
+        advance(done)
+
     with stream.publisher() as pub:
         start = time.perf_counter()
         for part in parts:
             waiting.append(pub.publish_many(part))
             while waiting and waiting[0].done():
-                done += _settle(waiting.popleft())
-                advance(done)
+                settle()
         while waiting:
-            done += _settle(waiting.popleft())
-            advance(done)
+            settle()
         return time.perf_counter() - start
-
-
-def _settle(ack: meteor.ManyAck) -> int:
-    ack.result()
-    return sum(map(len, ack.ranges))
 
 
 def publish_each(
@@ -124,26 +125,20 @@ def follow(
             for key, value in records:
                 start = time.perf_counter()
                 pub.publish(value, key=key)
-                arrived, record = _next(found)
-                took.append(arrived - start)
-                read.append(record)
+                try:
+                    item = found.get(timeout=_PATIENCE_S)
+                except queue.Empty:
+                    text = f"A record did not come in {_PATIENCE_S:g} seconds."
+                    raise TimeoutError(text) from None
+                if isinstance(item, Exception):
+                    raise item
+                took.append(item[0] - start)
+                read.append(item[1])
                 advance(len(read))
         finally:
             ended.set()
             listener.join()
     return read, took
-
-
-def _next(
-    found: queue.SimpleQueue[tuple[float, meteor.Record] | Exception],
-) -> tuple[float, meteor.Record]:
-    try:
-        item = found.get(timeout=_PATIENCE_S)
-    except queue.Empty:
-        raise TimeoutError(f"A record did not come in {_PATIENCE_S:g} seconds.") from None
-    if isinstance(item, Exception):
-        raise item
-    return item
 
 
 def percentile(samples: Sequence[float], percent: int) -> float:
