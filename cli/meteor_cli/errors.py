@@ -42,7 +42,11 @@ def explain(error: Exception) -> str:
                 f"members {error.group}` shows who is."
             )
         case meteor_py.GroupActive():
-            return _explain_active(error)
+            return (
+                f"Group {error.group!r} of stream {error.stream!r} is active: "
+                f"{sanitize(error.owner)} has its lease. Stop that member first, or take the group "
+                "from it with --force."
+            )
         case meteor_py.LogTruncated() | meteor_py.RecordsLost() | meteor_py.SegmentCorrupt():
             return _explain_loss(error)
         case OSError() if error.strerror and not error.filename:  # as of a full disk
@@ -56,19 +60,6 @@ def explain(error: Exception) -> str:
             return str(error)
     return (
         f"Something unexpected went wrong: {type(error).__name__}: {error} (--debug shows where)."
-    )
-
-
-def _explain_active(error: meteor_py.GroupActive) -> str:
-    group, owner = f"group {error.group!r} of stream {error.stream!r}", sanitize(error.owner)
-    if str(error).startswith("Shared "):
-        return (
-            f"Shared {group} is active: {owner} is one of its consumers. Stop them first, or "
-            "delete it all the same with --force; they will be told."
-        )
-    return (
-        f"G{group[1:]} is active: {owner} has its lease. Stop that member first, or take the group "
-        "from it with --force."
     )
 
 

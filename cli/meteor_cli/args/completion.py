@@ -44,27 +44,26 @@ def _completer(find: Callable[[Client, str | None], list[str]], parent: str | No
             above = context.params.get(parent) or next(iter(context.args), None)
             if above is None:
                 return []
+        session = context.find_object(Session) or Session()
         try:
-            names = _names(context.find_object(Session) or Session(), above, find)
+            names = find_names(session, above)
         except Exception:
             return []  # a shell is no place for errors
         fitting = [name for name in names if name.startswith(incomplete) and _NAME.fullmatch(name)]
         return [CompletionItem(name) for name in fitting]
 
+    def find_names(session: Session, above: str | None) -> list[str]:
+        import meteor_py
+        from meteor_py.server import default_directory
+
+        warnings.simplefilter("ignore")
+        has_url = session.url or os.environ.get("METEOR_URL")
+        if not has_url and not default_directory().exists():
+            return []  # a server would have to be set up for it
+        with meteor_py.connect(session.url, timeout=_PATIENCE_S) as m:
+            return find(m, above)
+
     return complete
-
-
-def _names(
-    session: Session, above: str | None, find: Callable[[Client, str | None], list[str]]
-) -> list[str]:
-    import meteor_py
-    from meteor_py.server import default_directory
-
-    warnings.simplefilter("ignore")
-    if not session.url and not os.environ.get("METEOR_URL") and not default_directory().exists():
-        return []  # a server would have to be set up for it
-    with meteor_py.connect(session.url, timeout=_PATIENCE_S) as m:
-        return find(m, above)
 
 
 def _groups(m: Client, stream: str | None, *, shared: bool = False) -> list[str]:

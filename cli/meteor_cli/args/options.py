@@ -38,6 +38,17 @@ class Parsed(click.ParamType[T]):
             self.fail(str(error), param, context)
 
 
+def together(*decorators: Decorator) -> Decorator:
+    """Several options and arguments, in this order."""
+
+    def decorate(function: Any) -> Any:
+        for each in reversed(decorators):
+            function = each(function)
+        return function
+
+    return decorate
+
+
 def flag(*names: str, help: str) -> Decorator:
     """An option without a value."""
     return click.option(*names, is_flag=True, help=help)
@@ -82,9 +93,13 @@ def json(help: str) -> Decorator:
     return flag("--json", "as_json", help=help)
 
 
+def confirmation(dry_run: str, yes: str = "Do not ask.") -> Decorator:
+    """The options ``--dry-run`` and ``--yes`` of what is destructive."""
+    return together(flag("--dry-run", help=dry_run), flag("-y", "--yes", help=yes))
+
+
 json_lines = json("One JSON object on each line.")
 json_object = json("One JSON object.")
-yes = flag("-y", "--yes", help="Do not ask.")
 rule = Parsed("rule", parse_rule)
 compression = click.option(
     "--compression", type=click.Choice(["none", "lz4", "zstd"]), help="Of frames."
@@ -95,6 +110,8 @@ any_stream = click.argument("stream", required=False, shell_complete=completion.
 stream_names = click.argument(
     "streams", nargs=-1, metavar="[STREAM]...", shell_complete=completion.stream
 )
-group_name = click.argument("group", shell_complete=completion.group)
-shared_group_name = click.argument("group", shell_complete=completion.shared_group)
+group_of_stream = together(stream_name, click.argument("group", shell_complete=completion.group))
+shared_group_of_stream = together(
+    stream_name, click.argument("group", shell_complete=completion.shared_group)
+)
 peer_group_name = click.argument("group", shell_complete=completion.peer_group)

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -285,25 +284,21 @@ meteor archive expire orders --max-bytes 500GB --yes""",
 )
 @options.count("--offset", min=0, help="What lies below.")
 @options.flag("--force", help="Also what a group has not confirmed yet.")
-@options.flag("--dry-run", help="Only show what would be deleted.")
-@options.yes
+@options.confirmation("Only show what would be deleted.")
 @_store
 def expire(
     session: Session,
     stream: str,
-    before: datetime | None,
-    max_bytes: int | None,
-    offset: int | None,
     force: bool,
     dry_run: bool,
     yes: bool,
     store: str | None,
+    **criteria: Any,
 ) -> None:
     """Delete the oldest records from the store, in whole files.
 
     What the ring still holds can be read from there as long as it does.
     """
-    criteria: dict[str, Any] = {"before": before, "max_bytes": max_bytes, "offset": offset}
     if all(value is None for value in criteria.values()):
         raise click.UsageError("Say what may go: --before, --max-bytes or --offset.")
     with _opened(session, stream, store) as opened:

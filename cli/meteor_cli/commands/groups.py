@@ -16,7 +16,7 @@ from meteor_cli.render.text import counted, print_facts, print_table, say
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
-    from meteor_py import GroupActive, GroupDescription, Stream
+    from meteor_py import GroupActive, GroupDescription, MeteorError, Stream
 
 
 @click.group(cls=Group)
@@ -41,8 +41,7 @@ def list_groups(session: Session, stream: str | None, as_json: bool) -> None:
 
 
 @command("info", example="meteor groups info orders billing")
-@options.stream_name
-@options.group_name
+@options.group_of_stream
 @options.json_object
 def describe_group(session: Session, stream: str, group: str, as_json: bool) -> None:
     """Show where a group stands, and who reads for it."""
@@ -69,15 +68,15 @@ def describe_group(session: Session, stream: str, group: str, as_json: bool) -> 
 
 
 @command("rm", example="meteor groups rm orders billing")
-@options.stream_name
-@options.group_name
+@options.group_of_stream
 @options.flag("--force", help="Even if a member is at work; it will be told.")
-@options.flag("--dry-run", help="Only show what would be deleted.")
-@options.yes
+@options.confirmation("Only show what would be deleted.")
 def remove_group(
     session: Session, stream: str, group: str, force: bool, dry_run: bool, yes: bool
 ) -> None:
     """Delete a group, with what it has confirmed; the records stay."""
+    from meteor_py import GroupActive
+
     with session.stream(stream) as opened:
         found = opened.group(group)
         subject = f"group {group!r} of stream {stream!r}"
@@ -85,10 +84,15 @@ def remove_group(
         if found.owner is not None and not force:
             raise active(stream, group, found.owner)
         if found.consumers and not force:
-            raise _shared_active(opened, group)
+            raise _has_consumers(opened, group)
         if not confirm(subject, what, dry_run=dry_run, yes=yes):
             return
-        opened.delete_group(group, force=force)
+        try:
+            opened.delete_group(group, force=force)
+        except GroupActive:
+            if found.kind == "shared":  # a consumer has come while we asked
+                raise _has_consumers(opened, group) from None
+            raise
     say(f"{subject} {what}.")
 
 
@@ -103,13 +107,16 @@ def active(stream: str, group: str, owner: str) -> GroupActive:
     return GroupActive(f"{owner} has the lease.", stream=stream, group=group, owner=owner)
 
 
-def _shared_active(stream: Stream, group: str) -> GroupActive:
+def _has_consumers(stream: Stream, group: str) -> MeteorError:
     """The same of a shared group."""
-    from meteor_py import GroupActive
+    from meteor_py import MeteorError
 
     found = stream.shared_group(group).describe().consumers
     owner = next((one.name for one in found if one.lease > 0), "nobody, a moment later,")
-    return GroupActive(f"Shared with {owner}.", stream=stream.name, group=group, owner=owner)
+    return MeteorError(
+        f"Shared group {group!r} of stream {stream.name!r} is active: {owner} is one of its "
+        "consumers. Stop them first, or delete it all the same with --force; they will be told."
+    )
 
 
 def print_groups(found: Sequence[tuple[str, GroupDescription]]) -> None:

@@ -15,8 +15,6 @@ from meteor_cli.render.text import counted, print_facts, say
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from meteor_py import Outcome, PeerGroup, Replies, Target
 
 #: Seconds that a member has to answer, and a group to vote.
@@ -39,23 +37,20 @@ def _text(what: str) -> options.Decorator:
     return options.flag("--text", "as_text", help=f"{what} is text, even if it could be JSON.")
 
 
-def _message(function: Any) -> Any:
-    """The arguments of a message, and the first of its options."""
-    for each in (
-        click.option(
-            "--to",
-            default="any",
-            metavar="WHOM",
-            shell_complete=completion.target,
-            help="any member, all, the leader, or the id of one: any.",
-        ),
-        _text("BODY"),
-        click.argument("body", required=False),
-        click.argument("queue"),
-        options.peer_group_name,
-    ):
-        function = each(function)
-    return function
+#: The arguments of a message, and the first of its options.
+_message = options.together(
+    options.peer_group_name,
+    click.argument("queue"),
+    click.argument("body", required=False),
+    _text("BODY"),
+    click.option(
+        "--to",
+        default="any",
+        metavar="WHOM",
+        shell_complete=completion.target,
+        help="any member, all, the leader, or the id of one: any.",
+    ),
+)
 
 
 def _timeout(help: str, default: float) -> options.Decorator:
@@ -63,11 +58,15 @@ def _timeout(help: str, default: float) -> options.Decorator:
     return options.seconds("--timeout", positive=True, max=86_400, default=default, help=help)
 
 
-_priority = options.count(
-    "--priority",
-    max=256,
-    default=128,
-    help="1 to 256; of those that wait, lower ones come first: 128.",
+#: The last of its options.
+_handling = options.together(
+    options.count(
+        "--priority",
+        max=256,
+        default=128,
+        help="1 to 256; of those that wait, lower ones come first: 128.",
+    ),
+    _timeout("How long to wait for it", _ANSWER_S),
 )
 
 
@@ -82,29 +81,13 @@ meteor peers send workers jobs hello --to worker-7 --tell""",
 )
 @_message
 @options.flag("--tell", help="Only leave it: do not wait until it is handled.")
-@_priority
-@_timeout("How long to wait for it", _ANSWER_S)
-def send(
-    session: Session,
-    group: str,
-    queue: str,
-    body: str | None,
-    as_text: bool,
-    to: str,
-    tell: bool,
-    priority: int,
-    timeout: float,
-) -> None:
+@_handling
+def send(session: Session, group: str, to: str, tell: bool, **message: Any) -> None:
     """Send a message to members of a group, and wait until it is handled.
 
     QUEUE is the name under which they have a function for it: `@me.on(QUEUE)`.
     """
-    value = parse_body(body, "BODY", as_text=as_text)
-    with session.peer_group(group) as opened:
-        target = _target(opened, to)
-        verb = target.tell if tell else target.send
-        future: Future[Any] = verb(queue, value, timeout=timeout, priority=priority)
-        _wait_for(future, queue)
+    _deliver(session, group, to, "tell" if tell else "send", **message)
     say(f"{'left for' if tell else 'handled by'} {_whom(to)}.")
 
 
@@ -116,27 +99,14 @@ meteor peers ask workers price '{"item": "book"}' --to leader --timeout 2""",
     more=_MORE,
 )
 @_message
-@_priority
-@_timeout("How long to wait for it", _ANSWER_S)
-def ask(
-    session: Session,
-    group: str,
-    queue: str,
-    body: str | None,
-    as_text: bool,
-    to: str,
-    priority: int,
-    timeout: float,
-) -> None:
+@_handling
+def ask(session: Session, group: str, to: str, queue: str, **message: Any) -> None:
     """Ask members of a group, and print the answer as JSON.
 
     With `--to all` an object for each member, on a line of its own: member, reply, error. The exit
     status is 1 if one of them did not answer.
     """
-    value = parse_body(body, "BODY", as_text=as_text)
-    with session.peer_group(group) as opened:
-        target = _target(opened, to)
-        answer = _wait_for(target.ask(queue, value, timeout=timeout, priority=priority), queue)
+    answer = _deliver(session, group, to, "ask", queue, **message)
     if to == "all":
         _print_replies(answer, queue)
     else:
@@ -155,18 +125,31 @@ def _print_replies(replies: Replies, queue: str) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _wait_for(future: Future[Any], queue: str) -> Any:
+def _deliver(
+    session: Session,
+    group: str,
+    to: str,
+    verb: str,
+    queue: str,
+    body: str | None,
+    as_text: bool,
+    **settings: Any,
+) -> Any:
     """The answer. Of silence the error says what may be the reason."""
     from meteor_py import MessageExpired, MeteorError, PartialFailure
 
-    try:
-        return future.result()
-    except (MessageExpired, PartialFailure) as error:
-        first = next(iter(error.failed.values())) if isinstance(error, PartialFailure) else error
-        if not _is_silence(first):
-            raise
-        text = str(error).replace(str(first), _in_words(first))
-        raise MeteorError(text + _no_handler(queue)) from error
+    value = parse_body(body, "BODY", as_text=as_text)
+    with session.peer_group(group) as opened:
+        deliver = getattr(_target(opened, to), verb)
+        try:
+            return deliver(queue, value, **settings).result()
+        except (MessageExpired, PartialFailure) as error:
+            failed = error.failed.values() if isinstance(error, PartialFailure) else (error,)
+            first = next(iter(failed))
+            if not _is_silence(first):
+                raise
+            text = str(error).replace(str(first), _in_words(first))
+            raise MeteorError(text + _no_handler(queue)) from error
 
 
 def _is_silence(error: Exception) -> bool:

@@ -216,8 +216,7 @@ def _letter_fields(letter: PeerLetter) -> dict[str, Any]:
 @command("remove", example="meteor peers remove workers worker-7 --dry-run")
 @options.peer_group_name
 @click.argument("member", shell_complete=completion.member)
-@options.flag("--dry-run", help="Only show who would be removed.")
-@options.yes
+@options.confirmation("Only show who would be removed.")
 def remove(session: Session, group: str, member: str, dry_run: bool, yes: bool) -> None:
     """Take a member out of a group, dead or alive.
 
@@ -250,8 +249,7 @@ def remove(session: Session, group: str, member: str, dry_run: bool, yes: bool) 
 )
 @options.peer_group_name
 @options.flag("--force", help="Even if members are alive; they join again, and begin it anew.")
-@options.flag("--dry-run", help="Only show what would be deleted.")
-@options.yes
+@options.confirmation("Only show what would be deleted.")
 def delete(session: Session, group: str, force: bool, dry_run: bool, yes: bool) -> None:
     """Delete a group, with its members, their messages, and what is guarded."""
     with session.peer_group(group) as opened:

@@ -22,7 +22,7 @@ from meteor_cli.session import Session
 if TYPE_CHECKING:
     import meteor_py
     from meteor_cli.render.jsonl import Columns
-    from meteor_py import Compression, ManyAck
+    from meteor_py import ManyAck
 
 _MAX_BYTES = 1024 * 1024
 #: How many times as long as for an answer a record may take, with repeats: 30 s.
@@ -81,13 +81,12 @@ def publish(
     key: str | None,
     key_separator: str | None,
     headers: dict[str, bytes] | None,
-    compression: Compression | None,
-    acks: int,
     max_bytes: int,
     create: bool,
     capacity: int | None,
     group_by: str | None,
     quiet: bool,
+    **settings: Any,
 ) -> None:
     """Publish records: the values given, or else the standard input, line by line as it comes.
 
@@ -103,13 +102,8 @@ def publish(
     with session.connect(writing=True) as m:
         opened = m.stream(stream, create=create, capacity=capacity, group_by=group_by)
         parser = RecordParser(opened.config.codec, key, key_separator, headers)
-        settings: dict[str, Any] = {
-            "compression": compression,
-            "acks": acks,
-            "max_record_bytes": max_bytes,
-            "codec": "bytes",
-            "delivery_timeout": _PATIENCE * session.timeout,
-        }
+        settings |= {"codec": "bytes", "max_record_bytes": max_bytes}
+        settings["delivery_timeout"] = _PATIENCE * session.timeout
         if values:
             rows = parser.columns([to_bytes(value) for value in values], 1)
             with opened.publisher(**settings) as pub:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 meteor seek orders billing --to @-1h --dry-run
 meteor seek orders billing --to earliest""",
 )
-@options.stream_name
-@options.group_name
+@options.group_of_stream
 @click.option(
     "--to",
     "place",

@@ -66,7 +66,7 @@ def server(session: Session, directory: Path | None, private: bool, tcp: bool) -
             raise click.exceptions.Exit(1)
         finally:
             running.close()
-            if _is_alive(running.pid):
+            if is_alive(running.pid):
                 say("others use the server still; it ends with the last of them.")
 
 
@@ -97,12 +97,13 @@ def _wait_for_end(running: EmbeddedServer) -> None:
                 line.recv(1)  # nothing comes but the end of the connection
         except OSError:
             return
-        if not _is_alive(running.pid):
+        if not is_alive(running.pid):
             return
         time.sleep(_PAUSE_S)  # somebody has cut our connection, and may do so again
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process."""
     try:
         os.kill(pid, 0)
     except OSError:

@@ -87,8 +87,7 @@ def _print_shared(found: Sequence[tuple[str, SharedDescription]]) -> None:
     short_help="Show who holds what, and why nothing is delivered.",
     example="meteor shared info carts billing -n 20",
 )
-@options.stream_name
-@options.shared_group_name
+@options.shared_group_of_stream
 @options.count(
     *("-n", "--number"),
     min=0,
@@ -182,13 +181,11 @@ meteor shared purge carts billing cart-7 --dry-run
 meteor shared purge carts billing 'cart-\xff' --limit 1""".strip(),
     more=_KEY,
 )
-@options.stream_name
-@options.shared_group_name
+@options.shared_group_of_stream
 @click.argument("key", type=KeyType())
 @options.count("--limit", help="At most so many, the oldest: all.")
 @_hex
-@options.flag("--dry-run", help="Only show what would be purged, as far as that is known.")
-@options.yes
+@options.confirmation("Only show what would be purged, as far as that is known.")
 def purge(
     session: Session,
     stream: str,
@@ -237,8 +234,7 @@ meteor shared resume carts billing cart-7
 meteor shared resume carts billing 636172742dff --hex""".strip(),
     more=_KEY,
 )
-@options.stream_name
-@options.shared_group_name
+@options.shared_group_of_stream
 @click.argument("key", type=KeyType())
 @_hex
 def resume(session: Session, stream: str, group: str, key: bytes, as_hex: bool) -> None:
@@ -253,8 +249,7 @@ def resume(session: Session, stream: str, group: str, key: bytes, as_hex: bool) 
 
 
 @command("fsck", example="meteor shared fsck carts billing")
-@options.stream_name
-@options.shared_group_name
+@options.shared_group_of_stream
 @options.json_lines
 def fsck(session: Session, stream: str, group: str, as_json: bool) -> None:
     """Check the state of a shared group for contradictions.

@@ -91,18 +91,15 @@ def _facts(found: Description) -> dict[str, object]:
     return facts
 
 
-def _settings(function: Any) -> Any:
-    """The settings that can be changed later."""
-    for option in (
-        options.count(
-            "--max-unarchived", help="Records that may wait for the archiver: 10 x capacity."
-        ),
-        click.option("--checksum/--no-checksum", default=None, help="A crc32 with each frame."),
-        options.compression,
-        options.count("--capacity", help="Records that the ring keeps: 10,000."),
-    ):
-        function = option(function)
-    return function
+#: The settings that can be changed later.
+_settings = options.together(
+    options.count("--capacity", help="Records that the ring keeps: 10,000."),
+    options.compression,
+    click.option("--checksum/--no-checksum", default=None, help="A crc32 with each frame."),
+    options.count(
+        "--max-unarchived", help="Records that may wait for the archiver: 10 x capacity."
+    ),
+)
 
 
 @command(
@@ -145,8 +142,9 @@ def create_stream(session: Session, stream: str, **settings: Any) -> None:
 @command("configure", example="meteor streams configure orders --capacity 1000000")
 @options.stream_name
 @_settings
-@options.flag("--dry-run", help="Only show what would be changed, and what dropped.")
-@options.flag("-y", "--yes", help="Do not ask before records are dropped.")
+@options.confirmation(
+    "Only show what would be changed, and what dropped.", "Do not ask before records are dropped."
+)
 def configure_stream(
     session: Session, stream: str, dry_run: bool, yes: bool, **settings: Any
 ) -> None:
@@ -173,8 +171,7 @@ def configure_stream(
 @command("rm", example="meteor streams rm orders --dry-run")
 @click.argument("streams", nargs=-1, required=True, shell_complete=completion.stream)
 @options.flag("--history", help="Also what is in the store; else the files stay.")
-@options.flag("--dry-run", help="Only show what would be deleted.")
-@options.yes
+@options.confirmation("Only show what would be deleted.")
 def remove_streams(
     session: Session, streams: tuple[str, ...], history: bool, dry_run: bool, yes: bool
 ) -> None:

@@ -90,7 +90,9 @@ PEER_EVENTS = {
     "dead": ("member", "reason", "resync"), "alive": ("member", "resync"),
     "elected": ("member", "term", "resync"), "resigned": ("member", "term", "reason", "resync"),
     "proposed": ("member", "poll", "kind", "action", "topic"),
-    "decided": ("member", "poll", "passed", "reason", "action", "yes", "no", "abstained", "missing"),
+    "decided": (
+        "member", "poll", "passed", "reason", "action", "yes", "no", "abstained", "missing",
+    ),
     "reset": ("resync",), "server_gone": ("reason",), "server_back": (),
 }  # fmt: skip
 #: What an object of the field ``members`` of ``state`` has.

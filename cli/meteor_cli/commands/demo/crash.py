@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import meteor_py as meteor
+from meteor_cli.commands.demo.worker import PATIENCE_S, wait_until
+from meteor_cli.commands.server import is_alive
 from meteor_py.server import open_embedded
 
 RECORDS = 100_000
@@ -20,7 +22,6 @@ _CALL = 500
 _KILL_AFTER = 50
 #: Calls that have been made by then.
 _ON_THE_WAY = 100
-_PATIENCE_S = 30.0
 #: Bytes of the longest directory in which a socket surely has a place of its own, and so the same
 #: address after the crash.
 _DIRECTORY_MAX = 50
@@ -73,15 +74,15 @@ def _publish(
         pub = stream.publisher()
         stack.callback(_abandon, pub)
         acks = [pub.publish_many(call) for call in calls[:_ON_THE_WAY]]
-        acks[_KILL_AFTER].result(_PATIENCE_S)
+        acks[_KILL_AFTER].result(PATIENCE_S)
         killed_at = time.perf_counter()
         _kill(pid)
         acks += [pub.publish_many(call) for call in calls[_ON_THE_WAY:]]
         stack.enter_context(open_embedded(directory))
-        acks[_ON_THE_WAY].result(_PATIENCE_S)
+        acks[_ON_THE_WAY].result(PATIENCE_S)
         pause_s = time.perf_counter() - killed_at
         for number, ack in enumerate(acks, 1):
-            ack.result(_PATIENCE_S)
+            ack.result(PATIENCE_S)
             advance(number * _CALL)
         return pause_s
 
@@ -89,14 +90,7 @@ def _publish(
 def _kill(pid: int) -> None:
     """Kill a process, and wait until it is gone: a dying server might still answer."""
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.001)
-    raise TimeoutError(f"The server {pid} does not end, though it was killed.")
+    wait_until(lambda: not is_alive(pid), f"The server {pid} was killed, and has not ended")
 
 
 def _abandon(pub: meteor.Publisher) -> None:

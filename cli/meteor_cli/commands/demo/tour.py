@@ -116,12 +116,8 @@ class Tour:
             yield m, url
 
     def _publish(self, stream: meteor.Stream) -> None:
-        parts: list[list[bytes]] = []
         with progress("making records", self._records) as advance:
-            for first in range(0, self._records, measure.CALL):
-                last = min(first + measure.CALL, self._records)
-                parts.append([_order(number) for number in range(first, last)])
-                advance(last)
+            parts = list(self._parts(advance))
         with progress("publishing", self._records) as advance:
             took = measure.publish_many(stream, parts, advance)
         size = sum(len(value) for part in parts for value in part)
@@ -290,10 +286,8 @@ class Tour:
         ):
             start = time.perf_counter()
             with progress("archiving", self._records) as advance, stream.publisher() as pub:
-                for first in range(0, self._records, measure.CALL):
-                    last = min(first + measure.CALL, self._records)
-                    pub.publish_many([_order(number) for number in range(first, last)]).result()
-                    advance(last)
+                for part in self._parts(advance):
+                    pub.publish_many(part).result()
                 stream.store.flush()
             wrote_s = time.perf_counter() - start
             with progress("reading history", self._records) as advance:
@@ -311,6 +305,14 @@ class Tour:
         self._how(f'>>> m.stream("trades", capacity={ring:_}, store="data/meteor")  # or s3://')
 
     # -- what they share -------------------------------------------------------------------------
+
+    def _parts(self, advance: measure.Advance) -> Iterator[list[bytes]]:
+        """All records, of a hundred bytes each, in lists."""
+        for first in range(0, self._records, measure.CALL):
+            last = min(first + measure.CALL, self._records)
+            numbers = range(first, last)
+            yield [b"order %010d: %82s" % (n, _MENU[n % len(_MENU)].encode()) for n in numbers]
+            advance(last)
 
     @contextmanager
     def _stream(self, m: meteor.Client, name: str, **settings: Any) -> Iterator[meteor.Stream]:
@@ -355,8 +357,3 @@ class Tour:
             click.echo(f"  {line:<{width}}  {click.style(f'# {what}', dim=True)}")
         click.echo("or in Python:")
         click.echo("".join(f"  {line}\n" for line in PYTHON.splitlines()), nl=False)
-
-
-def _order(number: int) -> bytes:
-    """A record of a hundred bytes."""
-    return b"order %010d: %82s" % (number, _MENU[number % len(_MENU)].encode())
