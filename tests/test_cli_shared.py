@@ -80,7 +80,7 @@ def test_a_shared_group_is_described_with_what_is_in_the_way(
     shown = succeed(url, "shared", "info", "carts", "billing").text
     assert "below 0 of 12, lag 12" in shown
     assert "after 5 failures, then its key is parked" in shown
-    assert f"{sub.name}      1        2  " in shown
+    assert f"{sub.name}     1        2  " in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["a", "4", "0", "4", "0", "parked", "-"] in lines
     assert ["b", "4", "0", "4", "1", "delayed", "-"] in lines
@@ -213,7 +213,7 @@ def test_a_dead_consumer_counts_no_more(url: str, stream: Stream) -> None:
         assert sub.poll(20)
         eventually(lambda: stream.groups()[0].consumers == 0)  # it does not poll
         shown = succeed(url, "shared", "info", "carts", "billing").text
-        assert f"{sub.name}      3       12   dead" in shown
+        assert f"{sub.name}     3       12   dead" in shown
         assert f"* {sub.name} is dead: whoever asks for records next" in shown
         assert succeed(url, "shared", "ls").lines[1].split()[2] == "0"
         succeed(url, "groups", "rm", "carts", "billing", "--yes")
