@@ -14,7 +14,7 @@ import pytest
 
 import meteor_py as meteor
 from meteor_cli.live.screen import Sort, View, draw
-from meteor_cli.live.snapshot import Look, Rates
+from meteor_cli.live.snapshot import Rates, Snapshot
 from meteor_cli.render.text import show_count
 from meteor_cli.signals import ended_once
 from tests.archiving import LONG_S, Depot
@@ -194,7 +194,7 @@ def test_a_server_that_stays_away_ends_it_with_a_sentence(private_server: Server
 
 
 def drawn(
-    shown: Look, width: int | None, height: int | None, sort: Sort = "name", **rates: Rates
+    shown: Snapshot, width: int | None, height: int | None, sort: Sort = "name", **rates: Rates
 ) -> list[str]:
     server = meteor.ServerDescription("valkey", "9.1.0", "primary", 1_000_000, 2_000_000, 3, 7200)
     view = View(server, "redis://localhost:6379/0", datetime.now(), shown, rates)
@@ -260,14 +260,14 @@ def test_groups_are_sorted_by_lag_with_their_streams() -> None:
 
 
 def test_what_a_server_hides_is_left_out() -> None:
-    view = View(meteor.ServerDescription(), "unix:///x", datetime.now(), Look(left_off=7))
+    view = View(meteor.ServerDescription(), "unix:///x", datetime.now(), Snapshot(left_off=7))
     lines = [line.plain for line in draw(view, "name", width=80, height=24)]
     assert lines[0].startswith("server at unix:///x ")
     assert lines[1] == "0 streams \u00b7 0 groups \u00b7 7 not looked at"
     assert "There is no stream" in lines[3]
 
 
-def colours(shown: Look) -> dict[str, str]:
+def colours(shown: Snapshot) -> dict[str, str]:
     """The texts that are coloured."""
     server = meteor.ServerDescription(memory=95, memory_max=100)
     view = View(server, "", datetime.now(), shown)

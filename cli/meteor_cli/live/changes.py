@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from meteor_cli.live.snapshot import Look, Seen
+from meteor_cli.live.snapshot import Snapshot, StreamSnapshot
 from meteor_cli.render.text import counted
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Change:
     facts: dict[str, Fact] = field(default_factory=dict)
 
 
-def changes(before: Look | None, after: Look, lag_max: int | None = None) -> list[Change]:
+def changes(before: Snapshot | None, after: Snapshot, lag_max: int | None = None) -> list[Change]:
     """What happened from one look to the next, by stream and group.
 
     Args:
@@ -38,7 +38,7 @@ def changes(before: Look | None, after: Look, lag_max: int | None = None) -> lis
     """
     if before is None:
         found = [_troubles(None, seen, lag_max) for seen in after.streams.values()]
-        return [change for part in found for change in part] + _hidden(Look(), after)
+        return [change for part in found for change in part] + _hidden(Snapshot(), after)
     found = [
         _life(name, before.streams.get(name), after.streams.get(name), lag_max)
         for name in sorted(before.streams.keys() | after.streams.keys())
@@ -47,7 +47,7 @@ def changes(before: Look | None, after: Look, lag_max: int | None = None) -> lis
     return [change for part in found for change in part] + _hidden(before, after)
 
 
-def _hidden(before: Look, after: Look) -> list[Change]:
+def _hidden(before: Snapshot, after: Snapshot) -> list[Change]:
     """Streams that cannot be looked at: whether they have changed is not known."""
     found: list[Change] = []
     for name, reason in sorted(after.unreadable.items()):
@@ -62,7 +62,7 @@ def _hidden(before: Look, after: Look) -> list[Change]:
 
 
 def _life(
-    name: str, before: Seen | None, after: Seen | None, lag_max: int | None
+    name: str, before: StreamSnapshot | None, after: StreamSnapshot | None, lag_max: int | None
 ) -> Iterator[Change]:
     """What happened to a stream as a whole, and then to its parts."""
     if after is None:
@@ -95,7 +95,7 @@ def _history(before: Description, after: Description) -> Iterator[Change]:
         yield _change(after.name, "records_lost", text, first=kept, last=last)
 
 
-def _archiver(before: Seen | None, after: Seen) -> Iterator[Change]:
+def _archiver(before: StreamSnapshot | None, after: StreamSnapshot) -> Iterator[Change]:
     name, now = after.stream.name, after.stream.archiver
     was = before.stream.archiver if before else None
     if now is not None and now != was:
@@ -143,7 +143,9 @@ def _group(
         yield _change(stream, "lease_taken", text, name, owner=now, term=term)
 
 
-def _troubles(before: Seen | None, after: Seen, lag_max: int | None) -> Iterator[Change]:
+def _troubles(
+    before: StreamSnapshot | None, after: StreamSnapshot, lag_max: int | None
+) -> Iterator[Change]:
     """What calls for somebody to act: told when it begins, not as long as it lasts."""
     stream, waiting = after.stream.name, after.unarchived
     if _nobody_archives(after) and not (before and _nobody_archives(before)):
@@ -173,11 +175,11 @@ def _troubles(before: Seen | None, after: Seen, lag_max: int | None) -> Iterator
             yield _change(stream, "lag_normal", text, name, **facts)
 
 
-def _nobody_archives(seen: Seen) -> bool:
+def _nobody_archives(seen: StreamSnapshot) -> bool:
     return seen.stream.archiver is None and seen.unarchived > 0
 
 
-def _groups(seen: Seen | None) -> dict[str, GroupDescription]:
+def _groups(seen: StreamSnapshot | None) -> dict[str, GroupDescription]:
     return {} if seen is None else {group.name: group for group in seen.stream.groups}
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from meteor_cli.live.snapshot import Look, Rates, Seen
+from meteor_cli.live.snapshot import Rates, Snapshot, StreamSnapshot
 from meteor_cli.render.sanitize import sanitize
 from meteor_cli.render.text import counted, show_bytes, show_count
 
@@ -31,7 +31,7 @@ class View:
     server: ServerDescription
     address: str
     at: datetime
-    look: Look
+    look: Snapshot
     rates: dict[str, Rates] = field(default_factory=dict)
     #: What is wrong at the moment.
     trouble: str | None = None
@@ -105,10 +105,10 @@ def draw(
     return lines if height is None else lines[:height]
 
 
-def ranked(view: View, sort: Sort) -> list[tuple[str, Seen]]:
+def ranked(view: View, sort: Sort) -> list[tuple[str, StreamSnapshot]]:
     """The streams, what is to come first first."""
 
-    def key(item: tuple[str, Seen]) -> tuple[float, str]:
+    def key(item: tuple[str, StreamSnapshot]) -> tuple[float, str]:
         name, seen = item
         rate = view.rates.get(name, Rates()).published or 0
         weights = {"name": 0, "rate": rate, "lag": seen.lag, "memory": seen.stream.bytes or 0}
@@ -120,7 +120,7 @@ def ranked(view: View, sort: Sort) -> list[tuple[str, Seen]]:
 # Rows
 
 
-def _block(seen: Seen, rates: Rates, sort: Sort) -> Block:
+def _block(seen: StreamSnapshot, rates: Rates, sort: Sort) -> Block:
     stream = seen.stream
     capacity = stream.config.capacity
     row = Row(
@@ -142,7 +142,7 @@ def _block(seen: Seen, rates: Rates, sort: Sort) -> Block:
     return Block(row, parts, len(stream.groups))
 
 
-def _store_row(seen: Seen, rates: Rates) -> Row:
+def _store_row(seen: StreamSnapshot, rates: Rates) -> Row:
     stream, waiting = seen.stream, seen.unarchived
     is_full = waiting >= (stream.config.max_unarchived or waiting + 1)
     return Row(

@@ -15,7 +15,7 @@ STREAMS_MAX = 500
 
 
 @dataclass(frozen=True)
-class Seen:
+class StreamSnapshot:
     """A stream, and when it was looked at, in seconds by a clock that only goes forward."""
 
     stream: Description
@@ -34,10 +34,10 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Look:
+class Snapshot:
     """What there was at one moment, by the names of the streams."""
 
-    streams: Mapping[str, Seen] = field(default_factory=dict)
+    streams: Mapping[str, StreamSnapshot] = field(default_factory=dict)
     #: Streams that are there, but could not be looked at, and why.
     unreadable: Mapping[str, str] = field(default_factory=dict)
     #: Streams that were not looked at, because there are too many.
@@ -63,7 +63,7 @@ class Observer:
         self._opened: dict[str, Stream] = {}
         self._has_looked = False
 
-    def look(self) -> Look:
+    def look(self) -> Snapshot:
         """Look now. Streams that were deleted meanwhile are left out.
 
         Raises:
@@ -76,7 +76,7 @@ class Observer:
         # Those that were looked at before come first: else a new name would push out another,
         # which would look as if that had been deleted.
         chosen = sorted(names, key=lambda name: (name not in self._opened, name))[:STREAMS_MAX]
-        streams: dict[str, Seen] = {}
+        streams: dict[str, StreamSnapshot] = {}
         unreadable: dict[str, str] = {}
         refusal: Exception | None = None
         for name in chosen:
@@ -96,9 +96,9 @@ class Observer:
             raise refusal
         self._has_looked = True
         self._opened = {name: self._opened[name] for name in streams}
-        return Look(dict(sorted(streams.items())), unreadable, max(len(names) - STREAMS_MAX, 0))
+        return Snapshot(dict(sorted(streams.items())), unreadable, max(len(names) - STREAMS_MAX, 0))
 
-    def _see(self, name: str) -> Seen | None:
+    def _see(self, name: str) -> StreamSnapshot | None:
         """One stream; None if there is none."""
         from meteor_py import LogTruncated, StreamNotFound
 
@@ -106,16 +106,16 @@ class Observer:
         try:
             if opened is not None:
                 try:
-                    return Seen(opened.describe(), time.monotonic())
+                    return StreamSnapshot(opened.describe(), time.monotonic())
                 except LogTruncated:
                     pass  # created anew
             opened = self._opened[name] = self._client.stream(name, create=False)
-            return Seen(opened.describe(), time.monotonic())
+            return StreamSnapshot(opened.describe(), time.monotonic())
         except (StreamNotFound, LogTruncated):
             return None
 
 
-def rates_between(before: Seen | None, after: Seen) -> Rates:
+def rates_between(before: StreamSnapshot | None, after: StreamSnapshot) -> Rates:
     """How fast things went between two looks at a stream.
 
     A number that went back was set back, by a seek or by a server that lost records: that is no

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from meteor_cli.live.screen import Sort, View, draw
-from meteor_cli.live.snapshot import Look, Observer, rates_between
+from meteor_cli.live.snapshot import Observer, Snapshot, rates_between
 from meteor_cli.signals import ended_once, resizing
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Gauge:
     def __init__(self, client: meteor_py.Client, names: tuple[str, ...]) -> None:
         self._client = client
         self._observer = Observer(client, names)
-        self._before = Look()
+        self._before = Snapshot()
 
     def measure(self) -> View:
         """Look now.

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from meteor_cli.live.changes import Change, changes
-from meteor_cli.live.snapshot import Look, Observer
+from meteor_cli.live.snapshot import Observer, Snapshot
 from meteor_cli.render.json import to_json as encode
 from meteor_cli.render.sanitize import sanitize
 from meteor_cli.render.terminal import Sink
@@ -24,7 +24,7 @@ class Watcher:
         self._lag_max = lag_max
         self._render = to_json if as_json else to_text
         self._sink = Sink()
-        self._before = Look()
+        self._before = Snapshot()
         self._is_gone = False
 
     def begin(self, named: tuple[str, ...]) -> None:
