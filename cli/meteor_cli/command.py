@@ -19,43 +19,38 @@ def common_options(*, hidden: bool) -> list[click.Option]:
     """Those of every command; after the name of a command they are taken, but not listed."""
 
     def note(context: click.Context, option: click.Parameter, value: Any) -> None:
-        if (
-            context.get_parameter_source(option.name or "")
-            is not click.core.ParameterSource.DEFAULT
-        ):
-            setattr(context.find_object(Session), option.name or "", value)
+        name = option.name or ""
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            setattr(context.find_object(Session), name, value)
 
     def set_logging(context: click.Context, option: click.Parameter, value: int) -> None:
         if value:
             note(context, option, value)
             logging.getLogger("meteor_py").setLevel(logging.INFO if value == 1 else logging.DEBUG)
 
-    settings: dict[str, Any] = {"expose_value": False, "hidden": hidden}
+    def option(*names: str, callback: Callable[..., None] = note, **settings: Any) -> click.Option:
+        return click.Option(names, expose_value=False, hidden=hidden, callback=callback, **settings)
+
     return [
-        click.Option(
-            ["--url"],
+        option(
+            "--url",
             metavar="URL",
             help="The server: redis://host:port, rediss://, unix:///socket, embedded:///dir. "
             "Default: $METEOR_URL, else a server of your own that is kept on disk.",
-            callback=note,
-            **settings,
         ),
-        click.Option(
-            ["--timeout"],
+        option(
+            "--timeout",
             type=click.FloatRange(min=0, min_open=True, max=3600),
             default=TIMEOUT_S,
             metavar="SECONDS",
             help=f"How long to wait for the server: {TIMEOUT_S:g}.",
-            callback=note,
-            **settings,
         ),
-        click.Option(["--debug"], is_flag=True, help="Show tracebacks.", callback=note, **settings),
-        click.Option(
-            ["-v", "--verbose"],
+        option("--debug", is_flag=True, help="Show tracebacks."),
+        option(
+            *("-v", "--verbose"),
             count=True,
             help="Say more of what goes on; twice: even more.",
             callback=set_logging,
-            **settings,
         ),
     ]
 
@@ -106,38 +101,30 @@ class Group(click.Group):
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         own = self.list_commands(context)
-        meant = [name for name in _MEANT.get(args[0], "").split() if name in own]
+        meant = [name for name, words in _ALIASES.items() if args[0] in words.split()]
+        meant = [name for name in meant if name in own]
         if meant and self.get_command(context, args[0]) is None:
             paths = " or ".join(f"`{context.command_path} {name}`" for name in meant)
             raise click.UsageError(f"No such command {args[0]!r}; {paths} does that.", context)
         return super().resolve_command(context, args)
 
 
-#: Names that others have given to the same things.
-_MEANT = {
-    "consume": "tail",
-    "read": "tail",
-    "sub": "tail",
-    "subscribe": "tail",
-    "pub": "publish",
-    "produce": "publish",
-    "stream": "streams",
-    "topic": "streams",
-    "topics": "streams",
-    "group": "groups",
-    "peer": "peers",
-    "rm": "delete remove",
-    "info": "members",
-    "archiver": "archive",
-    "check": "fsck",
-    "verify": "fsck",
-    "list": "ls",
-    "describe": "info",
-    "show": "info",
+#: Names that others have given to the same things, by ours.
+_ALIASES = {
+    "tail": "consume read sub subscribe",
+    "publish": "pub produce",
+    "streams": "stream topic topics",
+    "groups": "group",
+    "peers": "peer",
+    "archive": "archiver",
+    "fsck": "check verify",
+    "ls": "list",
+    "info": "describe show",
+    "members": "info",
+    "configure": "set alter",
     "delete": "rm",
     "remove": "rm",
-    "set": "configure",
-    "alter": "configure",
+    "rm": "delete remove",
 }
 
 
@@ -147,19 +134,11 @@ def section(module: ModuleType) -> str:
     return dedent(next(part for part in paragraphs if part.startswith("    ")))
 
 
-def command(
-    name: str | None = None,
-    *,
-    example: str,
-    more: dict[str, str] | None = None,
-    **settings: Any,
-) -> Callable[[Callable[..., object]], Command]:
-    """In place of ``click.command``; the function gets the session first."""
+def command(name: str | None = None, **settings: Any) -> Callable[[Callable[..., object]], Command]:
+    """In place of ``click.command``: a ``Command``; the function gets the session first."""
 
     def decorate(function: Callable[..., object]) -> Command:
-        made: Command = click.command(name, cls=Command, example=example, more=more, **settings)(
-            click.pass_obj(function)
-        )
+        made: Command = click.command(name, cls=Command, **settings)(click.pass_obj(function))
         return made
 
     return decorate

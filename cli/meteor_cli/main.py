@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -11,33 +12,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import click
 
 from meteor_cli.command import CONTEXT_SETTINGS, Group, common_options
-from meteor_cli.output import is_cut_off, say
-from meteor_cli.process import LogLine, open_standard_files, repeat_lost_signal
+from meteor_cli.render.sanitize import sanitize
+from meteor_cli.render.terminal import is_cut_off
+from meteor_cli.render.text import say
 from meteor_cli.session import Session
+from meteor_cli.signals import repeat_lost_signal
 
-#: In the order of the help. Each is in the module of its name, which is imported when it is needed:
-#: a command starts in the time of its own imports.
+#: In the order of the help. Each is in the module of its name in ``commands``, which is imported
+#: when it is needed: a command starts in the time of its own imports.
 COMMANDS = (
-    "demo",
-    "server",
-    "tail",
-    "publish",
-    "seek",
-    "streams",
-    "groups",
-    "shared",
-    "peers",
-    "archive",
-    "top",
-    "watch",
-    "bench",
-    "completion",
-)
+    "demo", "server", "tail", "publish", "seek", "streams", "groups", "shared", "peers", "archive",
+    "top", "watch", "bench", "completion",
+)  # fmt: skip
 #: The shell's way to say that a signal ended it.
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -51,7 +42,7 @@ class Root(Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        found: click.Command = getattr(import_module(f"meteor_cli.{name}"), name)
+        found: click.Command = getattr(import_module(f"meteor_cli.commands.{name}"), name)
         return found
 
     def make_context(self, *args: Any, **settings: Any) -> click.Context:
@@ -90,11 +81,12 @@ meteor.params[:0] = common_options(hidden=False)
 
 def main() -> None:
     """Run the command; errors and warnings are one sentence on stderr."""
-    open_standard_files()
+    _open_standard_files()
     session = Session()
-    warnings.showwarning = _show_warning
+    # In place of Python's own, which shows a line of the source.
+    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
     handler = logging.StreamHandler()
-    handler.setFormatter(LogLine(session))
+    handler.setFormatter(_LogLine(session))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     # What the library would log, commands tell in their own words; -v shows it all the same.
     logging.getLogger("meteor_py").setLevel(logging.ERROR)
@@ -110,7 +102,7 @@ def main() -> None:
     except Exception as error:
         if session.debug:
             raise
-        from meteor_cli.hints import explain
+        from meteor_cli.errors import explain
 
         say(explain(error))
         code = 1
@@ -122,16 +114,37 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """In place of Python's own, which shows a line of the source."""
-    say(f"warning: {message}")
+def _open_standard_files() -> None:
+    """Put something in the place of standard files that are closed, as by ``>&-``.
+
+    Else the next socket would get their numbers. Results that nobody gets and input that cannot
+    be read are errors: there it is opened for the wrong direction. What goes to stderr is dropped.
+    """
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_WRONLY))
+    if sys.stdout is None:
+        # Without a buffer: what could not be written must not fail again at the end.
+        nowhere = io.FileIO(os.open(os.devnull, os.O_RDONLY), "w")
+        sys.stdout = io.TextIOWrapper(nowhere, write_through=True)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+
+
+class _LogLine(logging.Formatter):
+    """A line for each message: others may have named what is in it. Tracebacks with --debug."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"meteor: {sanitize(record.getMessage())}"
+        if not record.exc_info:
+            return line
+        if self._session.debug:
+            return f"{line}\n{self.formatException(record.exc_info)}"
+        kind, error, _ = record.exc_info
+        return f"{line} {kind.__name__ if kind else ''}: {sanitize(str(error))}"
 
 
 if __name__ == "__main__":

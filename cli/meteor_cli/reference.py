@@ -12,9 +12,10 @@ from types import ModuleType
 
 import click
 
-from meteor_cli import contracts, jsonl, position, template
+from meteor_cli.args import positions
 from meteor_cli.command import Command
 from meteor_cli.main import meteor
+from meteor_cli.render import jsonl, schema, template
 
 _HEAD = """\
 # meteor(1)
@@ -50,8 +51,8 @@ Results go to stdout, all else to stderr. `--debug` shows the traceback of an er
 def reference() -> str:
     """The whole page."""
     parts = [_HEAD, *_describe(meteor, click.Context(meteor, info_name="meteor"))]
-    parts += ["## Positions and times\n\n" + _prose(position)]
-    parts += ["## JSON\n\n" + _prose(jsonl), _prose(contracts), *_contracts()]
+    parts += ["## Positions and times\n\n" + _prose(positions)]
+    parts += ["## JSON\n\n" + _prose(jsonl), _prose(schema), *_schema()]
     parts += ["## Formats\n\n" + _prose(template), _TAIL]
     return "\n".join(parts)
 
@@ -84,15 +85,15 @@ def _describe(command: click.Command, context: click.Context) -> Iterator[str]:
             yield from _describe(below, click.Context(below, context, name))
 
 
-def _contracts() -> Iterator[str]:
+def _schema() -> Iterator[str]:
     """The fields of what ``--json`` prints, as tables."""
     for titles, table in (
-        ("| command | fields |", contracts.FIELDS),
-        ("| in `groups` of | fields |", contracts.GROUP_FIELDS),
-        ("| in `consumers` of | fields |", {"shared": contracts.CONSUMER_FIELDS}),
-        ("| event of `watch` | fields besides |", contracts.EVENTS),
-        ("| event of `peers watch` | fields besides |", contracts.PEER_EVENTS),
-        ("| in `members` of | fields |", {"state": contracts.MEMBER_FIELDS}),
+        ("| command | fields |", schema.FIELDS),
+        ("| in `groups` of | fields |", schema.GROUP_FIELDS),
+        ("| in `consumers` of | fields |", {"shared": schema.CONSUMER_FIELDS}),
+        ("| event of `watch` | fields besides |", schema.EVENTS),
+        ("| event of `peers watch` | fields besides |", schema.PEER_EVENTS),
+        ("| in `members` of | fields |", {"state": schema.MEMBER_FIELDS}),
     ):
         rows = [f"| `{name}` | {', '.join(fields)} |" for name, fields in table.items()]
         yield "\n".join([titles, "|---|---|", *rows, ""])

@@ -44,3 +44,32 @@ class Session:
         """An existing stream; nothing is created."""
         with self.connect(writing=writing) as m:
             yield m.stream(name, create=False)
+
+    @contextmanager
+    def peer_group(self, name: str) -> Iterator[meteor_py.PeerGroup]:
+        """An existing peer group, NAME or NAME/INSTANCE; nothing is begun, and nobody joins.
+
+        Raises:
+            ValueError: No group can be named so.
+        """
+        with self.connect() as m:
+            if not _is_peer_group_name(name):
+                raise ValueError(
+                    f"{name[:200]!r} cannot be the name of a group: GROUP is NAME or NAME/INSTANCE,"
+                    " each 1 to 128 of the characters A-Z a-z 0-9 . _ - and not starting with a "
+                    "dot."
+                )
+            with m.peer_group(name, create=False) as group:
+                yield group
+
+
+def _is_peer_group_name(name: str) -> bool:
+    from meteor_py.redis.keys import check_name
+
+    parts = name.split("/")
+    try:
+        for part in parts:
+            check_name(part)
+    except ValueError:
+        return False
+    return len(parts) <= 2

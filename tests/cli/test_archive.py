@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_cli.size import parse_size
+from meteor_cli.args.sizes import parse_size
 from tests.support.archiving import LONG_S, Depot
 from tests.support.commands import METEOR, Running, succeed
 from tests.support.commands import meteor as run_meteor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meteor_cli import measure
+from meteor_cli.commands.bench import measure
 from tests.support.commands import METEOR, meteor, succeed
 from tests.support.servers import plain_client
 from tests.support.terminal import Terminal

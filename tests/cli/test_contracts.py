@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import meteor_cli
-from meteor_cli.contracts import CONSUMER_FIELDS, EVENTS, FIELDS, GROUP_FIELDS
+from meteor_cli.render.schema import CONSUMER_FIELDS, EVENTS, FIELDS, GROUP_FIELDS
 from meteor_py import connect
 from meteor_py.redis import keys
 from tests.support.commands import Running, meteor, succeed
@@ -77,7 +77,7 @@ def test_every_event_is_promised_with_its_facts() -> None:
     folder = Path(meteor_cli.__file__).parent
     calls = [
         node
-        for name in ("changes.py", "watch.py")
+        for name in ("live/changes.py", "live/watch.py")
         for node in ast.walk(ast.parse((folder / name).read_text()))
         if isinstance(node, ast.Call)
     ]

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from meteor_cli.demo import spark
-from meteor_cli.demo.tour import PYTHON, SHELL
-from meteor_cli.interrupts import cleaning_up
+from meteor_cli.commands.demo import spark
+from meteor_cli.commands.demo.tour import PYTHON, SHELL
+from meteor_cli.signals import cleaning_up
 from tests.support.commands import METEOR, PATIENCE_S, environment, meteor
 from tests.support.java import require_java
 from tests.support.servers import plain_client

@@ -8,8 +8,8 @@ import click
 import pytest
 
 import meteor_py as meteor_
-from meteor_cli.contracts import FIELDS
-from meteor_cli.peer_messages import parse
+from meteor_cli.args.input import parse_body
+from meteor_cli.render.schema import FIELDS
 from meteor_py import HandlerFailed, Membership, PeerCodec, PeerGroup
 from tests.support.commands import meteor, succeed
 from tests.support.mailing import NAME, Post
@@ -36,7 +36,7 @@ from tests.support.waiting import eventually
     ],
 )
 def test_a_body_is_json_or_else_text(text: str | None, body: Any) -> None:
-    assert parse(text, "BODY") == body
+    assert parse_body(text, "BODY") == body
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_what_begins_like_json_and_is_none_is_refused_unless_it_is_called_text(
     text: str, why: str
 ) -> None:
     with pytest.raises(click.BadParameter, match="begins like JSON, but is none: ") as caught:
-        parse(text, "BODY")
+        parse_body(text, "BODY")
     assert why in caught.value.message
     assert len(caught.value.message) < 250
-    assert parse(text, "BODY", as_text=True) == text
+    assert parse_body(text, "BODY", as_text=True) == text
 
 
 def test_broken_json_is_not_sent(url: str, crew: list[Membership], group: PeerGroup) -> None:

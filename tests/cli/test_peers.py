@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 import meteor_py as meteor_
-from meteor_cli.contracts import FIELDS, MEMBER_FIELDS, PEER_EVENTS
-from meteor_cli.peer_lines import tell
+from meteor_cli.live.peer_watch import tell
+from meteor_cli.render.schema import FIELDS, MEMBER_FIELDS, PEER_EVENTS
 from meteor_py import Event, Membership, PeerGroup
 from tests.conftest import ServerFactory
 from tests.support.commands import METEOR, Running, meteor, succeed

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meteor_py as meteor
-from meteor_cli.moment import parse_time
-from meteor_cli.position import parse_span
+from meteor_cli.args.positions import parse_span
+from meteor_cli.args.times import parse_time
 
 NOW = datetime(2026, 11, 16, 12, 0, tzinfo=UTC)
 

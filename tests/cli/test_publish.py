@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meteor_cli.lines import BLOCK, read_lines
+from meteor_cli.args.input import BLOCK, read_lines
 from meteor_py import Record, Stream, connect
 from tests.conftest import ServerFactory
 from tests.support.commands import METEOR, PATIENCE_S, Running, environment, meteor, succeed

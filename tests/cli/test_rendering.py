@@ -12,10 +12,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from meteor_cli import jsonl
-from meteor_cli.harmless import harmless, harmless_json
-from meteor_cli.rendering import as_raw, as_text, matching
-from meteor_cli.template import Template, local_time
+from meteor_cli.commands.tail import matching
+from meteor_cli.render import jsonl
+from meteor_cli.render.records import as_raw, as_text
+from meteor_cli.render.sanitize import sanitize, sanitize_json
+from meteor_cli.render.template import Template, local_time
 from meteor_py import Record
 
 HOSTILE = [
@@ -43,7 +44,7 @@ def is_harmless(text: str) -> bool:
 
 @pytest.mark.parametrize("data", HOSTILE)
 def test_hostile_bytes_are_shown_as_escapes_on_one_line(data: bytes) -> None:
-    assert is_harmless(harmless(data))
+    assert is_harmless(sanitize(data))
     shown = as_text("bytes", colour=False)([record(data, key=data, headers={"h": data})])
     assert shown.endswith(b"\n")
     assert is_harmless(shown.decode()[:-1])
@@ -51,19 +52,19 @@ def test_hostile_bytes_are_shown_as_escapes_on_one_line(data: bytes) -> None:
 
 def test_every_control_and_format_character_is_escaped() -> None:
     everything = [chr(n) for n in range(0x110000) if not 0xD800 <= n < 0xE000]
-    assert [char for char in everything if not is_harmless(harmless(char))] == []
+    assert [char for char in everything if not is_harmless(sanitize(char))] == []
 
 
 @pytest.mark.parametrize(
     "text", ["plain", "caffè ☕", "日本語　空白", "עברית", "🎉", "a\\nb", "\xa0"]
 )
 def test_what_can_be_read_is_left_as_it_is(text: str) -> None:
-    assert harmless(text.encode()) == text
+    assert sanitize(text.encode()) == text
 
 
 @given(st.binary() | st.text().map(str.encode))
 def test_no_bytes_are_ever_harmful(data: bytes) -> None:
-    assert is_harmless(harmless(data))
+    assert is_harmless(sanitize(data))
 
 
 binary = st.binary(max_size=30) | st.text(max_size=20).map(str.encode)
@@ -115,8 +116,8 @@ def test_a_line_that_is_no_record_is_named(line: bytes) -> None:
 
 def test_json_that_was_encoded_keeps_its_meaning() -> None:
     text = msgspec.json.encode({"\u202e": "\U000e0041\x9b\x7f"}).decode()
-    assert is_harmless(harmless_json(text))
-    assert msgspec.json.decode(harmless_json(text)) == msgspec.json.decode(text)
+    assert is_harmless(sanitize_json(text))
+    assert msgspec.json.decode(sanitize_json(text)) == msgspec.json.decode(text)
 
 
 @pytest.fixture

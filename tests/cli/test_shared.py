@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from meteor_cli.group_id import parse_id, show_id
-from meteor_cli.reasons import reasons
+from meteor_cli.args.keys import parse_key, show_key
+from meteor_cli.commands.shared import reasons
 from meteor_py import (
     Consumer,
     GroupConfigMismatch,
@@ -79,21 +79,21 @@ def test_a_shared_group_is_described_with_what_is_in_the_way(
 ) -> None:
     shown = succeed(url, "shared", "info", "carts", "billing").text
     assert "below 0 of 12, lag 12" in shown
-    assert "after 5 failures, then its group is parked" in shown
-    assert f"{sub.name}       1        2  " in shown
+    assert "after 5 failures, then its key is parked" in shown
+    assert f"{sub.name}     1        2  " in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["a", "4", "0", "4", "0", "parked", "-"] in lines
     assert ["b", "4", "0", "4", "1", "delayed", "-"] in lines
     assert [SHOWN, "4", "2", "2", "2", "owned", sub.name] in lines
-    assert "* 1 group is parked, with 4 records: `meteor shared resume carts billing" in shown
-    assert "* 1 group is delayed after a failure" in shown
+    assert "* 1 key is parked, with 4 records: `meteor shared resume carts billing" in shown
+    assert "* 1 key is delayed after a failure" in shown
     assert f"* 2 records wait for {sub.name}" in shown
     assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_the_number_of_groups_shown_is_limited(url: str, sub: SharedSubscriber) -> None:
     shown = succeed(url, "shared", "info", "carts", "billing", "-n", "1").lines
-    assert "\u2026 and 2 more groups" in shown
+    assert "\u2026 and 2 more keys" in shown
     assert not any(line.startswith("b ") for line in shown)
     (found,) = succeed(url, "shared", "info", "carts", "billing", "-n", "1", "--json").objects
     assert [group["id"] for group in found["groups"]] == ["a"]
@@ -128,7 +128,7 @@ def test_a_dry_run_of_a_purge_changes_nothing_and_says_what_is_not_known(
         command = ["shared", "purge", "carts", "billing", "b", "--dry-run"]
         before = everything(stream.client.redis)
         done = succeed(url, *command)
-        assert "11 records have not been looked at, and may be of any group" in done.err
+        assert "11 records have not been looked at, and may be of any key" in done.err
         assert "nothing of b waits" in done.err
         assert everything(stream.client.redis).keys() == before.keys()
         assert sub._shared.describe().looked == 1
@@ -155,8 +155,8 @@ def test_what_is_no_id_is_refused(url: str, stream: Stream, given: list[str], wh
 
 @pytest.mark.parametrize("group", [b"cart-7", NASTY, "\u202eé".encode(), b"\xc3", b"a\nb"])
 def test_what_is_shown_of_an_id_is_harmless_and_gives_it_back(group: bytes) -> None:
-    assert parse_id(show_id(group)) == group
-    assert show_id(group).isprintable()
+    assert parse_key(show_key(group)) == group
+    assert show_key(group).isprintable()
 
 
 def test_records_are_purged_only_if_that_is_confirmed(url: str, sub: SharedSubscriber) -> None:
@@ -213,7 +213,7 @@ def test_a_dead_consumer_counts_no_more(url: str, stream: Stream) -> None:
         assert sub.poll(20)
         eventually(lambda: stream.groups()[0].consumers == 0)  # it does not poll
         shown = succeed(url, "shared", "info", "carts", "billing").text
-        assert f"{sub.name}       3       12   dead" in shown
+        assert f"{sub.name}     3       12   dead" in shown
         assert f"* {sub.name} is dead: whoever asks for records next" in shown
         assert succeed(url, "shared", "ls").lines[1].split()[2] == "0"
         succeed(url, "groups", "rm", "carts", "billing", "--yes")
@@ -256,11 +256,11 @@ DEAD = Consumer("3", "z", 1, 1, -0.1)
         (described(consumers=()), [], "There is no consumer, and 10 records are not settled."),
         (described(consumers=(DEAD,)), [], "There is no consumer, and 10 records are not"),
         (described(consumers=(*TWO, DEAD)), [], "z is dead: whoever asks for records next gets"),
-        (described(waiting=WAITING_MAX), [], "1,000,000 records wait for their groups, and more"),
+        (described(waiting=WAITING_MAX), [], "1,000,000 records wait for their keys, and more"),
         (described(dying=1), [], "1 record was given up, and not yet published to stream 'dead'"),
-        (described(consumers=TWO), [OWNED, OWNED], "All 2 groups are held by x."),
+        (described(consumers=TWO), [OWNED, OWNED], "All 2 keys are held by x."),
         (described(), [OWNED], "2 records wait for x, which has to settle what it holds"),
-        (described(ready=2), [], "2 groups can be had at once"),
+        (described(ready=2), [], "2 keys can be had at once"),
         (described(looked=9), [], "1 record has not been looked at yet"),
         (described(), [], "Nothing is in the way: x has 1 record to settle."),
         (described(consumers=TWO[1:]), [], "Nothing is in the way: 10 records are not settled."),

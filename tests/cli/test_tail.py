@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from meteor_cli.position import Place, parse_span
-from meteor_cli.rendering import as_raw
+from meteor_cli.args.positions import Place, parse_span
+from meteor_cli.commands.tail import Tailer
+from meteor_cli.render.records import as_raw
 from meteor_cli.session import Session
-from meteor_cli.tail import Tailer
 from meteor_py import Client, Stream, connect
 from tests.conftest import ServerFactory
 from tests.support.commands import METEOR, Running, meteor, succeed

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 import meteor_py as meteor
-from meteor_cli.board import Sort, View, draw, show_count
-from meteor_cli.snapshot import Look, Rates
-from meteor_cli.top import _ended_once
+from meteor_cli.live.screen import Sort, View, draw
+from meteor_cli.live.snapshot import Rates, Snapshot
+from meteor_cli.render.text import show_count
+from meteor_cli.signals import ended_once
 from tests.conftest import ServerFactory
 from tests.support.archiving import LONG_S, Depot
 from tests.support.commands import METEOR, succeed
@@ -193,7 +194,7 @@ def test_a_server_that_stays_away_ends_it_with_a_sentence(private_server: Server
 
 
 def drawn(
-    shown: Look, width: int | None, height: int | None, sort: Sort = "name", **rates: Rates
+    shown: Snapshot, width: int | None, height: int | None, sort: Sort = "name", **rates: Rates
 ) -> list[str]:
     server = meteor.ServerDescription("valkey", "9.1.0", "primary", 1_000_000, 2_000_000, 3, 7200)
     view = View(server, "redis://localhost:6379/0", datetime.now(), shown, rates)
@@ -259,14 +260,14 @@ def test_groups_are_sorted_by_lag_with_their_streams() -> None:
 
 
 def test_what_a_server_hides_is_left_out() -> None:
-    view = View(meteor.ServerDescription(), "unix:///x", datetime.now(), Look(left_off=7))
+    view = View(meteor.ServerDescription(), "unix:///x", datetime.now(), Snapshot(left_off=7))
     lines = [line.plain for line in draw(view, "name", width=80, height=24)]
     assert lines[0].startswith("server at unix:///x ")
     assert lines[1] == "0 streams \u00b7 0 groups \u00b7 7 not looked at"
     assert "There is no stream" in lines[3]
 
 
-def colours(shown: Look) -> dict[str, str]:
+def colours(shown: Snapshot) -> dict[str, str]:
     """The texts that are coloured."""
     server = meteor.ServerDescription(memory=95, memory_max=100)
     view = View(server, "", datetime.now(), shown)
@@ -386,7 +387,7 @@ def test_a_reader_who_has_seen_enough_ends_it_quietly(url: str, client: meteor.C
 def test_help_is_light() -> None:
     """Nothing that takes long is loaded before it is needed."""
     program = (
-        "import sys, json, meteor_cli.top, meteor_cli.watch; "
+        "import sys, json, meteor_cli.commands.top, meteor_cli.commands.watch; "
         "print(json.dumps([m for m in ('meteor_py', 'rich', 'msgspec') if m in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
@@ -397,7 +398,7 @@ def test_signals_that_come_while_the_terminal_is_prepared_or_put_back_wait() -> 
     done: list[str] = []
 
     def use_the_terminal() -> None:
-        with _ended_once() as hear:
+        with ended_once() as hear:
             try:
                 signal.raise_signal(signal.SIGINT)
                 done.append("prepared")

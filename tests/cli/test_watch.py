@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 import meteor_py as meteor
-from meteor_cli import snapshot
-from meteor_cli.changes import Change, changes
-from meteor_cli.snapshot import Look, Observer, Seen, rates_between
-from meteor_cli.watch import to_json, to_text
+from meteor_cli.live import snapshot
+from meteor_cli.live.changes import Change, changes
+from meteor_cli.live.snapshot import Observer, Snapshot, StreamSnapshot, rates_between
+from meteor_cli.live.watch import to_json, to_text
 from meteor_py.redis import keys
 from tests.conftest import ServerFactory
 from tests.support.archiving import LONG_S, Depot
@@ -31,7 +31,9 @@ from tests.support.waiting import eventually
 HOSTILE = "evil\x1b[2J\u202egnp.exe\n"
 
 
-def told(before: Look | None, after: Look, lag_max: int | None = None) -> list[tuple[str, str]]:
+def told(
+    before: Snapshot | None, after: Snapshot, lag_max: int | None = None
+) -> list[tuple[str, str]]:
     return [(each.event, each.text) for each in changes(before, after, lag_max)]
 
 
@@ -89,7 +91,7 @@ def told(before: Look | None, after: Look, lag_max: int | None = None) -> list[t
     ],
 )
 def test_what_happened_to_a_stream_is_told(
-    before: Seen | None, after: Seen | None, expected: list[tuple[str, str]]
+    before: StreamSnapshot | None, after: StreamSnapshot | None, expected: list[tuple[str, str]]
 ) -> None:
     one, two = (look(*([each] if each else [])) for each in (before, after))
     assert told(one, two) == expected

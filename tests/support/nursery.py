@@ -155,7 +155,7 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 
 if __name__ == "__main__":
-    for module in ("meteor_py", *(f"meteor_cli.{command}" for command in COMMANDS)):
+    for module in ("meteor_py", *(f"meteor_cli.commands.{command}" for command in COMMANDS)):
         import_module(module)
     gc.freeze()
     order = _Nursery(socket.socket(fileno=int(sys.argv[1]))).serve()

@@ -1,0 +1,88 @@
+r"""Ordering keys, which are bytes, as people see and write them.
+
+Text is written as it is. Other bytes, what a terminal must not get, and the backslash are escapes:
+``\xNN`` and ``\\``. So a key that is shown can be given back, in single quotes for the shell.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+from meteor_cli.render.sanitize import sanitize
+
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|([\\nrt])|)")
+_SHORT = {"\\": b"\\", "n": b"\n", "r": b"\r", "t": b"\t"}
+
+
+def show_key(key: bytes) -> str:
+    r"""The key on one line, such that ``parse_key`` gives it back.
+
+    >>> show_key(b"customer 7"), show_key(b"\xff\x00C:\\")
+    ('customer 7', '\\xff\\x00C:\\\\')
+    """
+
+    def show(char: str) -> str:
+        if char == "\\":
+            return r"\\"
+        data = char.encode(errors="surrogateescape")
+        is_safe = not "\udc80" <= char <= "\udcff" and sanitize(char) == char
+        return char if is_safe else "".join(f"\\x{byte:02x}" for byte in data)
+
+    return "".join(map(show, key.decode(errors="surrogateescape")))
+
+
+def parse_key(text: str) -> bytes:
+    r"""The bytes that are meant.
+
+    >>> parse_key(r"a\x00\\")
+    b'a\x00\\'
+
+    Raises:
+        ValueError: A backslash that begins no escape, or an empty key.
+    """
+    parts: list[bytes] = []
+    end = 0
+    for match in _ESCAPE.finditer(text):
+        parts.append(text[end : match.start()].encode(errors="surrogateescape"))
+        end = match.end()
+        if match[1]:
+            parts.append(bytes.fromhex(match[1]))
+        elif match[2]:
+            parts.append(_SHORT[match[2]])
+        else:
+            raise ValueError(r"a backslash is written \\, and another byte \xNN")
+    parts.append(text[end:].encode(errors="surrogateescape"))
+    return b"".join(parts)
+
+
+class KeyType(click.ParamType[bytes]):
+    """The argument KEY, with the flag ``--hex`` beside it."""
+
+    name = "key"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> bytes:
+        as_hex = context is not None and bool(context.params.get("as_hex"))
+        try:
+            found = bytes.fromhex(value) if as_hex else parse_key(value)
+        except ValueError as error:
+            why = "it is not in hexadecimal" if as_hex else str(error)
+            self.fail(f"{sanitize(value)!r} is not an ordering key: {why}.", param, context)
+        if not 1 <= len(found) <= 256:
+            self.fail(f"an ordering key has 1 to 256 bytes, not {len(found)}.", param, context)
+        return found
+
+
+def parse_rule(text: str) -> str:
+    """Check the rule by which records of a stream have an ordering key.
+
+    Raises:
+        ValueError: It is none of the two.
+    """
+    if text != "key" and not re.fullmatch(r"header:.+", text, re.DOTALL):
+        raise ValueError(f"{sanitize(text)!r} is neither key nor header:NAME.")
+    return text

@@ -1,0 +1,56 @@
+"""Points in time as people write them."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+
+_UNITS = {
+    "ms": timedelta(milliseconds=1),
+    "s": timedelta(seconds=1),
+    "m": timedelta(minutes=1),
+    "h": timedelta(hours=1),
+    "d": timedelta(days=1),
+    "w": timedelta(weeks=1),
+}
+_STEP = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|[smhdw])")
+_SPAN = re.compile(rf"(?:{_STEP.pattern})+")
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+
+#: The ways to write a time, for errors and help.
+FORMS = "ms (13 digits), seconds, 2026-11-16, 2026-11-16T14:30:00Z, now, or -1h30m"
+
+
+def parse_time(text: str, now: datetime | None = None, since: datetime | None = None) -> datetime:
+    """A time: ms in 13 digits, seconds since 1970, a date, RFC 3339, ``now``, or ``-1h`` (ago).
+
+    Args:
+        text: What was written. Without a zone it is local time, as for other commands.
+        now: What ``now`` means; aware.
+        since: Where a span without a minus (``1h``) begins, for the end of a range.
+
+    Raises:
+        ValueError: It is none of these.
+
+    >>> parse_time("-1h", datetime(2026, 11, 16, 12, tzinfo=UTC)).hour
+    11
+    """
+    now = now or datetime.now(UTC)
+    try:
+        if text == "now":
+            return now
+        if _NUMBER.fullmatch(text):
+            is_ms = len(text) == 13 and text.isdigit()
+            return datetime.fromtimestamp(int(text) / 1000 if is_ms else float(text), UTC)
+        if text.startswith("-") and _SPAN.fullmatch(text[1:]):
+            return now - _span(text[1:])
+        if since is not None and _SPAN.fullmatch(text.removeprefix("+")):
+            return since + _span(text)
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError, OSError):
+        raise ValueError(f"{text!r} is not a time; write {FORMS}.") from None
+
+
+def _span(text: str) -> timedelta:
+    steps = _STEP.findall(text)
+    return sum((float(number) * _UNITS[unit] for number, unit in steps), timedelta())

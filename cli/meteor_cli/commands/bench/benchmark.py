@@ -1,0 +1,156 @@
+"""What ``meteor bench`` does: each thing once, one after the other."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, repeat
+
+import click
+import msgspec
+
+import meteor_py as meteor
+from meteor_cli.commands.bench import measure
+from meteor_cli.commands.server import product_name
+from meteor_cli.render.terminal import progress
+from meteor_cli.render.text import print_table, say
+from meteor_cli.session import Session
+
+#: Bytes of the records that the ring keeps at a time, and of those that are made beforehand.
+_KEPT_MAX_BYTES = 256_000_000
+_MADE_MAX_BYTES = 16_000_000
+#: Records whose latency is measured, one at a time.
+_LATENCIES = 2_000
+#: What is measured, in the words of ``--json`` and of the table.
+_NAMES = {
+    "publish_many": "publish_many of lists",
+    "read_bytes": "read as bytes",
+    "read_arrow": "read as Arrow",
+    "read_group": "read in a group",
+    "publish": "publish in a loop",
+    "latency": "latency of one record",
+}
+
+_READINGS: dict[str, Callable[[meteor.Stream, measure.Advance], tuple[int, float]]] = {
+    "read_bytes": partial(measure.read, convert=meteor.RecordBatch.values),
+    "read_arrow": partial(measure.read, convert=meteor.RecordBatch.to_arrow),
+    "read_group": partial(measure.read_in_group, group="bench"),
+}
+
+
+class Result(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that was measured; also a line of ``--json``."""
+
+    #: One of ``_NAMES``.
+    what: str
+    server: str
+    #: How many, of how many bytes, and how many seconds that took.
+    records: int
+    size: int
+    seconds: float
+    records_per_s: float | None = None
+    megabytes_per_s: float | None = None
+    #: Milliseconds from publishing a record to having it.
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+
+
+class Benchmark:
+    """One run of it."""
+
+    def __init__(self, session: Session, records: int, size: int) -> None:
+        self._session = session
+        self._records = records
+        self._size = size
+        # Of the values, a part is made beforehand, so that making them is not measured.
+        made = max(min(records, measure.CALL, _MADE_MAX_BYTES // size), 1)
+        self._values = [random.randbytes(size) for _ in range(made)]
+        self._server = ""
+
+    def run(self, *, as_json: bool) -> None:
+        """Measure everything; print it in the end, or as JSON as it comes."""
+        results: list[Result] = []
+        with self._connect() as m:
+            say(f"{self._server}; {self._records:,} records of {self._size:,} bytes:")
+            for result in self._measure(m):
+                results.append(result)
+                if as_json:
+                    click.echo(msgspec.json.encode(result))
+        if not as_json:
+            headings = " | records# | records/s# | MB/s# | p50 ms# | p99 ms#"
+            print_table(headings, [_row(result) for result in results])
+
+    @contextmanager
+    def _connect(self) -> Iterator[meteor.Client]:
+        # What a server may lose is of no interest here: all of it is deleted.
+        private = not (self._session.url or os.environ.get("METEOR_URL"))
+        with self._session.connect(url="embedded://" if private else None) as m:
+            name = product_name(m.describe())
+            self._server = f"{name}, private" if private else f"{name} at {m.address}"
+            yield m
+
+    def _measure(self, m: meteor.Client) -> Iterator[Result]:
+        with self._stream(m) as stream:  # the first of everything is slower: modules are loaded
+            measure.publish_many(stream, [self._values], lambda done: None)
+            measure.read(stream, lambda done: None, convert=meteor.RecordBatch.to_arrow)
+        with self._stream(m) as stream:
+            with progress(_NAMES["publish_many"], self._records) as advance:
+                took = measure.publish_many(stream, self._parts(), advance)
+            yield self._result("publish_many", self._records, took)
+            kept = stream.describe().length
+            for what, read in _READINGS.items():
+                with progress(_NAMES[what], kept) as advance:
+                    seen, took = read(stream, advance)
+                yield self._result(what, seen, took)
+        with self._stream(m) as stream:
+            with progress(_NAMES["publish"], self._records) as advance:
+                took = measure.publish_each(stream, self._parts(), advance)
+            yield self._result("publish", self._records, took)
+        with self._stream(m) as stream:
+            yield self._latency(stream)
+
+    def _latency(self, stream: meteor.Stream) -> Result:
+        count = min(_LATENCIES, self._records)
+        values = [(None, self._values[number % len(self._values)]) for number in range(count)]
+        with progress(_NAMES["latency"], count) as advance:
+            took = measure.follow(stream, values, advance)[1]
+        p50, p99 = (measure.percentile(took, percent) * 1000 for percent in (50, 99))
+        return Result("latency", self._server, count, self._size, sum(took), p50_ms=p50, p99_ms=p99)
+
+    def _parts(self) -> Iterator[list[bytes]]:
+        whole, rest = divmod(self._records, len(self._values))
+        return chain(repeat(self._values, whole), [self._values[:rest]] if rest else [])
+
+    def _result(self, what: str, records: int, took_s: float) -> Result:
+        rate = records / took_s
+        return Result(
+            what, self._server, records, self._size, took_s, rate, rate * self._size / 1e6
+        )
+
+    @contextmanager
+    def _stream(self, m: meteor.Client) -> Iterator[meteor.Stream]:
+        """A stream of our own, deleted in the end."""
+        capacity = max(min(self._records, _KEPT_MAX_BYTES // self._size), 1)
+        stream = m.stream(f"bench-{secrets.token_hex(8)}", capacity=capacity)
+        try:
+            yield stream
+        except meteor.ConnectionFailed:
+            raise  # the server has gone, and the stream with it
+        except BaseException:
+            stream.delete()
+            raise
+        stream.delete()
+
+
+def _row(result: Result) -> list[object]:
+    def shown(value: float | None, form: str) -> str | None:
+        return None if value is None else format(value, form)
+
+    rate = None if result.records_per_s is None else int(result.records_per_s)
+    latencies = [shown(value, ".2f") for value in (result.p50_ms, result.p99_ms)]
+    speed = shown(result.megabytes_per_s, ",.0f")
+    return [_NAMES[result.what], result.records, rate, speed, *latencies]

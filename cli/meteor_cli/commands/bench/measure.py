@@ -1,0 +1,151 @@
+"""What ``demo`` and ``bench`` measure: each function does one thing once, and returns the seconds.
+
+Nothing is estimated: a rate that is shown is a count that was checked, divided by one of these.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import meteor_py as meteor
+
+Advance = Callable[[int], None]
+
+#: Records in one call of publish_many, and in one batch that is read.
+CALL = 10_000
+#: Seconds after which a record that was published and has not been read is missing.
+_PATIENCE_S = 30.0
+#: Seconds that a reader waits before it looks whether it shall end.
+_POLL_S = 0.1
+
+
+def publish_many(
+    stream: meteor.Stream, parts: Iterable[Sequence[bytes]], advance: Advance
+) -> float:
+    """Publish lists of values, until all are acknowledged; raise as soon as some are not."""
+    done = 0
+    waiting: deque[meteor.ManyAck] = deque()  # bounded by what the publisher has room for
+
+    def settle() -> None:
+        nonlocal done
+        ack = waiting.popleft()
+        ack.result()
+        done += sum(map(len, ack.ranges))
+        advance(done)
+
+    with stream.publisher() as pub:
+        start = time.perf_counter()
+        for part in parts:
+            waiting.append(pub.publish_many(part))
+            while waiting and waiting[0].done():
+                settle()
+        while waiting:
+            settle()
+        return time.perf_counter() - start
+
+
+def publish_each(
+    stream: meteor.Stream, parts: Iterable[Sequence[bytes]], advance: Advance
+) -> float:
+    """Publish values one by one, until all are acknowledged."""
+    done = 0
+    with stream.publisher() as pub:
+        start = time.perf_counter()
+        for part in parts:
+            for value in part:
+                ack = pub.publish(value)
+            if ack.done():
+                ack.result()  # a server that has gone ends it here, not after all the rest
+            done += len(part)
+            advance(done)
+        pub.flush()
+        return time.perf_counter() - start
+
+
+def read(
+    stream: meteor.Stream, advance: Advance, *, convert: Callable[[meteor.RecordBatch], object]
+) -> tuple[int, float]:
+    """Read all there is; return how many records that were, and the seconds."""
+    done = 0
+    start = time.perf_counter()
+    for batch in stream.read():
+        convert(batch)
+        done += len(batch)
+        advance(done)
+    return done, time.perf_counter() - start
+
+
+def read_in_group(stream: meteor.Stream, advance: Advance, *, group: str) -> tuple[int, float]:
+    """The same for a group, with a confirm for each batch."""
+    end = stream.bounds()[1]
+    done = 0
+    with stream.subscriber(group=group) as sub:
+        start = time.perf_counter()
+        while sub.position < end:
+            batch = sub.poll(_PATIENCE_S, CALL)
+            if not batch:
+                raise TimeoutError(f"Nothing came in {_PATIENCE_S:g} seconds.")
+            batch.values()
+            ack = sub.confirm(batch)
+            done += len(batch)
+            advance(done)
+        ack.result(_PATIENCE_S)
+        return done, time.perf_counter() - start
+
+
+def follow(
+    stream: meteor.Stream, records: Sequence[tuple[bytes | None, bytes]], advance: Advance
+) -> tuple[list[meteor.Record], list[float]]:
+    """Publish keys and values one after the other, each when a reader has got the one before.
+
+    Returns:
+        The records as they were read, and for each the seconds from publishing to having it.
+    """
+    found: queue.SimpleQueue[tuple[float, meteor.Record] | Exception] = queue.SimpleQueue()
+    ended = threading.Event()
+
+    def listen() -> None:
+        try:
+            while not ended.is_set():
+                for record in sub.poll(_POLL_S):
+                    found.put((time.perf_counter(), record))
+        except Exception as error:
+            found.put(error)
+
+    read: list[meteor.Record] = []
+    took: list[float] = []
+    with stream.subscriber() as sub, stream.publisher() as pub:
+        listener = threading.Thread(target=listen, name="meteor-cli-listener")
+        listener.start()
+        try:
+            for key, value in records:
+                start = time.perf_counter()
+                pub.publish(value, key=key)
+                try:
+                    item = found.get(timeout=_PATIENCE_S)
+                except queue.Empty:
+                    text = f"A record did not come in {_PATIENCE_S:g} seconds."
+                    raise TimeoutError(text) from None
+                if isinstance(item, Exception):
+                    raise item
+                took.append(item[0] - start)
+                read.append(item[1])
+                advance(len(read))
+        finally:
+            ended.set()
+            listener.join()
+    return read, took
+
+
+def percentile(samples: Sequence[float], percent: int) -> float:
+    """The sample that so many of a hundred do not exceed.
+
+    >>> percentile([5, 1, 4, 2, 3], 50)
+    3
+    """
+    ordered = sorted(samples)
+    return ordered[max(-(-len(ordered) * percent // 100) - 1, 0)]

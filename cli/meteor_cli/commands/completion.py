@@ -1,0 +1,25 @@
+"""``meteor completion``: the scripts that switch completion on in a shell."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+from meteor_cli.command import command
+from meteor_cli.session import Session
+
+
+@command(
+    short_help="Switch on completion in your shell.",
+    example="""\
+eval "$(meteor completion bash)"  # in ~/.bashrc
+eval "$(meteor completion zsh)"   # in ~/.zshrc
+meteor completion fish | source   # in ~/.config/fish/config.fish""",
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(session: Session, shell: str) -> None:
+    """Print what switches completion on in your shell: commands, options, streams and groups."""
+    found = get_completion_class(shell)
+    assert found is not None
+    root = click.get_current_context().find_root().command
+    click.echo(found(root, {}, "meteor", "_METEOR_COMPLETE").source())

@@ -1,0 +1,33 @@
+"""``meteor demo``: a tour of what there is, in a few seconds."""
+
+from __future__ import annotations
+
+from meteor_cli.args import options
+from meteor_cli.command import command
+from meteor_cli.session import Session
+from meteor_cli.signals import cleaning_up
+
+
+@command(
+    short_help="Take a tour; every figure is measured.",
+    example="""\
+meteor demo
+meteor demo --records 100000 --url redis://localhost:6379""",
+)
+@options.count(
+    "--records",
+    min=1_000,
+    max=10_000_000,
+    default=1_000_000,
+    help="How many to publish: 1,000,000.",
+)
+@options.flag("--no-spark", help="Leave Spark out, which is slow to start.")
+def demo(session: Session, records: int, no_spark: bool) -> None:
+    """Take a tour: publish, tail, kill and recover, archive; every figure is measured.
+
+    On a private server of its own, unless --url names one. Nothing is left behind.
+    """
+    from meteor_cli.commands.demo.tour import Tour
+
+    with cleaning_up():
+        Tour(session, records, spark=not no_spark).run()

@@ -1,0 +1,101 @@
+"""The crash of the tour: a server that is killed while a publisher is at work, and comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import meteor_py as meteor
+from meteor_cli.commands.demo.worker import PATIENCE_S, wait_until
+from meteor_cli.commands.server import is_alive
+from meteor_py.server import open_embedded
+
+RECORDS = 100_000
+_CALL = 500
+#: Calls of publish_many whose records are acknowledged when the server is killed.
+_KILL_AFTER = 50
+#: Calls that have been made by then.
+_ON_THE_WAY = 100
+#: Bytes of the longest directory in which a socket surely has a place of its own, and so the same
+#: address after the crash.
+_DIRECTORY_MAX = 50
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the records."""
+
+    #: Seconds from the kill until records were acknowledged again.
+    pause_s: float
+    #: Whether each record is there once, in order.
+    complete: bool
+    #: What the server had acknowledged and lost, if the disk was too slow for it.
+    lost: range
+
+
+def crash(advance: Callable[[int], None]) -> Outcome:
+    """Kill the server of a publisher, and start it again.
+
+    Always a server of our own that keeps its data on disk: nobody else's is touched.
+    """
+    root = tempfile.gettempdir()
+    with (
+        warnings.catch_warnings(),
+        tempfile.TemporaryDirectory(
+            prefix="meteor-demo-", dir="/tmp" if len(root) > _DIRECTORY_MAX else root
+        ) as directory,
+        open_embedded(directory) as server,
+        meteor.connect(server.url) as m,
+    ):
+        warnings.simplefilter("ignore", meteor.DataSafetyWarning)
+        stream = m.stream("crash", capacity=RECORDS)
+        lost = range(0)
+        pause_s = 0.0
+        try:
+            pause_s = _publish(stream, server.pid, directory, advance)
+        except meteor.LogTruncated as error:
+            lost = range(error.first, error.last + 1)
+        found = [value for batch in stream.read() for value in batch.values()]
+        return Outcome(pause_s, found == [b"%d" % n for n in range(RECORDS)], lost)
+
+
+def _publish(
+    stream: meteor.Stream, pid: int, directory: str, advance: Callable[[int], None]
+) -> float:
+    """Publish all records; return how many seconds the publisher had to wait."""
+    calls = [[b"%d" % n for n in range(start, start + _CALL)] for start in range(0, RECORDS, _CALL)]
+    with ExitStack() as stack:
+        pub = stream.publisher()
+        stack.callback(_abandon, pub)
+        acks = [pub.publish_many(call) for call in calls[:_ON_THE_WAY]]
+        acks[_KILL_AFTER].result(PATIENCE_S)
+        killed_at = time.perf_counter()
+        _kill(pid)
+        acks += [pub.publish_many(call) for call in calls[_ON_THE_WAY:]]
+        stack.enter_context(open_embedded(directory))
+        acks[_ON_THE_WAY].result(PATIENCE_S)
+        pause_s = time.perf_counter() - killed_at
+        for number, ack in enumerate(acks, 1):
+            ack.result(PATIENCE_S)
+            advance(number * _CALL)
+        return pause_s
+
+
+def _kill(pid: int) -> None:
+    """Kill a process, and wait until it is gone: a dying server might still answer."""
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(pid), f"The server {pid} was killed, and has not ended")
+
+
+def _abandon(pub: meteor.Publisher) -> None:
+    """Close it; after Ctrl-C its server may be gone, and nobody wants to wait for it."""
+    try:
+        pub.close(timeout=0)
+    except meteor.MeteorError:
+        pass  # what failed has been said already

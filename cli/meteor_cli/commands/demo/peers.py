@@ -1,0 +1,117 @@
+"""The peer group of the tour: a leader is killed, a vote taken, something done together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import meteor_py as meteor
+from meteor_cli.commands.demo.worker import PATIENCE_S, Worker, run_worker, wait_until
+
+MEMBERS = 3
+TTL_S = 1.0
+#: Steps that are told of: members, leader, vote, action.
+STEPS = 4
+#: Seconds from the proposal of an action to it.
+_AHEAD_S = 0.6
+
+
+class Done(NamedTuple):
+    """When a member did what was agreed on, by a clock that all processes share."""
+
+    at_ns: int
+    #: Seconds that the group's clock may be wrong by in that process.
+    error_bound: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What happened."""
+
+    #: The terms before the leader was killed, and after.
+    terms: tuple[int, int]
+    #: Seconds from the kill until another leader was known.
+    pause_s: float
+    vote: meteor.Outcome
+    vote_s: float
+    #: Seconds between the first who acted, and the last.
+    spread_s: float
+    #: Seconds that the clocks of two of them may differ by, at worst.
+    bound_s: float
+    acted: int
+
+
+class Peer(Worker):
+    """A process that is a member."""
+
+    @property
+    def id(self) -> str:
+        return self.lines[0][0] if self.lines else ""
+
+    @property
+    def done(self) -> list[Done]:
+        return [Done(int(at), float(error)) for at, error in self.lines[1:]]
+
+
+def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]) -> Outcome:
+    """Start members, kill the one that leads, and have the others vote and act."""
+    with ExitStack() as stack:
+        peers = Peer.start(MEMBERS, stack, __name__, url, group.name)
+        _wait(lambda: len(group.members) == MEMBERS and all(peer.id for peer in peers))
+        advance(1)
+        leader, first = group.leader, group.term
+        assert leader is not None, "there are members"
+        elected = threading.Event()
+
+        @group.on_elected
+        def note(member: meteor.Member, term: int) -> None:
+            if term > first:
+                elected.set()
+
+        killed_at = time.perf_counter()
+        next(peer for peer in peers if peer.id == leader.id).process.kill()
+        if not elected.wait(PATIENCE_S):
+            raise TimeoutError(f"Nobody was elected within {PATIENCE_S:g} seconds.")
+        pause_s = time.perf_counter() - killed_at
+        _wait(lambda: len(group.members) == MEMBERS - 1)
+        advance(2)
+        start = time.perf_counter()
+        vote = group.propose("go on?", kind="consensus").result(PATIENCE_S)
+        vote_s = time.perf_counter() - start
+        advance(3)
+        action = group.propose_action("act", at=group.now() + _AHEAD_S, timeout=_AHEAD_S)
+        if action.result(PATIENCE_S).passed:
+            _wait(lambda: sum(len(peer.done) for peer in peers) == MEMBERS - 1)
+        advance(4)
+        done = [each for peer in peers for each in peer.done]
+    times = [each.at_ns for each in done] or [0]
+    spread_s = (max(times) - min(times)) / 1e9
+    bound_s = sum(sorted(each.error_bound for each in done)[-2:])
+    terms = (first, group.term)
+    return Outcome(terms, pause_s, vote, vote_s, spread_s, bound_s, len(done))
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    wait_until(condition, "The members are not done")
+
+
+def _work(name: str) -> None:
+    """What a member does."""
+    with meteor.connect() as m, m.peer_group(name, create=False) as group, group.join() as me:
+        me.on_vote(lambda proposal: True)
+
+        @me.on_action("act")
+        def act(action: meteor.Action) -> None:
+            at_ns = time.monotonic_ns()
+            print(at_ns, action.error_bound, flush=True)
+
+        print(me.id, flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    run_worker(_work)

@@ -1,0 +1,1 @@
+"""Views that follow a server as it changes: ``top``, ``watch`` and ``peers watch``."""

@@ -1,0 +1,305 @@
+"""The table of ``meteor top``: lines that fit a screen, made of what was seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from meteor_cli.live.snapshot import Rates, Snapshot, StreamSnapshot
+from meteor_cli.render.sanitize import sanitize
+from meteor_cli.render.text import counted, show_bytes, show_count
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from meteor_py import GroupDescription, ServerDescription
+
+Sort = Literal["name", "rate", "lag", "memory"]
+
+#: Lines above the rows: server, numbers, trouble or nothing, titles.
+_HEAD = 4
+_GAP = 2
+#: A part of maxmemory from which on it is shown as a warning, and as a danger.
+_MUCH, _TOO_MUCH = 0.75, 0.9
+
+
+@dataclass(frozen=True)
+class View:
+    """All that there is to show."""
+
+    server: ServerDescription
+    address: str
+    at: datetime
+    look: Snapshot
+    rates: dict[str, Rates] = field(default_factory=dict)
+    #: What is wrong at the moment.
+    trouble: str | None = None
+
+
+class Cell(NamedTuple):
+    text: str = ""
+    style: str = ""
+
+
+class Row(NamedTuple):
+    """A stream, or beneath it its store and its groups."""
+
+    name: Cell
+    rate: Cell = Cell()
+    ring: Cell = Cell()
+    memory: Cell = Cell()
+    lag: Cell = Cell()
+    owner: Cell = Cell()
+
+
+class Block(NamedTuple):
+    """A stream with what belongs to it."""
+
+    stream: Row
+    parts: list[Row]
+    #: How many of the parts are groups.
+    groups: int
+
+
+class Column(NamedTuple):
+    title: str
+    #: Width of its usual content: it stays the same while numbers change.
+    width: int
+    right: bool
+    #: Screens that are narrower do without it.
+    needs: int
+
+
+_COLUMNS = (
+    Column("stream, group", 13, False, 0),
+    Column("rec/s", 6, True, 0),
+    Column("in ring", 11, True, 52),
+    Column("memory", 8, True, 70),
+    Column("lag", 6, True, 0),
+    Column("owner", 5, False, 36),
+)
+_NAME, _OWNER = 0, len(_COLUMNS) - 1
+
+
+def draw(
+    view: View, sort: Sort, *, width: int | None, height: int | None, number: int | None = None
+) -> list[Text]:
+    """The lines of a screen.
+
+    Args:
+        view: What to show.
+        sort: What comes first.
+        width: Columns of the screen; None: as many as it takes.
+        height: Its lines; None: as many as it takes.
+        number: Streams at most.
+    """
+    blocks = [
+        _block(seen, view.rates.get(name, Rates()), sort) for name, seen in ranked(view, sort)
+    ]
+    rows_max = None if height is None else max(height - _HEAD, 0)
+    rows, rest = _cut(blocks, rows_max, number)
+    lines = [*_head(view, width), *_table(rows, width)]
+    hint = "" if blocks else "There is no stream; `meteor publish NAME hello` makes one."
+    lines += [_fit(Cell(text, "dim"), width) for text in (hint, rest) if text]
+    return lines if height is None else lines[:height]
+
+
+def ranked(view: View, sort: Sort) -> list[tuple[str, StreamSnapshot]]:
+    """The streams, what is to come first first."""
+
+    def key(item: tuple[str, StreamSnapshot]) -> tuple[float, str]:
+        name, seen = item
+        rate = view.rates.get(name, Rates()).published or 0
+        weights = {"name": 0, "rate": rate, "lag": seen.lag, "memory": seen.stream.bytes or 0}
+        return -weights[sort], name
+
+    return sorted(view.look.streams.items(), key=key)
+
+
+# Rows
+
+
+def _block(seen: StreamSnapshot, rates: Rates, sort: Sort) -> Block:
+    stream = seen.stream
+    capacity = stream.config.capacity
+    row = Row(
+        name=Cell(sanitize(stream.name), "bold"),
+        rate=_rate(rates.published),
+        ring=Cell(f"{show_count(stream.length)}/{show_count(capacity)}"),
+        memory=Cell(show_bytes(stream.bytes)),
+    )
+
+    def key(group: GroupDescription) -> tuple[float, str]:
+        weight = {"lag": group.lag, "rate": rates.confirmed.get(group.name, 0)}.get(sort, 0)
+        return -weight, group.name
+
+    parts = [] if stream.archived is None else [_store_row(seen, rates)]
+    parts += [
+        _group_row(group, stream.first, rates.confirmed.get(group.name))
+        for group in sorted(stream.groups, key=key)
+    ]
+    return Block(row, parts, len(stream.groups))
+
+
+def _store_row(seen: StreamSnapshot, rates: Rates) -> Row:
+    stream, waiting = seen.stream, seen.unarchived
+    is_full = waiting >= (stream.config.max_unarchived or waiting + 1)
+    return Row(
+        name=Cell("  (store)", "dim"),  # no group can have such a name
+        rate=_rate(rates.archived),
+        ring=Cell(f"{show_count(stream.archived or 0)} stored"),
+        lag=_lag(waiting, alarming=is_full),
+        owner=_owner(stream.archiver, waiting),
+    )
+
+
+def _group_row(group: GroupDescription, first: int, rate: float | None) -> Row:
+    # Of a shared group, most of what lies between may be settled.
+    lost = max(first - group.confirmed, 0) if group.kind == "exclusive" else 0
+    owner = counted(group.consumers, "consumer") if group.consumers else group.owner
+    return Row(
+        name=Cell(f"  {sanitize(group.name)}"),
+        rate=_rate(rate),
+        ring=Cell(f"{show_count(lost)} lost", "bold red") if lost else Cell(),
+        lag=_lag(group.lag, alarming=lost > 0),
+        owner=_owner(owner, group.lag),
+    )
+
+
+def _rate(rate: float | None) -> Cell:
+    if rate is None:
+        return Cell("-", "dim")
+    return Cell(f"{rate:.1f}" if 0 < rate < 10 else show_count(round(rate)), "" if rate else "dim")
+
+
+def _lag(lag: int, *, alarming: bool) -> Cell:
+    return Cell(show_count(lag), "bold red" if alarming else "yellow" if lag else "dim")
+
+
+def _owner(owner: str | None, lag: int) -> Cell:
+    if owner is not None:
+        return Cell(sanitize(owner))
+    return Cell("nobody", "yellow" if lag else "dim")
+
+
+def _cut(blocks: list[Block], rows_max: int | None, number: int | None) -> tuple[list[Row], str]:
+    """The rows that there is room for, and what is said of the others."""
+    shown = blocks[:number]
+    needed = sum(1 + len(block.parts) for block in shown) + (len(shown) < len(blocks))
+    room = needed if rows_max is None or needed <= rows_max else rows_max - 1  # one says "more"
+    # A stream with very many groups leaves half of the screen to the others.
+    parts_max = needed if room == needed else room // 2
+    rows: list[Row] = []
+    streams, groups = len(blocks), sum(block.groups for block in blocks)
+    for block in shown:
+        left = room - len(rows)
+        if left <= 0:
+            break
+        parts = block.parts[: min(left - 1, parts_max)]
+        rows += [block.stream, *parts]
+        streams -= 1
+        groups -= max(len(parts) - (len(block.parts) - block.groups), 0)  # the store is no group
+    counts = [(streams, "stream"), (groups, "group")]
+    more = [counted(count, f"more {what}") for count, what in counts if count]
+    return rows, f"\u2026 and {', '.join(more)}" if more else ""
+
+
+# Lines
+
+
+def _head(view: View, width: int | None) -> list[Text]:
+    """Server and time, numbers, trouble."""
+    from rich.text import Text
+
+    server, look = view.server, view.look
+    product = " ".join(sanitize(word) for word in (server.product, server.version) if word)
+    name = f"{product or 'server'} at {sanitize(view.address)}"
+    clock = f"{view.at:%H:%M:%S}"
+    room = None if width is None else max(width - len(clock) - _GAP, 1)
+    title = Text.assemble(_fit(Cell(name, "bold"), room, pad=True), " " * _GAP, clock)
+    parts: list[Cell] = []
+    if server.role == "replica":
+        parts.append(Cell("replica", "yellow"))
+    if server.memory is not None:
+        parts.append(_memory(server.memory, server.memory_max))
+    if server.clients is not None:
+        parts.append(Cell(counted(server.clients, "client")))
+    groups = sum(len(seen.stream.groups) for seen in look.streams.values())
+    parts += [Cell(counted(len(look.streams), "stream")), Cell(counted(groups, "group"))]
+    if look.left_off:
+        parts.append(Cell(f"{look.left_off:,} not looked at", "yellow"))
+    if look.unreadable:
+        parts.append(Cell(f"{len(look.unreadable):,} unreadable", "red"))
+    if server.uptime is not None:
+        parts.append(Cell(f"up {_span(server.uptime)}"))
+    numbers = Text(" \u00b7 ", "dim").join(Text(*part) for part in parts)
+    trouble = _fit(Cell(sanitize(view.trouble or ""), "bold red"), width)
+    return [_fit_text(title, width), _fit_text(numbers, width), trouble]
+
+
+def _memory(used: int, most: int | None) -> Cell:
+    if most is None:
+        return Cell(f"memory {show_bytes(used)}")
+    part = used / most
+    style = "bold red" if part > _TOO_MUCH else "yellow" if part > _MUCH else ""
+    return Cell(f"memory {show_bytes(used)} of {show_bytes(most)}", style)
+
+
+def _table(rows: list[Row], width: int | None) -> list[Text]:
+    from rich.text import Text
+
+    if not rows:
+        return []
+    chosen = [i for i, column in enumerate(_COLUMNS) if width is None or width >= column.needs]
+    widths = _widths(rows, chosen, width)
+    lines: list[Text] = []
+    for row in (Row(*(Cell(column.title, "dim") for column in _COLUMNS)), *rows):
+        cells = [_fit(row[i], widths[i], pad=True, right=_COLUMNS[i].right) for i in chosen]
+        line = Text(" " * _GAP).join(cells)
+        line.rstrip()
+        lines.append(_fit_text(line, width))
+    return lines
+
+
+def _widths(rows: list[Row], chosen: list[int], width: int | None) -> dict[int, int]:
+    """Numbers get the room that they need; names and owners share what is left."""
+    from rich.cells import cell_len
+
+    widths = {i: max(_COLUMNS[i].width, *(cell_len(row[i].text) for row in rows)) for i in chosen}
+    if width is None:
+        return widths
+    fixed = sum(widths[i] for i in chosen if i not in (_NAME, _OWNER))
+    room = max(width - fixed - _GAP * (len(chosen) - 1), 2)
+    if _OWNER not in widths:
+        widths[_NAME] = room
+    elif widths[_NAME] + widths[_OWNER] > room:
+        half = room // 2
+        widths[_NAME] = min(widths[_NAME], max(half, room - widths[_OWNER]))
+        widths[_OWNER] = room - widths[_NAME]
+    return widths
+
+
+def _fit(cell: Cell, width: int | None, *, pad: bool = False, right: bool = False) -> Text:
+    from rich.text import Text
+
+    text = _fit_text(Text(*cell), width)
+    if pad and width is not None:
+        missing = width - text.cell_len
+        text.pad_left(missing) if right else text.pad_right(missing)
+    return text
+
+
+def _fit_text(text: Text, width: int | None) -> Text:
+    """The text, shortened if it is too long."""
+    text.no_wrap = True
+    if width is not None:
+        text.truncate(max(width, 1), overflow="ellipsis")
+    return text
+
+
+def _span(seconds: int) -> str:
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"

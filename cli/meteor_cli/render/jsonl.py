@@ -1,0 +1,166 @@
+"""Records as JSON, one on each line: what ``tail --json`` writes and ``publish --jsonl`` reads.
+
+    {"stream":"orders","offset":17,"timestamp":1794836508123,"appended":1794836508123,
+     "key":"customer-7","value":"hello","headers":{"trace":"42"}}
+
+Times are ms since 1970. A record without a key or headers has ``null`` there. Bytes (key, value,
+the values of headers) are a string if they are valid UTF-8, and else ``{"b64": "..."}``; so
+every record comes out as it went in. Characters that are not safe on a terminal are written as
+``\\u`` escapes, which mean the same. Fields may be added; none is removed or changes its meaning.
+"""
+
+from __future__ import annotations
+
+import binascii
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from meteor_cli.render.sanitize import sanitize_json
+from meteor_py import Record
+from meteor_py.records.times import check_ms
+
+
+class Binary(msgspec.Struct, forbid_unknown_fields=True):
+    """Bytes that are not text."""
+
+    b64: str
+
+
+Data = str | Binary
+
+
+class Line(msgspec.Struct):
+    """A record as it is written."""
+
+    stream: str
+    offset: int
+    timestamp: int
+    appended: int
+    key: Data | None
+    value: Data
+    headers: dict[str, Data] | None
+
+
+class Given(msgspec.Struct):
+    """A record as it is read: only what a publisher decides."""
+
+    value: Data
+    key: Data | None = None
+    headers: dict[str, Data] | None = None
+    timestamp: int | None = None
+
+
+class Columns(msgspec.Struct):
+    """Records, in the form that ``publish_many`` takes."""
+
+    values: list[bytes]
+    keys: Sequence[bytes | None] | None
+    headers: Sequence[dict[str, bytes] | None] | None
+    timestamps: Sequence[int | None] | None
+
+    def part(self, start: int, stop: int) -> Columns:
+        """Some of them, in a row."""
+        return Columns(
+            self.values[start:stop],
+            self.keys and self.keys[start:stop],
+            self.headers and self.headers[start:stop],
+            self.timestamps and self.timestamps[start:stop],
+        )
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Given)
+
+
+def encode(stream: str, records: Iterable[Record]) -> bytes:
+    """A line for each record."""
+    lines = [
+        Line(
+            stream,
+            record.offset,
+            record.timestamp,
+            record.appended,
+            None if record.key is None else to_data(record.key),
+            to_data(record.value),
+            _each(to_data, record.headers),
+        )
+        for record in records
+    ]
+    return sanitize_json(_encoder.encode_lines(lines).decode()).encode()
+
+
+def decode(
+    lines: Sequence[bytes], number: int = 1, accept: Callable[[bytes], object] | None = None
+) -> Columns:
+    """Records from lines. Empty lines are skipped.
+
+    Args:
+        lines: Without their ends.
+        number: That of the first, for errors.
+        accept: Called with each value; a ``ValueError`` refuses it.
+
+    Raises:
+        Unreadable: A line is not a record, or was refused.
+    """
+    rows = []
+    for index, line in enumerate(lines):
+        if not line or line.isspace():
+            continue
+        try:
+            row = _to_row(_decoder.decode(line))
+            if accept is not None:
+                accept(row[0])
+        except (ValueError, RecursionError) as error:  # that of msgspec is the first
+            raise Unreadable(
+                f"Line {number + index} is not a record as `meteor tail --json` writes it, with "
+                f'bytes as a string or {{"b64": "..."}}: {str(error).rstrip(".")}.',
+                index,
+            ) from None
+        rows.append(row)
+    values, keys, headers, timestamps = map(list, zip(*rows, strict=True)) if rows else ([],) * 4
+    return Columns(values, _some(keys), _some(headers), _some(timestamps))
+
+
+class Unreadable(ValueError):
+    """One of several lines cannot be published; those before ``index`` can."""
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+def _to_row(given: Given) -> tuple[Any, ...]:
+    return (
+        _to_bytes(given.value),
+        None if given.key is None else _to_bytes(given.key),
+        _each(_to_bytes, given.headers),
+        None if given.timestamp is None else check_ms(given.timestamp),
+    )
+
+
+def _each(convert: Callable[[Any], Any], headers: dict[str, Any] | None) -> dict[str, Any] | None:
+    return headers and {name: convert(value) for name, value in headers.items()}
+
+
+def _some(column: list[Any]) -> list[Any] | None:
+    """A column of nothing but None is none at all."""
+    return None if column.count(None) == len(column) else column
+
+
+def to_data(data: bytes) -> Data:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return Binary(b64encode(data).decode())
+
+
+def _to_bytes(data: Data) -> bytes:
+    if isinstance(data, str):
+        return data.encode()
+    try:
+        return b64decode(data.b64, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"b64 is not base64 ({error})") from None

@@ -1,0 +1,52 @@
+"""Untrusted text, made safe for a terminal.
+
+A record can hold anything: sequences that move the cursor, set the title or answer in the user's
+name (C0, C1), or that let text read otherwise than it is written (bidi, invisible characters).
+"""
+
+from __future__ import annotations
+
+import re
+
+#: Control, format and line separating characters: the categories Cc, Cf, Zl and Zp of Unicode.
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f"
+    "\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f"
+    "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001-\U000e007f]"
+)
+_SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def sanitize(data: bytes | str) -> str:
+    """The text on one line, with what is not text as escapes; for people, not to be read back.
+
+    >>> sanitize(b"caf\\xc3\\xa9 \\x1b[2J \\xff")
+    'café \\\\x1b[2J \\\\xff'
+    """
+    text = data if isinstance(data, str) else data.decode(errors="backslashreplace")
+    if text.isascii() and text.isprintable():
+        return text
+    return _UNSAFE.sub(_escape, text)
+
+
+def sanitize_json(text: str) -> str:
+    r"""The same for JSON that is encoded already: ``\u`` escapes, which mean the same to readers.
+
+    Lines stay apart.
+    """
+    if text.isascii() and "\x7f" not in text:
+        return text  # the encoder has seen to the rest
+    return _UNSAFE.sub(_escape_json, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    char = match[0]
+    return _SHORT.get(char) or char.encode("unicode-escape").decode()
+
+
+def _escape_json(match: re.Match[str]) -> str:
+    char = match[0]
+    if char == "\n":
+        return char
+    units = char.encode("utf-16-be")
+    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))

@@ -1,0 +1,99 @@
+"""What ``--json`` prints, besides records: the names of all fields, which are a promise.
+
+Fields may be added; none is removed or changes its meaning. Times are ms since 1970, but RFC 3339
+in ``watch`` and ``peers watch``; durations are in seconds, sizes in bytes, rates per second. What
+is not known, or does not exist, is ``null``; ``bench`` leaves it out. Events of ``peers watch``
+with ``resync`` were found out afterwards, as the server had lost the events themselves, or trimmed
+them: they share one ``view``. ``peers ask`` prints the answer itself unless it asks all.
+"""
+
+from __future__ import annotations
+
+_GROUP = ("name", "confirmed", "lag", "owner", "term", "kind", "consumers")
+_STREAM = (
+    "name", "first", "next", "length", "frames", "bytes", "appended", "archived", "archiver",
+    "capacity", "compression", "checksum", "codec", "ordering_key", "store", "max_unarchived",
+    "incarnation", "epoch", "epoch_first", "groups",
+)  # fmt: skip
+_SHARED = (
+    "stream", "name", "confirmed", "lag", "looked", "waiting", "ready", "blocked", "dying", "acked",
+    "dead", "lost", "purged", "returned", "reaped", "lost_last", "consumers", "group_cap",
+    "lease_ttl", "max_deliveries", "dead_letter", "on_poison", "default_group", "ungrouped",
+)  # fmt: skip
+_MEMBER = ("status", "leads", "persistent", "priority", "joined", "metadata")
+
+#: The fields of each object, by command.
+FIELDS = {
+    "streams ls": _STREAM,
+    "streams info": _STREAM,
+    "groups ls": ("stream", *_GROUP),
+    "groups info": ("stream", *_GROUP),
+    "shared ls": _SHARED,
+    "shared info": (*_SHARED, "groups", "groups_total", "reasons"),
+    "shared fsck": ("stream", "group", "flaw"),
+    "peers ls": (
+        "name", "members", "alive", "leader", "term", "view", "ttl", "member_expiration",
+        "election", "min_size", "max_inbox",
+    ),
+    "peers members": ("group", "id", *_MEMBER),
+    "peers watch": ("time", "group", "view", "event"),
+    "peers leader": ("group", "leader", "term", *_MEMBER),
+    "peers dead": (
+        "group", "buried", "reason", "member", "id", "queue", "verb", "sender", "sent", "type",
+        "body",
+    ),
+    "peers ask --to all": ("member", "reply", "error"),
+    "peers propose": (
+        "group", "poll", "passed", "reason", "yes", "no", "abstained", "missing", "topic", "by",
+        "kind", "decided",
+    ),
+    "seek": (
+        "stream", "group", "from", "to", "records_skipped", "records_repeated", "owner", "done",
+    ),
+    "archive ls": ("stream", "first", "last", "records", "size", "epoch", "term", "file"),
+    "archive verify": ("stream", "kind", "first", "last", "place", "problem", "harmless"),
+    "top --once": (*_STREAM, "rate", "unarchived", "archive_rate"),
+    "bench": (
+        "what", "server", "records", "size", "seconds", "records_per_s", "megabytes_per_s",
+        "p50_ms", "p99_ms",
+    ),
+    "watch": ("time", "stream", "group", "event"),
+}  # fmt: skip
+
+#: What an object of the field ``groups`` has.
+GROUP_FIELDS = {
+    "streams ls": _GROUP,
+    "streams info": _GROUP,
+    "top --once": (*_GROUP, "rate"),
+    "shared info": ("id", "count", "acquired", "waiting", "owner", "oldest", "state"),
+}
+#: What an object of the field ``consumers`` of ``shared ls`` and ``shared info`` has.
+CONSUMER_FIELDS = ("id", "name", "groups", "records", "lease")
+
+#: The events of ``watch``, and the fields that each has besides.
+EVENTS = {
+    "created": ("next",), "created_anew": ("next",), "deleted": (), "unreadable": ("reason",),
+    "readable": (), "epoch_changed": ("epoch", "before"), "records_lost": ("first", "last"),
+    "records_dropped": ("first", "last"), "group_begun": ("confirmed", "lag"),
+    "group_moved_back": ("confirmed", "before"), "group_deleted": ("confirmed",),
+    "lease_taken": ("owner", "term"), "lease_taken_over": ("owner", "before", "term"),
+    "lease_ended": ("before", "term"), "consumers_changed": ("consumers", "before"),
+    "lag_high": ("lag", "limit"), "lag_normal": ("lag", "limit"),
+    "archiver_taken": ("owner", "before"), "archiver_ended": ("before",),
+    "archiver_missing": ("unarchived", "before"), "server_gone": ("reason",), "server_back": (),
+}  # fmt: skip
+
+#: The events of ``peers watch``, and the fields that each has besides.
+PEER_EVENTS = {
+    "state": ("leader", "term", "members"), "joined": ("member", "resync"),
+    "updated": ("member", "resync"), "left": ("member", "reason", "resync"),
+    "dead": ("member", "reason", "resync"), "alive": ("member", "resync"),
+    "elected": ("member", "term", "resync"), "resigned": ("member", "term", "reason", "resync"),
+    "proposed": ("member", "poll", "kind", "action", "topic"),
+    "decided": (
+        "member", "poll", "passed", "reason", "action", "yes", "no", "abstained", "missing",
+    ),
+    "reset": ("resync",), "server_gone": ("reason",), "server_back": (),
+}  # fmt: skip
+#: What an object of the field ``members`` of ``state`` has.
+MEMBER_FIELDS = ("id", *_MEMBER)

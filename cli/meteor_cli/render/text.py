@@ -1,0 +1,137 @@
+"""Sentences, figures and tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import click
+
+from meteor_cli.render.sanitize import sanitize
+
+_UNITS = "kMGTP"
+#: Columns between two columns of a table, and what is left of a name at least.
+_GAP, _NARROW = 2, 6
+
+
+def say(text: str) -> None:
+    """Tell the user something that is no result; others may have named what is in it."""
+    click.echo(f"meteor: {sanitize(text)}", err=True)
+
+
+def counted(number: int, noun: str, verb: str = "", verbs: str = "") -> str:
+    """So many of something; with what one does, and what several do.
+
+    >>> counted(1, "record"), counted(2_000, "record", "waits", "wait")
+    ('1 record', '2,000 records wait')
+    """
+    text = f"{number:,} {noun} {verb}" if number == 1 else f"{number:,} {noun}s {verbs}"
+    return text.rstrip()
+
+
+def show_bytes(count: int | None) -> str:
+    """A size that can be grasped.
+
+    >>> show_bytes(12_345_678)
+    '12.3 MB'
+    """
+    if count is None:
+        return "-"
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def show_count(count: int) -> str:
+    """A number in few characters.
+
+    >>> [show_count(n) for n in (9_999, 12_345, 999_999, 1_234_567, 12_345_678_901)]
+    ['9,999', '12.3k', '999k', '1.23M', '12.3G']
+    """
+    if count < 10_000:
+        return f"{count:,}"
+    power = min((len(str(count)) - 1) // 3, len(_UNITS))
+    size = count / 1000**power
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2
+    step = 10**digits
+    return f"{int(size * step) / step:.{digits}f}{_UNITS[power - 1]}"  # down: 999,999 is not 1M
+
+
+def show_age(ms: int, now_ms: int) -> str:
+    """How long ago a time was; "-" for 0, which means never.
+
+    >>> show_age(1_000, 91_000)
+    '2 min'
+    """
+    if not ms:
+        return "-"
+    seconds = max(now_ms - ms, 0) / 1000
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def print_table(headings: str, rows: Sequence[Sequence[object]], *, whole: bool = False) -> None:
+    """A table on stdout; numbers to the right.
+
+    Args:
+        headings: With " | " between. Those of numbers end with ``#``.
+        rows: None of them: nothing is printed.
+        whole: Nothing is cut to fit a terminal. Else names are, and numbers are not.
+    """
+    if not rows:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    # Into a pipe or a file, lines are as long as they have to be.
+    console = Console(markup=False, highlight=False)
+    if whole or not console.is_terminal:
+        console = Console(markup=False, highlight=False, width=100_000)
+    cells = [[_cell(value) for value in row] for row in rows]
+    titles = headings.split(" | ")
+    names = [i for i, title in enumerate(titles) if not title.endswith("#")]
+    titles = [title.removesuffix("#") for title in titles]
+    widths = _widths([titles, *cells], names, console.width)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for i, title in enumerate(titles):
+        justify: Literal["left", "right"] = "left" if i in names else "right"
+        table.add_column(title, justify=justify, no_wrap=True, width=widths[i])
+    for row_cells in cells:
+        table.add_row(*row_cells)
+    with console.capture() as capture:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _widths(cells: Sequence[Sequence[str]], names: Sequence[int], room: int) -> list[int]:
+    """What columns need; if that is too much, the widest of the names get less."""
+    from rich.cells import cell_len
+
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    excess = sum(widths) + _GAP * (len(widths) - 1) - room
+    for _ in range(excess):
+        widest = max(names, key=lambda i: widths[i], default=None)
+        if widest is None or widths[widest] <= _NARROW:
+            break
+        widths[widest] -= 1
+    return widths
+
+
+def print_facts(facts: dict[str, object]) -> None:
+    """Names and values, one on each line."""
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        click.echo(f"{name:<{width}}  {_cell(value)}".rstrip())
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else sanitize(str(value))
