@@ -26,7 +26,7 @@ from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import ALL
 from meteor_py.redis.server_info import ServerDescription, describe_server
 from meteor_py.runtime.lifecycle import Closeable, close_owned
-from meteor_py.store.identity import Store, open_store, settle
+from meteor_py.store.identity import Store, bind, open_store
 from meteor_py.stream import Stream
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Client(Closeable):
             )
         check_settings(name, meta, asked)
         if backend is not None:
-            settle(backend, name, meta, founder=founder, resume=resume)
+            bind(backend, name, meta, created=founder, resume=resume)
         handle = StreamHandle(self._connector, name, meta, backend)
         stream = Stream(self, handle)
         if backend is not None and archive:

@@ -41,7 +41,7 @@ from meteor_py.records.frame import encode, fingerprint
 from meteor_py.records.ordering_index import Grouping
 from meteor_py.records.position import Position, diverged_at
 from meteor_py.redis import keys, reply_errors
-from meteor_py.redis.connection import Connection, ScriptMissing
+from meteor_py.redis.connection import Connection, EntryIdTaken, ScriptMissing
 from meteor_py.redis.scripts import PUBLISH
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.threads import JoinableThread
@@ -52,8 +52,6 @@ _log = logging.getLogger(__name__)
 WINDOW = 5
 #: How long a server remembers an idle producer.
 PRODUCER_TTL_MS = 24 * 3600 * 1000
-#: What XADD says when its ID is not above all others.
-_ID_TAKEN = "equal or smaller than the target stream top item"
 #: Seconds to wait for a connection, for room in its buffers, and for each answer.
 SOCKET_TIMEOUT_S = 5.0
 #: Seconds of silence after which the server's history is asked for again: a server can be demoted
@@ -213,11 +211,12 @@ class Sender:
         except OutOfMemory as error:
             self._drain()
             self._not_now(error)
+        except EntryIdTaken:
+            self._drain()
+            self._refuse(reply_errors.foreign(self._route.stream))
         except ServerRefused as error:
             self._drain()
-            self._refuse(
-                reply_errors.foreign(self._route.stream) if _ID_TAKEN in str(error) else error
-            )
+            self._refuse(error)
         else:
             if answer[0] == b"OK":
                 self._succeed(batch, answer[1], answer[2])

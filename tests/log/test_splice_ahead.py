@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 
 import meteor_py as meteor
-from meteor_py.store.storage import LocalFolder
+from meteor_py.store.storage import LocalStorage
 from tests.support.members import Process
 from tests.support.reading import background, check_values, drain, fill
 from tests.support.splicing import (
@@ -56,7 +56,9 @@ def stream(url: str, store: Watched, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.startswith("meteor-cold")]
+    return [
+        each.name for each in threading.enumerate() if each.name.startswith("meteor-read-ahead")
+    ]
 
 
 # Reading ahead
@@ -336,11 +338,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of the segments that were opened, as it happens; see also ``Counted``."""
     paths: list[str] = []
 
-    def open_counted(folder: LocalFolder, path: str) -> Any:
+    def open_counted(folder: LocalStorage, path: str) -> Any:
         paths.append(path)
         return pa.PythonFile(Counted(folder._inside(path)), mode="r")
 
-    monkeypatch.setattr(LocalFolder, "open", open_counted)
+    monkeypatch.setattr(LocalStorage, "open", open_counted)
     monkeypatch.setattr(Counted, "total", 0)
     return paths
 

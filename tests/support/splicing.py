@@ -92,8 +92,8 @@ class Watched(meteor.ParquetStore):
         #: The first offsets of all batches that were read.
         self.batches: list[int] = []
 
-    def read(self, life: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        for batch in super().read(life, start, stop):
+    def read(self, incarnation: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        for batch in super().read(incarnation, start, stop):
             first = batch.column("offset")[0].as_py()
             self.batches.append(first)
             self.on_batch(first)
