@@ -140,7 +140,9 @@ class Connection:
                     raise
                 except MeteorError as error:
                     failure = failure or error
-        except BaseException:  # as in call(); a server that cannot do it now leaves replies behind too
+        except (
+            BaseException
+        ):  # as in call(); a server that cannot do it now leaves replies behind too
             self.close()
             raise
         if failure is not None:
