@@ -127,7 +127,7 @@ def write_config(datadir: Path, keep: bool, tcp: bool) -> str:
     """
     socket_path = _choose_socket_path(datadir)
     text = CONFIG.format(
-        port=_free_port() if tcp else 0,
+        port=free_port() if tcp else 0,
         socket_path=socket_path,
         appendonly="yes" if keep else "no",
         memory=max(MEMORY_MIN_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2),
@@ -154,12 +154,17 @@ def _choose_socket_path(datadir: Path) -> str:
     return os.path.join(tempfile.mkdtemp(prefix="meteor-", dir=root), supervisor.SOCKET)
 
 
-def _free_port() -> int:
-    """A port outside the range of outgoing connections, some of which could take it meanwhile."""
+def free_port() -> int:
+    """A free port of 127.0.0.1 below the range that the kernel uses for outgoing connections.
+
+    Inside that range, a client that keeps trying the port of a dead server can be given this very
+    port, connect to itself, and so keep the server from returning.
+    """
     chooser = random.SystemRandom()  # a seeded one would choose the same in every process
     while True:
         port = chooser.randrange(10_000, 32_000)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:

@@ -231,8 +231,8 @@ def test_port_that_another_has_just_taken_is_tried_anew(
     private: bool, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        ports = [other.getsockname()[1], datadir._free_port()]
-        monkeypatch.setattr(datadir, "_free_port", lambda: ports.pop(0))
+        ports = [other.getsockname()[1], datadir.free_port()]
+        monkeypatch.setattr(datadir, "free_port", lambda: ports.pop(0))
         with open_embedded(None if private else kept, tcp=True) as server:
             assert ask(server, "PING")
         assert not ports
