@@ -58,10 +58,10 @@ class StreamHandle:
         """
         flat, frames, first_id = self.connector.run(DESCRIBE_STREAM, self.keys)
         if not flat:
-            raise reply_errors.gone(self.name, b"NOSTREAM")
+            raise reply_errors.stream_gone(self.name, b"NOSTREAM")
         meta = Meta.parse(self.name, flat)
         if meta.incarnation != self.incarnation:
-            raise reply_errors.gone(self.name, b"INCARNATION")
+            raise reply_errors.stream_gone(self.name, b"INCARNATION")
         return meta, frames, entry_span(self.name, first_id)[0] if first_id else meta.next
 
     def run(self, script: Script, args: list[Any], script_keys: list[str] | None = None) -> Any:
@@ -72,7 +72,7 @@ class StreamHandle:
         """
         reply = self.connector.run(script, script_keys or self.keys, args)
         if reply[0] in (b"NOSTREAM", b"INCARNATION"):
-            raise reply_errors.gone(self.name, reply[0])
+            raise reply_errors.stream_gone(self.name, reply[0])
         return reply
 
     def reopen(self) -> StreamHandle:
@@ -147,7 +147,7 @@ class StreamHandle:
             raise reply_errors.no_store(self.name)
         if self._store is None:
             if self.config.store is None:
-                raise reply_errors.hidden_store(self.name)
+                raise reply_errors.store_address_unknown(self.name)
             store = open_store(self.config.store, self.name)
             check_identity(store, self.name, self.store_id)
             self._store = store

@@ -49,7 +49,7 @@ def store_fields(
         store.claim(secrets.token_hex(8))
     identity = store.identity()
     if identity is None:
-        raise reply_errors.other_store(stream, _shown(store), None)
+        raise reply_errors.store_mismatch(stream, _shown(store), None)
     # Epochs must also differ between incarnations, and the newest must have the highest number. So
     # the first epoch is the server's time.
     seconds, micros = connector.call("TIME")
@@ -124,7 +124,7 @@ def check_identity(store: RingbufferStore, stream: str, identity: str) -> None:
     """
     seen = store.identity()
     if seen != identity:
-        raise reply_errors.other_store(stream, _shown(store), seen)
+        raise reply_errors.store_mismatch(stream, _shown(store), seen)
 
 
 def _shown(store: RingbufferStore) -> str:

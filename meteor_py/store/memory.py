@@ -108,7 +108,7 @@ class MemoryStore(RingbufferStore):
                 first = found.firsts[index] if index >= 0 else 0
                 following = found.firsts[index + 1] if index + 1 < len(found.firsts) else stop
             if batch is None or start >= first + len(batch):
-                raise reply_errors.not_stored(self.stream, start, min(following, stop) - 1)
+                raise reply_errors.records_lost(self.stream, start, min(following, stop) - 1)
             part = batch.slice(start - first, stop - start)
             yield part
             start += len(part)

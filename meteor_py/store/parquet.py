@@ -175,13 +175,13 @@ class ParquetStore(RingbufferStore):
         at = start
         for span in spans:
             if span.first > at:
-                raise reply_errors.not_stored(self.stream, at, span.first - 1)
+                raise reply_errors.records_lost(self.stream, at, span.first - 1)
             if not span.exact:
                 more = OSError(f"not all that {span.segment.name} holds counts, or not yet")
                 raise reply_errors.store_unavailable(self.stream, self._shown, "listed", more)
             at = span.stop
         if at < stop:
-            raise reply_errors.not_stored(self.stream, at, stop - 1)
+            raise reply_errors.records_lost(self.stream, at, stop - 1)
         return [self._file(incarnation, span.segment) for span in spans]
 
     def segments(self, incarnation: str, start: int, stop: int) -> list[SegmentDescription]:

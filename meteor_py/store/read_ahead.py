@@ -123,7 +123,7 @@ class StoreReadAhead:
         if batches is None or start >= self._stop:
             store = self._open_store()
             if store.bounds(self._incarnation).term // TERMS > epoch:
-                raise reply_errors.other_branch(self._stream)
+                raise reply_errors.store_continued_elsewhere(self._stream)
             batches, ahead = store.read(self._incarnation, start, stop), None
             self._batches, self._at, self._stop = batches, start, stop
         try:

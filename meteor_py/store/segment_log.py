@@ -93,18 +93,18 @@ class SegmentLog:
             except _Vanished as error:
                 if error.segment == vanished:  # still listed, and still not there
                     last = min(vanished.last, stop - 1)
-                    raise reply_errors.not_stored(self.stream, start, last) from None
+                    raise reply_errors.records_lost(self.stream, start, last) from None
                 vanished = error.segment
 
     def _read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         for span in _from(self.spans(stop), start):
             if span.first > start:
-                raise reply_errors.not_stored(self.stream, start, span.first - 1)
+                raise reply_errors.records_lost(self.stream, start, span.first - 1)
             for batch in self._read_span(span, start):
                 start += len(batch)
                 yield batch
         if start < stop:
-            raise reply_errors.not_stored(self.stream, start, stop - 1)
+            raise reply_errors.records_lost(self.stream, start, stop - 1)
 
     def _read_span(self, span: Span, start: int) -> Iterator[pa.RecordBatch]:
         with self._opened(span) as file:
@@ -142,14 +142,14 @@ class SegmentLog:
             except _Vanished as error:
                 if error.segment == vanished:
                     first, last = max(vanished.first, start), min(vanished.last, stop - 1)
-                    raise reply_errors.not_stored(self.stream, first, last) from None
+                    raise reply_errors.records_lost(self.stream, first, last) from None
                 vanished = error.segment
 
     def _locate(self, ms: int, start: int, stop: int) -> int:
         spans = _from(self.spans(stop), start)
         if start < stop and (not spans or spans[0].first > start):
             last = spans[0].first - 1 if spans else stop - 1
-            raise reply_errors.not_stored(self.stream, start, last)
+            raise reply_errors.records_lost(self.stream, start, last)
         late = bisect_left(spans, True, key=lambda span: self._last_appended(span) >= ms)
         if late == len(spans):
             return stop
@@ -204,7 +204,7 @@ class SegmentLog:
         if problem is None:
             return reply_errors.store_unavailable(self.stream, self.shown, "read", failure)
         place = f"{self.stream}/{self.path(name)}"
-        return reply_errors.corrupt(self.stream, span.first, span.stop - 1, place, problem)
+        return reply_errors.corrupt_segment(self.stream, span.first, span.stop - 1, place, problem)
 
 
 def _from(spans: list[Span], start: int) -> list[Span]:

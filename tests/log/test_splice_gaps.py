@@ -20,8 +20,8 @@ import pytest
 import meteor_py as meteor
 from meteor_py.records.config import OnGap
 from meteor_py.store.storage import LocalStorage
-from tests.support.reading import background, check_values, drain, fill
-from tests.support.splicing import (
+from tests.support.readers import background, check_values, drain, fill
+from tests.support.stored_streams import (
     NAME,
     archive,
     fill_segments,

@@ -21,7 +21,7 @@ from meteor_py.store.base import Bounds
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import Segment
 from meteor_py.testing.store_contract import INCARNATION, NEWEST, appended_at, check, read, records
-from tests.support.parquet import (
+from tests.support.parquet_store import (
     EDGES,
     END,
     GROUP,

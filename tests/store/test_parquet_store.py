@@ -31,7 +31,7 @@ from meteor_py.testing.store_contract import (
     read,
     records,
 )
-from tests.support.parquet import END, GROUP, claimed, filled, flaws, names, paths, readable
+from tests.support.parquet_store import END, GROUP, claimed, filled, flaws, names, paths, readable
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from meteor_py.store.base import TERMS
 from meteor_py.store.segment import Segment
 from meteor_py.testing.store_contract import INCARNATION, NEWEST
 from tests.conftest import ServerFactory
-from tests.support.parquet import END, filled, make_old, names, paths
-from tests.support.reading import fill
+from tests.support.parquet_store import END, filled, make_old, names, paths
+from tests.support.readers import fill
 from tests.support.waiting import eventually
 
 NAME = "orders"
@@ -96,7 +96,7 @@ def test_a_server_that_was_believed_lost_cannot_go_on_with_a_history_that_was_re
         fill(new, 30)
         archive(new)
         assert offsets(new) == list(range(90))
-        with pytest.raises(meteor.StoreMismatch, match="gone on with the history"):
+        with pytest.raises(meteor.StoreMismatch, match="continued the history"):
             offsets(old)
         assert stored(found, tmp_path, resume=True).store.verify() == []
 

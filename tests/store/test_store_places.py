@@ -16,7 +16,7 @@ from meteor_py.errors import MeteorError, StoreMismatch, StoreUnavailable
 from meteor_py.store.base import Bounds
 from meteor_py.store.parquet import IDENTITY_FILE, ParquetStore
 from meteor_py.testing.store_contract import INCARNATION, check, records
-from tests.support.parquet import claimed, everything_said
+from tests.support.parquet_store import claimed, everything_said
 
 #: Every call that looks at the folder of a stream, or changes it.
 CALLS: dict[str, Callable[[ParquetStore], object]] = {

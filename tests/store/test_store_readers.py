@@ -14,7 +14,7 @@ import pytest
 from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store import segment_file
 from meteor_py.testing.store_contract import INCARNATION, NEWEST, appended_at, records
-from tests.support.parquet import claimed, make_old
+from tests.support.parquet_store import claimed, make_old
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

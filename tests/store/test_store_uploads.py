@@ -17,7 +17,7 @@ from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store.base import Bounds
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.testing.store_contract import INCARNATION, NEWEST, check, read, records
-from tests.support.parquet import everything_said
+from tests.support.parquet_store import everything_said
 from tests.support.proxy import Proxy
 from tests.support.s3 import ACCESS_KEY, BUCKET, S3, SECRET
 from tests.support.waiting import eventually

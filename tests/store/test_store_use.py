@@ -17,7 +17,7 @@ import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.testing.store_contract import INCARNATION, records
 from tests.store.test_store_edges import NAME, archive, offsets, stored
-from tests.support.reading import everything, fill
+from tests.support.readers import everything, fill
 from tests.support.waiting import eventually
 
 

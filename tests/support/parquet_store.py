@@ -18,7 +18,7 @@ from meteor_py.testing.store_contract import INCARNATION, records
 #: Where the segments begin, and the last one ends.
 EDGES = (0, 40, 80, 120)
 END = EDGES[-1]
-#: The records of a row group, for `segmentfile.GROUP_RECORDS`.
+#: The records of a row group, for `segment_file.GROUP_RECORDS`.
 GROUP = 16
 
 
