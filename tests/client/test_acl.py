@@ -49,8 +49,9 @@ def test_a_subscriber_sees_the_groups_and_cannot_be_in_one(guarded: Server) -> N
         (group,) = stream.groups()
         assert (group.name, group.confirmed, group.lag) == ("g", 4, 6)
         assert stream.describe().groups == (group,)
-        with pytest.raises(meteor.AccessDenied):
+        with pytest.raises(meteor.AccessDenied) as denied:
             stream.subscriber(group="g")
+        assert denied.value.code == "NOPERM"
         with pytest.raises(meteor.AccessDenied):
             stream.seek_group("g", 0)
         with pytest.raises(meteor.AccessDenied):
