@@ -27,7 +27,7 @@ from benchmarks.common import (
     values_of,
     within,
 )
-from meteor_py.store.storage import LocalFolder
+from meteor_py.store.storage import LocalStorage
 
 _CAPACITY = 100_000
 #: Records that are made; they are published again and again.
@@ -173,13 +173,13 @@ def one_by_one(stream: meteor.Stream, end: int) -> tuple[float, float]:
     rng = random.Random(SEED)
     took: list[float] = []
     opened: list[int] = []
-    really = LocalFolder.open
+    really = LocalStorage.open
 
-    def counted(folder: LocalFolder, path: str) -> Any:
+    def counted(folder: LocalStorage, path: str) -> Any:
         opened[-1] += 1
         return really(folder, path)
 
-    with patch.object(LocalFolder, "open", counted):
+    with patch.object(LocalStorage, "open", counted):
         for _ in range(_SAMPLES):
             offset = rng.randrange(end)
             opened.append(0)

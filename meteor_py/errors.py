@@ -2,7 +2,7 @@
 
     MeteorError                     .retriable: the same call may succeed later
     ├── ConnectionFailed            no server there, or it went away                    retriable
-    ├── ServerRefused               the server answered, and said no (rights, memory)
+    ├── ServerRefused               .code: the server replied with an error (rights, memory)
     │   ├── AccessDenied            wrong password, or the ACL forbids it
     │   └── OutOfMemory             maxmemory is reached                                retriable
     ├── ServerNotFound              no server program to start an embedded one with
@@ -16,7 +16,7 @@
     │   ├── StoreMismatch           it is not the one that holds the stream's history
     │   └── GroupError              .group
     │       ├── GroupNotFound       no group of that name
-    │       ├── GroupActive         .owner: a member has its lease                      retriable
+    │       ├── GroupActive         .owner .shared: a member has its lease              retriable
     │       ├── GroupConfigMismatch it exists, with other settings, or is of the other kind
     │       ├── LeaseLost           lost or given up; nothing was confirmed
     │       ├── Fenced              .offsets: they were given to another consumer
@@ -40,15 +40,15 @@
     │       ├── MemberUnknown       there is no such member, or none at all
     │       ├── MemberLeft          it left before it had answered
     │       ├── HandlerFailed       its handler raised, or failed it
-    │       ├── MessageExpired      nobody answered in time                             retriable
+    │       ├── MessageExpired      .timeout: no reply in time                          retriable
     │       ├── InboxFull           it has as many messages as it may                   retriable
     │       └── PartialFailure      .values .failed: not all of those it was sent to took it
     └── ReadError                   .stream
         ├── RecordsLost             .first .last: gone from the ring and not in a store
         ├── CorruptSegment          .first .last: damaged in the store
         ├── LogTruncated            .first .last: the server lost what it had acknowledged
-        ├── CorruptFrame       .first .last: bytes that are not a frame
-        ├── UnsupportedFrame   .first .last: written by a newer version
+        ├── CorruptFrame            .first .last: bytes that are not a frame
+        ├── UnsupportedFrame        .first .last: written by a newer version
         ├── DecodeError             .record: the codec could not read a value
         └── InvalidInitialOffset    an ungrouped subscriber needs a place to start
 
@@ -79,7 +79,14 @@ class ConnectionFailed(MeteorError):
 
 
 class ServerRefused(MeteorError):
-    """The server answered with an error that repeating will not cure."""
+    """The server replied with an error that repeating the command will not cure.
+
+    ``code`` is the first word of its reply, such as ``WRONGTYPE``; empty if the library refused.
+    """
+
+    def __init__(self, message: str, *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class AccessDenied(ServerRefused):
@@ -153,13 +160,19 @@ class GroupNotFound(GroupError):
 
 
 class GroupActive(GroupError):
-    """A member holds the group's lease: ``owner``."""
+    """A member holds the group's lease, or consumers share the group (``shared``).
+
+    ``owner`` is the name of the member, or of one of the consumers.
+    """
 
     retriable = True
 
-    def __init__(self, message: str, *, stream: str, group: str, owner: str) -> None:
+    def __init__(
+        self, message: str, *, stream: str, group: str, owner: str, shared: bool = False
+    ) -> None:
         super().__init__(message, stream=stream, group=group)
         self.owner = owner
+        self.shared = shared
 
 
 class LeaseLost(GroupError):
@@ -294,9 +307,24 @@ class HandlerFailed(MessageFailed):
 
 
 class MessageExpired(MessageFailed):
-    """Nobody answered in time."""
+    """No reply arrived in time.
+
+    ``timeout`` is how many seconds the sender waited. None: the member found that the message had
+    expired, or it was never sent.
+    """
 
     retriable = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        group: str,
+        member: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__(message, group=group, member=member)
+        self.timeout = timeout
 
 
 class InboxFull(MessageFailed):

@@ -330,7 +330,7 @@ class Stream:
         for found in self._groups(self.bounds()[1]):
             if found.name == name:
                 return found
-        raise reply_errors.no_group(self.name, name)
+        raise reply_errors.group_not_found(self.name, name)
 
     def seek_group(self, group: str, to: int | str | datetime, *, force: bool = False) -> int:
         """Let a group go on from somewhere else, and return the offset; it begins if it is new.
@@ -503,7 +503,7 @@ class Stream:
         answer = self._handle.connector.run(DELETE_STREAM, names, [self.incarnation])
         # Not found, though it was there before: deleted by a first try whose answer was lost.
         if answer[0] != b"OK" and not (answer[0] == b"NOSTREAM" and meta in found):
-            raise reply_errors.gone(self.name, answer[0])
+            raise reply_errors.stream_gone(self.name, answer[0])
         self._handle.connector.call("SREM", keys.STREAMS, self.name)
         if self._handle.connector.call(
             "EXISTS", self._handle.keys[1]

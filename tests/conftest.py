@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import pytest
 from hypothesis import settings
 
-from tests.support.bench import Pair
+from tests.support.group_members import Crew
 from tests.support.java import require_java
-from tests.support.members import Crew
+from tests.support.proxied_stream import Pair
 from tests.support.servers import Server, binaries, plain_client
-from tests.support.workers import workers
+from tests.support.xdist_scheduler import workers
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

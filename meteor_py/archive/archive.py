@@ -200,7 +200,7 @@ class Archive:
             wanted = max(wanted, fitting)
         wanted = min([wanted, end, *(group.confirmed for group in groups)])
         if isinstance(self.backend, ParquetStore):
-            wanted = self.backend.edge(stream.incarnation, wanted)
+            wanted = self.backend.segment_end(stream.incarnation, wanted)
         return max(wanted, first)
 
     def _parquet(self, method: str) -> ParquetStore:

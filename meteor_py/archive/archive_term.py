@@ -196,7 +196,7 @@ class ArchiveTerm:
         highest = self._store.bounds(stream.incarnation).term
         if highest >= self._number:
             if highest // TERMS > epoch:
-                raise reply_errors.other_branch(stream.name)
+                raise reply_errors.store_continued_elsewhere(stream.name)
             raise Outnumbered(highest % TERMS)
         self._tidy()
         position = Position(stream.incarnation, epoch, self._archived)
@@ -270,7 +270,7 @@ class ArchiveTerm:
         end = self._archived + len(table)
         check_identity(self._store, self._stream.name, self._identity)
         if self._store.bounds(self._stream.incarnation).term > self._number:
-            raise reply_errors.other_branch(self._stream.name)
+            raise reply_errors.store_continued_elsewhere(self._stream.name)
         self._store.append(self._stream.incarnation, self._number, table)
         while self._archived < end:
             self._advance(min(self._archived + _STEP, end))
@@ -298,9 +298,9 @@ class ArchiveTerm:
             self._archived, self._certain_at = to, sent_at
             return
         if answer[0] in (b"NOSTREAM", b"INCARNATION"):
-            raise reply_errors.gone(stream.name, answer[0])
+            raise reply_errors.stream_gone(stream.name, answer[0])
         if answer[0] == b"FENCED":
-            raise reply_errors.fenced(stream.name, keys.ARCHIVERS, answer[1])
+            raise reply_errors.lease_lost(stream.name, keys.ARCHIVERS, answer[1])
         if answer[0] == b"HISTORY":
             begin_epoch(self._connection, stream.name, stream.incarnation, answer[1].decode())
         # The next term begins at what is archived now, in what is left of the stream.

@@ -15,7 +15,7 @@ from meteor_py.redis.connection import Connection
 from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import CREATE_STREAM
 from meteor_py.store.base import RingbufferStore
-from meteor_py.store.identity import founding_fields
+from meteor_py.store.identity import store_fields
 
 #: Names that one pipeline asks about.
 _NAMES = 1000
@@ -58,7 +58,7 @@ def create_stream(
             raise ValueError("max_unarchived is for a stream with a store; give store= as well.")
         most = max_unarchived or UNARCHIVED_CAPACITIES * config.capacity
         config = replace(config, store=store.uri, max_unarchived=most).check_room()
-        extra = founding_fields(connector, store, name, resume)
+        extra = store_fields(connector, store, name, resume)
     try:
         connector.call("SADD", keys.STREAMS, name)
     except OutOfMemory:

@@ -18,7 +18,7 @@ from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import DESCRIBE_STREAM, OFFSET_AT_TIME, Script
 from meteor_py.store.base import RingbufferStore
-from meteor_py.store.identity import Store, check_identity, open_store, settle
+from meteor_py.store.identity import Store, bind, check_identity, open_store
 from meteor_py.store.read_ahead import StoreReadAhead
 
 _POSITION = ("incarnation", "epoch", "next")
@@ -59,10 +59,10 @@ class StreamHandle:
         """
         flat, frames, first_id = self.connector.run(DESCRIBE_STREAM, self.keys)
         if not flat:
-            raise reply_errors.gone(self.name, b"NOSTREAM")
+            raise reply_errors.stream_gone(self.name, b"NOSTREAM")
         meta = Meta.parse(self.name, flat)
         if meta.incarnation != self.incarnation:
-            raise reply_errors.gone(self.name, b"INCARNATION")
+            raise reply_errors.stream_gone(self.name, b"INCARNATION")
         return meta, frames, entry_span(self.name, first_id)[0] if first_id else meta.next
 
     def run(self, script: Script, args: list[Any], script_keys: list[str] | None = None) -> Any:
@@ -73,7 +73,7 @@ class StreamHandle:
         """
         reply = self.connector.run(script, script_keys or self.keys, args)
         if reply[0] in (b"NOSTREAM", b"INCARNATION"):
-            raise reply_errors.gone(self.name, reply[0])
+            raise reply_errors.stream_gone(self.name, reply[0])
         return reply
 
     def reopen(self) -> StreamHandle:
@@ -148,7 +148,7 @@ class StreamHandle:
             raise reply_errors.no_store(self.name)
         if self._store is None:
             if self.config.store is None:
-                raise reply_errors.hidden_store(self.name)
+                raise reply_errors.store_address_unknown(self.name)
             store = open_store(self.config.store, self.name)
             check_identity(store, self.name, self.store_id)
             self._store = store
@@ -235,7 +235,7 @@ def open_stream(
         )
     check_settings(name, meta, asked)
     if backend is not None:
-        settle(backend, name, meta, founder=created, resume=resume)
+        bind(backend, name, meta, created=created, resume=resume)
     return StreamHandle(connector, name, meta, backend)
 
 

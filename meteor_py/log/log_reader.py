@@ -137,7 +137,7 @@ class LogReader:
         try:
             if start < self._expired:  # and yet some of these may be in the ring
                 last = min(self._expired, self._cold_below) - 1
-                raise reply_errors.not_stored(self._stream, start, last)
+                raise reply_errors.records_lost(self._stream, start, last)
             batch = self._cold.read(start, self._cold_below, epoch)
         except MeteorError as error:
             failure = error
@@ -319,7 +319,7 @@ class LogReader:
             epochs = self._connection.call("HGET", self._meta, "epochs")
             first = diverged_at(position, (epochs or b"0:0").decode(), end)
             if first is not None:
-                raise reply_errors.truncated(self._stream, first, position.offset - 1)
+                raise reply_errors.log_truncated(self._stream, first, position.offset - 1)
             self.position = self.position._replace(epoch=epoch)
         self.next = end
         if self._cold is not None:

@@ -35,7 +35,7 @@ def _border_in_store(stream: StreamHandle, offset: int) -> int:
         store = stream.find_store()
         stream.check_store()
         if isinstance(store, ParquetStore):
-            return store.border(stream.incarnation, offset, stream.archived_bounds()[1])
+            return store.row_group_end(stream.incarnation, offset, stream.archived_bounds()[1])
     except MeteorError:
         pass  # whoever reads there will be told
     return offset

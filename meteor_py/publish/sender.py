@@ -41,7 +41,7 @@ from meteor_py.records.frame import encode, fingerprint
 from meteor_py.records.ordering_index import Grouping
 from meteor_py.records.position import Position, diverged_at
 from meteor_py.redis import keys, reply_errors
-from meteor_py.redis.connection import Connection, ScriptMissing
+from meteor_py.redis.connection import Connection, EntryIdTaken, ScriptMissing
 from meteor_py.redis.scripts import PUBLISH
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.threads import JoinableThread
@@ -52,8 +52,6 @@ _log = logging.getLogger(__name__)
 WINDOW = 5
 #: How long a server remembers an idle producer.
 PRODUCER_TTL_MS = 24 * 3600 * 1000
-#: What XADD says when its ID is not above all others.
-_ID_TAKEN = "equal or smaller than the target stream top item"
 #: Seconds to wait for a connection, for room in its buffers, and for each answer.
 SOCKET_TIMEOUT_S = 5.0
 #: Seconds of silence after which the server's history is asked for again: a server can be demoted
@@ -130,7 +128,7 @@ class Sender:
                     break
         except BaseException as error:
             _log.exception("The sender of stream %r died.", self._route.stream)
-            self._outbox.close(reply_errors.bug(self._route.stream, error))
+            self._outbox.close(reply_errors.publisher_failed(self._route.stream, error))
         finally:
             self._give_up()
             self._connection.close()
@@ -148,7 +146,9 @@ class Sender:
                 if self._route.grouping is not None:
                     batch.index = self._route.grouping.index(batch.columns)
             except Exception as error:
-                self._outbox.settle(self.window.pop(), reply_errors.bug(self._route.stream, error))
+                self._outbox.settle(
+                    self.window.pop(), reply_errors.publisher_failed(self._route.stream, error)
+                )
                 continue
             batch.sequence = self._sequence
             self._sequence += 1
@@ -213,11 +213,12 @@ class Sender:
         except OutOfMemory as error:
             self._drain()
             self._not_now(error)
+        except EntryIdTaken:
+            self._drain()
+            self._refuse(reply_errors.corrupt_stream(self._route.stream))
         except ServerRefused as error:
             self._drain()
-            self._refuse(
-                reply_errors.foreign(self._route.stream) if _ID_TAKEN in str(error) else error
-            )
+            self._refuse(error)
         else:
             if answer[0] == b"OK":
                 self._succeed(batch, answer[1], answer[2])
@@ -275,7 +276,7 @@ class Sender:
             begin_epoch(self._connection, self._route.stream, self._route.incarnation, found)
             self._lose_or(self._doubt_answered)
         elif code == "FULL":
-            self._not_now(reply_errors.full(self._route.stream, answer[1]))
+            self._not_now(reply_errors.stream_full(self._route.stream, answer[1]))
         elif code == "OUTOFSEQ" and answer[1] < oldest.sequence and self._acked:
             # Certain, even where a hidden history leaves no other trace of it.
             lost_from = self._lost_from()
@@ -284,7 +285,7 @@ class Sender:
             self._lose_or(self._renumber)  # lost with our records, or forgotten, or evicted
         elif code in ("NOSTREAM", "INCARNATION"):
             last = self._acked.offset - 1 if self._acked else -1
-            self._fail_all(reply_errors.gone(self._route.stream, answer[0], last))
+            self._fail_all(reply_errors.stream_gone(self._route.stream, answer[0], last))
         elif code == "EXHAUSTED":
             self._refuse(ServerRefused(f"Stream {self._route.stream!r} has used up its offsets."))
         else:  # OUTOFSEQ above us, STALEPRODUCER: somebody else sends under our id
@@ -333,7 +334,7 @@ class Sender:
     def _report_loss(self, first: int) -> LogTruncated:
         assert self._acked is not None, "what is lost was known"
         last = self._acked.offset - 1
-        error = reply_errors.lost(self._route.stream, min(first, last), last)
+        error = reply_errors.acknowledged_records_lost(self._route.stream, min(first, last), last)
         self._acked = None
         self._outbox.report_loss(error)
         return error
@@ -379,7 +380,7 @@ class Sender:
         elif batch.first >= 0:
             error = self._not_replicated(batch, "the wait for replicas was cut short.")
         elif batch.in_doubt or error is None:
-            error = reply_errors.unknown(self._route.stream, self._reason)
+            error = reply_errors.outcome_unknown(self._route.stream, self._reason)
         self._outbox.settle(batch, error)
 
     # -- small parts ---------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def commit(
             case b"LOST":
                 raise _lost(stream, answer[1].decode(), "Write them again.")
             case _:
-                raise reply_errors.gone(stream.name, answer[0])
+                raise reply_errors.stream_gone(stream.name, answer[0])
     discard(stream, writer, names)  # of another try; ours are empty
     if records is not None and known not in (records, _UNCOUNTED):
         raise VersionDiffers(stream.name, writer, version, known, records)
@@ -325,7 +325,7 @@ def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total
             case b"FULL":
                 full_until = full_until or time.monotonic() + _FULL_S
                 if time.monotonic() >= full_until:
-                    raise reply_errors.full(stream.name, int(answer[1]))
+                    raise reply_errors.stream_full(stream.name, int(answer[1]))
                 tries += 1
                 time.sleep(pause_s(tries, *_BACKOFF_S))
             case b"FENCED":
@@ -335,7 +335,7 @@ def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total
             case b"EXHAUSTED":
                 raise ServerRefused(f"Stream {stream.name!r} has used up its offsets.")
             case _:
-                raise reply_errors.gone(stream.name, answer[0])
+                raise reply_errors.stream_gone(stream.name, answer[0])
 
 
 def _move(

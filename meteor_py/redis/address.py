@@ -21,7 +21,7 @@ _TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile",
     "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile", "ssl_min_version", "ssl_password",
 )  # fmt: skip
-#: Up to the last @: who does not escape the one in his password shall not find the rest in a log.
+#: Up to the last @: if the one in a password is not escaped, the rest must not appear in a log.
 _LOGIN = re.compile(r"(://[^:/@]*:).*(?=@)", re.DOTALL)
 _PASSWORD = re.compile(r"((?:password|secret|secret_?key|token)=)[^&\s'\"]*", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""One connection to a server: commands out, answers in, errors translated once.
+"""One connection to a server: commands out, replies in, errors translated once.
 
 The only module that talks to redis-py. It leans on it for addresses, TLS, authentication and
 parsing, and sets every option itself: the defaults of redis-py (a 5 s socket timeout, ten
@@ -53,8 +53,10 @@ _NOT_NOW = (
     redis.exceptions.ReadOnlyError,
     redis.exceptions.TryAgainError,
 )
-#: The same, where redis-py has no class for the first word.
-_NOT_NOW_WORDS = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
+#: The same, where redis-py has no class for the code.
+_NOT_NOW_CODES = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
+#: What XADD replies, with the code ERR of most errors, if its ID is not above all others.
+_ID_TAKEN = "equal or smaller than the target stream top item"
 
 
 class DataSafetyWarning(UserWarning):
@@ -67,8 +69,12 @@ class ScriptMissing(MeteorError):
     retriable = True
 
 
+class EntryIdTaken(ServerRefused):
+    """The stream has an entry with this ID or a later one; nothing was added."""
+
+
 class Connection:
-    """One connection. ``timeout_s`` bounds connecting, sending and each answer, in seconds."""
+    """One connection. ``timeout_s`` bounds connecting, sending and each reply, in seconds."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self.address = address
@@ -77,10 +83,10 @@ class Connection:
         self._history: str | None = None
         self._pid = os.getpid()
 
-    # -- commands and answers ----------------------------------------------------------------
+    # -- commands and replies ----------------------------------------------------------------
 
     def send(self, commands: Iterable[Sequence[Argument]]) -> None:
-        """Send commands; the answers come in the same order, one ``read`` each."""
+        """Send commands; the replies arrive in the same order, one ``read`` each."""
         chunks = encode(commands)
         connection = self.connect()
         try:
@@ -89,7 +95,7 @@ class Connection:
             self._fail(error)
 
     def read(self, timeout_s: float | None = None) -> Any:
-        """Return the next answer; an error reply is raised."""
+        """Return the next reply; an error reply is raised."""
         if self._connection is None:
             raise ConnectionFailed(f"The connection to {self.address} was closed.")
         try:
@@ -101,18 +107,18 @@ class Connection:
             self._fail(error)
 
     def call(self, *command: Argument, timeout_s: float | None = None) -> Any:
-        """Send one command and return its answer."""
+        """Send one command and return its reply."""
         try:
             self.send([command])
             return self.read(timeout_s)
         except MeteorError:
             raise
-        except BaseException:  # Ctrl-C: the next caller must not read the answer to this
+        except BaseException:  # Ctrl-C: the next caller must not read the reply to this
             self.close()
             raise
 
     def pipeline(self, commands: Sequence[Sequence[Argument]], timeout_s: float) -> list[Any]:
-        """Send commands together and return their answers; the first error is raised."""
+        """Send commands together and return their replies; the first error is raised."""
         try:
             self.send(commands)
             return self.read_all(len(commands), timeout_s)
@@ -123,23 +129,25 @@ class Connection:
             raise
 
     def read_all(self, count: int, timeout_s: float) -> list[Any]:
-        """Return the next ``count`` answers; the first error among them is raised."""
-        answers: list[Any] = []
+        """Return the next ``count`` replies; the first error among them is raised."""
+        replies: list[Any] = []
         failure: MeteorError | None = None
         try:
             for _ in range(count):
                 try:
-                    answers.append(self.read(timeout_s))
+                    replies.append(self.read(timeout_s))
                 except ConnectionFailed:
                     raise
                 except MeteorError as error:
                     failure = failure or error
-        except BaseException:  # as in call(); a server that cannot now leaves answers behind too
+        except (
+            BaseException
+        ):  # as in call(); a server that cannot do it now leaves replies behind too
             self.close()
             raise
         if failure is not None:
             raise failure
-        return answers
+        return replies
 
     def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument] = ()) -> Any:
         """Run a script; one that the server does not know yet is sent whole."""
@@ -249,7 +257,7 @@ class Connection:
 
     def interrupt(self) -> None:
         """End a wait in another thread: its ``send`` or ``read`` raises ConnectionFailed."""
-        # Not disconnect(): redis-py would quietly connect again, and answers get mixed up.
+        # Not disconnect(): redis-py would quietly connect again, and replies get mixed up.
         sock = self._socket()
         if sock is not None:
             try:
@@ -324,26 +332,33 @@ def encode(commands: Iterable[Sequence[Argument]]) -> list[bytes | memoryview]:
     return chunks
 
 
-def parse_info(answer: bytes) -> dict[str, str]:
-    """Parse the answer of INFO."""
-    lines = (line.partition(":") for line in answer.decode().splitlines() if ":" in line)
+def parse_info(reply: bytes) -> dict[str, str]:
+    """Parse the reply to INFO."""
+    lines = (line.partition(":") for line in reply.decode().splitlines() if ":" in line)
     return {name: value for name, _, value in lines}
 
 
 def translate(error: Exception, address: Address) -> MeteorError:
-    """The one place where errors of redis-py become ours."""
+    """Return the error of this package for an error of redis-py.
+
+    The only place that reads the text of an error: the first word of an error reply is its code.
+    """
     words = mask(str(error)).strip()
+    # redis-py cuts off the codes that it knows.
+    code = getattr(error, "status_code", None) or words.partition(" ")[0]
     if isinstance(error, redis.exceptions.NoScriptError):
         return ScriptMissing(words)
-    if isinstance(error, redis.exceptions.OutOfMemoryError) or words.startswith("OOM"):
+    if isinstance(error, redis.exceptions.OutOfMemoryError) or code == "OOM":
         return OutOfMemory(
             f"The server at {address} has reached its maxmemory and takes no new record; raise "
-            "maxmemory, or lower the capacity of its streams."
+            "maxmemory, or lower the capacity of its streams.",
+            code=code,
         )
     if isinstance(error, (redis.AuthenticationError, redis.exceptions.NoPermissionError)):
         return AccessDenied(
             f"The server at {address} denied access: {words.rstrip('.')}. "
-            "Check user, password and ACL (docs/acl.md)."
+            "Check user, password and ACL (docs/acl.md).",
+            code=code,
         )
     if isinstance(error, redis.BusyLoadingError):
         return _not_now(f"The server at {address} is still loading its data.")
@@ -352,9 +367,10 @@ def translate(error: Exception, address: Address) -> MeteorError:
             f"The server at {address} cannot be reached: {words.rstrip('.')}. "
             "Is it running, and is the address right?"
         )
-    if isinstance(error, _NOT_NOW) or words.startswith(_NOT_NOW_WORDS):
+    if isinstance(error, _NOT_NOW) or code in _NOT_NOW_CODES:
         return _not_now(f"The server at {address} cannot do this now: {words}")
-    return ServerRefused(f"The server at {address} refused: {words}")
+    refused = EntryIdTaken if _ID_TAKEN in words else ServerRefused
+    return refused(f"The server at {address} refused: {words}", code=code)
 
 
 def _not_now(message: str) -> ConnectionFailed:

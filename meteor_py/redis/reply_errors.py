@@ -1,4 +1,4 @@
-"""What to say when something is refused: the errors that answers of the scripts stand for."""
+"""The errors that script replies stand for, and other errors that several packages raise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meteor_py.errors import (
 from meteor_py.redis.address import mask
 
 
-def full(stream: str, archived: int) -> StreamFull:
+def stream_full(stream: str, archived: int) -> StreamFull:
     return StreamFull(
         f"Stream {stream!r} holds as many unarchived records as it may; only those below "
         f"{archived} are in the store. Is an archiver running?",
@@ -34,7 +34,7 @@ def full(stream: str, archived: int) -> StreamFull:
     )
 
 
-def gone(stream: str, code: bytes, last: int = -1) -> MeteorError:
+def stream_gone(stream: str, code: bytes, last: int = -1) -> MeteorError:
     """For the codes NOSTREAM and INCARNATION; ``last`` is the last offset known of the old one."""
     if code == b"NOSTREAM":
         return StreamNotFound(
@@ -53,15 +53,15 @@ def check_incarnation(stream: str, incarnation: str, found: bytes | None, last: 
     """Raise unless the incarnation that is in meta is the one that is meant.
 
     Raises:
-        StreamNotFound, LogTruncated: As ``gone``.
+        StreamNotFound, LogTruncated: As ``stream_gone``.
     """
     if found is None:
-        raise gone(stream, b"NOSTREAM")
+        raise stream_gone(stream, b"NOSTREAM")
     if found.decode() != incarnation:
-        raise gone(stream, b"INCARNATION", last)
+        raise stream_gone(stream, b"INCARNATION", last)
 
 
-def lost(stream: str, first: int, last: int) -> LogTruncated:
+def acknowledged_records_lost(stream: str, first: int, last: int) -> LogTruncated:
     return LogTruncated(
         f"The server has lost the acknowledged records {first} to {last} of stream {stream!r}: it "
         "failed over to a replica that lagged, or restarted without its last writes. Publish them "
@@ -72,7 +72,7 @@ def lost(stream: str, first: int, last: int) -> LogTruncated:
     )
 
 
-def truncated(stream: str, first: int, last: int) -> LogTruncated:
+def log_truncated(stream: str, first: int, last: int) -> LogTruncated:
     return LogTruncated(
         f"The server has lost records {first} to {last} of stream {stream!r}, which this reader "
         "had passed: it failed over to a replica that lagged, or restarted without its last "
@@ -83,7 +83,7 @@ def truncated(stream: str, first: int, last: int) -> LogTruncated:
     )
 
 
-def not_stored(stream: str, first: int, last: int) -> RecordsLost:
+def records_lost(stream: str, first: int, last: int) -> RecordsLost:
     return RecordsLost(
         f"Records {first} to {last} of stream {stream!r} are neither in the ring nor in its store: "
         f"they have expired, or a file was removed. A subscriber goes on behind them with "
@@ -94,7 +94,7 @@ def not_stored(stream: str, first: int, last: int) -> RecordsLost:
     )
 
 
-def corrupt(stream: str, first: int, last: int, place: str, problem: str) -> CorruptSegment:
+def corrupt_segment(stream: str, first: int, last: int, place: str, problem: str) -> CorruptSegment:
     return CorruptSegment(
         f"Records {first} to {last} of stream {stream!r} are damaged in the store: "
         f"{problem.rstrip('.')}. Put the file {place} back from a copy; or a subscriber goes on "
@@ -105,7 +105,7 @@ def corrupt(stream: str, first: int, last: int, place: str, problem: str) -> Cor
     )
 
 
-def of_parent(stream: str) -> MeteorError:
+def opened_before_fork(stream: str) -> MeteorError:
     return MeteorError(
         f"This shared subscriber of stream {stream!r} belongs to the parent process; open another "
         "here with stream.shared_subscriber()."
@@ -139,7 +139,7 @@ def no_store(stream: str) -> StoreMismatch:
     )
 
 
-def other_store(stream: str, store: str, found: str | None) -> StoreMismatch:
+def store_mismatch(stream: str, store: str, found: str | None) -> StoreMismatch:
     lies = "nothing is" if found is None else "the history of another is"
     return StoreMismatch(
         f"The store at {store} is not the one of stream {stream!r}: {lies} there. Is the same disk "
@@ -148,15 +148,15 @@ def other_store(stream: str, store: str, found: str | None) -> StoreMismatch:
     )
 
 
-def other_branch(stream: str) -> StoreMismatch:
+def store_continued_elsewhere(stream: str) -> StoreMismatch:
     return StoreMismatch(
-        f"Another archiver has gone on with the history of stream {stream!r}, after a fail-over "
+        f"Another archiver has continued the history of stream {stream!r}, after a fail-over "
         "that this server does not know of. Is this server still the one in charge?",
         stream=stream,
     )
 
 
-def hidden_store(stream: str) -> StoreMismatch:
+def store_address_unknown(stream: str) -> StoreMismatch:
     return StoreMismatch(
         f"Older records of stream {stream!r} are in a store that cannot be found by its address; "
         "open the stream with client.stream(name, store=...).",
@@ -164,7 +164,7 @@ def hidden_store(stream: str) -> StoreMismatch:
     )
 
 
-def fenced(stream: str, group: str, term: int) -> LeaseLost:
+def lease_lost(stream: str, group: str, term: int) -> LeaseLost:
     return LeaseLost(
         f"The lease of group {group!r} of stream {stream!r} was lost: another member has taken it, "
         f"or seek_group() has moved the group (term {term}). What was not confirmed will be read "
@@ -174,7 +174,7 @@ def fenced(stream: str, group: str, term: int) -> LeaseLost:
     )
 
 
-def taken(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
+def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
     shown = ", ".join(map(str, offsets[:5])) + (", ..." if len(offsets) > 5 else "")
     return Fenced(
         f"Of stream {stream!r}, this consumer of the shared group {group!r} does not hold {shown} "
@@ -186,7 +186,7 @@ def taken(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
     )
 
 
-def not_held(stream: str, group: str) -> LeaseLost:
+def lease_not_held(stream: str, group: str) -> LeaseLost:
     return LeaseLost(
         f"This subscriber has lost or given up the lease of group {group!r} of stream {stream!r}, "
         "so it can confirm nothing; the records will be read again by whoever holds it.",
@@ -195,14 +195,14 @@ def not_held(stream: str, group: str) -> LeaseLost:
     )
 
 
-def not_sent(stream: str, group: str, address: str) -> ConnectionFailed:
+def confirm_not_sent(stream: str, group: str, address: str) -> ConnectionFailed:
     return ConnectionFailed(
         f"Group {group!r} of stream {stream!r} was left before the server at {address} had "
         "answered the last confirm; what is not confirmed will be read again."
     )
 
 
-def no_group(stream: str, group: str) -> GroupNotFound:
+def group_not_found(stream: str, group: str) -> GroupNotFound:
     return GroupNotFound(
         f"Stream {stream!r} has no group {group!r}, or it was deleted; open a subscriber of it to "
         "begin it anew.",
@@ -211,7 +211,7 @@ def no_group(stream: str, group: str) -> GroupNotFound:
     )
 
 
-def shared(stream: str, group: str) -> GroupConfigMismatch:
+def group_is_shared(stream: str, group: str) -> GroupConfigMismatch:
     return GroupConfigMismatch(
         f"Group {group!r} of stream {stream!r} is a shared one: its consumers settle records one "
         "by one, so it cannot be moved, nor read by one member at a time; choose another name.",
@@ -220,7 +220,7 @@ def shared(stream: str, group: str) -> GroupConfigMismatch:
     )
 
 
-def active(stream: str, group: str, lease: bytes) -> GroupActive:
+def group_active(stream: str, group: str, lease: bytes) -> GroupActive:
     owner = lease.decode(errors="replace").partition(" ")[0]
     return GroupActive(
         f"Group {group!r} of stream {stream!r} is active: {owner} has its lease. Close that "
@@ -231,7 +231,7 @@ def active(stream: str, group: str, lease: bytes) -> GroupActive:
     )
 
 
-def foreign(stream: str) -> CorruptStream:
+def corrupt_stream(stream: str) -> CorruptStream:
     return CorruptStream(
         f"Nothing can be appended to stream {stream!r}: an entry that no publisher of ours wrote "
         "lies above its end. Delete the stream, and let only publishers write its log "
@@ -240,7 +240,7 @@ def foreign(stream: str) -> CorruptStream:
     )
 
 
-def foreign_group(stream: str, group: str) -> CorruptStream:
+def corrupt_group(stream: str, group: str) -> CorruptStream:
     return CorruptStream(
         f"Where group {group!r} of stream {stream!r} stands cannot be read: something else has "
         "written its key. Delete the group, and let only members write it (docs/acl.md).",
@@ -248,7 +248,7 @@ def foreign_group(stream: str, group: str) -> CorruptStream:
     )
 
 
-def unknown(stream: str, reason: MeteorError | None) -> OutcomeUnknown:
+def outcome_unknown(stream: str, reason: MeteorError | None) -> OutcomeUnknown:
     because = f" The reason: {reason}" if reason else ""
     return OutcomeUnknown(
         f"The record was sent to stream {stream!r}, but whether it arrived could not be learnt; "
@@ -257,7 +257,7 @@ def unknown(stream: str, reason: MeteorError | None) -> OutcomeUnknown:
     )
 
 
-def bug(stream: str, error: BaseException) -> PublishError:
+def publisher_failed(stream: str, error: BaseException) -> PublishError:
     failure = PublishError(
         f"The publisher of stream {stream!r} failed unexpectedly: {error!r}.", stream=stream
     )

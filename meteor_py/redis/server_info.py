@@ -1,4 +1,4 @@
-"""What a server tells of itself."""
+"""A description of the server, from its INFO reply."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meteor_py.redis.connection import Connection, parse_info
 
 @dataclass(frozen=True)
 class ServerDescription:
-    """A server, as it was when it was looked at; None is what it would not tell."""
+    """A server, at the time of the call; None is what the server does not disclose."""
 
     #: "valkey", "redis", or "fake".
     product: str | None = None

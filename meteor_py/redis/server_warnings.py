@@ -1,4 +1,4 @@
-"""A look at the server when first used: what endangers data is a warning with the remedy."""
+"""Warnings about servers whose settings can lose data, each with the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state: a lock, and waiting under it for what others change; a flag, the smallest."""
+"""Condition and event that stay usable when a signal handler raises."""
 
 from __future__ import annotations
 
@@ -7,30 +7,37 @@ from operator import attrgetter
 
 
 class SignalSafeCondition(threading.Condition):
-    """A condition that what a signal handler raises does not leave locked.
+    """``threading.Condition`` whose lock a signal handler cannot leave locked.
 
-    The handler of a SIGTERM calls ``sys.exit``, that of a Ctrl-C raises, and Python lets them come
-    wherever a function of Python begins or one of C has returned. ``Condition.__enter__`` and
-    ``__exit__`` are of Python: what came there, with the lock taken or not yet given back, would
-    leave it to the interrupted thread for ever, and let all others wait. So ``with`` gets those of
-    the lock itself, which are of C, as is the way to them: nothing comes in between.
+    The hazard: a handler for SIGTERM calls ``sys.exit``, and the one for Ctrl-C raises. Python runs
+    handlers wherever a Python function begins or a C function has returned. The standard
+    ``Condition.__enter__`` and ``__exit__`` are Python functions. If a handler raises inside them,
+    with the lock acquired or not yet released, the lock stays locked and every other thread waits
+    forever. Here, ``with`` uses the methods of the lock itself. They and the lookup that finds them
+    are C, so no handler can run in between.
+
+    The lock is reentrant: a handler may run while its own thread holds it.
     """
 
     __enter__ = property(attrgetter("_lock.__enter__"))
     __exit__ = property(attrgetter("_lock.__exit__"))
 
     def __init__(self) -> None:
-        self._rlock = threading.RLock()  # a signal handler may come while its thread has it
+        self._rlock = threading.RLock()
         super().__init__(self._rlock)
 
     def is_mine(self) -> bool:
-        """Whether this thread has the lock: a signal handler that must not wait asks."""
+        """Whether this thread holds the lock; for signal handlers, which must not wait."""
         return bool(self._rlock._is_owned())  # type: ignore[attr-defined]
 
 
 class SignalSafeEvent:
-    """``threading.Event`` that a signal handler may set, or raise in, at any time: that one would
-    wait for itself, or stay locked."""
+    """An event that a signal handler may set, or raise in, at any time.
+
+    The hazard: the lock of ``threading.Event`` is not reentrant. A handler that sets the event
+    while its own thread is inside ``set`` or ``wait`` would wait for itself, and one that raises
+    there would leave the event locked.
+    """
 
     def __init__(self) -> None:
         self._state = SignalSafeCondition()
@@ -45,6 +52,6 @@ class SignalSafeEvent:
             self._state.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, ``timeout`` seconds at most; whether it is."""
+        """Wait until it is set, ``timeout`` seconds at most; return whether it is."""
         with self._state:
             return self._state.wait_for(self.is_set, timeout)

@@ -1,4 +1,4 @@
-"""The worker: a thread of ours, which somebody waits for."""
+"""Background threads that can be joined safely, even if a signal handler raises."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-#: Seconds between two looks at whether it has ended, should the lock not tell.
+#: Seconds between checks of whether the thread has ended, in case the lock does not tell.
 _LOOK_S = 1.0
 _PUSH_S = 0.02
 
 
 class JoinableThread(threading.Thread):
-    """A daemon thread that is alive until it has ended, also if a wait for it was interrupted.
+    """A daemon thread that counts as alive until it has ended, even if a join was interrupted.
 
-    Before Python 3.13 a thread counts as ended once a signal handler has raised in ``join()``, at
-    work as it may be (CPython's issue 90882). Whoever closes something at Ctrl-C or SIGTERM would
-    then take away what the thread is working with.
+    The hazard: before Python 3.13, a thread counts as ended once a signal handler has raised in
+    ``join()``, even if it is still running (CPython issue 90882). Code that closes an object on
+    Ctrl-C or SIGTERM would then close what the thread is using.
     """
 
     def __init__(self, target: Callable[..., Any], name: str, *args: Any) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
         self._pid = os.getpid()
         self._done = False
-        self._at_work = threading.Lock()  # taken until it has ended
-        self._at_work.acquire()
+        self._running = threading.Lock()  # held until it has ended
+        self._running.acquire()
 
     def run(self) -> None:
         try:
             super().run()
         finally:
             self._done = True
-            self._at_work.release()
+            self._running.release()
 
     def is_alive(self) -> bool:
         return self.ident is not None and not self._done and self._pid == os.getpid()
@@ -43,15 +43,18 @@ class JoinableThread(threading.Thread):
             until = time.monotonic() + (threading.TIMEOUT_MAX if timeout is None else timeout)
             # In steps: what a signal handler raises may keep the lock of a thread that has ended.
             while not self._done and (left_s := until - time.monotonic()) > 0:
-                if self._at_work.acquire(timeout=min(left_s, _LOOK_S)):
-                    self._at_work.release()
+                if self._running.acquire(timeout=min(left_s, _LOOK_S)):
+                    self._running.release()
             if not self._done:
                 return
         super().join(timeout)
 
     def ends_within(self, timeout_s: float, push: Callable[[], None]) -> bool:
-        """Whether it does; for its own thread it does not matter. ``push`` is called all the while
-        to end what it waits for."""
+        """Wait for its end, and call ``push`` meanwhile to interrupt what it waits for.
+
+        Returns:
+            Whether it ended within ``timeout_s`` seconds; True if called in the thread itself.
+        """
         until = time.monotonic() + timeout_s
         while self.is_alive() and self is not threading.current_thread():
             if time.monotonic() > until:

@@ -1,12 +1,12 @@
-"""A real server inside the program: found, started, shared and ended without anybody's care.
+"""An embedded server: found, started, shared and stopped automatically.
 
     with open_embedded() as server:                 # embedded://      private, gone at the end
         redis.Redis.from_url(server.url)
-    with open_embedded("~/data") as server: ...     # embedded:///dir  kept, shared by who opens it
+    with open_embedded("~/data") as server: ...     # embedded:///dir  kept, shared by all users
 
-A small process, the watcher, runs the server; each user holds a shared lock in its directory, and
-the watcher ends the server when the last one is gone, crashed or killed ones included. The locks
-and what each of them means are described in ``watcher.py``; they are the only state.
+A small process, the supervisor, runs the server. Each user holds a shared lock in its directory,
+and the supervisor stops the server when the last user is gone, even if it crashed or was killed.
+``supervisor.py`` describes the locks; they are the only state.
 """
 
 from meteor_py.server.binary import find_server

@@ -1,4 +1,4 @@
-"""The directory of an embedded server: made, checked against other users, written."""
+"""The data directory of an embedded server: created, checked, configured."""
 
 from __future__ import annotations
 
@@ -59,29 +59,33 @@ def default_directory() -> Path:
 
 
 def kept_directory(directory: Path) -> Path:
-    """Make the directory if need be, and refuse one where others could meddle."""
+    """Create the directory if necessary, and refuse one that other users could change.
+
+    Raises:
+        ServerStartFailed: It belongs to another user, or other users may enter it.
+    """
     path = directory.expanduser().absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    home = path.resolve()
-    # Two looks, for the path may be a link, and somebody else's would lead us where he likes.
-    if {path.lstat().st_uid, home.lstat().st_uid} - {os.geteuid()}:
+    datadir = path.resolve()
+    # Check both: the path may be a link, and another user's link would lead where that user likes.
+    if {path.lstat().st_uid, datadir.lstat().st_uid} - {os.geteuid()}:
         raise ServerStartFailed(
             f"The directory {path} of the embedded server belongs to another user, who could "
             "read and change what is in it. Name a directory of your own."
         )
-    if not is_private(home):
+    if not is_private(datadir):
         # It would be rude to shut a directory that is in use for something else.
-        if any(home.iterdir()) and not (home / supervisor.USERS_LOCK).exists():
+        if any(datadir.iterdir()) and not (datadir / supervisor.USERS_LOCK).exists():
             raise ServerStartFailed(
                 f"The directory {path} has other files in it, and other users may enter it. "
                 f"Name an empty directory for the embedded server, or run `chmod 700 {path}`."
             )
-        home.chmod(0o700)
-    return home
+        datadir.chmod(0o700)
+    return datadir
 
 
 def private_directory() -> Path:
-    """A new temporary directory; also removes old ones whose user and watcher were both killed."""
+    """A new temporary directory; removes old ones whose user and supervisor were both killed."""
     root = tempfile.gettempdir()
     if len(os.fsencode(root)) > SOCKET_PATH_MAX_BYTES // 2:
         root = "/tmp"
@@ -94,20 +98,20 @@ def private_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=root))
 
 
-def _is_leftover(home: Path) -> bool:
-    """Whether nobody holds any lock there; a young directory may be about to be locked."""
-    if not is_private(home) or time.time() - home.lstat().st_mtime < STALE_S:
+def _is_leftover(datadir: Path) -> bool:
+    """Whether no process holds a lock there; a new directory may be about to be locked."""
+    if not is_private(datadir) or time.time() - datadir.lstat().st_mtime < STALE_S:
         return False
     with (
-        Lock(home / supervisor.USERS_LOCK) as users,
-        Lock(home / supervisor.WATCHER_LOCK) as lock,
-        Lock(home / supervisor.SERVER_LOCK) as server,
+        Lock(datadir / supervisor.USERS_LOCK) as users,
+        Lock(datadir / supervisor.SUPERVISOR_LOCK) as supervising,
+        Lock(datadir / supervisor.SERVER_LOCK) as server,
     ):
-        return all(held.take(fcntl.LOCK_EX) for held in (users, lock, server))
+        return all(lock.take(fcntl.LOCK_EX) for lock in (users, supervising, server))
 
 
 def is_private(path: str | Path) -> bool:
-    """Whether this is a directory of our own that nobody else may enter."""
+    """Whether this is a directory of this user that no other user may enter."""
     try:
         info = os.lstat(path)
     except OSError:
@@ -115,47 +119,52 @@ def is_private(path: str | Path) -> bool:
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
 
 
-def write_config(home: Path, keep: bool, tcp: bool) -> str:
+def write_config(datadir: Path, keep: bool, tcp: bool) -> str:
     """Write the server's configuration; return the socket's path as it stands there.
 
-    It also tells other users where the server is. The password is only there: everybody could
-    read it on a command line.
+    Other processes find the server by this file. The password is only there: every user of the
+    machine can read a command line.
     """
-    socket_path = _choose_socket_path(home)
+    socket_path = _choose_socket_path(datadir)
     text = CONFIG.format(
-        port=_free_port() if tcp else 0,
+        port=free_port() if tcp else 0,
         socket_path=socket_path,
         appendonly="yes" if keep else "no",
         memory=max(MEMORY_MIN_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2),
     )
     if tcp:
         text += f"requirepass {os.urandom(24).hex()}\n"
-    new = home / (supervisor.CONFIG + ".new")
+    new = datadir / (supervisor.CONFIG + ".new")
     new.touch(mode=0o600)
     new.write_text(text)
-    new.replace(home / supervisor.CONFIG)
+    new.replace(datadir / supervisor.CONFIG)
     return socket_path
 
 
-def _choose_socket_path(home: Path) -> str:
+def _choose_socket_path(datadir: Path) -> str:
     """A name in the directory or, if its path would be too long, a path in a short one."""
-    if len(os.fsencode(home / supervisor.SOCKET)) <= SOCKET_PATH_MAX_BYTES:
+    if len(os.fsencode(datadir / supervisor.SOCKET)) <= SOCKET_PATH_MAX_BYTES:
         return supervisor.SOCKET  # relative: nothing in the directory's name can confuse the server
-    former = read_config(home).get("unixsocket", "")
+    former = read_config(datadir).get("unixsocket", "")
     if os.path.isabs(former) and is_private(os.path.dirname(former)):
-        return former  # left by a watcher that was killed
+        return former  # left by a supervisor that was killed
     root = os.environ.get("XDG_RUNTIME_DIR", "")
     if not (re.fullmatch(r"/[\w/.-]{1,60}", root, re.ASCII) and is_private(root)):
         root = "/tmp"
     return os.path.join(tempfile.mkdtemp(prefix="meteor-", dir=root), supervisor.SOCKET)
 
 
-def _free_port() -> int:
-    """A port outside the range of outgoing connections, some of which could take it meanwhile."""
+def free_port() -> int:
+    """A free port of 127.0.0.1 below the range that the kernel uses for outgoing connections.
+
+    Inside that range, a client that keeps trying the port of a dead server can be given this very
+    port, connect to itself, and so keep the server from returning.
+    """
     chooser = random.SystemRandom()  # a seeded one would choose the same in every process
     while True:
         port = chooser.randrange(10_000, 32_000)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
@@ -163,18 +172,18 @@ def _free_port() -> int:
         return port
 
 
-def read_config(home: Path) -> dict[str, str]:
+def read_config(datadir: Path) -> dict[str, str]:
     """What the configuration of the running (or last killed) server says."""
     try:
-        lines = (home / supervisor.CONFIG).read_text().splitlines()
+        lines = (datadir / supervisor.CONFIG).read_text().splitlines()
     except FileNotFoundError:
         return {}
     return {name: value for name, _, value in (line.partition(" ") for line in lines)}
 
 
-def open_log(home: Path) -> IO[bytes]:
+def open_log(datadir: Path) -> IO[bytes]:
     """Open the log for a new server; a large one of former servers is put aside."""
-    path = home / supervisor.LOG
+    path = datadir / supervisor.LOG
     if path.exists() and path.stat().st_size > LOG_MAX_BYTES:
         path.replace(path.with_suffix(".log.1"))
     path.touch(mode=0o600)
@@ -190,7 +199,7 @@ def last_lines(log: IO[bytes]) -> str:
     return "\n".join(f"  {line}" for line in lines[1:][-LOG_LINES:])
 
 
-def last_lines_in(home: Path) -> str:
+def last_lines_in(datadir: Path) -> str:
     """The same, of a server that another process has started."""
-    with open(home / supervisor.LOG, "rb") as log:
+    with open(datadir / supervisor.LOG, "rb") as log:
         return last_lines(log)

@@ -1,4 +1,4 @@
-"""Opening an embedded server, and letting go of it."""
+"""An embedded server, opened and released by its users."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meteor_py.server.datadir import (
     write_config,
 )
 from meteor_py.server.lock import Lock
-from meteor_py.server.ping import Address, answers, find_address, shut_down
+from meteor_py.server.ping import Address, find_address, replies, shut_down
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ TCP_TRIES = 3
 
 
 class EmbeddedServer:
-    """One user's hold on an embedded server; ``open_embedded`` makes it.
+    """One user's hold on an embedded server, returned by ``open_embedded``.
 
     The server runs at least until ``close()`` or the end of this process, whichever is first. A
-    forked child may use the server as long as its parent holds it, and has no hold of its own.
+    forked child may use the server as long as its parent holds it, and does not hold it itself.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ def open_embedded(
     """Start an embedded server, or join the one that runs in the directory.
 
     Args:
-        directory: Where the data is kept; all who open it share one server. None: a private
-            server in a temporary directory, without persistence, deleted at the end.
-        tcp: Listen on a free port of 127.0.0.1 too, with a random password. The one who starts
-            the server decides.
-        timeout_s: Seconds in which the server has to answer. Loading much data takes time.
+        directory: Where the data is kept; all processes that open it share one server. None: a
+            private server in a temporary directory, without persistence, deleted at the end.
+        tcp: Listen on a free port of 127.0.0.1 too, with a random password. The process that
+            starts the server decides.
+        timeout_s: Seconds in which the server has to reply. Loading much data takes time.
 
     Raises:
         ServerNotFound: There is no server program.
@@ -102,24 +102,24 @@ def open_embedded(
     deadline = time.monotonic() + timeout_s
     keep = directory is not None
     try:
-        home = private_directory() if directory is None else kept_directory(Path(directory))
-        users = _hold(home, deadline)
+        datadir = private_directory() if directory is None else kept_directory(Path(directory))
+        users = _hold(datadir, deadline)
         try:
-            address = _reach(home, keep, tcp, deadline)
-            return EmbeddedServer(users, home, address, keep=keep, tcp=tcp)
+            address = _reach(datadir, keep, tcp, deadline)
+            return EmbeddedServer(users, datadir, address, keep=keep, tcp=tcp)
         except BaseException:
-            _release(users, home, keep)
+            _release(users, datadir, keep)
             raise
     except OSError as exc:
         raise ServerStartFailed(f"The embedded server cannot be started: {exc}.") from exc
 
 
-def _hold(home: Path, deadline: float) -> Lock:
-    """Become a user: from here on nobody ends the server."""
+def _hold(datadir: Path, deadline: float) -> Lock:
+    """Become a user: from here on no other process stops the server."""
     while True:
-        users = Lock(home / supervisor.USERS_LOCK)
+        users = Lock(datadir / supervisor.USERS_LOCK)
         try:
-            # Refused only while somebody is ending the former server.
+            # Refused only while another process stops the former server.
             taken = _poll(partial(users.take, fcntl.LOCK_SH), deadline)
             if taken and users.is_in_place():
                 return users
@@ -129,114 +129,114 @@ def _hold(home: Path, deadline: float) -> Lock:
         users.close()
         if not taken:
             raise ServerStartFailed(
-                f"The former embedded server in {home} has not ended in time. Try again later."
+                f"The former embedded server in {datadir} has not ended in time. Try again later."
             )
 
 
-def _release(users: Lock, home: Path, keep: bool) -> None:
+def _release(users: Lock, datadir: Path, keep: bool) -> None:
     """Stop being a user; the last one ends the server and returns when all of it is gone."""
     if users.fd < 0:  # a forked child: the hold is its parent's
         return
     deadline = time.monotonic() + 2 * supervisor.STOP_S
     try:
         if users.take(fcntl.LOCK_EX):  # the last one, and nobody comes in before we let go
-            # Of a deleted directory only the watcher knows the server; another may be in its place.
+            # If the directory was deleted, another may be in its place: leave it to the supervisor.
             if users.is_in_place():
-                _end(users, home, deadline)
+                _end(users, datadir, deadline)
         elif not users.take(fcntl.LOCK_SH):  # another one was the last, and is ending it
             _poll(partial(users.take, fcntl.LOCK_SH), deadline)
     except OSError as exc:
-        logger.debug("The embedded server in %s is left to its watcher: %s", home, exc)
+        logger.debug("The embedded server in %s is left to its supervisor: %s", datadir, exc)
     finally:
         users.close()
     if not keep:
-        # The watcher has done it only if it found nobody there.
-        shutil.rmtree(home, ignore_errors=True)
+        # The supervisor has done it only if it found nobody there.
+        shutil.rmtree(datadir, ignore_errors=True)
 
 
-def _end(users: Lock, home: Path, deadline: float) -> None:
+def _end(users: Lock, datadir: Path, deadline: float) -> None:
     """Shut the server down and wait until its processes are gone."""
     # Opened before the files may vanish with a private directory.
     with (
-        Lock(home / supervisor.WATCHER_LOCK) as lock,
-        Lock(home / supervisor.SERVER_LOCK) as server,
+        Lock(datadir / supervisor.SUPERVISOR_LOCK) as lock,
+        Lock(datadir / supervisor.SERVER_LOCK) as server,
     ):
 
         def are_gone() -> bool:
             return lock.take(fcntl.LOCK_EX) and server.take(fcntl.LOCK_EX)
 
-        ended = shut_down(home) or _poll(are_gone, time.monotonic() + 2 * supervisor.POLL_S)
+        ended = shut_down(datadir) or _poll(are_gone, time.monotonic() + 2 * supervisor.POLL_S)
         if not ended:
-            users.close()  # still starting, or stuck: the watcher has the means for both
+            users.close()  # still starting, or stuck: the supervisor has the means for both
         if not _poll(are_gone, deadline):
-            logger.warning("The embedded server in %s has not ended yet.", home)
+            logger.warning("The embedded server in %s has not ended yet.", datadir)
             return
-        left = read_config(home).get("unixsocket")
-        if left:  # by a watcher that was killed; the locks keep others from starting one now
-            supervisor.clean_up(str(home), left)
+        left = read_config(datadir).get("unixsocket")
+        if left:  # by a supervisor that was killed; the locks keep others from starting one now
+            supervisor.clean_up(str(datadir), left)
 
 
-def _reach(home: Path, keep: bool, tcp: bool, deadline: float) -> Address:
+def _reach(datadir: Path, keep: bool, tcp: bool, deadline: float) -> Address:
     """Wait until a server answers; start one when there is none."""
     log: IO[bytes] | None = None  # of the server that we started
     tries = TCP_TRIES if tcp else 1
     try:
         while True:
-            # Opened anew each time: after a start the open file, and so the lock, is the watcher's.
-            with Lock(home / supervisor.WATCHER_LOCK) as lock:
-                if lock.take(fcntl.LOCK_EX):  # no watcher, and nobody else can start one now
+            # Opened again each time: after a start the supervisor has the open file and its lock.
+            with Lock(datadir / supervisor.SUPERVISOR_LOCK) as lock:
+                if lock.take(fcntl.LOCK_EX):  # no supervisor, and nobody else can start one now
                     if log:
                         tries -= 1
-                        _check_why_it_ended(home, log, tries)
-                    log = _start(home, lock, keep, tcp)
+                        _check_why_it_ended(datadir, log, tries)
+                    log = _start(datadir, lock, keep, tcp)
                 else:
-                    address = find_address(home)
+                    address = find_address(datadir)
                     # Looked up twice, lest it was the address of the one before.
-                    if address and answers(address) and find_address(home) == address:
+                    if address and replies(address) and find_address(datadir) == address:
                         break
             if time.monotonic() > deadline:
-                said = last_lines(log) if log else last_lines_in(home)
-                raise _start_failed(home, "did not answer in time", said)
+                said = last_lines(log) if log else last_lines_in(datadir)
+                raise _start_failed(datadir, "did not answer in time", said)
             time.sleep(POLL_S)
     finally:
         if log:
             log.close()
     if tcp and not address.port:
         raise ServerStartFailed(
-            f"The embedded server in {home} runs already, without TCP. "
+            f"The embedded server in {datadir} runs already, without TCP. "
             "Close all its users, or open it without tcp=True."
         )
     return address
 
 
-def _start(home: Path, lock: Lock, keep: bool, tcp: bool) -> IO[bytes] | None:
-    """Start a watcher, which gets ``watcher.lock``, and return the log that it writes.
+def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool) -> IO[bytes] | None:
+    """Start a supervisor, which gets ``watcher.lock``, and return the log that it writes.
 
-    None, and nothing is started, if there still is a server whose watcher was killed.
+    None, and nothing is started, if there still is a server whose supervisor was killed.
     """
-    with Lock(home / supervisor.SERVER_LOCK) as server:
+    with Lock(datadir / supervisor.SERVER_LOCK) as server:
         if not server.take(fcntl.LOCK_EX):
             # On Linux the kernel has told it to end, elsewhere we do.
-            shut_down(home)
+            shut_down(datadir)
             return None
         if not sys.executable:
             raise ServerStartFailed(
-                "An embedded server needs a Python program to watch it, and sys.executable is "
+                "An embedded server needs a Python program to supervise it, and sys.executable is "
                 "empty. Start a server by other means, and connect to its address."
             )
         program = find_server()
-        socket_path = write_config(home, keep, tcp)
+        socket_path = write_config(datadir, keep, tcp)
         # Isolated (-I) and without site-packages (-S): quick, and nothing of the user's is run.
         command = [sys.executable, "-I", "-S", supervisor.__file__, str(program), socket_path]
         command += ["keep" if keep else "remove", str(lock.fd), str(server.fd)]
-        log = open_log(home)
+        log = open_log(datadir)
         try:
             log.write(LOG_START.encode() + os.fsencode(program) + b"\n")
             # In a session of its own, so that Ctrl-C in the terminal does not reach it. What we
             # wait for is only the moment until it has detached itself.
             subprocess.run(
                 command,
-                cwd=home,
+                cwd=datadir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -250,17 +250,17 @@ def _start(home: Path, lock: Lock, keep: bool, tcp: bool) -> IO[bytes] | None:
         return log
 
 
-def _check_why_it_ended(home: Path, log: IO[bytes], tries: int) -> None:
+def _check_why_it_ended(datadir: Path, log: IO[bytes], tries: int) -> None:
     """Raise, unless the port was taken by another just before and is worth another try."""
     said = last_lines(log)
     log.close()
     if not (tries and "in use" in said):
-        raise _start_failed(home, "did not start", said)
+        raise _start_failed(datadir, "did not start", said)
 
 
-def _start_failed(home: Path, what: str, said: str) -> ServerStartFailed:
+def _start_failed(datadir: Path, what: str, said: str) -> ServerStartFailed:
     log = f"Its log ends with:\n{said}" if said else "Its log is empty."
-    return ServerStartFailed(f"The embedded server in {home} {what}. {log}")
+    return ServerStartFailed(f"The embedded server in {datadir} {what}. {log}")
 
 
 def _poll(condition: Callable[[], bool], deadline: float) -> bool:

@@ -1,4 +1,4 @@
-"""Lock files that live and die with the process that holds them."""
+"""Lock files: the kernel releases them when the process that holds them ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Lock:
         return True
 
     def is_in_place(self) -> bool:
-        """Whether others who open the path get this file: it was not deleted."""
+        """Whether the path still names this file: it was not deleted."""
         try:
             return os.path.samestat(os.fstat(self.fd), os.lstat(self._path))
         except FileNotFoundError:

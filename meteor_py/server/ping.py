@@ -1,6 +1,6 @@
-"""The few words that are spoken with an embedded server, without a Redis client.
+"""PING and SHUTDOWN for an embedded server, without a Redis client.
 
-Loading one takes longer than starting the server.
+Importing a client takes longer than starting the server.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ class Address(NamedTuple):
     pid: int
 
 
-def find_address(home: Path) -> Address | None:
+def find_address(datadir: Path) -> Address | None:
     """Where the server listens; None if there is none, or not yet."""
-    settings = read_config(home)
+    settings = read_config(datadir)
     try:
-        pid = int((home / supervisor.PID).read_text())
+        pid = int((datadir / supervisor.PID).read_text())
     except (FileNotFoundError, ValueError):
         return None
     if not settings:
         return None
     return Address(
-        socket_path=os.path.join(home, settings["unixsocket"]),
+        socket_path=os.path.join(datadir, settings["unixsocket"]),
         port=int(settings["port"]),
         password=settings.get("requirepass"),
         pid=pid,
     )
 
 
-def answers(address: Address) -> bool:
-    """Whether the server is there and has loaded its data."""
+def replies(address: Address) -> bool:
+    """Whether the server runs and has loaded its data."""
     try:
-        reply = _ask(address, b"PING")
+        reply = _call(address, b"PING")
     except OSError:
         return False
-    # One that runs a long script, or has no room on its disk, is there as well.
+    # A server that runs a long script, or whose disk is full, runs as well.
     return reply.startswith((b"+PONG", b"-BUSY", b"-MISCONF"))
 
 
-def shut_down(home: Path) -> bool:
-    """Tell the server to end; whether it did."""
-    address = find_address(home)
+def shut_down(datadir: Path) -> bool:
+    """Shut the server down; return whether it did."""
+    address = find_address(datadir)
     try:
         # NOSAVE is about snapshots, and there are none: the append-only file is written out.
-        return address is not None and _ask(address, b"SHUTDOWN NOSAVE") == b""
+        return address is not None and _call(address, b"SHUTDOWN NOSAVE") == b""
     except OSError:
         return False
 
 
-def _ask(address: Address, command: bytes, timeout_s: float = 1.0) -> bytes:
+def _call(address: Address, command: bytes, timeout_s: float = 1.0) -> bytes:
     """Send a command and return the first line of the reply; empty if the server hung up."""
-    # In a shared /tmp somebody else may have made the short directory anew.
+    # In a shared /tmp another user may have created the short directory again.
     if not is_private(os.path.dirname(address.socket_path)):
         raise ConnectionRefusedError(f"{address.socket_path} is not in a directory of our own")
     login = b"AUTH %b\r\n" % address.password.encode() if address.password else b""

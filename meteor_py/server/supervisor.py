@@ -1,17 +1,18 @@
-"""The process that runs one embedded server, and ends it when its last user is gone.
+"""The process that runs one embedded server, and stops it when its last user is gone.
 
-It is started by its path, detached, in the directory of the server; the rest of the package
-imports no more of it than the names of the files. It is on the way of every start, so it
-uses the standard library only, and of that only what loads in a millisecond.
+It is started by its path, detached, in the directory of the server; the rest of the package imports
+no more of it than the names of the files. Every start waits for it, so it uses the standard library
+only, and of that only what loads in a millisecond.
 
-The directory holds three lock files. The kernel drops a ``flock`` when its holder dies, by
-whatever cause, and that is all the bookkeeping there is:
+The directory holds three lock files. The kernel drops a ``flock`` when its holder dies, for
+whatever reason, and these locks are the only state:
 
-- ``users.lock``: every user holds it shared. Whoever gets it exclusively knows that there is no
-  user, and that none can come before he lets go: he may end the server.
-- ``watcher.lock``: the watcher holds it exclusively. Who can take it may start a watcher.
-- ``server.lock``: the watcher and, by inheritance, the server and its children hold it. While one
-  of them lives no second server can touch the data, even if the watcher was killed.
+- ``users.lock``: every user holds it shared. A process that gets it exclusively knows that there is
+  no user, and that none can arrive before it lets go: it may stop the server.
+- ``watcher.lock``: the supervisor holds it exclusively. A process that gets it may start a
+  supervisor.
+- ``server.lock``: the supervisor and, by inheritance, the server and its children hold it. While
+  one of them lives, no second server can touch the data, even if the supervisor was killed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ else:
     import _signal as signal  # the C part: the enums of `signal` itself take 6 ms to build
 
 USERS_LOCK = "users.lock"
-WATCHER_LOCK = "watcher.lock"
+SUPERVISOR_LOCK = "watcher.lock"  # the name in version 0.1, which may share the directory
 SERVER_LOCK = "server.lock"
 CONFIG = "server.conf"
 LOG = "server.log"
@@ -37,7 +38,7 @@ PID = "server.pid"
 SOCKET = "meteor.sock"
 
 #: Seconds between two looks at ``users.lock``. Looking, and not waiting in ``flock``, leaves the
-#: last user able to see that he is the last one: nobody else is after the exclusive lock.
+#: last user able to see that it is the last: no other process wants the exclusive lock.
 POLL_S = 0.1
 
 #: Seconds that a server gets to end by itself before it is killed.
@@ -50,16 +51,16 @@ def main(arguments: list[str]) -> None:
     """Run the server in the working directory until it or its last user is gone.
 
     Arguments: the server program, the socket as the configuration names it, ``keep`` or
-    ``remove`` (the directory, at the end), and the descriptors of the watcher's and the server's
+    ``remove`` (the directory, at the end), and the descriptors of the supervisor's and the server's
     lock, both held.
     """
-    binary, socket_path, fate, watcher_lock, server_lock = arguments
+    binary, socket_path, fate, supervisor_lock, server_lock = arguments
     if os.fork():
         # The user reaps this one at once, and init the other: a program that waits for its
         # children never meets one that it did not start.
         os._exit(0)
     os.umask(0o077)
-    os.set_inheritable(int(watcher_lock), False)
+    os.set_inheritable(int(supervisor_lock), False)
     os.set_inheritable(int(server_lock), True)
     # The user may have blocked or ignored signals, and both outlive an exec.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -71,39 +72,40 @@ def main(arguments: list[str]) -> None:
     users = os.open(USERS_LOCK, os.O_RDWR)
     # Data is worth a clean end; a temporary server has nothing to save.
     gentle = signal.SIGTERM if fate == "keep" else signal.SIGKILL
-    watcher = os.getpid()
+    supervisor = os.getpid()
     server = os.fork()
     if server == 0:
-        _become_server(binary, watcher, gentle)
+        _become_server(binary, supervisor, gentle)
     status, stopped = _wait_for_end(server, users, gentle)
     if status and not stopped:
         code = os.waitstatus_to_exitcode(status)
         how = f"ended with status {code}" if code >= 0 else f"was killed by signal {-code}"
-        print(f"meteor watcher: {binary} {how}.", file=sys.stderr, flush=True)
+        print(f"meteor supervisor: {binary} {how}.", file=sys.stderr, flush=True)
     try:
         os.killpg(server, signal.SIGKILL)  # what a killed server had forked
     except OSError:
         pass
     # Not by its path: there may be another directory now in place of a deleted one.
     clean_up(".", socket_path)
-    # A user who is still there may want to read the log, or start another; he removes it.
+    # A user that is still there may want to read the log, or start another; it removes the files.
     if fate == "remove" and _is_free(users):
         _remove(directory)
 
 
-def _become_server(binary: str, watcher: int, gentle: int) -> None:
+def _become_server(binary: str, supervisor: int, gentle: int) -> None:
     """Turn this forked child into the server; never returns."""
     try:
         # A group of its own, so that what it forks (rewriting its log) can be ended with it.
         os.setpgid(0, 0)
         _end_with_parent(gentle)
-        if os.getppid() != watcher:  # killed before the line above could take effect
+        if os.getppid() != supervisor:  # killed before the line above could take effect
             os._exit(1)
         with open(PID, "w") as file:
             file.write(f"{os.getpid()}\n")
         os.execv(binary, [binary, CONFIG])
     except OSError as exc:
-        print(f"meteor watcher: cannot run {binary}: {exc.strerror}.", file=sys.stderr, flush=True)
+        problem = f"meteor supervisor: cannot run {binary}: {exc.strerror}."
+        print(problem, file=sys.stderr, flush=True)
     finally:
         os._exit(127)
 
@@ -111,7 +113,7 @@ def _become_server(binary: str, watcher: int, gentle: int) -> None:
 def _end_with_parent(signal_number: int) -> None:
     """Ask the kernel to send this process a signal when its parent is gone (Linux only).
 
-    Elsewhere a server whose watcher was killed lives on until the next one opens its directory
+    Elsewhere a server whose supervisor was killed lives on until the next one opens its directory
     and ends it: see ``_start`` in ``embedded.py``.
     """
     if sys.platform == "linux":

@@ -323,6 +323,7 @@ class SharedGroup:
                 stream=self.stream.name,
                 group=self.name,
                 owner=consumers[0].name,
+                shared=True,
             )
         client, state = self._handle.connector, self.books.key("state")
         others: list[Any] = sorted(self.books.find() - {b"state"})

@@ -444,11 +444,13 @@ class Deliveries:
     def _leave(self, record: SharedRecord) -> None:
         """It is settled, if it was held."""
         if self._disowned:
-            raise reply_errors.of_parent(self.books.stream.name)
+            raise reply_errors.opened_before_fork(self.books.stream.name)
         if record.standing is Standing.SETTLED:
             raise ValueError(f"Record {record.offset} was settled before.")
         if record.standing is not Standing.HELD:
-            raise reply_errors.taken(self.books.stream.name, self.books.group, [record.offset])
+            raise reply_errors.records_fenced(
+                self.books.stream.name, self.books.group, [record.offset]
+            )
         self._drop(record, Standing.SETTLED)
         self.alive_at = now()
 

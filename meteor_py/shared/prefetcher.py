@@ -254,7 +254,7 @@ class Prefetcher:
             self._tell_lost(gap)
         refused = self.desk.take_refused()
         if refused:
-            raise reply_errors.taken(self.stream.name, self.group, refused)
+            raise reply_errors.records_fenced(self.stream.name, self.group, refused)
 
     def _tell_lost(self, gap: Gap) -> None:
         error = gap.error(self.stream.name, self.group)

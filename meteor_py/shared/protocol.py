@@ -134,7 +134,9 @@ class SharedProtocol:
         call = self.stream.connector.call
         found = call("HGET", self.meta, "incarnation")
         if found != self.stream.incarnation.encode():
-            raise reply_errors.gone(self.stream.name, b"INCARNATION" if found else b"NOSTREAM")
+            raise reply_errors.stream_gone(
+                self.stream.name, b"INCARNATION" if found else b"NOSTREAM"
+            )
         try:
             state = call("HGET", self.key("state"), "incarnation") or b""
         except AccessDenied:
@@ -142,7 +144,7 @@ class SharedProtocol:
         except ServerRefused:
             return  # it is no hash
         if self.incarnation not in (state.decode(), state.decode().partition(".")[0]):
-            raise reply_errors.no_group(self.stream.name, self.group)
+            raise reply_errors.group_not_found(self.stream.name, self.group)
 
     @property
     def meta(self) -> str:
@@ -210,9 +212,9 @@ class SharedProtocol:
             case b"OK":
                 return answer
             case b"NOGROUP":
-                raise reply_errors.no_group(self.stream.name, self.group)
+                raise reply_errors.group_not_found(self.stream.name, self.group)
             case b"NOSTREAM" | b"INCARNATION":
-                raise reply_errors.gone(self.stream.name, answer[0])
+                raise reply_errors.stream_gone(self.stream.name, answer[0])
             case _:
                 raise Refused(answer[0].decode())
 

@@ -127,12 +127,12 @@ class Snapshot:
     def _check_alive(self, books: SharedProtocol) -> None:
         stream = books.stream
         if (self._incarnation or b"").decode() != stream.incarnation:
-            raise reply_errors.gone(
+            raise reply_errors.stream_gone(
                 stream.name, b"INCARNATION" if self._incarnation else b"NOSTREAM"
             )
         found = self.state.get(b"incarnation", b"").decode(errors="replace")
         if not self._misread and books.incarnation not in (found, found.partition(".")[0]):
-            raise reply_errors.no_group(stream.name, books.group)
+            raise reply_errors.group_not_found(stream.name, books.group)
 
     def _family(self, name: bytes) -> Iterable[tuple[bytes, Any]]:
         size = len(name) + 1

@@ -312,7 +312,7 @@ class SharedSubscriber(Closeable):
     def _check_open(self, *, closing: bool = False) -> None:
         """Raise if it is the parent's, or closed, or (``closing``) about to be."""
         if self._pid != os.getpid():
-            raise reply_errors.of_parent(self.stream.name)
+            raise reply_errors.opened_before_fork(self.stream.name)
         if self._closed or (closing and self._supply.halted):
             raise MeteorError(
                 f"This shared subscriber of stream {self.stream.name!r} is closed; open another "

@@ -1,4 +1,4 @@
-"""What a store must be able to do, and what it may rely on."""
+"""The protocol that every store implements."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pyarrow as pa
 
 #: Terms of one epoch, in the numbers that a store knows terms by: epoch x TERMS + term.
 TERMS = 1_000_000
-#: Called with what is done and what there is to do, in records.
+#: Called with the number of records processed so far and in total.
 Progress = Callable[[int, int], object]
 
 
 class Bounds(NamedTuple):
-    """What a store holds of one life of a stream."""
+    """The range of one incarnation of a stream that a store holds."""
 
     #: The first offset, and the one behind the last; equal if there is nothing.
     first: int
@@ -24,7 +24,7 @@ class Bounds(NamedTuple):
 
 
 class Flaw(NamedTuple):
-    """Something that ``verify`` has found."""
+    """A problem that ``verify`` found."""
 
     #: "missing": no readable record; "corrupt": not what was written; "overlap" and "leftover":
     #: offsets that are there twice, or bytes that count for nothing. These two do no harm.
@@ -32,7 +32,7 @@ class Flaw(NamedTuple):
     #: The offsets concerned, both included.
     first: int
     last: int
-    #: The file, or whatever the store has in place of files.
+    #: The file, or its equivalent in this store.
     place: str
     #: A sentence for people.
     problem: str
@@ -45,11 +45,11 @@ class Flaw(NamedTuple):
 
 @runtime_checkable
 class RingbufferStore(Protocol):
-    """The history of one stream: all its lives, one after the other.
+    """The history of one stream: all its incarnations, one after the other.
 
-    A stream that is deleted and created anew begins another *life* (its incarnation, a word of
-    ``[0-9a-f]``), with offsets from 0. Tables and batches have the columns of ``ARROW_SCHEMA`` and
-    consecutive offsets.
+    A stream that is deleted and created again begins another *incarnation*, with offsets from 0 and
+    an id of the characters ``[0-9a-f]``. Tables and batches have the columns of ``ARROW_SCHEMA``
+    and consecutive offsets.
 
     **Who calls.** One archiver at a time appends: mostly. One that was paused, and does not know
     yet that another has taken its place, may still append, in its older *term*. Terms only rise,
@@ -86,22 +86,22 @@ class RingbufferStore(Protocol):
         """
 
     def claim(self, identity: str, *, replacing: str | None = None) -> None:
-        """Give it an id, if it has none, or has the one to replace.
+        """Set its id, if it has none or has the id ``replacing``.
 
-        Called when a stream is created, and with ``replacing`` when one is resumed: the server
-        that had it before, should it come back, then finds the id of another.
+        Called when a stream is created, and with ``replacing`` when a stream is resumed. If the
+        server that had the stream before comes back, it finds that the id has changed.
         """
 
-    def lives(self) -> list[str]:
-        """The lives that it holds records of, the one that was last appended to last."""
+    def incarnations(self) -> list[str]:
+        """The incarnations with records here; the one that was last appended to comes last."""
 
-    def bounds(self, life: str) -> Bounds:
-        """How far a life goes, whether all of it counts or not. Called before each append."""
+    def bounds(self, incarnation: str) -> Bounds:
+        """The range that it holds, whether all of it counts or not. Called before each append."""
 
-    def epochs(self, life: str) -> dict[int, int]:
+    def epochs(self, incarnation: str) -> dict[int, int]:
         """The first offset of each epoch (``term // TERMS``) that counts. For ``resume=True``."""
 
-    def append(self, life: str, term: int, records: pa.Table) -> None:
+    def append(self, incarnation: str, term: int, records: pa.Table) -> None:
         """Keep records for good: when it returns, a crash of this machine does not lose them.
 
         The order in which an archiver appends is that of the offsets. The same records may come
@@ -111,7 +111,7 @@ class RingbufferStore(Protocol):
             StoreUnavailable: They are not kept, or it is not known.
         """
 
-    def read(self, life: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+    def read(self, incarnation: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """The records from ``start`` to before ``stop``, in order and without a hole.
 
         Called for a run of records or a single one; often not read to the end.
@@ -121,18 +121,18 @@ class RingbufferStore(Protocol):
             CorruptSegment: Some are damaged.
         """
 
-    def locate(self, life: str, ms: int, start: int, stop: int) -> int:
+    def locate(self, incarnation: str, ms: int, start: int, stop: int) -> int:
         """The first offset from ``start`` to before ``stop`` that was appended at ``ms`` or later.
 
         ``stop`` if there is none. The column ``appended`` never goes back.
         """
 
     def verify(
-        self, life: str, start: int, stop: int, progress: Progress | None = None
+        self, incarnation: str, start: int, stop: int, progress: Progress | None = None
     ) -> Iterator[Flaw]:
         """Read everything from ``start`` to before ``stop``, and tell what is wrong with it."""
 
-    def tidy(self, life: str, term: int, end: int, still: Callable[[], bool]) -> None:
+    def tidy(self, incarnation: str, term: int, end: int, still: Callable[[], bool]) -> None:
         """Remove what does not count, at leisure. Called by the archiver now and then.
 
         Nothing of a later term than ``term``: that is for those to judge who know it. All else that
@@ -140,5 +140,5 @@ class RingbufferStore(Protocol):
         which must be asked after looking at what there is, and before anything is removed.
         """
 
-    def delete(self, life: str, below: int | None = None) -> None:
-        """Delete what lies below an offset, as far as that is easy; None: the whole life."""
+    def delete(self, incarnation: str, below: int | None = None) -> None:
+        """Delete what lies below an offset, as far as that is easy; None: all of it."""

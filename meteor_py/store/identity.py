@@ -1,4 +1,4 @@
-"""Finding the store of a stream, and making sure that it is the one."""
+"""The identity of a store: opening it, and checking that it belongs to its stream."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Store = str | os.PathLike[str] | RingbufferStore
 
 
 def open_store(store: Store, stream: str) -> RingbufferStore:
-    """The store that is meant by an address, or the store itself.
+    """Return the store at an address, or ``store`` itself if it is one.
 
     Raises:
-        ValueError, TypeError: It is neither.
+        ValueError, TypeError: It is neither, or was made for another stream.
         StoreUnavailable: It cannot be reached.
     """
     if isinstance(store, (str, os.PathLike)):
@@ -38,51 +38,52 @@ def open_store(store: Store, stream: str) -> RingbufferStore:
     return store
 
 
-def founding_fields(
+def store_fields(
     connector: Connector, store: RingbufferStore, stream: str, resume: bool
 ) -> dict[str, str]:
-    """The fields of the meta of a new stream that concern its store; it is claimed for it.
+    """Claim the store for a new stream and return the fields of ``meta`` that concern it.
 
-    With ``resume`` they are those of its last life, which goes on where the store ends.
+    With ``resume``, they continue the last incarnation in the store at its end.
     """
     if store.identity() is None:
         store.claim(secrets.token_hex(8))
     identity = store.identity()
     if identity is None:
-        raise reply_errors.other_store(stream, _shown(store), None)
-    # Epochs tell lives apart, too, and the newest by its number: so the first is one of the clock.
+        raise reply_errors.store_mismatch(stream, _shown(store), None)
+    # Epochs must also differ between incarnations, and the newest must have the highest number. So
+    # the first epoch is the server's time.
     seconds, micros = connector.call("TIME")
     now = int(seconds) * 1000 + int(micros) // 1000
     fields = {"store": identity, "archived": "0", "expired": "0"}
     fields |= {"epoch": str(now), "epochs": f"{now}:0"}
-    lives = store.lives()
-    if lives and resume:
-        # Another id: the server that was believed lost may come back, and must not go on with it.
+    incarnations = store.incarnations()
+    if incarnations and resume:
+        # Another id: the server that was believed lost may come back, and must not append to it.
         fields |= {"store": secrets.token_hex(8), "store_before": identity}
-        fields |= _resumed(store, lives[-1], now)
-    elif lives:
-        end = store.bounds(lives[-1]).end
+        fields |= _resumed(store, incarnations[-1], now)
+    elif incarnations:
+        end = store.bounds(incarnations[-1]).end
         _log.warning(
             "The store at %s holds %d records of an earlier stream %r, which are left there; "
-            "resume=True would go on with them.",
+            "resume=True would continue that stream.",
             *(_shown(store), end, stream),
         )
     return fields
 
 
-def _resumed(store: RingbufferStore, life: str, now: int) -> dict[str, str]:
-    first, end, term = store.bounds(life)
+def _resumed(store: RingbufferStore, incarnation: str, now: int) -> dict[str, str]:
+    first, end, term = store.bounds(incarnation)
     try:
-        (last,) = store.read(life, end - 1, end)
+        (last,) = store.read(incarnation, end - 1, end)
         appended = int(last.column("appended").cast("int64")[0].as_py())
     except ReadError as error:
         _log.warning("The last record of stream %r cannot be read: %s", error.stream, error)
         appended = 0
-    # A new epoch: whoever has seen more than the store holds is told that it is gone.
+    # A new epoch: a reader that has seen more than the store holds learns that it is gone.
     epoch = max(now, term // TERMS + 1)
-    epochs = [*sorted(store.epochs(life).items()), (epoch, end)]
+    epochs = [*sorted(store.epochs(incarnation).items()), (epoch, end)]
     return {
-        "incarnation": life,
+        "incarnation": incarnation,
         "next": str(end),
         "appended": str(max(now, appended)),
         "epoch": str(epoch),
@@ -92,8 +93,12 @@ def _resumed(store: RingbufferStore, life: str, now: int) -> dict[str, str]:
     }
 
 
-def settle(store: RingbufferStore, stream: str, meta: Meta, *, founder: bool, resume: bool) -> None:
-    """Make sure that this is the store of the stream, which may have been created just now.
+def bind(store: RingbufferStore, stream: str, meta: Meta, *, created: bool, resume: bool) -> None:
+    """Make sure that this is the store of the stream.
+
+    Args:
+        created: This call created the stream.
+        resume: The caller asked to resume the stream from the store.
 
     Raises:
         StoreMismatch: It is not.
@@ -103,15 +108,15 @@ def settle(store: RingbufferStore, stream: str, meta: Meta, *, founder: bool, re
     seen = store.identity()
     if seen == meta.store:
         return
-    # Another founder may have claimed it at the same moment; or it is that of a stream which was
-    # resumed, by one who has not come further than that.
-    if founder or (resume and seen is not None and seen == meta.store_before):
+    # Another creator may have claimed it at the same moment; or the process that resumed the stream
+    # died before it had claimed the store.
+    if created or (resume and seen is not None and seen == meta.store_before):
         store.claim(meta.store, replacing=seen)
     check_identity(store, stream, meta.store)
 
 
 def check_identity(store: RingbufferStore, stream: str, identity: str) -> None:
-    """Raise unless this is the store with that id.
+    """Check that this is the store with that id.
 
     Raises:
         StoreMismatch: It is another, or there is none.
@@ -119,7 +124,7 @@ def check_identity(store: RingbufferStore, stream: str, identity: str) -> None:
     """
     seen = store.identity()
     if seen != identity:
-        raise reply_errors.other_store(stream, _shown(store), seen)
+        raise reply_errors.store_mismatch(stream, _shown(store), seen)
 
 
 def _shown(store: RingbufferStore) -> str:

@@ -14,8 +14,8 @@ from meteor_py.redis import reply_errors
 from meteor_py.store.base import TERMS, Bounds, Flaw, Progress, RingbufferStore
 
 
-class _Life:
-    """What was appended, in batches without overlap, in the order of their offsets."""
+class _Incarnation:
+    """The records of one incarnation: batches without overlap, in the order of their offsets."""
 
     def __init__(self) -> None:
         self.term = 0
@@ -48,7 +48,7 @@ class MemoryStore(RingbufferStore):
     def __init__(self, stream: str) -> None:
         self.stream = stream
         self._identity: str | None = None
-        self._lives: dict[str, _Life] = {}
+        self._incarnations: dict[str, _Incarnation] = {}
         self._lock = threading.Lock()
 
     @property
@@ -66,29 +66,27 @@ class MemoryStore(RingbufferStore):
             if self._identity in (None, replacing):
                 self._identity = identity
 
-    def lives(self) -> list[str]:
+    def incarnations(self) -> list[str]:
         with self._lock:
-            return sorted((x for x in self._lives if self._lives[x].firsts), key=self._term_of)
+            found = [(held.term, name) for name, held in self._incarnations.items() if held.firsts]
+        return [name for _, name in sorted(found)]
 
-    def _term_of(self, life: str) -> int:
-        return self._lives[life].term
-
-    def bounds(self, life: str) -> Bounds:
+    def bounds(self, incarnation: str) -> Bounds:
         with self._lock:
-            found = self._lives.get(life)
+            found = self._incarnations.get(incarnation)
             if found is None or not found.firsts:
                 return Bounds(0, 0, 0 if found is None else found.term)
             return Bounds(found.firsts[0], found.end, found.term)
 
-    def epochs(self, life: str) -> dict[int, int]:
+    def epochs(self, incarnation: str) -> dict[int, int]:
         with self._lock:
-            found = self._lives.get(life)
+            found = self._incarnations.get(incarnation)
             return {} if found is None else dict(found.epochs)
 
-    def append(self, life: str, term: int, records: pa.Table) -> None:
+    def append(self, incarnation: str, term: int, records: pa.Table) -> None:
         first = records.column("offset")[0].as_py()
         with self._lock:
-            found = self._lives.setdefault(life, _Life())
+            found = self._incarnations.setdefault(incarnation, _Incarnation())
             if term < found.term:
                 return  # of an archiver that another has taken the place of
             if term == found.term and first + len(records) <= found.end:
@@ -101,24 +99,24 @@ class MemoryStore(RingbufferStore):
                     found.firsts.append(batch.column("offset")[0].as_py())
                     found.batches.append(batch)
 
-    def read(self, life: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+    def read(self, incarnation: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         while start < stop:
             with self._lock:
-                found = self._lives.get(life) or _Life()
+                found = self._incarnations.get(incarnation) or _Incarnation()
                 index = bisect_right(found.firsts, start) - 1
                 batch = found.batches[index] if index >= 0 else None
                 first = found.firsts[index] if index >= 0 else 0
                 following = found.firsts[index + 1] if index + 1 < len(found.firsts) else stop
             if batch is None or start >= first + len(batch):
-                raise reply_errors.not_stored(self.stream, start, min(following, stop) - 1)
+                raise reply_errors.records_lost(self.stream, start, min(following, stop) - 1)
             part = batch.slice(start - first, stop - start)
             yield part
             start += len(part)
 
-    def locate(self, life: str, ms: int, start: int, stop: int) -> int:
+    def locate(self, incarnation: str, ms: int, start: int, stop: int) -> int:
         import pyarrow.compute as pc
 
-        for batch in self.read(life, start, stop):
+        for batch in self.read(incarnation, start, stop):
             late = pc.greater_equal(batch.column("appended").cast(pa.int64()), ms)
             index = pc.index(late, True).as_py()
             if index >= 0:
@@ -126,12 +124,12 @@ class MemoryStore(RingbufferStore):
         return stop
 
     def verify(
-        self, life: str, start: int, stop: int, progress: Progress | None = None
+        self, incarnation: str, start: int, stop: int, progress: Progress | None = None
     ) -> Iterator[Flaw]:
         at = start
         while at < stop:
             try:
-                for batch in self.read(life, at, stop):
+                for batch in self.read(incarnation, at, stop):
                     batch.validate(full=True)
                     assert batch.schema.equals(ARROW_SCHEMA)
                     at += len(batch)
@@ -141,15 +139,15 @@ class MemoryStore(RingbufferStore):
                 yield Flaw("missing", error.first, error.last, "memory", str(error))
                 at = error.last + 1
 
-    def tidy(self, life: str, term: int, end: int, still: Callable[[], bool]) -> None:
+    def tidy(self, incarnation: str, term: int, end: int, still: Callable[[], bool]) -> None:
         """Nothing to do: what does not count is replaced by what does."""
 
-    def delete(self, life: str, below: int | None = None) -> None:
+    def delete(self, incarnation: str, below: int | None = None) -> None:
         with self._lock:
             if below is None:
-                self._lives.pop(life, None)
+                self._incarnations.pop(incarnation, None)
                 return
-            found = self._lives.get(life)
+            found = self._incarnations.get(incarnation)
             while found and found.firsts and found.firsts[0] + len(found.batches[0]) <= below:
                 found.firsts.pop(0)
                 found.batches.pop(0)

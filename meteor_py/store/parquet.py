@@ -1,8 +1,8 @@
 """A store of Parquet files, on any filesystem that pyarrow reaches.
 
-``<root>/<stream>/_store.json`` has the id of the place; ``<root>/<stream>/<life>/`` the segments
-``<first>-<last>-<term>-<sha8>.parquet``. The names say all that has to be known to find a record:
-there is no index that could disagree with them (see ``segment.py``).
+``<root>/<stream>/_store.json`` holds the id of the store, ``<root>/<stream>/<incarnation>/`` the
+segments ``<first>-<last>-<term>-<sha8>.parquet``. Their names are enough to find a record: there is
+no index that could disagree with them (see ``segment.py``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from meteor_py.store import maintenance
 from meteor_py.store.base import TERMS, Bounds, Flaw, Progress, RingbufferStore
 from meteor_py.store.segment import Segment, SegmentDescription, Span, lay_out
 from meteor_py.store.segment_log import SegmentLog, unavailable
-from meteor_py.store.storage import Folder, LocalFolder, RemoteFolder
+from meteor_py.store.storage import LocalStorage, RemoteStorage, Storage
 
 if TYPE_CHECKING:
     import pyarrow.fs as fs
 
-#: The file that says whose place it is.
-MARK = "_store.json"
-_LIFE = re.compile(r"[0-9a-f]{1,64}")
+#: The file with the id of the store and the name of its stream.
+IDENTITY_FILE = "_store.json"
+_INCARNATION = re.compile(r"[0-9a-f]{1,64}")
 #: What pyarrow takes from the query of an address, and nobody else should see.
 _SECRETS = ("client_secret", "sig")
 
@@ -59,9 +59,9 @@ class ParquetStore(RingbufferStore):
         self.stream = keys.check_name(stream)
         self._shown = mask(os.fspath(uri))
         self._uri: str | None = None
-        self._folder = self._open(os.fspath(uri), filesystem)
+        self._storage = self._open(os.fspath(uri), filesystem)
 
-    def _open(self, uri: str, filesystem: fs.FileSystem | None) -> Folder:
+    def _open(self, uri: str, filesystem: fs.FileSystem | None) -> Storage:
         scheme, separator, place = uri.partition("://")
         if not uri or ".." in re.split(r"[/\\]", place if separator else uri):
             raise ValueError(
@@ -69,7 +69,7 @@ class ParquetStore(RingbufferStore):
                 "write it in full."
             )
         if filesystem is not None:
-            return RemoteFolder(filesystem, uri, self.stream)
+            return RemoteStorage(filesystem, uri, self.stream)
         if not separator and re.match(r"[a-z][a-z0-9+]+:", uri):
             raise ValueError(f"{self._shown!r} lacks the two slashes behind the colon.")
         if not separator:
@@ -80,7 +80,7 @@ class ParquetStore(RingbufferStore):
                     f"{self._shown!r} is not a path; write file:///path, with three slashes."
                 )
             self._uri = self._shown = f"file://{os.path.normpath(place)}"
-            return LocalFolder(os.path.normpath(place), self.stream)
+            return LocalStorage(os.path.normpath(place), self.stream)
         import pyarrow.fs as fs
 
         self._uri = _without_login(uri)
@@ -94,7 +94,7 @@ class ParquetStore(RingbufferStore):
                 ) from None
         if ".." in root.split("/") or not root.strip("/"):
             raise ValueError(f"{self._shown!r} names no bucket or folder, or has '..' in it.")
-        return RemoteFolder(filesystem, root, self.stream)
+        return RemoteStorage(filesystem, root, self.stream)
 
     @property
     def uri(self) -> str | None:
@@ -103,11 +103,11 @@ class ParquetStore(RingbufferStore):
     def __repr__(self) -> str:
         return f"<ParquetStore of {self.stream!r} at {self._shown}>"
 
-    # -- whose place it is ---------------------------------------------------------------------
+    # -- identity ------------------------------------------------------------------------------
 
     def identity(self) -> str | None:
         with unavailable(self.stream, self._shown, "looked at"):
-            data = self._folder.read(MARK)
+            data = self._storage.read(IDENTITY_FILE)
         if data is None:
             return None
         try:
@@ -115,8 +115,8 @@ class ParquetStore(RingbufferStore):
             identity, stream = str(mark["store"]), mark["stream"]
         except (ValueError, KeyError, TypeError):
             raise StoreMismatch(
-                f"The file {MARK} of stream {self.stream!r} at {self._shown} cannot be read; put "
-                "it back from a copy, or use another folder.",
+                f"The file {IDENTITY_FILE} of stream {self.stream!r} at {self._shown} cannot be "
+                "read; put it back from a copy, or use another folder.",
                 stream=self.stream,
             ) from None
         if stream != self.stream:
@@ -131,61 +131,62 @@ class ParquetStore(RingbufferStore):
         mark = {"version": 1, "store": identity, "stream": self.stream}
         replace = replacing is not None and self.identity() == replacing
         with unavailable(self.stream, self._shown, "written to"):
-            self._folder.create(MARK, json.dumps(mark).encode(), replace=replace)
+            self._storage.create(IDENTITY_FILE, json.dumps(mark).encode(), replace=replace)
 
-    def lives(self) -> list[str]:
+    def incarnations(self) -> list[str]:
         with unavailable(self.stream, self._shown, "listed"):
-            names = [name for name in self._folder.folders() if _LIFE.fullmatch(name)]
+            names = [name for name in self._storage.folders() if _INCARNATION.fullmatch(name)]
         found = sorted((self.bounds(name).term, name) for name in names)
         return [name for term, name in found if term]
 
-    # -- what it holds -------------------------------------------------------------------------
+    # -- records -------------------------------------------------------------------------------
 
-    def bounds(self, life: str) -> Bounds:
-        segments = self._shelf(life).segments()
+    def bounds(self, incarnation: str) -> Bounds:
+        segments = self._segment_log(incarnation).segments()
         spans = lay_out(segments)
         if not spans:
             return Bounds(0, 0, 0)
         return Bounds(spans[0].first, spans[-1].stop, max(segment.term for segment in segments))
 
-    def epochs(self, life: str) -> dict[int, int]:
-        spans = self._shelf(life).spans()
+    def epochs(self, incarnation: str) -> dict[int, int]:
+        spans = self._segment_log(incarnation).spans()
         return {span.segment.term // TERMS: span.first for span in reversed(spans)}
 
-    def append(self, life: str, term: int, records: pa.Table) -> None:
-        self._shelf(life).write(term, records)
+    def append(self, incarnation: str, term: int, records: pa.Table) -> None:
+        self._segment_log(incarnation).write(term, records)
 
-    def read(self, life: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        return self._shelf(life).read(start, stop)
+    def read(self, incarnation: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        return self._segment_log(incarnation).read(start, stop)
 
-    def locate(self, life: str, ms: int, start: int, stop: int) -> int:
-        return self._shelf(life).locate(ms, start, stop)
+    def locate(self, incarnation: str, ms: int, start: int, stop: int) -> int:
+        return self._segment_log(incarnation).locate(ms, start, stop)
 
-    def files(self, life: str, start: int, stop: int) -> list[str]:
-        """The files that hold the records from ``start`` to before ``stop``, and no others.
+    def files(self, incarnation: str, start: int, stop: int) -> list[str]:
+        """The files that together hold exactly the records from ``start`` to before ``stop``.
 
         Paths for a local store, else URIs. The first may begin before ``start``.
 
         Raises:
-            StoreUnavailable: A file holds others, too: the archiver mends that soon.
+            StoreUnavailable: A file also holds records that do not count; the archiver will
+                replace it soon.
             RecordsLost: Some are in no file.
         """
-        spans = _behind(self._shelf(life).spans(stop), start)
+        spans = _behind(self._segment_log(incarnation).spans(stop), start)
         at = start
         for span in spans:
             if span.first > at:
-                raise reply_errors.not_stored(self.stream, at, span.first - 1)
+                raise reply_errors.records_lost(self.stream, at, span.first - 1)
             if not span.exact:
                 more = OSError(f"not all that {span.segment.name} holds counts, or not yet")
                 raise reply_errors.store_unavailable(self.stream, self._shown, "listed", more)
             at = span.stop
         if at < stop:
-            raise reply_errors.not_stored(self.stream, at, stop - 1)
-        return [self._file(life, span.segment) for span in spans]
+            raise reply_errors.records_lost(self.stream, at, stop - 1)
+        return [self._file(incarnation, span.segment) for span in spans]
 
-    def segments(self, life: str, start: int, stop: int) -> list[SegmentDescription]:
+    def segments(self, incarnation: str, start: int, stop: int) -> list[SegmentDescription]:
         """What counts from ``start`` to before ``stop``, in order; holes are passed over."""
-        sizes = self._shelf(life).sizes()
+        sizes = self._segment_log(incarnation).sizes()
         return [
             SegmentDescription(
                 first=max(span.first, start),
@@ -193,51 +194,51 @@ class ParquetStore(RingbufferStore):
                 size=sizes[span.segment],
                 epoch=span.segment.term // TERMS,
                 term=span.segment.term % TERMS,
-                file=self._file(life, span.segment),
+                file=self._file(incarnation, span.segment),
             )
             for span in _behind(lay_out(sizes, stop), start)
         ]
 
-    def _file(self, life: str, segment: Segment) -> str:
+    def _file(self, incarnation: str, segment: Segment) -> str:
         root, mark, query = (self._uri or self._shown).removeprefix("file://"), "", ""
-        if isinstance(self._folder, RemoteFolder) and self._uri is not None:
+        if isinstance(self._storage, RemoteStorage) and self._uri is not None:
             root, mark, query = root.partition("?")
-        return f"{root.rstrip('/')}/{self.stream}/{life}/{segment.name}{mark}{query}"
+        return f"{root.rstrip('/')}/{self.stream}/{incarnation}/{segment.name}{mark}{query}"
 
-    def border(self, life: str, offset: int, end: int) -> int:
+    def row_group_end(self, incarnation: str, offset: int, end: int) -> int:
         """The end of the row group that holds an offset below ``end``, else the offset."""
-        return self._shelf(life).border(offset, end)
+        return self._segment_log(incarnation).row_group_end(offset, end)
 
-    def edge(self, life: str, offset: int) -> int:
+    def segment_end(self, incarnation: str, offset: int) -> int:
         """The last end of a file at or before an offset; 0 if there is none."""
-        stops = (span.stop for span in self._shelf(life).spans())
+        stops = (span.stop for span in self._segment_log(incarnation).spans())
         return max((stop for stop in stops if stop <= offset), default=0)
 
-    def fitting(self, life: str, end: int, size: int) -> int:
+    def fitting(self, incarnation: str, end: int, size: int) -> int:
         """The first offset of the last files before ``end`` that are no larger than ``size``."""
         first = end
-        for segment in reversed(self.segments(life, 0, end)):
+        for segment in reversed(self.segments(incarnation, 0, end)):
             size -= segment.size
             if size < 0:
                 break
             first = segment.first
         return first
 
-    # -- upkeep --------------------------------------------------------------------------------
+    # -- maintenance ---------------------------------------------------------------------------
 
     def verify(
-        self, life: str, start: int, stop: int, progress: Progress | None = None
+        self, incarnation: str, start: int, stop: int, progress: Progress | None = None
     ) -> Iterator[Flaw]:
-        return maintenance.verify(self._shelf(life), start, stop, progress)
+        return maintenance.verify(self._segment_log(incarnation), start, stop, progress)
 
-    def tidy(self, life: str, term: int, end: int, still: Callable[[], bool]) -> None:
-        shelf = self._shelf(life)
-        maintenance.mend(shelf, end)
-        maintenance.sweep(shelf, term, end, still)
+    def tidy(self, incarnation: str, term: int, end: int, still: Callable[[], bool]) -> None:
+        log = self._segment_log(incarnation)
+        maintenance.mend(log, end)
+        maintenance.sweep(log, term, end, still)
 
     def compact(
         self,
-        life: str,
+        incarnation: str,
         start: int,
         stop: int,
         *,
@@ -250,23 +251,22 @@ class ParquetStore(RingbufferStore):
         Returns:
             How many segments fewer there are to read.
         """
-        return maintenance.compact(self._shelf(life), start, stop, records, size, progress)
+        log = self._segment_log(incarnation)
+        return maintenance.compact(log, start, stop, records, size, progress)
 
-    def delete(self, life: str, below: int | None = None) -> None:
-        shelf = self._shelf(life)
-        if below is None:
-            self._delete_life(shelf)
-        else:
-            maintenance.remove_below(shelf, below)
-
-    def _delete_life(self, shelf: SegmentLog) -> None:
+    def delete(self, incarnation: str, below: int | None = None) -> None:
+        log = self._segment_log(incarnation)
+        if below is not None:
+            maintenance.remove_below(log, below)
+            return
         with unavailable(self.stream, self._shown, "written to"):
-            self._folder.remove_all(shelf.life)  # the mark stays: another life may have begun
+            # The identity file stays: another incarnation may have begun.
+            self._storage.remove_all(incarnation)
 
-    def _shelf(self, life: str) -> SegmentLog:
-        if not _LIFE.fullmatch(life):
-            raise ValueError(f"{life[:100]!r} is not a life of a stream.")
-        return SegmentLog(self._folder, self.stream, life, self._shown)
+    def _segment_log(self, incarnation: str) -> SegmentLog:
+        if not _INCARNATION.fullmatch(incarnation):
+            raise ValueError(f"{incarnation[:100]!r} is not an incarnation of a stream.")
+        return SegmentLog(self._storage, self.stream, incarnation, self._shown)
 
 
 def _behind(spans: list[Span], start: int) -> list[Span]:

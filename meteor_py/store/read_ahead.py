@@ -1,4 +1,4 @@
-"""A cold reader: reads on in a store, the next records being fetched while these are used."""
+"""Sequential reading of a store that fetches the next records while the caller uses these."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from meteor_py.redis import reply_errors
 from meteor_py.runtime.threads import JoinableThread
 from meteor_py.store.base import TERMS, RingbufferStore
 
-#: Batches in a row after which the next one is fetched in advance.
-_STRAIGHT = 2
+#: Sequential batches after which the next one is fetched in advance.
+_SEQUENTIAL = 2
 #: Seconds after which a store that does not answer is given up; filesystems have their own limits.
 _PATIENCE_S = 120.0
 #: Seconds that closing waits for what is being fetched.
 _CLOSE_S = 1.0
 
 
-class _Ahead:
-    """The next batch, on its way. By a daemon: a store that hangs keeps no program from ending."""
+class _Prefetch:
+    """The next batch, fetched in a daemon thread: a store that hangs keeps no program running."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch], stream: str) -> None:
         self._batch: pa.RecordBatch | None = None
         self._error: BaseException | None = None
-        name = f"meteor-cold-{stream}"
-        self._thread = JoinableThread(self._run, name, batches)
+        self._thread = JoinableThread(self._run, f"meteor-read-ahead-{stream}", batches)
         self._thread.start()
 
     def _run(self, batches: Iterator[pa.RecordBatch]) -> None:
@@ -37,10 +36,10 @@ class _Ahead:
             self._error = error
 
     def result(self) -> pa.RecordBatch | None:
-        """Wait for it; raise what was raised.
+        """Wait for the batch and return it, or raise what the store raised.
 
         Raises:
-            TimeoutError: It does not come.
+            TimeoutError: The store did not answer in time.
         """
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():
@@ -54,27 +53,27 @@ class _Ahead:
 
 
 class StoreReadAhead:
-    """For one thread at a time, except ``close``."""
+    """Reads one incarnation from its store. For one thread at a time, except ``close``."""
 
     def __init__(
         self,
         open_store: Callable[[], RingbufferStore],
         check_store: Callable[[], object],
         stream: str,
-        life: str,
+        incarnation: str,
     ) -> None:
         self._open_store = open_store
         self._check_store = check_store  # raises unless it is still there
         self._stream = stream
-        self._life = life
+        self._incarnation = incarnation
         self._batches: Iterator[pa.RecordBatch] | None = None
         self._at = self._stop = 0  # where the iterator stands, and where it ends
-        self._straight = 0
-        self._ahead: _Ahead | None = None
+        self._sequential = 0
+        self._ahead: _Prefetch | None = None
         self._pid = os.getpid()
 
     def read(self, start: int, stop: int, epoch: int) -> pa.RecordBatch:
-        """Some records from ``start`` on, at least one, none from ``stop`` on.
+        """Return the next records from ``start`` to before ``stop``, at least one.
 
         Args:
             epoch: The latest that the stream knows: if the store knows a later one, the server is
@@ -100,16 +99,16 @@ class StoreReadAhead:
                 self._check_store()
             raise
         self._at += len(batch)
-        self._straight += 1
+        self._sequential += 1
         batches = self._batches
-        if self._straight >= _STRAIGHT and self._at < self._stop and batches is not None:
-            self._ahead = _Ahead(batches, self._stream)
+        if self._sequential >= _SEQUENTIAL and self._at < self._stop and batches is not None:
+            self._ahead = _Prefetch(batches, self._stream)
         return batch
 
     def forget(self) -> None:
-        """Read anew what comes next: it may have changed."""
+        """Read from the store again: it may have changed."""
         self._ahead = self._batches = None
-        self._straight = 0
+        self._sequential = 0
         self._pid = os.getpid()
 
     def close(self) -> None:
@@ -123,9 +122,9 @@ class StoreReadAhead:
         batches, ahead, self._ahead = self._batches, self._ahead, None
         if batches is None or start >= self._stop:
             store = self._open_store()
-            if store.bounds(self._life).term // TERMS > epoch:
-                raise reply_errors.other_branch(self._stream)
-            batches, ahead = store.read(self._life, start, stop), None
+            if store.bounds(self._incarnation).term // TERMS > epoch:
+                raise reply_errors.store_continued_elsewhere(self._stream)
+            batches, ahead = store.read(self._incarnation, start, stop), None
             self._batches, self._at, self._stop = batches, start, stop
         try:
             batch = next(batches, None) if ahead is None else ahead.result()

@@ -1,4 +1,4 @@
-"""Segments: the files of a life, by their names alone, and which of them count for what."""
+"""Segments: the files of one incarnation by their names, and which of them count for what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shelf: the segments of one life of a stream, and how they are read and added to."""
+"""The segments of one incarnation of a stream as one log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meteor_py.errors import MeteorError
 from meteor_py.redis import reply_errors
 from meteor_py.store.segment import Segment, Span, lay_out
 from meteor_py.store.segment_file import BAD_BYTES, SegmentFile, examine, write
-from meteor_py.store.storage import Entry, Folder, RemoteFolder
+from meteor_py.store.storage import Entry, RemoteStorage, Storage
 
 _T = TypeVar("_T")
 
@@ -27,22 +27,22 @@ class _Vanished(Exception):
 
 
 class SegmentLog:
-    """Holds nothing but names: what there is, is looked up each time."""
+    """The segments of one incarnation. Keeps no list of them: each call looks at the storage."""
 
-    def __init__(self, folder: Folder, stream: str, life: str, shown: str) -> None:
-        self.folder = folder
+    def __init__(self, storage: Storage, stream: str, incarnation: str, shown: str) -> None:
+        self.storage = storage
         self.stream = stream
-        self.life = life
+        self.incarnation = incarnation
         #: The address without secrets, for messages.
         self.shown = shown
 
     def path(self, name: str) -> str:
-        return f"{self.life}/{name}"
+        return f"{self.incarnation}/{name}"
 
     def entries(self) -> list[Entry]:
         """All files."""
         with unavailable(self.stream, self.shown, "listed"):
-            return self.folder.entries(self.life)
+            return self.storage.entries(self.incarnation)
 
     def sizes(self) -> dict[Segment, int]:
         """All segments, and the bytes that each has."""
@@ -54,7 +54,7 @@ class SegmentLog:
 
     def segments(self) -> list[Segment]:
         with unavailable(self.stream, self.shown, "listed"):
-            parsed = map(Segment.parse, self.folder.names(self.life))
+            parsed = map(Segment.parse, self.storage.names(self.incarnation))
         return [segment for segment in parsed if segment is not None]
 
     def spans(self, end: int | None = None) -> list[Span]:
@@ -62,14 +62,18 @@ class SegmentLog:
         return lay_out(self.segments(), end)
 
     def write(self, term: int, records: pa.Table) -> Segment:
-        """Add a segment. In an object store it is looked at again there."""
+        """Add a segment, and open it once in an object store to check that it arrived.
+
+        Raises:
+            StoreUnavailable: It could not be written, or did not arrive whole.
+        """
         first, last = (records.column("offset")[index].as_py() for index in (0, -1))
-        about = {"stream": self.stream, "life": self.life, "term": term}
+        about = {"stream": self.stream, "life": self.incarnation, "term": term}
         with unavailable(self.stream, self.shown, "written to"):
-            with self.folder.build(self.path("segment")) as built:
+            with self.storage.build(self.path("segment")) as built:
                 segment = Segment(first, last, term, write(built, records, about))
-                self.folder.publish(built, self.path(segment.name))
-            if isinstance(self.folder, RemoteFolder):
+                self.storage.publish(built, self.path(segment.name))
+            if isinstance(self.storage, RemoteStorage):
                 try:
                     self._open(segment).close()
                 except (pa.ArrowException, ValueError) as error:
@@ -89,18 +93,18 @@ class SegmentLog:
             except _Vanished as error:
                 if error.segment == vanished:  # still listed, and still not there
                     last = min(vanished.last, stop - 1)
-                    raise reply_errors.not_stored(self.stream, start, last) from None
+                    raise reply_errors.records_lost(self.stream, start, last) from None
                 vanished = error.segment
 
     def _read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         for span in _from(self.spans(stop), start):
             if span.first > start:
-                raise reply_errors.not_stored(self.stream, start, span.first - 1)
+                raise reply_errors.records_lost(self.stream, start, span.first - 1)
             for batch in self._read_span(span, start):
                 start += len(batch)
                 yield batch
         if start < stop:
-            raise reply_errors.not_stored(self.stream, start, stop - 1)
+            raise reply_errors.records_lost(self.stream, start, stop - 1)
 
     def _read_span(self, span: Span, start: int) -> Iterator[pa.RecordBatch]:
         with self._opened(span) as file:
@@ -113,7 +117,7 @@ class SegmentLog:
                 yield batch
                 start += len(batch)
 
-    def border(self, offset: int, end: int) -> int:
+    def row_group_end(self, offset: int, end: int) -> int:
         """The end of the row group that holds an offset; the offset itself if none does.
 
         Raises:
@@ -138,14 +142,14 @@ class SegmentLog:
             except _Vanished as error:
                 if error.segment == vanished:
                     first, last = max(vanished.first, start), min(vanished.last, stop - 1)
-                    raise reply_errors.not_stored(self.stream, first, last) from None
+                    raise reply_errors.records_lost(self.stream, first, last) from None
                 vanished = error.segment
 
     def _locate(self, ms: int, start: int, stop: int) -> int:
         spans = _from(self.spans(stop), start)
         if start < stop and (not spans or spans[0].first > start):
             last = spans[0].first - 1 if spans else stop - 1
-            raise reply_errors.not_stored(self.stream, start, last)
+            raise reply_errors.records_lost(self.stream, start, last)
         late = bisect_left(spans, True, key=lambda span: self._last_appended(span) >= ms)
         if late == len(spans):
             return stop
@@ -170,7 +174,7 @@ class SegmentLog:
         return self._carefully(span, partial(file.appended, group))
 
     def _open(self, segment: Segment) -> SegmentFile:
-        return SegmentFile(self.folder.open(self.path(segment.name)), segment)
+        return SegmentFile(self.storage.open(self.path(segment.name)), segment)
 
     @contextmanager
     def _opened(self, span: Span) -> Iterator[SegmentFile]:
@@ -181,7 +185,7 @@ class SegmentLog:
             file.close()
 
     def _carefully(self, span: Span, work: Callable[[], _T]) -> _T:
-        """Do something with a file, and tell damage from a failure that may pass."""
+        """Call ``work`` on a file, and tell damage from a failure that may pass."""
         try:
             return work()
         except FileNotFoundError:
@@ -193,14 +197,14 @@ class SegmentLog:
         """Look at the whole file: pyarrow has one error for damage and for a lost connection."""
         name = span.segment.name
         with unavailable(self.stream, self.shown, "read"):
-            data = self.folder.read(self.path(name))
+            data = self.storage.read(self.path(name))
         if data is None:
             raise _Vanished(span.segment)
         problem = examine(data, span.segment)
         if problem is None:
             return reply_errors.store_unavailable(self.stream, self.shown, "read", failure)
         place = f"{self.stream}/{self.path(name)}"
-        return reply_errors.corrupt(self.stream, span.first, span.stop - 1, place, problem)
+        return reply_errors.corrupt_segment(self.stream, span.first, span.stop - 1, place, problem)
 
 
 def _from(spans: list[Span], start: int) -> list[Span]:
@@ -210,7 +214,7 @@ def _from(spans: list[Span], start: int) -> list[Span]:
 
 @contextmanager
 def unavailable(stream: str, shown: str, done: str) -> Iterator[None]:
-    """What the filesystem raises becomes ``StoreUnavailable``."""
+    """Raise errors of the filesystem as ``StoreUnavailable``."""
     try:
         yield
     except OSError as error:

@@ -1,10 +1,10 @@
-"""Folders: the files of a stream on a disk or in an object store, and how they become visible.
+"""The files of a stream on a disk or in an object store, and how they become visible.
 
-A file appears whole or not at all. On a disk it is written under a name that begins with ``_``,
-which Spark and others pass over, forced to the disk, looked at again by the caller, and renamed. In
-an object store there is no renaming: it is built and looked at in a local temporary directory, then
-sent in one upload, which shows nothing before its end, and its size is read back. Elsewhere (HDFS)
-it is sent under a name with ``_`` and renamed.
+A file appears whole or not at all. On a disk, it is written under a name that begins with ``_``,
+which Spark and others skip. It is forced to the disk, checked by the caller, and renamed. An object
+store cannot rename: the file is built and checked in a local temporary directory, then sent in one
+upload, which shows nothing before its end, and its size is read back. Elsewhere (HDFS) it is sent
+under a name with ``_`` and renamed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ class Entry(NamedTuple):
     age_s: float
 
 
-class Folder(Protocol):
-    """Paths are relative to it; all its errors are ``OSError``."""
+class Storage(Protocol):
+    """A folder with the files of one stream.
+
+    Paths are relative to it. All errors are ``OSError``.
+    """
 
     def entries(self, path: str) -> list[Entry]:
         """The files at a path; none if it does not exist."""
@@ -73,8 +76,8 @@ class Folder(Protocol):
         """Remove a folder with all files in it."""
 
 
-class LocalFolder:
-    """On a disk."""
+class LocalStorage:
+    """Files on a disk."""
 
     def __init__(self, root: str, name: str) -> None:
         self._path = Path(root, name)
@@ -180,8 +183,8 @@ class LocalFolder:
         return full
 
 
-class RemoteFolder:
-    """In an object store, or whatever else pyarrow can reach."""
+class RemoteStorage:
+    """Files in an object store, or in another filesystem that pyarrow can reach."""
 
     def __init__(self, filesystem: fs.FileSystem, root: str, name: str) -> None:
         self._filesystem = filesystem

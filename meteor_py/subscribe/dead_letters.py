@@ -147,9 +147,9 @@ def _check(target: StreamHandle, answer: list[Any]) -> None:
     if code == b"OK" or answer == [b"OUTOFSEQ", 1]:
         return  # out of sequence: a copy with other bytes, say another reason, was there first
     if code in (b"NOSTREAM", b"INCARNATION"):
-        raise reply_errors.gone(target.name, code)
+        raise reply_errors.stream_gone(target.name, code)
     if code == b"FULL":
-        raise reply_errors.full(target.name, answer[1])
+        raise reply_errors.stream_full(target.name, answer[1])
     if code == b"HISTORY":
         raise ConnectionFailed(f"The server of stream {target.name!r} is just failing over.")
     raise ServerRefused(f"Stream {target.name!r} does not take a dead letter: {code.decode()}.")

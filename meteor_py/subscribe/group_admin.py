@@ -50,7 +50,7 @@ def open_group(stream: StreamHandle, group: str, start: InitialOffset) -> int:
             group=group,
         )
     if answer[0] != b"OK":
-        raise reply_errors.gone(stream.name, answer[0])
+        raise reply_errors.stream_gone(stream.name, answer[0])
     return int(answer[1])
 
 
@@ -73,7 +73,7 @@ def list_groups(stream: StreamHandle, end: int) -> list[GroupDescription]:
             try:
                 position, number = int(confirmed or began), int(term or 0)
             except (TypeError, ValueError):
-                raise reply_errors.foreign_group(stream.name, name) from None
+                raise reply_errors.corrupt_group(stream.name, name) from None
             lag = max(end - position, 0)
             found.append(GroupDescription(name, position, lag, owner_of(lease), number))
     return found
@@ -86,7 +86,7 @@ def _check_exclusive(stream: StreamHandle, group: str) -> None:
     found = stream.connector.call("HGET", keys.shared(stream.name, group, "state"), "incarnation")
     # Of the stream, and of the group: see shared/open.lua.
     if found is not None and found.decode(errors="replace").partition(".")[0] == stream.incarnation:
-        raise reply_errors.shared(stream.name, group)
+        raise reply_errors.group_is_shared(stream.name, group)
 
 
 def find_archiver(stream: StreamHandle) -> str | None:
@@ -127,13 +127,13 @@ def seek_group(
     ]
     answer = stream.connector.run(SEEK_GROUP, script_keys, args)
     if answer[0] == b"ACTIVE":
-        raise reply_errors.active(stream.name, group, answer[1])
+        raise reply_errors.group_active(stream.name, group, answer[1])
     if answer[0] == b"BEYOND":
         raise ValueError(
             f"Offset {offset} is beyond the end of stream {stream.name!r}, which is {answer[1]}."
         )
     if answer[0] != b"OK":
-        raise reply_errors.gone(stream.name, answer[0])
+        raise reply_errors.stream_gone(stream.name, answer[0])
 
 
 def delete_group(stream: StreamHandle, group: str, *, force: bool) -> None:
@@ -156,9 +156,9 @@ def delete_group(stream: StreamHandle, group: str, *, force: bool) -> None:
     args = [stream.incarnation, group, "force" if force else ""]
     answer = stream.connector.run(DELETE_GROUP, script_keys, args)
     if answer[0] == b"ACTIVE":
-        raise reply_errors.active(stream.name, group, answer[1])
+        raise reply_errors.group_active(stream.name, group, answer[1])
     # Not found, though it was there: deleted by a first try whose answer was lost.
     if answer[0] == b"NOGROUP" and not was_there:
-        raise reply_errors.no_group(stream.name, group)
+        raise reply_errors.group_not_found(stream.name, group)
     if answer[0] in (b"NOSTREAM", b"INCARNATION"):
-        raise reply_errors.gone(stream.name, answer[0])
+        raise reply_errors.stream_gone(stream.name, answer[0])

@@ -216,11 +216,13 @@ class GroupSession:
             if offset <= self.confirmed:
                 return self._confirms.add(offset)  # whatever the term: that changes nothing
             if self._term is None or self._term is not term:
-                raise reply_errors.not_held(self.lease.stream, self.lease.group)
+                raise reply_errors.lease_not_held(self.lease.stream, self.lease.group)
             ack = self._confirms.add(offset)
             if self._term is not term:  # a signal handler has ended it in between: nobody sends now
                 self._confirms.succeed(self.confirmed)
-                self._confirms.fail(reply_errors.not_held(self.lease.stream, self.lease.group))
+                self._confirms.fail(
+                    reply_errors.lease_not_held(self.lease.stream, self.lease.group)
+                )
             return ack
 
     def want(self, offset: int, term: Term | None) -> None:
@@ -337,7 +339,9 @@ class GroupSession:
             self._let_go(connection, self._nonce if term is None else term.nonce)
         self._end_term(
             term,
-            reply_errors.not_sent(self.lease.stream, self.lease.group, str(connection.address)),
+            reply_errors.confirm_not_sent(
+                self.lease.stream, self.lease.group, str(connection.address)
+            ),
         )
 
     def _let_go(self, connection: Connection, nonce: str) -> bool:

@@ -129,7 +129,7 @@ class Lease:
         self._renewal += 1
         answer = self._run_owned(connection, RENEW_LEASE, term.nonce, term.number, self._renewal)
         if answer[0] == b"FENCED":
-            raise reply_errors.fenced(self.stream, self.group, answer[1])
+            raise reply_errors.lease_lost(self.stream, self.group, answer[1])
 
     def release(self, connection: Connection, nonce: str) -> None:
         """Give it up."""
@@ -160,7 +160,7 @@ class Lease:
             if code == b"OK":
                 return int(answer[1])
             if code == b"FENCED":
-                raise reply_errors.fenced(self.stream, self.group, answer[1])
+                raise reply_errors.lease_lost(self.stream, self.group, answer[1])
             if code == b"HISTORY":
                 begin_epoch(connection, self.stream, self.incarnation, answer[1].decode())
             elif code == b"BEYOND":
@@ -200,10 +200,10 @@ class Lease:
     ) -> Any:
         answer = connection.run(script, script_keys, args)
         if answer[0] in (b"NOSTREAM", b"INCARNATION"):
-            raise reply_errors.gone(self.stream, answer[0])
+            raise reply_errors.stream_gone(self.stream, answer[0])
         if answer[0] == b"NOGROUP":
-            raise reply_errors.no_group(self.stream, self.group)
+            raise reply_errors.group_not_found(self.stream, self.group)
         return answer
 
     def _truncated(self, first: int, offset: int) -> LogTruncated:
-        return reply_errors.truncated(self.stream, first, offset - 1)
+        return reply_errors.log_truncated(self.stream, first, offset - 1)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -19,6 +17,7 @@ from redis.retry import Retry
 
 from meteor_py.errors import ServerStartFailed
 from meteor_py.server import find_server
+from meteor_py.server.datadir import free_port
 from meteor_py.testing.waiting import eventually
 from meteor_py.testing.watchdog import Watchdog
 
@@ -31,9 +30,6 @@ START_S = 20.0
 #: Seconds between two requests to end, and how many there are before it is killed.
 STOP_WAIT_S = 0.5
 STOP_TRIES = 40
-
-#: Below the range from which the kernel takes ports for outgoing connections.
-PORTS = range(10_000, 32_000)
 
 #: Bytes of the longest directory for temporary files that leaves room for a socket in ours.
 ROOT_MAX_BYTES = 64
@@ -310,25 +306,6 @@ def plain_client(url: str, **options: Any) -> redis.Redis:
         "driver_info": None,  # else each connection begins with two CLIENT SETINFO
     }
     return redis.Redis.from_url(url, **(settings | options))
-
-
-def free_port() -> int:
-    """A free port below the range from which the kernel takes ports for outgoing connections.
-
-    Inside that range a client that keeps trying a dead server's port can be given this very port,
-    connect to itself and so block the server's return.
-    """
-    chooser = random.SystemRandom()  # never a seeded one: parallel test processes must differ
-    for _ in range(100):
-        port = chooser.choice(PORTS)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
-    raise OSError(f"There is no free port between {PORTS.start} and {PORTS.stop}.")
 
 
 def _root() -> str:

@@ -29,7 +29,7 @@ OpenStore = Callable[[], RingbufferStore]
 
 #: A term that no append of the tests has reached.
 NEWEST = 2**62
-LIFE = "0a1b2c"
+INCARNATION = "0a1b2c"
 OTHER = "f00d"
 #: Records of a batch in the tables that are appended; an archiver's have many batches, too.
 BATCH = 7
@@ -63,13 +63,15 @@ def _batch(offsets: range, branch: int) -> pa.RecordBatch:
     )
 
 
-def read(store: RingbufferStore, start: int, stop: int, life: str = LIFE) -> pa.Table:
-    return pa.Table.from_batches(list(store.read(life, start, stop)), ARROW_SCHEMA)
+def read(store: RingbufferStore, start: int, stop: int, incarnation: str = INCARNATION) -> pa.Table:
+    return pa.Table.from_batches(list(store.read(incarnation, start, stop)), ARROW_SCHEMA)
 
 
-def check(store: RingbufferStore, start: int, stop: int, branch: int = 0, life: str = LIFE) -> None:
+def check(
+    store: RingbufferStore, start: int, stop: int, branch: int = 0, incarnation: str = INCARNATION
+) -> None:
     """The records from `start` to before `stop` are there, and are those of the branch."""
-    found, expected = read(store, start, stop, life), records(start, stop, branch)
+    found, expected = read(store, start, stop, incarnation), records(start, stop, branch)
     assert found.column("offset").to_pylist() == expected.column("offset").to_pylist()
     assert found.equals(expected), f"{start} to {stop} are not those of branch {branch}"
 
@@ -78,7 +80,9 @@ def check_lost(store: RingbufferStore, start: int, stop: int, first: int, last: 
     """Reading gives what comes before the hole, and then says exactly what the hole is."""
     found: list[int] = []
     with pytest.raises(RecordsLost) as caught:
-        found.extend(n for x in store.read(LIFE, start, stop) for n in x["offset"].to_pylist())
+        found.extend(
+            n for x in store.read(INCARNATION, start, stop) for n in x["offset"].to_pylist()
+        )
     assert found == list(range(start, first))
     assert (caught.value.first, caught.value.last) == (first, last)
 
@@ -121,51 +125,51 @@ class StoreContract:
     # Appending and reading
 
     def test_what_was_appended_is_read_as_it_was(self, store: RingbufferStore) -> None:
-        store.append(LIFE, 1, records(0, 40))
+        store.append(INCARNATION, 1, records(0, 40))
         check(store, 0, 40)
 
     def test_who_opens_it_again_finds_everything(
         self, store: RingbufferStore, open_store: OpenStore
     ) -> None:
-        store.append(LIFE, 1, records(0, 10))
-        store.append(LIFE, 2, records(10, 20))
+        store.append(INCARNATION, 1, records(0, 10))
+        store.append(INCARNATION, 2, records(10, 20))
         again = open_store()
         check(again, 0, 20)
-        assert again.bounds(LIFE) == Bounds(0, 20, 2)
+        assert again.bounds(INCARNATION) == Bounds(0, 20, 2)
 
     def test_any_part_can_be_read(self, store: RingbufferStore) -> None:
         for first, stop in pairwise([0, 8, 9, 24]):
-            store.append(LIFE, 1, records(first, stop))
+            store.append(INCARNATION, 1, records(first, stop))
         edges = (0, 1, 6, 8, 9, 10, 16, 23, 24)
         for start, stop in product(edges, edges):
             if start < stop:
                 check(store, start, stop)
 
     def test_a_single_record_can_be_read(self, store: RingbufferStore) -> None:
-        store.append(LIFE, 1, records(0, 9))
-        store.append(LIFE, 1, records(9, 16))
+        store.append(INCARNATION, 1, records(0, 9))
+        store.append(INCARNATION, 1, records(9, 16))
         for offset in range(16):
             check(store, offset, offset + 1)
 
     def test_nothing_is_read_of_nothing(self, store: RingbufferStore) -> None:
-        store.append(LIFE, 1, records(0, 9))
-        assert list(store.read(LIFE, 5, 5)) == []
+        store.append(INCARNATION, 1, records(0, 9))
+        assert list(store.read(INCARNATION, 5, 5)) == []
 
     def test_batches_have_the_columns_of_the_schema_and_at_least_one_record(
         self, store: RingbufferStore
     ) -> None:
-        store.append(LIFE, 1, records(0, 30))
-        for batch in store.read(LIFE, 3, 29):
+        store.append(INCARNATION, 1, records(0, 30))
+        for batch in store.read(INCARNATION, 3, 29):
             assert isinstance(batch, pa.RecordBatch)
             assert batch.schema.equals(ARROW_SCHEMA)
             assert len(batch) > 0
 
     def test_a_reader_need_not_read_to_the_end(self, store: RingbufferStore) -> None:
-        store.append(LIFE, 1, records(0, 10))
-        store.append(LIFE, 1, records(10, 20))
+        store.append(INCARNATION, 1, records(0, 10))
+        store.append(INCARNATION, 1, records(10, 20))
         for _ in range(3):
-            assert next(iter(store.read(LIFE, 0, 20))).column("offset")[0].as_py() == 0
-        store.append(LIFE, 1, records(20, 30))
+            assert next(iter(store.read(INCARNATION, 0, 20))).column("offset")[0].as_py() == 0
+        store.append(INCARNATION, 1, records(20, 30))
         check(store, 0, 30)
 
     def test_large_values_can_be_read_one_by_one(self, store: RingbufferStore) -> None:
@@ -173,78 +177,80 @@ class StoreContract:
         values = [bytes([n]) * size for n, size in enumerate((3_000_000, 0, 5_000_000, 1, 9))]
         position = ARROW_SCHEMA.get_field_index("value")
         table = table.set_column(position, ARROW_SCHEMA.field("value"), pa.array(values))
-        store.append(LIFE, 1, table)
+        store.append(INCARNATION, 1, table)
         for n in range(5):
             assert read(store, n, n + 1).column("value").to_pylist() == [values[n]]
         assert read(store, 0, 5).equals(table)
 
     def test_offsets_may_begin_anywhere_and_be_large(self, store: RingbufferStore) -> None:
         first = (1 << 53) - 12
-        store.append(LIFE, 1, records(first, first + 10))
+        store.append(INCARNATION, 1, records(first, first + 10))
         check(store, first + 4, first + 7)
-        assert store.bounds(LIFE) == Bounds(first, first + 10, 1)
+        assert store.bounds(INCARNATION) == Bounds(first, first + 10, 1)
 
     # Repeats
 
     def test_an_append_that_is_repeated_changes_nothing(self, store: RingbufferStore) -> None:
         for part in (records(0, 10), records(10, 20), records(10, 20), records(0, 10)):
-            store.append(LIFE, 1, part)
+            store.append(INCARNATION, 1, part)
         check(store, 0, 20)
-        assert store.bounds(LIFE) == Bounds(0, 20, 1)
+        assert store.bounds(INCARNATION) == Bounds(0, 20, 1)
 
     def test_an_append_may_come_again_with_more_behind(self, store: RingbufferStore) -> None:
         for part in (records(0, 10), records(10, 20), records(10, 35), records(35, 40)):
-            store.append(LIFE, 1, part)
+            store.append(INCARNATION, 1, part)
         check(store, 0, 40)
-        assert store.bounds(LIFE) == Bounds(0, 40, 1)
+        assert store.bounds(INCARNATION) == Bounds(0, 40, 1)
 
     # Terms
 
     def test_a_newer_term_replaces_all_from_its_first_offset_on(
         self, store: RingbufferStore
     ) -> None:
-        store.append(LIFE, 1, records(0, 10, branch=1))
-        store.append(LIFE, 1, records(10, 30, branch=1))
-        store.append(LIFE, 2, records(14, 20, branch=2))
+        store.append(INCARNATION, 1, records(0, 10, branch=1))
+        store.append(INCARNATION, 1, records(10, 30, branch=1))
+        store.append(INCARNATION, 2, records(14, 20, branch=2))
         check(store, 0, 14, branch=1)
         check(store, 14, 20, branch=2)
-        assert store.bounds(LIFE) == Bounds(0, 20, 2)
+        assert store.bounds(INCARNATION) == Bounds(0, 20, 2)
         check_lost(store, 12, 30, first=20, last=29)
-        store.append(LIFE, 2, records(20, 40, branch=2))
+        store.append(INCARNATION, 2, records(20, 40, branch=2))
         check(store, 14, 40, branch=2)
 
     def test_a_newer_term_that_begins_at_the_end_goes_on(self, store: RingbufferStore) -> None:
         for term in range(1, 5):
-            store.append(LIFE, term, records(term * 10, term * 10 + 10))
+            store.append(INCARNATION, term, records(term * 10, term * 10 + 10))
         check(store, 10, 50)
-        assert store.bounds(LIFE) == Bounds(10, 50, 4)
+        assert store.bounds(INCARNATION) == Bounds(10, 50, 4)
 
     @pytest.mark.parametrize("late", [(20, 30), (20, 60), (30, 40)])
     def test_an_append_in_an_older_term_does_not_count(
         self, store: RingbufferStore, late: tuple[int, int]
     ) -> None:
-        store.append(LIFE, 3, records(0, 20))
-        store.append(LIFE, 5, records(20, 30))
-        store.append(LIFE, 3, records(*late, branch=1))  # by one that was paused before its commit
+        store.append(INCARNATION, 3, records(0, 20))
+        store.append(INCARNATION, 5, records(20, 30))
+        store.append(
+            INCARNATION, 3, records(*late, branch=1)
+        )  # by one that was paused before its commit
         check(store, 0, 30)
-        assert store.bounds(LIFE).term == 5
+        assert store.bounds(INCARNATION).term == 5
         check_lost(store, 10, 60, first=30, last=59)
-        store.append(LIFE, 5, records(30, 70))
+        store.append(INCARNATION, 5, records(30, 70))
         check(store, 0, 70)
 
     def test_each_fail_over_may_go_further_back(self, store: RingbufferStore) -> None:
         for term, first, stop in [(1, 0, 50), (2, 40, 60), (3, 20, 45), (4, 30, 33)]:
-            store.append(LIFE, term, records(first, stop, branch=term))
+            store.append(INCARNATION, term, records(first, stop, branch=term))
         check(store, 0, 20, branch=1)
         check(store, 20, 30, branch=3)
         check(store, 30, 33, branch=4)
         check_lost(store, 0, 60, first=33, last=59)
 
     def test_the_whole_of_a_life_can_be_replaced(self, store: RingbufferStore) -> None:
-        store.append(LIFE, 1, records(5, 20, branch=1))
-        store.append(LIFE, 2, records(5, 9, branch=2))
+        store.append(INCARNATION, 1, records(5, 20, branch=1))
+        store.append(INCARNATION, 2, records(5, 9, branch=2))
         check(store, 5, 9, branch=2)
-        assert store.bounds(LIFE) == Bounds(5, 9, 2)
+        assert store.bounds(INCARNATION) == Bounds(5, 9, 2)
 
     # What is not there
 
@@ -264,8 +270,8 @@ class StoreContract:
     def test_records_that_are_not_there_are_named_exactly(
         self, store: RingbufferStore, start: int, stop: int, first: int, last: int
     ) -> None:
-        store.append(LIFE, 1, records(100, 110))
-        store.append(LIFE, 1, records(120, 130))
+        store.append(INCARNATION, 1, records(100, 110))
+        store.append(INCARNATION, 1, records(120, 130))
         check_lost(store, start, stop, first, last)
         check(store, 100, 110)
         check(store, 120, 130)
@@ -277,42 +283,46 @@ class StoreContract:
 
     def test_a_time_is_found_in_any_part(self, store: RingbufferStore) -> None:
         for first, stop in pairwise([0, 10, 11, 24]):
-            store.append(LIFE, 1, records(first, stop))
+            store.append(INCARNATION, 1, records(first, stop))
         for start, stop in [(0, 24), (4, 20), (10, 11), (12, 24), (7, 7)]:
             for ms in (appended_at(0) + ms for ms in (-5, 0, 5, 20, 30, 35, 70, 75)):
                 late = (n for n in range(start, stop) if appended_at(n) >= ms)
-                assert store.locate(LIFE, ms, start, stop) == next(late, stop), (ms, start, stop)
+                assert store.locate(INCARNATION, ms, start, stop) == next(late, stop), (
+                    ms,
+                    start,
+                    stop,
+                )
 
     def test_times_of_records_that_do_not_count_are_not_found(self, store: RingbufferStore) -> None:
-        store.append(LIFE, 1, records(0, 30, branch=1))
-        store.append(LIFE, 2, records(12, 20, branch=2))
-        assert store.locate(LIFE, appended_at(9, 1), 0, 20) == 9
-        assert store.locate(LIFE, appended_at(12, 1), 0, 20) == 12
-        assert store.locate(LIFE, appended_at(29, 1), 0, 20) == 12
-        assert store.locate(LIFE, appended_at(15, 2), 0, 20) == 15
-        assert store.locate(LIFE, appended_at(15, 2), 0, 14) == 14
+        store.append(INCARNATION, 1, records(0, 30, branch=1))
+        store.append(INCARNATION, 2, records(12, 20, branch=2))
+        assert store.locate(INCARNATION, appended_at(9, 1), 0, 20) == 9
+        assert store.locate(INCARNATION, appended_at(12, 1), 0, 20) == 12
+        assert store.locate(INCARNATION, appended_at(29, 1), 0, 20) == 12
+        assert store.locate(INCARNATION, appended_at(15, 2), 0, 20) == 15
+        assert store.locate(INCARNATION, appended_at(15, 2), 0, 14) == 14
 
     # Lives and bounds
 
     def test_of_an_unknown_life_there_is_nothing(self, store: RingbufferStore) -> None:
-        assert store.lives() == []
-        assert store.bounds(LIFE) == Bounds(0, 0, 0)
+        assert store.incarnations() == []
+        assert store.bounds(INCARNATION) == Bounds(0, 0, 0)
 
     def test_lives_are_apart(self, store: RingbufferStore) -> None:
-        store.append(LIFE, 1, records(0, 20, branch=1))
+        store.append(INCARNATION, 1, records(0, 20, branch=1))
         store.append(OTHER, 2, records(0, 10, branch=2))
         check(store, 0, 20, branch=1)
-        check(store, 0, 10, branch=2, life=OTHER)
-        assert store.bounds(LIFE) == Bounds(0, 20, 1)
+        check(store, 0, 10, branch=2, incarnation=OTHER)
+        assert store.bounds(INCARNATION) == Bounds(0, 20, 1)
         assert store.bounds(OTHER) == Bounds(0, 10, 2)
 
     def test_the_life_that_was_last_appended_to_is_the_last(self, store: RingbufferStore) -> None:
         names = ["0b", "0c", "0a"]
-        for term, life in enumerate(names, 1):
-            store.append(life, term, records(0, 3))
-        assert store.lives() == names
+        for term, incarnation in enumerate(names, 1):
+            store.append(incarnation, term, records(0, 3))
+        assert store.incarnations() == names
         store.append("0c", 4, records(3, 6))  # it was resumed
-        assert store.lives() == ["0b", "0a", "0c"]
+        assert store.incarnations() == ["0b", "0a", "0c"]
 
     # Upkeep
 
@@ -320,17 +330,17 @@ class StoreContract:
         self, store: RingbufferStore
     ) -> None:
         for first, stop in pairwise([0, 10, 20, 30]):
-            store.append(LIFE, 1, records(first, stop))
+            store.append(INCARNATION, 1, records(first, stop))
         done: list[tuple[int, int]] = []
-        assert list(store.verify(LIFE, 10, 30, lambda *told: done.append(told))) == []
+        assert list(store.verify(INCARNATION, 10, 30, lambda *told: done.append(told))) == []
         assert done == sorted(done)
         assert done[-1] == (20, 20)
-        assert list(store.verify(LIFE, 0, 30)) == []
+        assert list(store.verify(INCARNATION, 0, 30)) == []
 
     def test_missing_records_are_told_by_their_offsets(self, store: RingbufferStore) -> None:
-        store.append(LIFE, 1, records(10, 20))
-        store.append(LIFE, 1, records(25, 30))
-        flaws = list(store.verify(LIFE, 0, 40))
+        store.append(INCARNATION, 1, records(10, 20))
+        store.append(INCARNATION, 1, records(25, 30))
+        flaws = list(store.verify(INCARNATION, 0, 40))
         missing = [(0, 9), (20, 24), (30, 39)]
         assert [(flaw.kind, flaw.first, flaw.last) for flaw in flaws] == [
             ("missing", *each) for each in missing
@@ -339,19 +349,19 @@ class StoreContract:
         assert all(flaw.problem for flaw in flaws)
 
     def test_what_was_replaced_does_no_harm(self, store: RingbufferStore) -> None:
-        store.append(LIFE, 1, records(0, 30, branch=1))
-        store.append(LIFE, 2, records(20, 40, branch=2))
-        assert all(flaw.harmless for flaw in store.verify(LIFE, 0, 40))
+        store.append(INCARNATION, 1, records(0, 30, branch=1))
+        store.append(INCARNATION, 2, records(20, 40, branch=2))
+        assert all(flaw.harmless for flaw in store.verify(INCARNATION, 0, 40))
 
     def test_tidying_leaves_all_that_counts(self, store: RingbufferStore) -> None:
-        store.append(LIFE, 1, records(0, 30, branch=1))
-        store.append(LIFE, 2, records(20, 40, branch=2))
-        store.append(LIFE, 2, records(40, 50, branch=2))
+        store.append(INCARNATION, 1, records(0, 30, branch=1))
+        store.append(INCARNATION, 2, records(20, 40, branch=2))
+        store.append(INCARNATION, 2, records(40, 50, branch=2))
         for still in (False, True):
-            store.tidy(LIFE, NEWEST, 36, partial(bool, still))
+            store.tidy(INCARNATION, NEWEST, 36, partial(bool, still))
             check(store, 0, 20, branch=1)
             check(store, 20, 36, branch=2)
-        store.append(LIFE, 3, records(36, 60, branch=3))
+        store.append(INCARNATION, 3, records(36, 60, branch=3))
         check(store, 20, 36, branch=2)
         check(store, 36, 60, branch=3)
 
@@ -359,61 +369,61 @@ class StoreContract:
         self, store: RingbufferStore
     ) -> None:
         for first, stop in pairwise([0, 10, 20, 30]):
-            store.append(LIFE, 1, records(first, stop))
-        store.delete(LIFE, 15)
-        first = store.bounds(LIFE).first  # as far as that is easy
+            store.append(INCARNATION, 1, records(first, stop))
+        store.delete(INCARNATION, 15)
+        first = store.bounds(INCARNATION).first  # as far as that is easy
         assert first <= 15
         check(store, first, 30)
         if first:
             check_lost(store, 0, 30, first=0, last=first - 1)
-        store.append(LIFE, 2, records(30, 40))
+        store.append(INCARNATION, 2, records(30, 40))
         check(store, 15, 40)
 
     def test_what_was_replaced_does_not_come_back_when_others_are_deleted(
         self, store: RingbufferStore
     ) -> None:
-        store.append(LIFE, 1, records(0, 30, branch=1))
-        store.append(LIFE, 2, records(10, 20, branch=2))
-        store.append(LIFE, 2, records(20, 25, branch=2))
-        store.delete(LIFE, 20)
+        store.append(INCARNATION, 1, records(0, 30, branch=1))
+        store.append(INCARNATION, 2, records(10, 20, branch=2))
+        store.append(INCARNATION, 2, records(20, 25, branch=2))
+        store.delete(INCARNATION, 20)
         check(store, 20, 25, branch=2)
-        first = store.bounds(LIFE).first
-        assert store.bounds(LIFE).end == 25
+        first = store.bounds(INCARNATION).first
+        assert store.bounds(INCARNATION).end == 25
         check(store, max(first, 10), 25, branch=2)
 
     def test_all_below_the_end_can_be_deleted(self, store: RingbufferStore) -> None:
-        store.append(LIFE, 1, records(0, 10))
-        store.delete(LIFE, 10)
-        bounds = store.bounds(LIFE)
+        store.append(INCARNATION, 1, records(0, 10))
+        store.delete(INCARNATION, 10)
+        bounds = store.bounds(INCARNATION)
         assert bounds.first == bounds.end or bounds == Bounds(0, 10, 1)
-        store.append(LIFE, 2, records(10, 20))
+        store.append(INCARNATION, 2, records(10, 20))
         check(store, 10, 20)
 
     def test_a_life_is_deleted_as_a_whole_and_others_stay(self, store: RingbufferStore) -> None:
-        store.append(LIFE, 1, records(0, 10))
+        store.append(INCARNATION, 1, records(0, 10))
         store.append(OTHER, 2, records(0, 10, branch=2))
-        store.delete(LIFE)
-        assert store.lives() == [OTHER]
-        assert store.bounds(LIFE) == Bounds(0, 0, 0)
+        store.delete(INCARNATION)
+        assert store.incarnations() == [OTHER]
+        assert store.bounds(INCARNATION) == Bounds(0, 0, 0)
         check_lost(store, 0, 10, first=0, last=9)
-        check(store, 0, 10, branch=2, life=OTHER)
+        check(store, 0, 10, branch=2, incarnation=OTHER)
         assert store.identity() == "its id"
 
     def test_what_is_not_there_can_be_deleted(self, store: RingbufferStore) -> None:
-        store.delete(LIFE)
-        store.delete(LIFE, 10)
-        assert store.lives() == []
+        store.delete(INCARNATION)
+        store.delete(INCARNATION, 10)
+        assert store.incarnations() == []
 
     def test_after_the_last_life_another_can_begin(
         self, store: RingbufferStore, open_store: OpenStore
     ) -> None:
-        store.append(LIFE, 1, records(0, 10))
-        store.delete(LIFE)
+        store.append(INCARNATION, 1, records(0, 10))
+        store.delete(INCARNATION)
         again = open_store()
         if again.identity() is None:  # as at the creation of a stream
             again.claim("another")
         again.append(OTHER, 2, records(0, 10))
-        check(again, 0, 10, life=OTHER)
+        check(again, 0, 10, incarnation=OTHER)
 
     # Concurrency
 
@@ -429,9 +439,9 @@ class StoreContract:
                 for term in range(1, 7):
                     # Two commits, and an append whose archiver dies before its own.
                     for _ in range(2):
-                        store.append(LIFE, term, records(end, end + 5))
+                        store.append(INCARNATION, term, records(end, end + 5))
                         end += 5
-                    store.append(LIFE, term, records(end, end + 9, branch=term))
+                    store.append(INCARNATION, term, records(end, end + 9, branch=term))
             finally:
                 over.set()
 
@@ -441,8 +451,8 @@ class StoreContract:
                 stop = end
                 start = choose.randint(0, stop)
                 check(mine, start, stop)
-                assert mine.bounds(LIFE).end >= stop
-                assert mine.locate(LIFE, appended_at(start), 0, stop) == start // 3 * 3
+                assert mine.bounds(INCARNATION).end >= stop
+                assert mine.locate(INCARNATION, appended_at(start), 0, stop) == start // 3 * 3
                 rounds += stop > 0
             return rounds
 

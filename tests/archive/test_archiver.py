@@ -16,10 +16,10 @@ from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.scripts import ADVANCE_ARCHIVED
 from meteor_py.runtime.clock import now
 from tests.conftest import ServerFactory
-from tests.support.archiving import LONG_S, SHORT_S, Depot, archiver_threads, harm_of, offsets_of
-from tests.support.bench import Bench, failure
-from tests.support.members import STREAM
-from tests.support.reading import background, entries, fill, replace_frame, value
+from tests.support.archivers import LONG_S, SHORT_S, Depot, archiver_threads, harm_of, offsets_of
+from tests.support.group_members import STREAM
+from tests.support.proxied_stream import Bench, failure
+from tests.support.readers import background, entries, fill, replace_frame, value
 from tests.support.waiting import eventually
 
 
@@ -430,7 +430,7 @@ def test_an_archiver_that_cannot_ask_what_became_of_its_stream_asks_again(
             bench.proxy.refuse()
             bench.proxy.cut()
             cut.set()
-            raise reply_errors.truncated("orders", 0, 0)
+            raise reply_errors.log_truncated("orders", 0, 0)
 
         monkeypatch.setattr(ArchiveTerm, "go_on", cut_off)
         archiver = bench.through.stream("orders", create=False).archiver(lease_ttl=SHORT_S)

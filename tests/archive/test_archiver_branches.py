@@ -10,7 +10,7 @@ import pytest
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.bench import NAME, Pair
+from tests.support.proxied_stream import NAME, Pair
 from tests.support.waiting import eventually
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.archiving import (
+from tests.support.archivers import (
     LONG_S,
     SHORT_S,
     Depot,
@@ -25,9 +25,9 @@ from tests.support.archiving import (
     needs_mounts,
     offsets_of,
 )
-from tests.support.bench import Pair, poll_until
-from tests.support.members import STREAM, Refused
-from tests.support.reading import check_values, drain, everything, fill, value
+from tests.support.group_members import STREAM, Refused
+from tests.support.proxied_stream import Pair, poll_until
+from tests.support.readers import check_values, drain, everything, fill, value
 from tests.support.waiting import eventually
 
 

@@ -16,7 +16,7 @@ from meteor_py.records.config import OFFSET_MAX
 from meteor_py.redis import keys, scripts
 from tests.client.test_scripts import HISTORY, LIFE
 from tests.conftest import ServerFactory
-from tests.support.grouping import Answer, GroupBench
+from tests.support.group_scripts import Answer, GroupBench
 
 
 class StoreBench(GroupBench):

@@ -61,7 +61,7 @@ def test_a_stream_with_history_in_s3_is_one_log(url: str, s3: S3) -> None:
         publish(stream, COUNT, COUNT + 10)
         assert values(stream, COUNT - 5) == [value(n) for n in range(COUNT - 5, COUNT + 10)]
         stream.delete(history=True)
-        assert ParquetStore(uri, "orders").lives() == []
+        assert ParquetStore(uri, "orders").incarnations() == []
 
 
 def test_an_upload_that_is_cut_shows_nothing_and_the_next_archiver_goes_on(

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.support.warm import Warm
+from tests.support.preloaded_process import PreloadedProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 #: With this code a worker ends that has chosen to die in the middle of its work.
@@ -24,7 +24,7 @@ class Process:
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         self.log = log
         with log.open("ab") as output:
-            self._process = Warm(
+            self._process = PreloadedProcess(
                 ["-m", "tests.chaos.worker", *arguments],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ import pytest
 import meteor_py as meteor
 from tests.support.java import require_java
 from tests.support.spark_copy import TARGET, Copy, fill
-from tests.support.staging import contents, numbers
+from tests.support.transactions import contents, numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -15,7 +15,7 @@ import pytest
 import meteor_py as meteor
 from tests.support.java import require_java
 from tests.support.spark_cluster import ROW_BYTES, SOURCE, TARGET, TASK_ROWS, TASKS, Cluster, Driver
-from tests.support.staging import contents
+from tests.support.transactions import contents
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -12,11 +12,11 @@ import pytest
 
 import meteor_py as meteor
 from meteor_cli.args.sizes import parse_size
-from tests.support.archiving import LONG_S, Depot
+from tests.support.archivers import LONG_S, Depot
 from tests.support.commands import METEOR, Running, succeed
 from tests.support.commands import meteor as run_meteor
-from tests.support.members import STREAM
-from tests.support.reading import everything, fill
+from tests.support.group_members import STREAM
+from tests.support.readers import everything, fill
 from tests.support.terminal import Terminal
 from tests.support.waiting import eventually
 

@@ -64,7 +64,7 @@ def traces() -> Iterator[Traces]:
 
 def test_the_demo_shows_every_part_in_eighty_columns_and_leaves_nothing(traces: Traces) -> None:
     done = meteor(
-        None, "demo", "--no-spark", "--records", "20000", environ=traces.environ, warm=False
+        None, "demo", "--no-spark", "--records", "20000", environ=traces.environ, preloaded=False
     )
     assert (done.code, done.err, done.text.count("✓")) == (0, "", STEPS), done
     assert "Published 20,000 records of 100 bytes" in done.text
@@ -121,7 +121,7 @@ def test_after_ctrl_c_nothing_is_left(moment: str, traces: Traces) -> None:
         "--records",
         "1000000",
     )  # so that there is still much to do
-    with Terminal(command, rows=60, environment=traces.environ, warm=False) as terminal:
+    with Terminal(command, rows=60, environment=traces.environ, preloaded=False) as terminal:
         terminal.wait_for(moment)
         terminal.press("\x03")
         assert terminal.wait() == 130, terminal.text
@@ -132,7 +132,7 @@ def test_after_ctrl_c_nothing_is_left(moment: str, traces: Traces) -> None:
 
 def test_ctrl_c_pressed_again_does_not_stop_the_cleaning_up(traces: Traces) -> None:
     command = (METEOR, "demo", "--no-spark", "--records", "1000")
-    with Terminal(command, rows=60, environment=traces.environ, warm=False) as terminal:
+    with Terminal(command, rows=60, environment=traces.environ, preloaded=False) as terminal:
         terminal.wait_for("Went to")
         terminal.press("\x03")
         terminal.press("\x03")
@@ -164,7 +164,7 @@ def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
 
 def test_when_the_demo_is_killed_its_processes_end(traces: Traces) -> None:
     command = (METEOR, "demo", "--no-spark", "--records", "1000")
-    with Terminal(command, rows=60, environment=traces.environ, warm=False) as terminal:
+    with Terminal(command, rows=60, environment=traces.environ, preloaded=False) as terminal:
         terminal.wait_for("one is killed")
         terminal.process.kill()
         eventually(lambda: not traces.processes, PATIENCE_S, "processes are left")
@@ -175,7 +175,7 @@ def test_when_the_demo_is_killed_its_processes_end(traces: Traces) -> None:
 def test_spark_reads_the_stream_and_none_of_its_noise_is_seen(url: str, traces: Traces) -> None:
     require_java()
     arguments = ("demo", "--records", "20000", "--url", url)
-    done = meteor(None, *arguments, environ=traces.environ, patience_s=240, warm=False)
+    done = meteor(None, *arguments, environ=traces.environ, patience_s=240, preloaded=False)
     assert (done.code, done.text.count("✓")) == (0, STEPS + 1), done
     assert done.err.count("\n") == 1, "the warning of that server"
     assert "20,500" in done.text
@@ -191,7 +191,7 @@ def test_when_it_ends_while_spark_is_at_work_spark_ends_too(
 ) -> None:
     require_java()
     command = (METEOR, "demo", "--records", "1000")
-    with Terminal(command, rows=60, environment=traces.environ, warm=False) as terminal:
+    with Terminal(command, rows=60, environment=traces.environ, preloaded=False) as terminal:
         terminal.wait_for("Spark starts")
         eventually(lambda: "java" in "".join(traces.processes), PATIENCE_S, "no Java was started")
         if ending:

@@ -21,7 +21,7 @@ from meteor_py import (
 )
 from meteor_py.shared.config import WAITING_MAX
 from tests.support.commands import METEOR, Running, meteor, succeed
-from tests.support.reading import everything
+from tests.support.readers import everything
 from tests.support.terminal import Terminal
 from tests.support.waiting import eventually
 

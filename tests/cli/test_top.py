@@ -18,12 +18,12 @@ from meteor_cli.live.snapshot import Rates, Snapshot
 from meteor_cli.render.text import show_count
 from meteor_cli.signals import ended_once
 from tests.conftest import ServerFactory
-from tests.support.archiving import LONG_S, Depot
+from tests.support.archivers import LONG_S, Depot
 from tests.support.commands import METEOR, succeed
 from tests.support.commands import meteor as run
-from tests.support.looks import group, look, seen
-from tests.support.members import STREAM, Crew
-from tests.support.reading import fill
+from tests.support.group_members import STREAM, Crew
+from tests.support.readers import fill
+from tests.support.snapshots import group, look, seen
 from tests.support.terminal import Terminal
 
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"

@@ -20,12 +20,12 @@ from meteor_cli.live.snapshot import Observer, Snapshot, StreamSnapshot, rates_b
 from meteor_cli.live.watch import to_json, to_text
 from meteor_py.redis import keys
 from tests.conftest import ServerFactory
-from tests.support.archiving import LONG_S, Depot
-from tests.support.bench import NAME, Pair
+from tests.support.archivers import LONG_S, Depot
 from tests.support.commands import Running
-from tests.support.looks import group, look, seen
-from tests.support.members import Crew
-from tests.support.reading import fill
+from tests.support.group_members import Crew
+from tests.support.proxied_stream import NAME, Pair
+from tests.support.readers import fill
+from tests.support.snapshots import group, look, seen
 from tests.support.waiting import eventually
 
 HOSTILE = "evil\x1b[2J\u202egnp.exe\n"

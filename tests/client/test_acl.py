@@ -16,10 +16,10 @@ from redis.exceptions import NoPermissionError
 import meteor_py as meteor
 from meteor_py.publish.transaction import Stage, abandon, commit, discard, forget, is_done
 from meteor_py.records.frame import Columns
-from tests.support.grouping import GroupBench
-from tests.support.guarding import PAGE, connect, contents, fill
-from tests.support.guarding import guarded as guarded
-from tests.support.receiving import Handler, fails_for
+from tests.support.acl_server import PAGE, connect, contents, fill
+from tests.support.acl_server import guarded as guarded
+from tests.support.group_scripts import GroupBench
+from tests.support.receivers import Handler, fails_for
 from tests.support.servers import Replica, Server
 from tests.support.waiting import eventually
 
@@ -49,8 +49,9 @@ def test_a_subscriber_sees_the_groups_and_cannot_be_in_one(guarded: Server) -> N
         (group,) = stream.groups()
         assert (group.name, group.confirmed, group.lag) == ("g", 4, 6)
         assert stream.describe().groups == (group,)
-        with pytest.raises(meteor.AccessDenied):
+        with pytest.raises(meteor.AccessDenied) as denied:
             stream.subscriber(group="g")
+        assert denied.value.code == "NOPERM"
         with pytest.raises(meteor.AccessDenied):
             stream.seek_group("g", 0)
         with pytest.raises(meteor.AccessDenied):

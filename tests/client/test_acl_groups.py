@@ -16,8 +16,8 @@ import meteor_py as meteor
 from meteor_py.publish.transaction import Stage, commit
 from meteor_py.records.frame import Columns
 from meteor_py.shared.record import Standing
-from tests.support.guarding import PAGE, connect, contents, fill
-from tests.support.guarding import guarded as guarded
+from tests.support.acl_server import PAGE, connect, contents, fill
+from tests.support.acl_server import guarded as guarded
 from tests.support.servers import Server
 from tests.support.waiting import eventually
 

@@ -29,7 +29,7 @@ import meteor_py as meteor
 from meteor_py.redis.server_warnings import dangers
 from meteor_py.server import default_directory
 from tests.conftest import ServerFactory
-from tests.support.reading import drain, fill
+from tests.support.readers import drain, fill
 from tests.support.servers import HOST, Replica, free_port
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from meteor_py.publish.transaction import Stage, commit
 from meteor_py.records.frame import Columns
 from meteor_py.redis import keys, scripts
 from tests.conftest import ServerFactory
-from tests.support.reading import drain, everything, fill, value
+from tests.support.readers import drain, everything, fill, value
 from tests.support.servers import Server
 
 Kind = Literal["valkey", "redis"]

@@ -18,7 +18,7 @@ import meteor_py as meteor
 from meteor_py.records.config import OFFSET_MAX
 from meteor_py.records.position import Position, diverged_at
 from meteor_py.redis import keys, scripts
-from tests.support.reading import check_values, drain, fill, value
+from tests.support.readers import check_values, drain, fill, value
 
 TTL_MS = 60_000
 LIFE = "the-first-life"

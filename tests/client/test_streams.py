@@ -16,7 +16,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.subscribe.subscriber import Subscriber
-from tests.support.reading import check_values, drain, fill, value
+from tests.support.readers import check_values, drain, fill, value
 
 
 @pytest.fixture

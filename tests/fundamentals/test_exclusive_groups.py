@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import meteor_py as meteor
 from tests.fundamentals.reading import publish
-from tests.support.members import Crew
+from tests.support.group_members import Crew
 
 #: Seconds: a lease that the test waits for, and one that it never waits for.
 SHORT, LONG = 0.6, 60.0

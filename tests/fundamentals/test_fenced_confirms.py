@@ -11,7 +11,7 @@ import pytest
 
 import meteor_py as meteor
 from tests.fundamentals.reading import publish
-from tests.support.members import Crew, Refused
+from tests.support.group_members import Crew, Refused
 
 
 def test_confirm_from_an_expired_term_is_refused(m: meteor.Client) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.bench import NAME, Bench, Pair, failure, poll_until
+from tests.support.proxied_stream import NAME, Bench, Pair, failure, poll_until
 from tests.support.servers import HOST
 from tests.support.waiting import eventually
 

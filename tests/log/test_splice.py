@@ -20,10 +20,10 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.records.config import COMPRESSIONS
-from tests.support.members import Process
-from tests.support.reading import check_values, drain, fill, value
-from tests.support.receiving import Handler, right_values
-from tests.support.splicing import (
+from tests.support.group_members import Process
+from tests.support.readers import check_values, drain, fill, value
+from tests.support.receivers import Handler, right_values
+from tests.support.stored_streams import (
     NAME,
     archive,
     archiving,
@@ -337,7 +337,7 @@ def test_a_description_names_the_first_record_of_all_and_what_is_where(
 READER = """
 import sys
 import meteor_py as meteor
-from tests.support.splicing import read_all
+from tests.support.stored_streams import read_all
 with meteor.connect(sys.argv[1]) as m:
     print(read_all(m.stream("kept", create=False)) == list(range(25)))
 """

@@ -19,10 +19,10 @@ import pyarrow as pa
 import pytest
 
 import meteor_py as meteor
-from meteor_py.store.storage import LocalFolder
-from tests.support.members import Process
-from tests.support.reading import background, check_values, drain, fill
-from tests.support.splicing import (
+from meteor_py.store.storage import LocalStorage
+from tests.support.group_members import Process
+from tests.support.readers import background, check_values, drain, fill
+from tests.support.stored_streams import (
     Watched,
     archive,
     fill_segments,
@@ -56,7 +56,9 @@ def stream(url: str, store: Watched, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.startswith("meteor-cold")]
+    return [
+        each.name for each in threading.enumerate() if each.name.startswith("meteor-read-ahead")
+    ]
 
 
 # Reading ahead
@@ -273,8 +275,8 @@ def test_a_close_by_another_thread_ends_a_poll_that_waits_for_the_store(
 FORK = """
 import os, sys, threading
 import meteor_py as meteor
-from tests.support.reading import check_values, drain
-from tests.support.splicing import Watched, cold_of
+from tests.support.readers import check_values, drain
+from tests.support.stored_streams import Watched, read_ahead_of
 
 url, root, state = sys.argv[1:]
 parent, begun, finish = os.getpid(), threading.Event(), threading.Event()
@@ -289,11 +291,11 @@ store.on_batch = hold
 stream = meteor.connect(url).stream("kept", store=store, archive=False)
 sub = stream.subscriber(initial_offset="earliest")
 seen = []
-while cold_of(sub)._ahead is None:
+while read_ahead_of(sub)._ahead is None:
     seen += check_values(sub.poll(timeout=0))
 assert begun.wait(30)
 if state == "done":
-    cold_of(sub)._ahead.result()
+    read_ahead_of(sub)._ahead.result()
 pid = os.fork()
 finish.set()
 seen += drain(sub)
@@ -336,11 +338,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of the segments that were opened, as it happens; see also ``Counted``."""
     paths: list[str] = []
 
-    def open_counted(folder: LocalFolder, path: str) -> Any:
+    def open_counted(folder: LocalStorage, path: str) -> Any:
         paths.append(path)
         return pa.PythonFile(Counted(folder._inside(path)), mode="r")
 
-    monkeypatch.setattr(LocalFolder, "open", open_counted)
+    monkeypatch.setattr(LocalStorage, "open", open_counted)
     monkeypatch.setattr(Counted, "total", 0)
     return paths
 

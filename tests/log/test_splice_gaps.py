@@ -19,9 +19,9 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.records.config import OnGap
-from meteor_py.store.storage import LocalFolder
-from tests.support.reading import background, check_values, drain, fill
-from tests.support.splicing import (
+from meteor_py.store.storage import LocalStorage
+from tests.support.readers import background, check_values, drain, fill
+from tests.support.stored_streams import (
     NAME,
     archive,
     fill_segments,
@@ -171,14 +171,14 @@ def test_a_file_that_is_missing_is_a_gap_and_no_other_record_is(
 def test_a_file_removed_after_it_was_listed_is_a_gap_too(
     stream: meteor.Stream, segment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opening = LocalFolder.open
+    opening = LocalStorage.open
 
-    def too_late(folder: LocalFolder, path: str) -> Any:
+    def too_late(folder: LocalStorage, path: str) -> Any:
         if path.endswith(segment.name):
             segment.unlink(missing_ok=True)
         return opening(folder, path)
 
-    monkeypatch.setattr(LocalFolder, "open", too_late)
+    monkeypatch.setattr(LocalStorage, "open", too_late)
     time = datetime.fromtimestamp(0, UTC)
     assert stream.offset_at(time) == 0
     with stream.subscriber(initial_offset="earliest") as sub:
@@ -351,15 +351,15 @@ def test_what_expires_in_memory_is_gone_to_the_record(url: str) -> None:
 def missed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that somebody has looked for in vain."""
     paths: list[str] = []
-    reading = LocalFolder.read
+    reading = LocalStorage.read
 
-    def read(folder: LocalFolder, path: str) -> bytes | None:
+    def read(folder: LocalStorage, path: str) -> bytes | None:
         data = reading(folder, path)
         if data is None:
             paths.append(path)
         return data
 
-    monkeypatch.setattr(LocalFolder, "read", read)
+    monkeypatch.setattr(LocalStorage, "read", read)
     return paths
 
 

@@ -17,17 +17,17 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import keys
-from tests.support.bench import Pair, poll_until
-from tests.support.members import STREAM, Crew, Member
-from tests.support.reading import background, check_values, value
-from tests.support.splicing import (
+from tests.support.group_members import STREAM, Crew, Member
+from tests.support.proxied_stream import Pair, poll_until
+from tests.support.readers import background, check_values, value
+from tests.support.stored_streams import (
     NAME,
     Watched,
     archive,
     archiving,
-    cold_of,
     fill_segments,
     kept,
+    read_ahead_of,
     records_of,
 )
 
@@ -103,7 +103,7 @@ READER = """
 import random, sys
 import meteor_py as meteor
 from meteor_py.log.log_reader import LogReader
-from tests.support.reading import check_values
+from tests.support.readers import check_values
 
 places = []  # from which records came
 
@@ -278,7 +278,7 @@ def test_a_fail_over_under_a_reader_of_the_store_changes_nothing_below_it(laggin
     with ExitStack() as stack:
         sub = reader(lagging, stack)
         values: list[bytes] = []
-        while cold_of(sub)._ahead is None:
+        while read_ahead_of(sub)._ahead is None:
             values += sub.poll(timeout=5).values()
         stream = after_fail_over(lagging)
         publish(stream, "b", 50, 130)
@@ -309,7 +309,7 @@ def test_a_batch_that_was_fetched_in_advance_in_an_old_epoch_is_not_handed_out_a
             publish(stream, "a", first, first + 10)
             archive(stream)
         with stream.subscriber(initial_offset="earliest") as sub:
-            while cold_of(sub)._ahead is None:
+            while read_ahead_of(sub)._ahead is None:
                 sub.poll(timeout=0)
             ahead = sub.position
             assert ahead == 20

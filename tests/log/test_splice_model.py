@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 
 import meteor_py as meteor
 from tests.support.servers import Server, binaries
-from tests.support.splicing import archiving
+from tests.support.stored_streams import archiving
 
 # A million records
 

@@ -8,7 +8,7 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.log.split_points import borders
-from tests.support.bench import Pair
+from tests.support.proxied_stream import Pair
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 
 from meteor_py.peers.group import PeerGroup
 from tests.conftest import ServerFactory
-from tests.support.bench import Pair
 from tests.support.mailing import NAME, Gate, Post, Record, abandon, inbox_length, result
 from tests.support.mailing import post as post
+from tests.support.proxied_stream import Pair
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST
 from tests.support.waiting import eventually

@@ -15,9 +15,9 @@ import pytest
 from meteor_py.errors import MessageExpired, OutOfMemory
 from meteor_py.peers.messaging.message import Message
 from tests.conftest import ServerFactory
-from tests.support.bench import Pair
 from tests.support.mailing import VERBS, Gate, Post, Record, failure, inbox_length, result, say
 from tests.support.mailing import post as post
+from tests.support.proxied_stream import Pair
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST
 from tests.support.waiting import eventually

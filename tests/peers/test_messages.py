@@ -91,6 +91,7 @@ def test_a_message_to_a_dead_named_member_expires_and_is_not_handled_later(
     other.join("a").close()
     error = failure(say(group, "member", verb, "q", "late", timeout=0.05))
     assert isinstance(error, MessageExpired)
+    assert error.timeout == 0.05
     assert error.retriable
     wait_until_expired(other, "a")
     got = Record()

@@ -18,9 +18,9 @@ from meteor_py.peers.protocol import Beat, Here
 from meteor_py.redis.scripts import PEERS_GUARDED_WRITE, PEERS_UPDATE_MEMBER
 from meteor_py.runtime.clock import now
 from tests.conftest import ServerFactory
-from tests.support.bench import Pair
 from tests.support.peering import LONG_S, Heard, Open, expel, ids, watching
 from tests.support.peering import open_group as open_group
+from tests.support.proxied_stream import Pair
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server
 from tests.support.waiting import eventually

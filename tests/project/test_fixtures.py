@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from tests.support.servers import plain_client
 from tests.support.waiting import eventually
-from tests.support.workers import group_of
+from tests.support.xdist_scheduler import group_of
 
 ROOT = Path(__file__).parents[2]
 

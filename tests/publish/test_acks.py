@@ -23,7 +23,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.records.config import FRAME_RECORDS_MAX
 from tests.conftest import ServerFactory
-from tests.support.bench import NAME, Bench, Pair, failure
+from tests.support.proxied_stream import NAME, Bench, Pair, failure
 from tests.support.servers import Server
 from tests.support.waiting import eventually
 

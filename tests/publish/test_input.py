@@ -18,7 +18,7 @@ import redis
 
 import meteor_py as meteor
 from meteor_py.records.config import OFFSET_MAX, RECORD_BYTES_MAX
-from tests.support.reading import everything, fill
+from tests.support.readers import everything, fill
 from tests.support.servers import plain_client
 
 NAIVE = datetime(2026, 1, 1)

@@ -19,7 +19,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.records.config import FRAME_BYTES_MAX, FRAME_RECORDS_MAX, RECORD_BYTES_MAX
 from tests.conftest import ServerFactory
-from tests.support.bench import NAME, Bench, failure
+from tests.support.proxied_stream import NAME, Bench, failure
 from tests.support.servers import Server
 from tests.support.waiting import eventually
 

@@ -18,9 +18,9 @@ import meteor_py as meteor
 from meteor_py.records.config import OFFSET_MAX
 from meteor_py.redis import keys
 from tests.conftest import ServerFactory
-from tests.support.bench import NAME, Bench, failure, poll_until
-from tests.support.bench import bench as bench
-from tests.support.bench import private as private
+from tests.support.proxied_stream import NAME, Bench, failure, poll_until
+from tests.support.proxied_stream import bench as bench
+from tests.support.proxied_stream import private as private
 from tests.support.servers import Server
 from tests.support.waiting import eventually
 

@@ -19,7 +19,7 @@ import pytest
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.bench import Bench, Pair
+from tests.support.proxied_stream import Bench, Pair
 from tests.support.proxy_link import Fault
 from tests.support.servers import Replica
 from tests.support.waiting import eventually

@@ -19,9 +19,9 @@ import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.redis.scripts import PUBLISH
 from tests.conftest import ServerFactory
-from tests.support.bench import NAME, Bench, discard, failure, poll_until
-from tests.support.bench import bench as bench
-from tests.support.bench import private as private
+from tests.support.proxied_stream import NAME, Bench, discard, failure, poll_until
+from tests.support.proxied_stream import bench as bench
+from tests.support.proxied_stream import private as private
 from tests.support.waiting import eventually
 
 # A server that is full

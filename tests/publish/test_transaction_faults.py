@@ -12,9 +12,9 @@ import meteor_py as meteor
 from meteor_py.publish import transaction
 from meteor_py.publish.transaction import commit
 from tests.conftest import ServerFactory
-from tests.support.bench import NAME, Bench, Pair
+from tests.support.proxied_stream import NAME, Bench, Pair
 from tests.support.servers import Server
-from tests.support.staging import begin, contents, fence, lasting, numbers, stage
+from tests.support.transactions import begin, contents, fence, lasting, numbers, stage
 
 
 @pytest.fixture

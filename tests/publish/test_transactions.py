@@ -24,8 +24,8 @@ from meteor_py.publish.transaction import (
 from meteor_py.records.config import OFFSET_MAX
 from meteor_py.records.frame import Columns
 from meteor_py.redis import keys
-from tests.support.reading import entries, frame_name
-from tests.support.staging import begin, contents, fence, in_threads, lasting, numbers, stage
+from tests.support.readers import entries, frame_name
+from tests.support.transactions import begin, contents, fence, in_threads, lasting, numbers, stage
 
 
 @pytest.fixture

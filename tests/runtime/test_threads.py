@@ -11,8 +11,8 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.runtime.threads import JoinableThread
-from tests.support.reading import fill
-from tests.support.receiving import Gate, Handler, confirmed
+from tests.support.readers import fill
+from tests.support.receivers import Gate, Handler, confirmed
 
 
 class _Signal(Exception):

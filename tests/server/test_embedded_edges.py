@@ -33,15 +33,15 @@ from tests.server.test_embedded_server import (
     kill,
     mode,
     processes_of,
+    supervisor_of,
     wait_for_end,
     wait_until_gone,
-    watcher_of,
 )
 from tests.support.servers import plain_client
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="looks at processes in /proc, and kills watchers"
+    sys.platform != "linux", reason="looks at processes in /proc, and kills supervisors"
 )
 
 
@@ -62,15 +62,15 @@ def fake_server(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- Odd ends
 
 
-def test_watcher_that_is_asked_to_end_ends_the_server_cleanly(kept: Path) -> None:
+def test_supervisor_that_is_asked_to_end_ends_the_server_cleanly(kept: Path) -> None:
     with open_embedded(kept) as server:
-        os.kill(watcher_of(server.pid), signal.SIGTERM)
+        os.kill(supervisor_of(server.pid), signal.SIGTERM)
         wait_until_gone(kept)
     assert "ready to exit, bye bye" in (kept / supervisor.LOG).read_text()
 
 
 def test_stopped_server_is_killed(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    impatient = kept.parent / "watcher.py"
+    impatient = kept.parent / "supervisor.py"
     impatient.write_text(
         Path(supervisor.__file__).read_text().replace("STOP_S = 5.0", "STOP_S = 0.2")
     )
@@ -90,14 +90,14 @@ def test_directory_deleted_under_a_server_may_be_used_anew(kept: Path) -> None:
             assert ask(second, "PING")
 
 
-def test_leftover_of_a_crash_of_user_and_watcher_is_removed_later() -> None:
+def test_leftover_of_a_crash_of_user_and_supervisor_is_removed_later() -> None:
     user = User()
     with user.process:
         assert user.answer() == "ready"
         server = user.open(None)
         directory = directory_of(server)
         os.kill(user.process.pid, signal.SIGSTOP)
-        kill(watcher_of(server))
+        kill(supervisor_of(server))
         user.process.kill()
     wait_until_gone(directory)
     with open_embedded():
@@ -133,7 +133,7 @@ def test_socket_directory_that_others_may_enter_is_not_trusted(tmp_path: Path) -
         short.chmod(0o777)
         with pytest.raises(ServerStartFailed, match="did not answer"):
             open_embedded(deep, timeout_s=0.2)
-        kill(watcher_of(first.pid))
+        kill(supervisor_of(first.pid))
         wait_until_gone(deep)
         with open_embedded(deep) as second:
             assert Path(second.socket_path).parent != short
@@ -231,8 +231,8 @@ def test_port_that_another_has_just_taken_is_tried_anew(
     private: bool, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        ports = [other.getsockname()[1], datadir._free_port()]
-        monkeypatch.setattr(datadir, "_free_port", lambda: ports.pop(0))
+        ports = [other.getsockname()[1], datadir.free_port()]
+        monkeypatch.setattr(datadir, "free_port", lambda: ports.pop(0))
         with open_embedded(None if private else kept, tcp=True) as server:
             assert ask(server, "PING")
         assert not ports

@@ -24,7 +24,7 @@ from tests.support.servers import plain_client
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="looks at processes in /proc, and kills watchers"
+    sys.platform != "linux", reason="looks at processes in /proc, and kills supervisors"
 )
 
 WAIT_S = 20.0
@@ -143,7 +143,7 @@ def is_running(pid: int) -> bool:
     return status(pid)[0] not in "ZX"
 
 
-def watcher_of(server: int) -> int:
+def supervisor_of(server: int) -> int:
     return status(server)[1]
 
 
@@ -247,7 +247,7 @@ def test_data_survives_close_and_reopening(kept: Path) -> None:
 def test_private_server_leaves_nothing_behind() -> None:
     with open_embedded() as server, open_embedded() as other:
         assert other.directory != server.directory
-        pids = [server.pid, watcher_of(server.pid)]
+        pids = [server.pid, supervisor_of(server.pid)]
         ask(server, "CONFIG", "SET", "appendonly", "yes")  # makes a directory in its directory
         server.close()
         assert not server.directory.exists()
@@ -260,24 +260,24 @@ def test_server_outlives_the_crash_of_one_user(kept: Path, users: Callable[[], U
     server = one.open(kept)
     other.open(kept)
     one.kill()
-    end = time.monotonic() + 3 * supervisor.POLL_S  # the watcher has looked again
+    end = time.monotonic() + 3 * supervisor.POLL_S  # the supervisor has looked again
     while time.monotonic() < end:
         assert other.do("ask", "PING") == repr(b"+PONG\r\n")
     assert is_running(server)
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_crash_of_all_users_ends_server_and_watcher(
+def test_crash_of_all_users_ends_server_and_supervisor(
     private: bool, kept: Path, users: Callable[[], User]
 ) -> None:
     everybody = [users()] if private else [users(), users()]
     for user in everybody:
         server = user.open(None if private else kept)
-    watching, directory = watcher_of(server), directory_of(server)
+    supervising, directory = supervisor_of(server), directory_of(server)
     for user in everybody:
         user.kill()
     wait_for_end(server)
-    wait_for_end(watching)
+    wait_for_end(supervising)
     assert directory.exists() is not private
 
 
@@ -292,10 +292,10 @@ def test_interpreter_exit_ends_what_the_user_forgot(kept: Path, users: Callable[
     assert [directory.exists() for directory in directories] == [False, True]
 
 
-def test_crash_of_the_watcher_ends_the_server_and_the_next_one_has_its_data(kept: Path) -> None:
+def test_crash_of_the_supervisor_ends_the_server_and_the_next_one_has_its_data(kept: Path) -> None:
     with open_embedded(kept) as first:
         ask(first, "SET", "key", "value")
-        kill(watcher_of(first.pid))
+        kill(supervisor_of(first.pid))
         # At once: the old server may still answer for a moment, and must not be joined.
         with open_embedded(kept) as second:
             assert not is_running(first.pid)
@@ -305,23 +305,23 @@ def test_crash_of_the_watcher_ends_the_server_and_the_next_one_has_its_data(kept
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_crash_of_the_watcher_leaves_nothing_behind(private: bool, kept: Path) -> None:
+def test_crash_of_the_supervisor_leaves_nothing_behind(private: bool, kept: Path) -> None:
     with open_embedded(None if private else kept) as server:
-        kill(watcher_of(server.pid))
+        kill(supervisor_of(server.pid))
         wait_for_end(server.pid)
     assert server.directory.exists() is not private
     assert not (server.directory / supervisor.CONFIG).exists()
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_crash_of_the_server_ends_the_watcher_and_the_next_one_has_its_data(
+def test_crash_of_the_server_ends_the_supervisor_and_the_next_one_has_its_data(
     private: bool, kept: Path
 ) -> None:
     with open_embedded(None if private else kept) as first:
         ask(first, "SET", "key", "value")
-        watching = watcher_of(first.pid)
+        supervising = supervisor_of(first.pid)
         kill(first.pid)
-        wait_for_end(watching)
+        wait_for_end(supervising)
         assert "was killed by signal 9" in (first.directory / supervisor.LOG).read_text()
         with open_embedded(None if private else kept) as second:
             assert ask(second, "GET", "key") == (None if private else "value")
@@ -435,7 +435,7 @@ def test_directory_too_deep_for_a_socket_has_it_elsewhere(tmp_path: Path) -> Non
     with open_embedded(deep) as first:
         assert len(first.socket_path) <= datadir.SOCKET_PATH_MAX_BYTES
         assert mode(Path(first.socket_path).parent) == 0o700
-        kill(watcher_of(first.pid))
+        kill(supervisor_of(first.pid))
         with open_embedded(deep) as second:
             assert second.socket_path == first.socket_path
             assert ask(second, "PING")

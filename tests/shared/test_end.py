@@ -9,7 +9,7 @@ import pytest
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.members import Process
+from tests.support.group_members import Process
 from tests.support.sharing import GROUP, STREAM, Queue, collect, discard, expire, offsets
 from tests.support.waiting import eventually
 

@@ -15,7 +15,7 @@ import redis
 import meteor_py as meteor
 from meteor_py.shared.record import Standing
 from tests.conftest import ServerFactory
-from tests.support.bench import NAME, Bench, Pair
+from tests.support.proxied_stream import NAME, Bench, Pair
 from tests.support.servers import plain_client
 from tests.support.sharing import GROUP, Queue, discard, expire, offsets
 from tests.support.waiting import eventually

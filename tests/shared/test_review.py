@@ -16,7 +16,7 @@ from meteor_py.shared import deliveries, prefetcher, worker_pool
 from meteor_py.shared.frame_cache import FrameCache
 from meteor_py.shared.record import Standing
 from tests.shared.test_unreadable import archive
-from tests.support.reading import background
+from tests.support.readers import background
 from tests.support.sharing import Queue, Runner, offsets
 from tests.support.waiting import eventually
 

@@ -13,7 +13,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.shared import worker_pool
 from meteor_py.shared.record import Standing
-from tests.support.reading import background, blocked
+from tests.support.readers import background, blocked
 from tests.support.sharing import GROUP, STREAM, Queue, Runner, drain, offsets
 from tests.support.waiting import eventually
 

@@ -376,6 +376,7 @@ def test_a_group_with_consumers_is_deleted_only_by_force_and_they_are_told(any_u
         with pytest.raises(meteor.GroupActive, match=c1.name) as refused:
             shared.delete()
         assert refused.value.owner == c1.name
+        assert refused.value.shared
         with pytest.raises(meteor.GroupActive):
             queue.stream.delete_group(GROUP)
         shared.delete(force=True)

@@ -14,7 +14,7 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.shared.lease_renewer import TENDER_PREFIX
-from tests.support.members import Process
+from tests.support.group_members import Process
 from tests.support.sharing import GROUP, STREAM, Queue, discard, drain
 from tests.support.waiting import eventually
 

@@ -14,7 +14,7 @@ import meteor_py as meteor
 from meteor_py.redis.connection import Connection
 from meteor_py.shared.protocol import Answer
 from meteor_py.shared.record import Standing
-from tests.support.reading import background, blocked
+from tests.support.readers import background, blocked
 from tests.support.sharing import Queue, die, offsets
 
 #: Seconds for a poll that is woken at once, or never.

@@ -11,8 +11,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 import meteor_py as meteor
-from tests.support.reading import fill, later_than_all, value
-from tests.support.splicing import archive
+from tests.support.readers import fill, later_than_all, value
+from tests.support.stored_streams import archive
 from tests.support.waiting import eventually
 
 #: Seconds: of this, a loaded machine may need most to start a Java.

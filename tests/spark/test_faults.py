@@ -12,7 +12,7 @@ import meteor_py as meteor
 from meteor_py.redis import keys
 from tests.support.java import require_java
 from tests.support.spark_copy import TARGET, TASK_ROWS, Copy, fill
-from tests.support.staging import contents, numbers
+from tests.support.transactions import contents, numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -1,6 +1,6 @@
 """What a query makes of a server that has lost something, or never had it; without Spark.
 
-The engine is that of ``tests.support.engine``, in this process; real servers answer it.
+The engine is that of ``tests.support.spark_engine``, in this process; real servers answer it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 import meteor_py as meteor
 from meteor_py.runtime.clock import now
 from pyspark_meteor import membership
-from tests.support.bench import NAME, Pair
-from tests.support.engine import Checkpoint, Engine, own_process
-from tests.support.reading import fill
+from tests.support.proxied_stream import NAME, Pair
+from tests.support.readers import fill
+from tests.support.spark_engine import Checkpoint, Engine, own_process
 from tests.support.waiting import eventually
 
 

@@ -1,6 +1,6 @@
 """The data source without Spark: its options, how it cuts ranges, and what an engine sees of it.
 
-The engine is that of ``tests.support.engine``, in this process; a real server answers it.
+The engine is that of ``tests.support.spark_engine``, in this process; a real server answers it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import meteor_py as meteor
 from pyspark_meteor import membership, planning
 from pyspark_meteor.options import Limits, Place, SourceOptions, parse_columns, parse_source
 from pyspark_meteor.source import MeteorDataSource
-from tests.support.engine import Checkpoint, Engine, own_process
-from tests.support.reading import fill
+from tests.support.readers import fill
+from tests.support.spark_engine import Checkpoint, Engine, own_process
 
 
 def parse(given: dict[str, str] | None = None, *, streaming: bool = True) -> SourceOptions:

@@ -13,8 +13,8 @@ from meteor_py import Position
 from pyspark_meteor import planning
 from pyspark_meteor.options import parse_source
 from pyspark_meteor.ranges import Range, bounded, cut, ranges_between
-from tests.support.engine import own_process
-from tests.support.reading import fill
+from tests.support.readers import fill
+from tests.support.spark_engine import own_process
 
 LIFE = "5f1d"
 

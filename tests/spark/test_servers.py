@@ -17,9 +17,9 @@ from pyspark_meteor.options import SourceOptions, parse_source
 from pyspark_meteor.server import ServerOptions
 from pyspark_meteor.sink_options import SinkOptions, parse_sink
 from tests.conftest import ServerFactory
-from tests.support.engine import Checkpoint, Engine, Task, dumps, own_process
-from tests.support.reading import fill
+from tests.support.readers import fill
 from tests.support.servers import Server
+from tests.support.spark_engine import Checkpoint, Engine, Task, dumps, own_process
 
 SECRET = "geheim-4711"
 SCHEMA = StructType([StructField("value", BinaryType())])

@@ -17,7 +17,7 @@ import meteor_py as meteor
 from meteor_py.records.config import OFFSET_MAX
 from meteor_py.redis import keys
 from tests.support.spark import END_S, batches, failure, stream_of
-from tests.support.staging import contents, lasting, numbers
+from tests.support.transactions import contents, lasting, numbers
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pyspark.sql import SparkSession
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.bench import NAME, Pair
-from tests.support.reading import fill, later_than_all
+from tests.support.proxied_stream import NAME, Pair
+from tests.support.readers import fill, later_than_all
 from tests.support.spark import (
     PASSWORD,
     PASSWORD_ENV,

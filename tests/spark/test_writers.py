@@ -17,8 +17,8 @@ from pyspark_meteor import writers
 from pyspark_meteor.server import ServerOptions
 from pyspark_meteor.sink_options import SinkOptions, parse_sink
 from pyspark_meteor.writing import open_stream, publish_all, stage_all
-from tests.support.engine import Task
-from tests.support.staging import contents
+from tests.support.spark_engine import Task
+from tests.support.transactions import contents
 from tests.support.waiting import eventually
 
 MIB = 1024 * 1024

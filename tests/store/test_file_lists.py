@@ -10,8 +10,8 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import keys
-from tests.support.archiving import Depot
-from tests.support.members import STREAM
+from tests.support.archivers import Depot
+from tests.support.group_members import STREAM
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from meteor_py.store import maintenance, segment_file
 from meteor_py.store.base import Bounds
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import Segment
-from meteor_py.testing.store_contract import LIFE, NEWEST, appended_at, check, read, records
-from tests.support.parquet import (
+from meteor_py.testing.store_contract import INCARNATION, NEWEST, appended_at, check, read, records
+from tests.support.parquet_store import (
     EDGES,
     END,
     GROUP,
@@ -57,7 +57,7 @@ def test_compaction_merges_segments_and_changes_no_record(store: ParquetStore) -
     small = paths(store)
     told: list[tuple[int, int]] = []
     saved = store.compact(
-        LIFE, 0, END, records=1000, size=1 << 30, progress=lambda *x: told.append(x)
+        INCARNATION, 0, END, records=1000, size=1 << 30, progress=lambda *x: told.append(x)
     )
     assert saved == 2
     assert told[-1] == (120, 120)
@@ -67,31 +67,31 @@ def test_compaction_merges_segments_and_changes_no_record(store: ParquetStore) -
     check(store, 0, END)
     assert sorted(flaws(store)) == [("leftover", a, b - 1) for a, b in pairwise(EDGES)]
     assert all(path.exists() for path in small)
-    assert store.compact(LIFE, 0, END, records=1000, size=1 << 30) == 0
+    assert store.compact(INCARNATION, 0, END, records=1000, size=1 << 30) == 0
 
 
 def test_compacted_segments_are_no_larger_than_allowed(store: ParquetStore) -> None:
-    assert store.compact(LIFE, 0, END, records=80, size=1 << 30) == 1
+    assert store.compact(INCARNATION, 0, END, records=80, size=1 << 30) == 1
     assert [pq.read_metadata(path).num_rows for path in paths(store)] == [80, 40]
-    assert store.compact(LIFE, 0, END, records=119, size=1 << 30) == 0
+    assert store.compact(INCARNATION, 0, END, records=119, size=1 << 30) == 0
     largest = max(path.stat().st_size for path in paths(store))
-    assert store.compact(LIFE, 0, END, records=1000, size=largest) == 0
+    assert store.compact(INCARNATION, 0, END, records=1000, size=largest) == 0
     check(store, 0, END)
 
 
 def test_what_is_not_committed_is_not_compacted(store: ParquetStore) -> None:
-    store.append(LIFE, 2, records(120, 130, branch=2))
-    assert store.compact(LIFE, 0, END, records=1000, size=1 << 30) == 2
+    store.append(INCARNATION, 2, records(120, 130, branch=2))
+    assert store.compact(INCARNATION, 0, END, records=1000, size=1 << 30) == 2
     assert len(paths(store)) == 1
-    store.append(LIFE, 3, records(120, 140))
+    store.append(INCARNATION, 3, records(120, 140))
     check(store, 0, 140)
 
 
 def test_segments_of_several_terms_become_one_of_the_newest(empty: ParquetStore) -> None:
-    empty.append(LIFE, 1, records(0, 30))
-    empty.append(LIFE, 2, records(20, 40))
-    empty.append(LIFE, 5, records(40, 50))
-    assert empty.compact(LIFE, 0, 50, records=1000, size=1 << 30) == 2
+    empty.append(INCARNATION, 1, records(0, 30))
+    empty.append(INCARNATION, 2, records(20, 40))
+    empty.append(INCARNATION, 5, records(40, 50))
+    assert empty.compact(INCARNATION, 0, 50, records=1000, size=1 << 30) == 2
     (merged,) = paths(empty, 50)
     assert Segment.parse(merged.name) == Segment(0, 49, 5, merged.stem[-8:])
     check(empty, 0, 50)
@@ -101,16 +101,16 @@ def test_what_is_damaged_is_not_compacted(store: ParquetStore, tmp_path: Path) -
     path = paths(store)[1]
     path.write_bytes(path.read_bytes()[:-1])
     before = names(tmp_path)
-    assert store.compact(LIFE, 0, END, records=1000, size=1 << 30) == 0
+    assert store.compact(INCARNATION, 0, END, records=1000, size=1 << 30) == 0
     assert names(tmp_path) == before
     assert readable(store) == {*range(40), *range(80, 120)}
 
 
 def test_a_reader_that_has_begun_does_not_notice_a_compaction(store: ParquetStore) -> None:
     small = paths(store)
-    batches = store.read(LIFE, 0, END)
+    batches = store.read(INCARNATION, 0, END)
     found = [next(batches)]
-    store.compact(LIFE, 0, END, records=1000, size=1 << 30)
+    store.compact(INCARNATION, 0, END, records=1000, size=1 << 30)
     found.append(next(batches))
     for path in small:  # all it has listed, and the one it is reading
         path.unlink()
@@ -123,18 +123,18 @@ def test_a_search_that_has_begun_does_not_notice_a_compaction(
 ) -> None:
     small = paths(store)
     opened: list[str] = []
-    open_file = store._folder.open
+    open_file = store._storage.open
 
     def compact_and_open(path: str) -> Any:
         if not opened:
             opened.append(path)
-            store.compact(LIFE, 0, END, records=1000, size=1 << 30)
+            store.compact(INCARNATION, 0, END, records=1000, size=1 << 30)
             for each in small:
                 each.unlink()
         return open_file(path)
 
-    monkeypatch.setattr(store._folder, "open", compact_and_open)
-    assert store.locate(LIFE, appended_at(63), 0, END) == 63
+    monkeypatch.setattr(store._storage, "open", compact_and_open)
+    assert store.locate(INCARNATION, appended_at(63), 0, END) == 63
 
 
 def test_many_read_while_segments_are_merged_and_removed(
@@ -158,13 +158,13 @@ def test_many_read_while_segments_are_merged_and_removed(
         thread.start()
     try:
         for step in range(40):
-            empty.append(LIFE, 1, records(end, end + 5))
+            empty.append(INCARNATION, 1, records(end, end + 5))
             end += 5
             if step % 4 == 3:
                 before = names(tmp_path)
-                empty.compact(LIFE, 0, end, records=60, size=1 << 30)
+                empty.compact(INCARNATION, 0, end, records=60, size=1 << 30)
                 for name in before - {path.name for path in paths(empty, end)}:
-                    (tmp_path / "s" / LIFE / name).unlink()
+                    (tmp_path / "s" / INCARNATION / name).unlink()
     finally:
         over.set()
         for thread in threads:
@@ -180,9 +180,9 @@ def test_many_read_while_segments_are_merged_and_removed(
 @pytest.fixture
 def untidy(store: ParquetStore, tmp_path: Path) -> Iterator[ParquetStore]:
     """All kinds of leftovers, all of them old: merged, lost by a fail-over, unfinished."""
-    store.compact(LIFE, 0, 80, records=1000, size=1 << 30)
-    store.append(LIFE, 2, records(120, 140, branch=2))  # not committed
-    folder = tmp_path / "s" / LIFE
+    store.compact(INCARNATION, 0, 80, records=1000, size=1 << 30)
+    store.append(INCARNATION, 2, records(120, 140, branch=2))  # not committed
+    folder = tmp_path / "s" / INCARNATION
     (folder / "_0123456789abcdef.tmp").write_bytes(b"PAR1")
     for name in os.listdir(folder):
         make_old(folder / name)
@@ -191,7 +191,7 @@ def untidy(store: ParquetStore, tmp_path: Path) -> Iterator[ParquetStore]:
 
 
 def test_leftovers_are_removed_after_the_grace(untidy: ParquetStore, tmp_path: Path) -> None:
-    untidy.tidy(LIFE, NEWEST, END, lambda: True)
+    untidy.tidy(INCARNATION, NEWEST, END, lambda: True)
     assert names(tmp_path) == {path.name for path in paths(untidy)}
     assert len(names(tmp_path)) == 2
     assert flaws(untidy) == []
@@ -201,8 +201,8 @@ def test_what_is_young_is_not_removed(untidy: ParquetStore, tmp_path: Path) -> N
     before = names(tmp_path)
     counting = {path.name for path in paths(untidy)}
     for name in before - counting:
-        make_old(tmp_path / "s" / LIFE / name, 120 - maintenance.GRACE_S)
-    untidy.tidy(LIFE, NEWEST, END, lambda: True)
+        make_old(tmp_path / "s" / INCARNATION / name, 120 - maintenance.GRACE_S)
+    untidy.tidy(INCARNATION, NEWEST, END, lambda: True)
     assert names(tmp_path) == before
 
 
@@ -212,7 +212,7 @@ def test_what_was_merged_stays_while_the_merged_one_is_young(
     """Who has listed the small ones may have done so just before the large one was there."""
     merged = paths(untidy)[0]
     make_old(merged, -maintenance.GRACE_S)
-    untidy.tidy(LIFE, NEWEST, END, lambda: True)
+    untidy.tidy(INCARNATION, NEWEST, END, lambda: True)
     assert {name[:41] for name in names(tmp_path)} == {
         f"{first:020d}-{last:020d}" for first, last in [(0, 39), (40, 79), (0, 79), (80, 119)]
     }
@@ -227,7 +227,7 @@ def test_nothing_is_removed_once_the_end_is_in_doubt(untidy: ParquetStore, tmp_p
         asked.append(names(tmp_path))
         return False
 
-    untidy.tidy(LIFE, NEWEST, END, still)
+    untidy.tidy(INCARNATION, NEWEST, END, still)
     assert asked == [before]
     assert names(tmp_path) == before
 
@@ -238,12 +238,12 @@ def test_a_segment_that_comes_while_tidying_is_not_removed(
     """Another has taken over just now, and has archived more."""
 
     def still() -> bool:
-        untidy.append(LIFE, 7, records(120, 160))
+        untidy.append(INCARNATION, 7, records(120, 160))
         for path in paths(untidy, 160):
             make_old(path)
         return True
 
-    untidy.tidy(LIFE, NEWEST, END, still)
+    untidy.tidy(INCARNATION, NEWEST, END, still)
     check(untidy, 0, 160)
 
 
@@ -253,11 +253,11 @@ def test_a_segment_that_comes_while_tidying_is_not_removed(
 def test_after_a_fail_over_mending_makes_the_list_of_files_exact(
     store: ParquetStore, tmp_path: Path
 ) -> None:
-    store.append(LIFE, 2, records(70, 100, branch=2))  # archived went back to 70
+    store.append(INCARNATION, 2, records(70, 100, branch=2))  # archived went back to 70
     with pytest.raises(StoreUnavailable, match=r"not all that .* holds counts"):
-        store.files(LIFE, 0, 100)
+        store.files(INCARNATION, 0, 100)
     before = names(tmp_path)
-    store.tidy(LIFE, NEWEST, 100, lambda: True)
+    store.tidy(INCARNATION, NEWEST, 100, lambda: True)
     files = paths(store, 100)
     assert [Segment.parse(path.name)[:3] for path in files] == [  # type: ignore[index]
         (0, 39, 1),
@@ -268,47 +268,47 @@ def test_after_a_fail_over_mending_makes_the_list_of_files_exact(
     check(store, 0, 70)
     check(store, 70, 100, branch=2)
     assert names(tmp_path) > before  # they are young
-    store.tidy(LIFE, NEWEST, 100, lambda: True)
+    store.tidy(INCARNATION, NEWEST, 100, lambda: True)
     assert paths(store, 100) == files
 
 
 def test_mending_comes_before_the_next_append(store: ParquetStore) -> None:
     with pytest.raises(StoreUnavailable):  # the second one goes on behind the end
-        store.files(LIFE, 0, 70)
-    store.tidy(LIFE, NEWEST, 70, lambda: True)
+        store.files(INCARNATION, 0, 70)
+    store.tidy(INCARNATION, NEWEST, 70, lambda: True)
     assert pa.concat_tables(map(pq.read_table, paths(store, 70))).equals(records(0, 70))
 
 
 def test_expiry_brings_no_lost_branch_back(empty: ParquetStore, tmp_path: Path) -> None:
-    empty.append(LIFE, 1, records(0, 50, branch=1))
-    empty.append(LIFE, 1, records(50, 90, branch=1))  # lost by the server
+    empty.append(INCARNATION, 1, records(0, 50, branch=1))
+    empty.append(INCARNATION, 1, records(50, 90, branch=1))  # lost by the server
     for first in (40, 60, 80):
-        empty.append(LIFE, 2, records(first, first + 20, branch=2))
+        empty.append(INCARNATION, 2, records(first, first + 20, branch=2))
     for below in (40, 45, 60, 80):
-        edge = max(empty.edge(LIFE, below), 40)
-        empty.delete(LIFE, edge)
-        assert empty.bounds(LIFE) == Bounds(edge, 100, 2)
+        edge = max(empty.segment_end(INCARNATION, below), 40)
+        empty.delete(INCARNATION, edge)
+        assert empty.bounds(INCARNATION) == Bounds(edge, 100, 2)
         check(empty, edge, 100, branch=2)
     assert {name[:20] for name in names(tmp_path)} == {f"{80:020d}"}
 
 
 def test_an_edge_is_the_end_of_a_file_and_what_fits_begins_with_one(store: ParquetStore) -> None:
-    assert [store.edge(LIFE, n) for n in (0, 39, 40, 79, 80, 119, 120, 500)] == [
+    assert [store.segment_end(INCARNATION, n) for n in (0, 39, 40, 79, 80, 119, 120, 500)] == [
         *(0, 0, 40, 40, 80, 80, 120, 120)
     ]
     sizes = [path.stat().st_size for path in paths(store)]
-    assert store.fitting(LIFE, END, sum(sizes)) == 0
-    assert store.fitting(LIFE, END, sum(sizes) - 1) == 40
-    assert store.fitting(LIFE, END, sizes[2]) == 80
-    assert store.fitting(LIFE, END, sizes[2] - 1) == END
+    assert store.fitting(INCARNATION, END, sum(sizes)) == 0
+    assert store.fitting(INCARNATION, END, sum(sizes) - 1) == 40
+    assert store.fitting(INCARNATION, END, sizes[2]) == 80
+    assert store.fitting(INCARNATION, END, sizes[2] - 1) == END
 
 
 def test_a_list_of_files_has_no_hole_unless_a_record_is_lost(store: ParquetStore) -> None:
     assert [path.name[:20] for path in paths(store)] == [f"{n:020d}" for n in EDGES[:-1]]
-    assert len(store.files(LIFE, 40, END)) == 2
+    assert len(store.files(INCARNATION, 40, END)) == 2
     paths(store)[0].unlink()
     for look in (lambda: read(store, 0, 1), lambda: paths(store)):
         with pytest.raises(RecordsLost) as caught:
             look()
         assert caught.value.first == 0
-    assert len(store.files(LIFE, 40, END)) == 2
+    assert len(store.files(INCARNATION, 40, END)) == 2

@@ -23,7 +23,7 @@ from meteor_py.store.base import Bounds
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import Segment
 from meteor_py.testing.store_contract import (
-    LIFE,
+    INCARNATION,
     NEWEST,
     appended_at,
     check,
@@ -31,7 +31,7 @@ from meteor_py.testing.store_contract import (
     read,
     records,
 )
-from tests.support.parquet import END, GROUP, claimed, filled, flaws, names, paths, readable
+from tests.support.parquet_store import END, GROUP, claimed, filled, flaws, names, paths, readable
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def store(tmp_path: Path) -> ParquetStore:
 def search(store: ParquetStore, offset: int) -> int | str:
     """Find a record by its time."""
     try:
-        return store.locate(LIFE, appended_at(offset), 0, END)
+        return store.locate(INCARNATION, appended_at(offset), 0, END)
     except CorruptSegment as error:
         return "corrupt" if 40 <= error.first <= error.last < 80 else "corrupt elsewhere"
 
@@ -69,7 +69,7 @@ def test_row_groups_are_small_and_have_checksums_and_the_names_of_their_columns(
     assert file.schema_arrow.equals(ARROW_SCHEMA)
     assert json.loads(file.schema_arrow.metadata[b"meteor"]) == {
         "stream": "s",
-        "life": LIFE,
+        "life": INCARNATION,
         "term": 1,
     }
 
@@ -78,23 +78,23 @@ def test_a_row_group_of_large_values_has_few_records(empty: ParquetStore) -> Non
     table = records(0, 10)
     values = pa.array([bytes(segment_file.GROUP_BYTES // 2)] * 10)
     table = table.set_column(4, ARROW_SCHEMA.field("value"), values)
-    empty.append(LIFE, 1, table)
+    empty.append(INCARNATION, 1, table)
     file = pq.ParquetFile(paths(empty, 10)[0])
     assert file.metadata.row_group(0).num_rows <= 2
     assert len(read(empty, 5, 6)) == 1
 
 
 def test_other_files_in_the_folder_are_left_alone(store: ParquetStore, tmp_path: Path) -> None:
-    folder = tmp_path / "s" / LIFE
+    folder = tmp_path / "s" / INCARNATION
     (folder / "notes.txt").write_text("mine")
     (folder / Segment(0, 500, 9, "0badcafe").name).mkdir()
     (folder / Segment(0, 600, 9, "0badcafe").name).symlink_to(paths(store)[0])
-    (tmp_path / "s" / "not a life").mkdir()
+    (tmp_path / "s" / "not a incarnation").mkdir()
     check(store, 0, END)
-    assert store.bounds(LIFE) == Bounds(0, END, 1)
-    assert store.lives() == [LIFE]
+    assert store.bounds(INCARNATION) == Bounds(0, END, 1)
+    assert store.incarnations() == [INCARNATION]
     assert flaws(store) == []
-    store.tidy(LIFE, NEWEST, END, lambda: True)
+    store.tidy(INCARNATION, NEWEST, END, lambda: True)
     assert (folder / "notes.txt").read_text() == "mine"
 
 
@@ -182,7 +182,7 @@ def test_a_missing_segment_is_a_loss_with_its_offsets(store: ParquetStore) -> No
     assert flaws(store, 50, END) == [("missing", 50, 79)]
     check(store, 0, 40)
     check(store, 80, END)
-    assert store.locate(LIFE, appended_at(99), 80, END) == 99
+    assert store.locate(INCARNATION, appended_at(99), 80, END) == 99
 
 
 def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
@@ -191,7 +191,7 @@ def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
     def fail(*_: object) -> NoReturn:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(store._folder, "open", fail)
+    monkeypatch.setattr(store._storage, "open", fail)
     with pytest.raises(StoreUnavailable, match="Input/output error") as caught:
         read(store, 0, 10)
     assert caught.value.retriable
@@ -212,11 +212,11 @@ def test_an_append_that_fails_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(pq if step == "write_table" else os, step, fail)
         with pytest.raises(StoreUnavailable, match="No space left") as caught:
-            store.append(LIFE, 1, records(120, 160))
+            store.append(INCARNATION, 1, records(120, 160))
     assert caught.value.retriable
     assert names(tmp_path) == before
-    assert store.bounds(LIFE) == Bounds(0, END, 1)
-    store.append(LIFE, 2, records(120, 160))
+    assert store.bounds(INCARNATION) == Bounds(0, END, 1)
+    store.append(INCARNATION, 2, records(120, 160))
     check(store, 0, 160)
 
 
@@ -231,7 +231,7 @@ def test_a_file_is_read_again_before_it_counts(
     before = names(tmp_path)
     monkeypatch.setattr(pq, "write_table", lie)
     with pytest.raises(StoreUnavailable, match="does not hold what was written"):
-        store.append(LIFE, 1, records(120, 160))
+        store.append(INCARNATION, 1, records(120, 160))
     assert names(tmp_path) == before
 
 
@@ -241,6 +241,6 @@ def test_nothing_is_written_where_the_folder_of_the_stream_is_gone(
     """The disk may be unmounted: a folder of the same name must not be begun in its place."""
     (tmp_path / "s").rename(tmp_path / "elsewhere")
     with pytest.raises(StoreUnavailable):
-        store.append(LIFE, 1, records(120, 160))
+        store.append(INCARNATION, 1, records(120, 160))
     assert not (tmp_path / "s").exists()
     assert store.identity() is None

@@ -1,8 +1,8 @@
 """Whatever archivers do, crash at and come back from, each offset is read from the right write.
 
-Which segment counts follows from names alone, so the model needs no files: `Desk` is a shelf whose
-files are tables in memory, everything else about it is the real thing. Hypothesis plays the stream,
-its fail-overs, and any number of archivers and compactors, some of which act too late.
+Which segment counts follows from names alone, so the model needs no files: `MemoryLog` is a segment
+log whose files are tables in memory, everything else about it is the real thing. Hypothesis plays
+the stream, its fail-overs, and any number of archivers and compactors, some of which act too late.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_no_more_segments_are_read_than_needed(segments: list[Segment]) -> None:
 # The model
 
 
-class Sheet(SegmentFile):
+class MemoryFile(SegmentFile):
     """A file of one row group that is a batch in memory."""
 
     def __init__(self, segment: Segment, batch: pa.RecordBatch) -> None:
@@ -131,18 +131,20 @@ class Crash(Exception):
     """The process dies here."""
 
 
-class Desk(SegmentLog):
-    """A shelf in memory. All that lies on it is old enough to be removed."""
+class MemoryLog(SegmentLog):
+    """A segment log in memory, in which everything is old enough to be removed."""
 
     def __init__(self) -> None:
-        self.sheets: dict[str, pa.RecordBatch] = {}
+        self.segments_by_name: dict[str, pa.RecordBatch] = {}
         self.removals_left = math.inf
         self._numbers = count()
         folder: Any = self  # of which `names` and `remove` are called
-        super().__init__(folder, "s", "life", "memory")
+        super().__init__(folder, "s", "incarnation", "memory")
 
     def names(self, path: str) -> list[str]:
-        return sorted(self.sheets, key=lambda name: name[::-1])  # as a disk: in no order at all
+        return sorted(
+            self.segments_by_name, key=lambda name: name[::-1]
+        )  # as a disk: in no order at all
 
     def entries(self) -> list[Entry]:
         return [Entry(name, 1, math.inf) for name in self.names("")]
@@ -150,26 +152,26 @@ class Desk(SegmentLog):
     def write(self, term: int, records: pa.Table) -> Segment:
         offsets = records.column("offset").to_pylist()
         segment = Segment(offsets[0], offsets[-1], term, f"{next(self._numbers):08x}")
-        self.sheets[segment.name] = records.combine_chunks().to_batches()[0]
+        self.segments_by_name[segment.name] = records.combine_chunks().to_batches()[0]
         return segment
 
     def remove(self, path: str) -> None:
         if self.removals_left == 0:
             raise Crash
         self.removals_left -= 1
-        del self.sheets[path.removeprefix("life/")]
+        del self.segments_by_name[path.removeprefix("incarnation/")]
 
     def _open(self, segment: Segment) -> SegmentFile:
-        if segment.name not in self.sheets:
+        if segment.name not in self.segments_by_name:
             raise FileNotFoundError(segment.name)
-        return Sheet(segment, self.sheets[segment.name])
+        return MemoryFile(segment, self.segments_by_name[segment.name])
 
     def ids(self, span: Span) -> list[int]:
-        ids: list[int] = self.sheets[span.segment.name].column("id").to_pylist()
+        ids: list[int] = self.segments_by_name[span.segment.name].column("id").to_pylist()
         return ids[span.first - span.segment.first : span.stop - span.segment.first]
 
 
-def sheet(first: int, ids: list[int]) -> pa.Table:
+def table(first: int, ids: list[int]) -> pa.Table:
     return pa.table({"offset": range(first, first + len(ids)), "id": ids})
 
 
@@ -187,11 +189,11 @@ some = st.integers(0, 20)
 
 
 class Archiving(RuleBasedStateMachine):
-    """A stream, what its server says of it, and a shelf."""
+    """A stream, what its server says of it, and a segment log."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = Desk()
+        self.store = MemoryLog()
         self.ids = count()
         self.log: list[int] = []  # the record that each offset names now
         self.archived = 0
@@ -213,8 +215,8 @@ class Archiving(RuleBasedStateMachine):
         first = self.archived
         ids = self.log[first : first + n]
         if again:  # a first try, whose outcome was unknown
-            self.desk.write(self.term, sheet(first, ids[: len(ids) // 2 + 1]))
-        self.desk.write(self.term, sheet(first, ids))
+            self.store.write(self.term, table(first, ids[: len(ids) // 2 + 1]))
+        self.store.write(self.term, table(first, ids))
         self.archived = max(first + len(ids) - lost, first)
         if lost:
             self.term += 1
@@ -224,7 +226,7 @@ class Archiving(RuleBasedStateMachine):
     def append_late(self, data: st.DataObject) -> None:
         """The commit that follows is refused: the term is over."""
         late = self.paused.pop(data.draw(st.integers(0, len(self.paused) - 1)))
-        self.desk.write(late.term, sheet(late.first, late.ids))
+        self.store.write(late.term, table(late.first, late.ids))
         self.haunted = self.haunted or late.first < self.expired
 
     @rule(n=few, back=some, kept=st.none() | st.integers(0, 3))
@@ -244,69 +246,69 @@ class Archiving(RuleBasedStateMachine):
 
     @rule(records=st.integers(1, 30))
     def compact(self, records: int) -> None:
-        maintenance.compact(self.desk, self.expired, self.archived, records, 1_000, None)
+        maintenance.compact(self.store, self.expired, self.archived, records, 1_000, None)
 
-    @precondition(lambda self: self.desk.spans(self.archived))
+    @precondition(lambda self: self.store.spans(self.archived))
     @rule(data=st.data())
     def begin_to_compact(self, data: st.DataObject) -> None:
         """Read some neighbours, to write them as one at another time."""
-        spans = [span for span in self.desk.spans(self.archived) if span.first >= self.expired]
+        spans = [span for span in self.store.spans(self.archived) if span.first >= self.expired]
         if not spans:
             return
         first = data.draw(st.integers(0, len(spans) - 1))
         run = spans[first : data.draw(st.integers(first + 1, len(spans)))]
-        table = pa.Table.from_batches(self.desk.read(run[0].first, run[-1].stop))
+        table = pa.Table.from_batches(self.store.read(run[0].first, run[-1].stop))
         self.merged.append((max(span.segment.term for span in run), table))
 
     @precondition(lambda self: self.merged)
     @rule()
     def end_to_compact(self) -> None:
         term, table = self.merged.pop(0)
-        self.desk.write(term, table)
+        self.store.write(term, table)
         self.haunted = self.haunted or table.column("offset")[0].as_py() < self.expired
 
     @rule()
     def tidy(self) -> None:
-        maintenance.mend(self.desk, self.archived)
-        maintenance.sweep(self.desk, NEWEST, self.archived, lambda: True)
-        spans = self.desk.spans(self.archived)
+        maintenance.mend(self.store, self.archived)
+        maintenance.sweep(self.store, NEWEST, self.archived, lambda: True)
+        spans = self.store.spans(self.archived)
         assert all(span.exact for span in spans)
-        assert {span.segment.name for span in spans} == set(self.desk.sheets)
+        assert {span.segment.name for span in spans} == set(self.store.segments_by_name)
 
     @rule(ahead=some)
     def tidy_in_vain(self, ahead: int) -> None:
         """One that was replaced has an old idea of the end, and notices before it removes."""
-        maintenance.mend(self.desk, self.archived + ahead)
-        maintenance.sweep(self.desk, NEWEST, self.archived + ahead, lambda: False)
+        maintenance.mend(self.store, self.archived + ahead)
+        maintenance.sweep(self.store, NEWEST, self.archived + ahead, lambda: False)
 
     @rule(n=some, removals=st.sampled_from([math.inf, 0, 1, 2]))
     def expire(self, n: int, removals: float) -> None:
         wanted = min(self.expired + n, self.archived)
-        stops = (span.stop for span in self.desk.spans() if span.stop <= wanted)
+        stops = (span.stop for span in self.store.spans() if span.stop <= wanted)
         self.expired = max(self.expired, *stops, 0)
-        self.desk.removals_left = removals
+        self.store.removals_left = removals
         try:
-            maintenance.remove_below(self.desk, self.expired)
+            maintenance.remove_below(self.store, self.expired)
         except Crash:
             pass
-        self.desk.removals_left = math.inf
+        self.store.removals_left = math.inf
 
     @invariant()
     def each_offset_is_read_from_the_right_write(self) -> None:
-        batches = self.desk.read(self.expired, self.archived)
+        batches = self.store.read(self.expired, self.archived)
         found = [id_ for batch in batches for id_ in batch.column("id").to_pylist()]
         assert found == self.log[self.expired : self.archived]
 
     @invariant()
     def nothing_comes_back_that_was_lost(self) -> None:
         """Even of what has expired nothing is there but what was there before."""
-        for span in self.desk.spans(self.archived):
+        for span in self.store.spans(self.archived):
             if not self.haunted:
-                assert self.desk.ids(span) == self.log[span.first : span.stop]
+                assert self.store.ids(span) == self.log[span.first : span.stop]
 
     @invariant()
     def the_bounds_reach_as_far_as_what_counts(self) -> None:
-        spans = self.desk.spans()
+        spans = self.store.spans()
         if self.archived > self.expired:
             assert spans[0].first <= self.expired
             assert spans[-1].stop >= self.archived
@@ -314,16 +316,16 @@ class Archiving(RuleBasedStateMachine):
 
 def test_deleting_that_is_cut_short_brings_nothing_back() -> None:
     for removals in range(4):
-        desk = Desk()
-        desk.write(3, sheet(0, [30, 31, 32]))
-        desk.write(3, sheet(3, [33, 34]))
-        desk.write(2, sheet(0, [20, 21, 22, 23]))  # too late: it does not count
-        desk.removals_left = removals
+        store = MemoryLog()
+        store.write(3, table(0, [30, 31, 32]))
+        store.write(3, table(3, [33, 34]))
+        store.write(2, table(0, [20, 21, 22, 23]))  # too late: it does not count
+        store.removals_left = removals
         try:
-            maintenance.remove_below(desk, 3)
+            maintenance.remove_below(store, 3)
         except Crash:
             pass
-        found = [id_ for span in desk.spans() for id_ in desk.ids(span)]
+        found = [id_ for span in store.spans() for id_ in store.ids(span)]
         assert found in ([30, 31, 32, 33, 34], [33, 34])
 
 

@@ -18,10 +18,10 @@ from meteor_py.redis.scripts import EXPIRE_HISTORY
 from meteor_py.store import maintenance
 from meteor_py.store.base import TERMS
 from meteor_py.store.segment import Segment
-from meteor_py.testing.store_contract import LIFE, NEWEST
+from meteor_py.testing.store_contract import INCARNATION, NEWEST
 from tests.conftest import ServerFactory
-from tests.support.parquet import END, filled, make_old, names, paths
-from tests.support.reading import fill
+from tests.support.parquet_store import END, filled, make_old, names, paths
+from tests.support.readers import fill
 from tests.support.waiting import eventually
 
 NAME = "orders"
@@ -96,7 +96,7 @@ def test_a_server_that_was_believed_lost_cannot_go_on_with_a_history_that_was_re
         fill(new, 30)
         archive(new)
         assert offsets(new) == list(range(90))
-        with pytest.raises(meteor.StoreMismatch, match="gone on with the history"):
+        with pytest.raises(meteor.StoreMismatch, match="continued the history"):
             offsets(old)
         assert stored(found, tmp_path, resume=True).store.verify() == []
 
@@ -185,13 +185,13 @@ def test_expiry_asks_the_groups_once_more(m: meteor.Client, tmp_path: Path) -> N
 
 def test_sweeping_stops_as_soon_as_it_may_not_go_on(tmp_path: Path) -> None:
     store = filled(tmp_path)
-    store.compact(LIFE, 0, END, records=1_000, size=1 << 30)
-    folder = tmp_path / "s" / LIFE
+    store.compact(INCARNATION, 0, END, records=1_000, size=1 << 30)
+    folder = tmp_path / "s" / INCARNATION
     for name in names(tmp_path):
         make_old(folder / name)
     answers = iter([True, True, False, False, False])
     before = len(names(tmp_path))
-    store.tidy(LIFE, NEWEST, END, lambda: next(answers))
+    store.tidy(INCARNATION, NEWEST, END, lambda: next(answers))
     assert len(names(tmp_path)) == before - 1
 
 
@@ -200,10 +200,10 @@ def test_merging_holds_no_more_in_memory_than_it_may(
 ) -> None:
     store = filled(tmp_path)
     monkeypatch.setattr(maintenance, "MEMORY_BYTES", 1)  # one batch at a time
-    store.compact(LIFE, 0, END, records=1_000, size=1 << 30)
+    store.compact(INCARNATION, 0, END, records=1_000, size=1 << 30)
     merged = [Segment.parse(path.name) for path in paths(store)]
     assert sum(len(segment) for segment in merged if segment is not None) == END
-    assert sum(map(len, store.read(LIFE, 0, END))) == END
+    assert sum(map(len, store.read(INCARNATION, 0, END))) == END
 
 
 # What hangs, and what is given
@@ -218,17 +218,17 @@ class Hanging(MemoryStore):
         self.reached = threading.Event()
         self.go_on = threading.Event()
 
-    def read(self, life: str, start: int, stop: int) -> Iterator[Any]:
-        for number, batch in enumerate(super().read(life, start, stop)):
+    def read(self, incarnation: str, start: int, stop: int) -> Iterator[Any]:
+        for number, batch in enumerate(super().read(incarnation, start, stop)):
             if self.hangs.is_set() and number > 2:
                 self.go_on.wait(60)
             yield batch
 
-    def append(self, life: str, term: int, records: Any) -> None:
+    def append(self, incarnation: str, term: int, records: Any) -> None:
         if self.hangs.is_set():
             self.reached.set()
             self.go_on.wait(60)
-        super().append(life, term, records)
+        super().append(incarnation, term, records)
 
 
 @pytest.fixture

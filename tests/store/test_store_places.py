@@ -14,23 +14,23 @@ import pytest
 
 from meteor_py.errors import MeteorError, StoreMismatch, StoreUnavailable
 from meteor_py.store.base import Bounds
-from meteor_py.store.parquet import MARK, ParquetStore
-from meteor_py.testing.store_contract import LIFE, check, records
-from tests.support.parquet import claimed, everything_said
+from meteor_py.store.parquet import IDENTITY_FILE, ParquetStore
+from meteor_py.testing.store_contract import INCARNATION, check, records
+from tests.support.parquet_store import claimed, everything_said
 
 #: Every call that looks at the folder of a stream, or changes it.
 CALLS: dict[str, Callable[[ParquetStore], object]] = {
     "identity": lambda store: store.identity(),
     "claim": lambda store: store.claim("mine"),
-    "lives": lambda store: store.lives(),
-    "bounds": lambda store: store.bounds(LIFE),
-    "append": lambda store: store.append(LIFE, 1, records(0, 10)),
-    "read": lambda store: list(store.read(LIFE, 0, 10)),
-    "locate": lambda store: store.locate(LIFE, 0, 0, 10),
-    "verify": lambda store: list(store.verify(LIFE, 0, 10)),
-    "tidy": lambda store: store.tidy(LIFE, 1, 10, lambda: True),
-    "delete some": lambda store: store.delete(LIFE, 10),
-    "delete": lambda store: store.delete(LIFE),
+    "incarnations": lambda store: store.incarnations(),
+    "bounds": lambda store: store.bounds(INCARNATION),
+    "append": lambda store: store.append(INCARNATION, 1, records(0, 10)),
+    "read": lambda store: list(store.read(INCARNATION, 0, 10)),
+    "locate": lambda store: store.locate(INCARNATION, 0, 0, 10),
+    "verify": lambda store: list(store.verify(INCARNATION, 0, 10)),
+    "tidy": lambda store: store.tidy(INCARNATION, 1, 10, lambda: True),
+    "delete some": lambda store: store.delete(INCARNATION, 10),
+    "delete": lambda store: store.delete(INCARNATION),
 }
 
 
@@ -69,7 +69,7 @@ def test_a_relative_path_is_made_absolute_at_once(
     monkeypatch.chdir("/")
     store.claim("id")
     assert store.uri == f"file://{tmp_path}/data"
-    assert (tmp_path / "data" / "s" / MARK).exists()
+    assert (tmp_path / "data" / "s" / IDENTITY_FILE).exists()
     assert ParquetStore(store.uri, "s").identity() == "id"
 
 
@@ -81,11 +81,11 @@ def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["a b", "what?", "100%41", "#1", "größe", "a@b", "{x}", "'\""])
 def test_a_path_may_have_any_characters(tmp_path: Path, name: str) -> None:
     store = claimed(tmp_path / name)
-    store.append(LIFE, 1, records(0, 10))
+    store.append(INCARNATION, 1, records(0, 10))
     assert store.uri is not None
     again = ParquetStore(store.uri, "s")
     check(again, 0, 10)
-    (file,) = again.files(LIFE, 0, 10)
+    (file,) = again.files(INCARNATION, 0, 10)
     assert Path(file).is_relative_to(tmp_path / name)
     assert pq.ParquetFile(file).read().equals(records(0, 10))
 
@@ -95,9 +95,9 @@ def test_a_filesystem_of_pyarrow_will_do_and_has_no_address(tmp_path: Path) -> N
     store = ParquetStore("deep/down", "s", filesystem=inner)
     assert store.uri is None
     store.claim("id")
-    store.append(LIFE, 1, records(0, 10))
+    store.append(INCARNATION, 1, records(0, 10))
     check(store, 0, 10)
-    (file,) = store.files(LIFE, 0, 10)
+    (file,) = store.files(INCARNATION, 0, 10)
     assert (tmp_path / file).exists()
     check(ParquetStore(tmp_path / "deep" / "down", "s"), 0, 10)
 
@@ -124,16 +124,16 @@ class Torn:
 
 def test_a_part_of_an_upload_does_not_take_the_place_of_what_it_was_made_of(tmp_path: Path) -> None:
     store = claimed(tmp_path)
-    store.append(LIFE, 1, records(0, 10))
-    store.append(LIFE, 1, records(10, 20))
+    store.append(INCARNATION, 1, records(0, 10))
+    store.append(INCARNATION, 1, records(10, 20))
     torn = ParquetStore(str(tmp_path), "s", filesystem=Torn())
     with pytest.raises(StoreUnavailable, match="connection was lost"):
-        torn.compact(LIFE, 0, 20, records=100, size=1 << 30)
+        torn.compact(INCARNATION, 0, 20, records=100, size=1 << 30)
     with pytest.raises(StoreUnavailable, match="connection was lost"):
-        torn.append(LIFE, 2, records(20, 30))
+        torn.append(INCARNATION, 2, records(20, 30))
     check(store, 0, 20)
-    assert store.bounds(LIFE) == Bounds(0, 20, 1)
-    assert list(store.verify(LIFE, 0, 20)) == []
+    assert store.bounds(INCARNATION) == Bounds(0, 20, 1)
+    assert list(store.verify(INCARNATION, 0, 20)) == []
 
 
 # Secrets
@@ -187,7 +187,7 @@ def test_what_refuses_an_address_does_not_repeat_its_secrets(uri: str) -> None:
 )
 def test_a_mark_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path, mark: bytes) -> None:
     store = claimed(tmp_path)
-    (tmp_path / "s" / MARK).write_bytes(mark)
+    (tmp_path / "s" / IDENTITY_FILE).write_bytes(mark)
     with pytest.raises(StoreMismatch, match="cannot be read"):
         store.identity()
 
@@ -200,7 +200,7 @@ def test_a_folder_of_another_stream_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_a_mark_that_is_no_file_is_a_failure(tmp_path: Path) -> None:
-    (tmp_path / "s" / MARK).mkdir(parents=True)
+    (tmp_path / "s" / IDENTITY_FILE).mkdir(parents=True)
     with pytest.raises(StoreUnavailable):
         ParquetStore(tmp_path, "s").identity()
 
@@ -214,7 +214,7 @@ def test_of_many_that_claim_a_folder_all_learn_the_same_id(tmp_path: Path) -> No
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(claim, "abcdefghijklmnop"))
     assert len(found) == 1
-    assert os.listdir(tmp_path / "s") == [MARK]
+    assert os.listdir(tmp_path / "s") == [IDENTITY_FILE]
 
 
 # Nothing leads out of it
@@ -226,21 +226,23 @@ def test_the_name_of_a_stream_cannot_lead_elsewhere(tmp_path: Path, name: str) -
         ParquetStore(tmp_path, name)
 
 
-@pytest.mark.parametrize("life", ["", ".", "..", "../t", "0a/../..", "/etc", "0A", "xyz", "0" * 65])
-def test_the_name_of_a_life_cannot_lead_elsewhere(tmp_path: Path, life: str) -> None:
+@pytest.mark.parametrize(
+    "incarnation", ["", ".", "..", "../t", "0a/../..", "/etc", "0A", "xyz", "0" * 65]
+)
+def test_the_name_of_a_life_cannot_lead_elsewhere(tmp_path: Path, incarnation: str) -> None:
     store = claimed(tmp_path)
     for call in (
-        lambda: store.bounds(life),
-        lambda: store.append(life, 1, records(0, 10)),
-        lambda: store.read(life, 0, 10),
-        lambda: store.locate(life, 0, 0, 10),
-        lambda: store.verify(life, 0, 10),
-        lambda: store.tidy(life, 1, 10, lambda: True),
-        lambda: store.files(life, 0, 10),
-        lambda: store.delete(life, 10),
-        lambda: store.delete(life),
+        lambda: store.bounds(incarnation),
+        lambda: store.append(incarnation, 1, records(0, 10)),
+        lambda: store.read(incarnation, 0, 10),
+        lambda: store.locate(incarnation, 0, 0, 10),
+        lambda: store.verify(incarnation, 0, 10),
+        lambda: store.tidy(incarnation, 1, 10, lambda: True),
+        lambda: store.files(incarnation, 0, 10),
+        lambda: store.delete(incarnation, 10),
+        lambda: store.delete(incarnation),
     ):
-        with pytest.raises(ValueError, match="not a life"):
+        with pytest.raises(ValueError, match="not an incarnation"):
             call()
     assert store.identity() == "id"
 
@@ -250,7 +252,7 @@ def test_a_link_in_place_of_the_streams_folder_is_not_followed_out_of_the_store(
     tmp_path: Path, call: str
 ) -> None:
     outside = claimed(tmp_path / "outside")
-    outside.append(LIFE, 1, records(0, 10))
+    outside.append(INCARNATION, 1, records(0, 10))
     store = ParquetStore(tmp_path / "store", "s")
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "s").symlink_to(tmp_path / "outside" / "s")
@@ -267,32 +269,32 @@ def test_a_link_in_place_of_a_life_is_not_followed_out_of_the_store(
     tmp_path: Path, call: str
 ) -> None:
     outside = claimed(tmp_path / "outside")
-    outside.append(LIFE, 1, records(0, 10))
+    outside.append(INCARNATION, 1, records(0, 10))
     store = claimed(tmp_path / "store")
-    (tmp_path / "store" / "s" / LIFE).symlink_to(tmp_path / "outside" / "s" / LIFE)
+    (tmp_path / "store" / "s" / INCARNATION).symlink_to(tmp_path / "outside" / "s" / INCARNATION)
     with pytest.raises(StoreUnavailable, match="outside of the store"):
         CALLS[call](store)
     check(outside, 0, 10)
-    assert store.lives() == []
+    assert store.incarnations() == []
 
 
 def test_the_store_itself_may_be_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     store = claimed(tmp_path / "link")
-    store.append(LIFE, 1, records(0, 10))
+    store.append(INCARNATION, 1, records(0, 10))
     check(ParquetStore(tmp_path / "disk", "s"), 0, 10)
-    store.delete(LIFE)
-    assert not (tmp_path / "disk" / "s" / LIFE).exists()
+    store.delete(INCARNATION)
+    assert not (tmp_path / "disk" / "s" / INCARNATION).exists()
 
 
 def test_streams_of_one_store_are_apart(tmp_path: Path) -> None:
     one, two = ParquetStore(tmp_path, "one"), ParquetStore(tmp_path, "two")
     one.claim("1")
     two.claim("2")
-    one.append(LIFE, 1, records(0, 10))
-    two.append(LIFE, 1, records(0, 5, branch=2))
-    one.delete(LIFE)
+    one.append(INCARNATION, 1, records(0, 10))
+    two.append(INCARNATION, 1, records(0, 5, branch=2))
+    one.delete(INCARNATION)
     check(two, 0, 5, branch=2)
-    assert (one.lives(), two.lives()) == ([], [LIFE])
+    assert (one.incarnations(), two.incarnations()) == ([], [INCARNATION])
     assert (one.identity(), two.identity()) == ("1", "2"), "the place is still theirs"

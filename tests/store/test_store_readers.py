@@ -13,8 +13,8 @@ import pytest
 
 from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store import segment_file
-from meteor_py.testing.store_contract import LIFE, NEWEST, appended_at, records
-from tests.support.parquet import claimed, make_old
+from meteor_py.testing.store_contract import INCARNATION, NEWEST, appended_at, records
+from tests.support.parquet_store import claimed, make_old
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -27,16 +27,16 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a user gets who asks for the files: after a fail-over, a compaction, and a crash."""
     monkeypatch.setattr(segment_file, "GROUP_RECORDS", 30)
     store = claimed(tmp_path)
-    store.append(LIFE, 1, records(0, 70))
-    store.append(LIFE, 1, records(70, 120, branch=1))
-    store.append(LIFE, 2, records(70, 100))
-    store.append(LIFE, 2, records(100, 150))
-    store.compact(LIFE, 0, 150, records=100, size=1 << 30)
-    store.append(LIFE, 3, records(150, END))
-    store.append(LIFE, 3, records(END, END + 50, branch=3))  # never committed
-    (tmp_path / "s" / LIFE / "_0123.tmp").write_bytes(b"PAR1")
-    store.tidy(LIFE, NEWEST, END, lambda: True)
-    return store.files(LIFE, 0, END)
+    store.append(INCARNATION, 1, records(0, 70))
+    store.append(INCARNATION, 1, records(70, 120, branch=1))
+    store.append(INCARNATION, 2, records(70, 100))
+    store.append(INCARNATION, 2, records(100, 150))
+    store.compact(INCARNATION, 0, 150, records=100, size=1 << 30)
+    store.append(INCARNATION, 3, records(150, END))
+    store.append(INCARNATION, 3, records(END, END + 50, branch=3))  # never committed
+    (tmp_path / "s" / INCARNATION / "_0123.tmp").write_bytes(b"PAR1")
+    store.tidy(INCARNATION, NEWEST, END, lambda: True)
+    return store.files(INCARNATION, 0, END)
 
 
 def hexed(value: bytes | None) -> str | None:
@@ -80,11 +80,11 @@ def test_pyarrow_passes_over_row_groups_by_their_statistics(files: list[str]) ->
 def test_a_folder_without_leftovers_can_be_read_as_a_whole(
     files: list[str], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "s" / LIFE
+    folder = tmp_path / "s" / INCARNATION
     for name in os.listdir(folder):
         make_old(folder / name)
     (folder / "_begun.tmp").write_bytes(b"PAR1")  # an archiver is at work
-    claimed(tmp_path).tidy(LIFE, NEWEST, END, lambda: True)
+    claimed(tmp_path).tidy(INCARNATION, NEWEST, END, lambda: True)
     table = ds.dataset(folder, format="parquet").to_table().sort_by("offset")
     assert table.equals(records(0, END))
 

@@ -16,8 +16,8 @@ from meteor_py.errors import CorruptSegment, StoreUnavailable
 from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store.base import Bounds
 from meteor_py.store.parquet import ParquetStore
-from meteor_py.testing.store_contract import LIFE, NEWEST, check, read, records
-from tests.support.parquet import everything_said
+from meteor_py.testing.store_contract import INCARNATION, NEWEST, check, read, records
+from tests.support.parquet_store import everything_said
 from tests.support.proxy import Proxy
 from tests.support.s3 import ACCESS_KEY, BUCKET, S3, SECRET
 from tests.support.waiting import eventually
@@ -42,7 +42,7 @@ class Line:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def append(self, term: int, table: pa.Table) -> Future[None]:
-        return self.pool.submit(self.store.append, LIFE, term, table)
+        return self.pool.submit(self.store.append, INCARNATION, term, table)
 
     def wait_for(self, n_bytes: int) -> None:
         """Until so many more have been sent."""
@@ -65,7 +65,7 @@ def line(s3: S3) -> Iterator[Line]:
         line = Line(proxy, store, ParquetStore(place, "s", filesystem=s3.filesystem()))
         with line.pool:
             store.claim("id")
-            store.append(LIFE, 1, records(0, 10))
+            store.append(INCARNATION, 1, records(0, 10))
             yield line
 
 
@@ -86,11 +86,11 @@ def test_an_upload_that_was_cut_in_the_middle_leaves_nothing_that_counts(
         with pytest.raises(StoreUnavailable, match="cannot be written to now") as caught:
             upload.result(60)
         assert caught.value.retriable
-        assert line.direct.bounds(LIFE) == Bounds(0, 10, 1)
-        assert list(line.direct.verify(LIFE, 0, 10)) == []
-    line.store.append(LIFE, 2, records(10, 30))
+        assert line.direct.bounds(INCARNATION) == Bounds(0, 10, 1)
+        assert list(line.direct.verify(INCARNATION, 0, 10)) == []
+    line.store.append(INCARNATION, 2, records(10, 30))
     check(line.store, 0, 30)
-    assert line.store.bounds(LIFE) == Bounds(0, 30, 2)
+    assert line.store.bounds(INCARNATION) == Bounds(0, 30, 2)
 
 
 def test_an_upload_of_several_parts_of_which_one_is_cut_leaves_nothing_that_counts(
@@ -102,8 +102,8 @@ def test_an_upload_of_several_parts_of_which_one_is_cut_leaves_nothing_that_coun
     with line.down():
         with pytest.raises(StoreUnavailable):
             upload.result(60)
-        assert line.direct.bounds(LIFE) == Bounds(0, 10, 1)
-    line.store.append(LIFE, 2, records(10, 30))
+        assert line.direct.bounds(INCARNATION) == Bounds(0, 10, 1)
+    line.store.append(INCARNATION, 2, records(10, 30))
     check(line.store, 0, 30)
 
 
@@ -130,14 +130,14 @@ def test_whichever_answer_is_lost_the_next_term_goes_on(line: Line, rng: random.
     line.proxy.chaos(rng, 0.05, ["lost_reply", "torn_reply"])
     while (failures < 4 or end < 30) and term < 100:
         try:
-            line.store.append(LIFE, term, records(end, end + 5))
+            line.store.append(INCARNATION, term, records(end, end + 5))
             end += 5
         except StoreUnavailable:
             failures += 1
         term += 1
         check(line.direct, 0, end)
     line.proxy.heal()
-    line.store.append(LIFE, term, records(end, end + 5))
+    line.store.append(INCARNATION, term, records(end, end + 5))
     check(line.store, 0, end + 5)
 
 
@@ -146,16 +146,16 @@ def test_without_a_network_nothing_is_called_lost_or_damaged(line: Line) -> None
     with line.down():
         for call in (
             lambda: read(store, 0, 10),
-            lambda: store.locate(LIFE, 0, 0, 10),
-            lambda: list(store.verify(LIFE, 0, 10)),
-            lambda: store.bounds(LIFE),
-            store.lives,
+            lambda: store.locate(INCARNATION, 0, 0, 10),
+            lambda: list(store.verify(INCARNATION, 0, 10)),
+            lambda: store.bounds(INCARNATION),
+            store.incarnations,
             store.identity,
             lambda: store.claim("another"),
-            lambda: store.append(LIFE, 1, records(10, 20)),
-            lambda: store.tidy(LIFE, NEWEST, 10, lambda: True),
-            lambda: store.delete(LIFE, 10),
-            lambda: store.delete(LIFE),
+            lambda: store.append(INCARNATION, 1, records(10, 20)),
+            lambda: store.tidy(INCARNATION, NEWEST, 10, lambda: True),
+            lambda: store.delete(INCARNATION, 10),
+            lambda: store.delete(INCARNATION),
         ):
             with pytest.raises(StoreUnavailable) as caught:
                 call()
@@ -165,17 +165,17 @@ def test_without_a_network_nothing_is_called_lost_or_damaged(line: Line) -> None
 
 
 def test_a_reader_whose_connection_is_cut_can_read_on_later(line: Line) -> None:
-    line.store.append(LIFE, 1, records(10, 20))
-    batches = line.store.read(LIFE, 0, 20)
+    line.store.append(INCARNATION, 1, records(10, 20))
+    batches = line.store.read(INCARNATION, 0, 20)
     found = [next(batches)]
     with line.down(), pytest.raises(StoreUnavailable):
         next(batches)
-    found.extend(line.store.read(LIFE, 10, 20))
+    found.extend(line.store.read(INCARNATION, 10, 20))
     assert pa.Table.from_batches(found, ARROW_SCHEMA).equals(records(0, 20))
 
 
 def test_damage_in_the_bucket_is_told_from_a_bad_connection(s3: S3, line: Line) -> None:
-    (path,) = line.direct.files(LIFE, 0, 10)
+    (path,) = line.direct.files(INCARNATION, 0, 10)
     bucket = s3.filesystem()
     with bucket.open_input_file(path) as file:
         data = bytearray(file.read())
@@ -185,16 +185,16 @@ def test_damage_in_the_bucket_is_told_from_a_bad_connection(s3: S3, line: Line) 
     with pytest.raises(CorruptSegment) as caught:
         read(line.store, 0, 10)
     assert (caught.value.first, caught.value.last) == (0, 9)
-    assert [flaw.kind for flaw in line.store.verify(LIFE, 0, 10)] == ["corrupt"]
+    assert [flaw.kind for flaw in line.store.verify(INCARNATION, 0, 10)] == ["corrupt"]
 
 
 def test_a_reader_that_has_begun_does_not_notice_a_compaction(s3: S3, line: Line) -> None:
     store, bucket = line.store, s3.filesystem()
-    store.append(LIFE, 1, records(10, 20))
-    small = store.files(LIFE, 0, 20)
-    batches = store.read(LIFE, 0, 20)
+    store.append(INCARNATION, 1, records(10, 20))
+    small = store.files(INCARNATION, 0, 20)
+    batches = store.read(INCARNATION, 0, 20)
     found = [next(batches)]
-    assert store.compact(LIFE, 0, 20, records=100, size=1 << 30) == 1
+    assert store.compact(INCARNATION, 0, 20, records=100, size=1 << 30) == 1
     for path in small:
         bucket.delete_file(path)
     found.extend(batches)
@@ -204,8 +204,8 @@ def test_a_reader_that_has_begun_does_not_notice_a_compaction(s3: S3, line: Line
 def test_no_secret_of_a_store_in_s3_is_shown(s3: S3) -> None:
     store = ParquetStore(s3.uri(), "s")
     store.claim("id")
-    store.append(LIFE, 1, records(0, 10))
-    (file,) = store.files(LIFE, 0, 10)
+    store.append(INCARNATION, 1, records(0, 10))
+    (file,) = store.files(INCARNATION, 0, 10)
     mark = f"{store.identity()}"
     for text in (repr(store), store.uri, file, mark):
         assert text
@@ -215,5 +215,5 @@ def test_no_secret_of_a_store_in_s3_is_shown(s3: S3) -> None:
     assert file.startswith(store.uri.partition("?")[0])
     wrong = ParquetStore(s3.uri().replace(BUCKET, "no-such-bucket"), "s")
     with pytest.raises(StoreUnavailable) as caught:
-        wrong.append(LIFE, 1, records(0, 10))
+        wrong.append(INCARNATION, 1, records(0, 10))
     assert SECRET not in everything_said(caught.value)

@@ -15,9 +15,9 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import keys
-from meteor_py.testing.store_contract import LIFE, records
+from meteor_py.testing.store_contract import INCARNATION, records
 from tests.store.test_store_edges import NAME, archive, offsets, stored
-from tests.support.reading import everything, fill
+from tests.support.readers import everything, fill
 from tests.support.waiting import eventually
 
 
@@ -229,11 +229,11 @@ def test_who_waits_for_a_flush_is_told_what_the_archiver_has_met(
     root = tmp_path / "store"
     stream = m.stream(NAME, store=root)
     found = stream.store
-    life = root / NAME / stream.incarnation
-    life.write_text("in the way")
+    incarnation = root / NAME / stream.incarnation
+    incarnation.write_text("in the way")
     fill(stream, 10)
     eventually(lambda: _told(found))
-    life.unlink()
+    incarnation.unlink()
     assert found.flush(20) == 10
     eventually(lambda: "is archived again" in caplog.text)
 
@@ -296,10 +296,10 @@ def test_a_file_is_forced_to_the_disk_before_it_has_its_name_and_then_the_name(
         steps.append("rename")
         rename(source, target)
 
-    store.append(LIFE, 1, records(0, 1))
+    store.append(INCARNATION, 1, records(0, 1))
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "rename", note_rename)
-    store.append(LIFE, 1, records(1, 2))
+    store.append(INCARNATION, 1, records(1, 2))
     assert steps == ["file", "rename", "folder"]
 
 

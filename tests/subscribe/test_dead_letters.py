@@ -19,9 +19,9 @@ from meteor_py.redis import keys
 from meteor_py.subscribe import dead_letters
 from meteor_py.subscribe.dead_letters import bury
 from tests.conftest import ServerFactory
-from tests.support.bench import NAME, Bench
+from tests.support.proxied_stream import NAME, Bench
 from tests.support.proxy import Proxy
-from tests.support.reading import background, entries, frame_name
+from tests.support.readers import background, entries, frame_name
 from tests.support.servers import HOST, Replica, Server, plain_client
 from tests.support.waiting import eventually
 

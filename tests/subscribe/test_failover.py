@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.members import Crew, Member, Refused
-from tests.support.reading import blocked
+from tests.support.group_members import Crew, Member, Refused
+from tests.support.readers import blocked
 from tests.support.waiting import eventually
 
 #: A lease that a test waits out, and one that it cannot have waited out.

@@ -10,8 +10,8 @@ import pytest
 import meteor_py as meteor
 from meteor_py.redis import keys
 from tests.conftest import ServerFactory
-from tests.support.members import GROUP, STREAM, Crew, Member, Refused
-from tests.support.reading import blocked
+from tests.support.group_members import GROUP, STREAM, Crew, Member, Refused
+from tests.support.readers import blocked
 from tests.support.waiting import eventually
 
 #: A lease that a test waits out, and one that it cannot have waited out.
@@ -279,7 +279,7 @@ def test_a_process_that_wants_a_confirmed_offset_needs_one_of_another_process(cr
 _PUBLISHES = """
 import sys
 import meteor_py as meteor
-from tests.support.reading import fill
+from tests.support.readers import fill
 
 with meteor.connect(sys.argv[1]) as m:
     stream = m.stream("orders", create=False)

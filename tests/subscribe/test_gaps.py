@@ -22,7 +22,7 @@ from meteor_py.records.config import COMPRESSIONS, OnGap
 from meteor_py.records.frame import Columns, encode
 from meteor_py.redis import keys
 from tests.conftest import ServerFactory
-from tests.support.reading import (
+from tests.support.readers import (
     background,
     check_values,
     drain,

@@ -13,9 +13,9 @@ import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.redis.scripts import DELETE_GROUP, SEEK_GROUP
 from tests.conftest import ServerFactory
-from tests.support.bench import Bench
-from tests.support.members import GROUP, STREAM, Crew
-from tests.support.reading import background, blocked, check_values, drain, fill
+from tests.support.group_members import GROUP, STREAM, Crew
+from tests.support.proxied_stream import Bench
+from tests.support.readers import background, blocked, check_values, drain, fill
 from tests.support.waiting import eventually
 
 

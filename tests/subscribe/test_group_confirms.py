@@ -12,8 +12,8 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.subscribe import offset_confirms
-from tests.support.members import GROUP, Crew
-from tests.support.reading import background, check_values, drain
+from tests.support.group_members import GROUP, Crew
+from tests.support.readers import background, check_values, drain
 from tests.support.waiting import eventually
 
 

@@ -21,9 +21,9 @@ import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.subscribe import offset_confirms
 from tests.conftest import ServerFactory
-from tests.support.bench import Bench, Pair, failure
-from tests.support.members import GROUP, STREAM, Crew
-from tests.support.reading import background, check_values, drain, fill
+from tests.support.group_members import GROUP, STREAM, Crew
+from tests.support.proxied_stream import Bench, Pair, failure
+from tests.support.readers import background, check_values, drain, fill
 from tests.support.waiting import eventually
 
 

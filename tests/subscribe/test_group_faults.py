@@ -19,9 +19,9 @@ from meteor_py.redis.scripts import (
     Script,
 )
 from tests.conftest import ServerFactory
-from tests.support.bench import Bench, failure
-from tests.support.members import GROUP, STREAM, Crew
-from tests.support.reading import background, blocked, check_values, drain, fill
+from tests.support.group_members import GROUP, STREAM, Crew
+from tests.support.proxied_stream import Bench, failure
+from tests.support.readers import background, blocked, check_values, drain, fill
 from tests.support.waiting import eventually
 
 

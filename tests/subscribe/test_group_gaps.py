@@ -9,9 +9,9 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import keys
-from tests.support.bench import Bench, Pair
-from tests.support.members import GROUP, STREAM, Crew, discard
-from tests.support.reading import background, check_values, drain, fill
+from tests.support.group_members import GROUP, STREAM, Crew, discard
+from tests.support.proxied_stream import Bench, Pair
+from tests.support.readers import background, check_values, drain, fill
 from tests.support.waiting import eventually
 
 

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 import meteor_py as meteor
 from tests.client.test_scripts import LIFE
-from tests.support.grouping import GroupBench
+from tests.support.group_scripts import GroupBench
 
 members = st.sampled_from(["a", "b", "c"])
 sometimes = st.sampled_from([False, False, True])

@@ -15,8 +15,8 @@ import meteor_py as meteor
 from meteor_py.records.config import OFFSET_MAX
 from meteor_py.redis import keys
 from tests.client.test_scripts import HISTORY, LIFE
-from tests.support.grouping import TTL_MS, Answer, GroupBench
-from tests.support.reading import fill
+from tests.support.group_scripts import TTL_MS, Answer, GroupBench
+from tests.support.readers import fill
 from tests.support.waiting import eventually
 
 

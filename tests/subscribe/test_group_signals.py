@@ -22,9 +22,9 @@ from meteor_py.runtime.clock import now
 from meteor_py.subscribe import fetcher
 from meteor_py.subscribe.group_session import GroupSession
 from tests.conftest import ServerFactory
-from tests.support.bench import Bench
-from tests.support.members import GROUP, STREAM, Crew, discard
-from tests.support.reading import background, fill
+from tests.support.group_members import GROUP, STREAM, Crew, discard
+from tests.support.proxied_stream import Bench
+from tests.support.readers import background, fill
 from tests.support.waiting import eventually
 
 

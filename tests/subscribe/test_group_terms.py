@@ -13,8 +13,8 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.subscribe.group_session import GroupSession
-from tests.support.members import Crew
-from tests.support.reading import background, blocked, check_values, drain
+from tests.support.group_members import Crew
+from tests.support.readers import background, blocked, check_values, drain
 from tests.support.waiting import eventually
 
 # on_assigned

@@ -13,8 +13,8 @@ import pytest
 import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.subscribe.lease import Lease, Standing, Term
-from tests.support.members import GROUP, STREAM, Crew
-from tests.support.reading import background, check_values, drain, entries, fill, replace_frame
+from tests.support.group_members import GROUP, STREAM, Crew
+from tests.support.readers import background, check_values, drain, entries, fill, replace_frame
 from tests.support.waiting import eventually
 
 

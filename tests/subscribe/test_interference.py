@@ -24,7 +24,7 @@ from meteor_py.log.log_reader import LogReader
 from meteor_py.redis.connection import Connection
 from tests.conftest import ServerFactory
 from tests.support.proxy import Proxy
-from tests.support.reading import background, blocked, check_values, drain, everything, fill, value
+from tests.support.readers import background, blocked, check_values, drain, everything, fill, value
 from tests.support.servers import HOST, plain_client
 from tests.support.waiting import eventually
 

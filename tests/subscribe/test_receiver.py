@@ -11,8 +11,8 @@ import pytest
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.reading import background, fill
-from tests.support.receiving import (
+from tests.support.readers import background, fill
+from tests.support.receivers import (
     Gate,
     Handler,
     confirmed,

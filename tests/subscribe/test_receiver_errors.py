@@ -18,8 +18,8 @@ from meteor_py.subscribe.dead_letters import (
     STREAM_HEADER,
     TRIES_HEADER,
 )
-from tests.support.reading import fill, value
-from tests.support.receiving import (
+from tests.support.readers import fill, value
+from tests.support.receivers import (
     Gate,
     Handler,
     confirmed,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.members import GROUP, STREAM, Crew, Process
+from tests.support.group_members import GROUP, STREAM, Crew, Process
 from tests.support.waiting import eventually
 
 _PLACE = f"""

@@ -19,7 +19,7 @@ import redis
 
 import meteor_py as meteor
 from meteor_py import InitialOffset
-from tests.support.reading import background, blocked, check_values, drain, fill, value
+from tests.support.readers import background, blocked, check_values, drain, fill, value
 from tests.support.servers import plain_client
 from tests.support.waiting import eventually
 

@@ -1,4 +1,4 @@
-"""The ``meteor`` command as a process, the way somebody at a shell runs it, but warm."""
+"""The ``meteor`` command as a process, as a user at a shell runs it, but with the imports done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from tests.support.warm import Warm, run
+from tests.support.preloaded_process import PreloadedProcess, run
 
 METEOR = Path(sys.executable).parent / "meteor"
 #: Seconds after which a command hangs; generous, for a loaded machine.
@@ -53,12 +53,12 @@ def meteor(
     given: bytes = b"",
     environ: Mapping[str, str] | None = None,
     patience_s: float = PATIENCE_S,
-    warm: bool = True,
+    preloaded: bool = True,
 ) -> Done:
     """Run a command to its end; it finds the server by $METEOR_URL."""
     command = [str(METEOR), *arguments]
     env = environment(url, environ)
-    if warm:
+    if preloaded:
         done = run(command, input=given, timeout=patience_s, env=env)
     else:
         done = subprocess.run(
@@ -78,7 +78,7 @@ class Running:
     """A command at work, with pipes at its ends."""
 
     def __init__(self, url: str | None, *arguments: str) -> None:
-        self.process = Warm(
+        self.process = PreloadedProcess(
             [METEOR, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

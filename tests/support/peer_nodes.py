@@ -32,8 +32,8 @@ from meteor_py.peers.leadership import Term
 from meteor_py.peers.membership import Membership
 from meteor_py.peers.messaging.message import Message
 from meteor_py.peers.messaging.replies import Replies
+from tests.support.group_members import Process, answer, serve
 from tests.support.mailing import SOON_S
-from tests.support.members import Process, answer, serve
 from tests.support.peering import Peer, step_clocks
 
 #: The queue that every member has a handler for, and the one whose messages it also answers by one

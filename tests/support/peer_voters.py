@@ -24,8 +24,8 @@ from meteor_py.peers.group import PeerGroup
 from meteor_py.peers.membership import Membership
 from meteor_py.peers.voting.actions import Action
 from meteor_py.peers.voting.proposal import Outcome, Proposal
-from tests.support.members import Member, Process, serve
-from tests.support.members import answer as say
+from tests.support.group_members import Member, Process, serve
+from tests.support.group_members import answer as say
 
 GROUP = "panel"
 #: Seconds for an outcome: only a failing test waits that long.

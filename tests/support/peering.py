@@ -31,7 +31,7 @@ from meteor_py.peers.protocol import PARTS
 from meteor_py.redis import keys, scripts
 from meteor_py.redis.scripts import PEERS_GUARDED_WRITE, Script
 from meteor_py.runtime.clock import now
-from tests.support.members import ANSWER_S, Process, Refused, answer, serve
+from tests.support.group_members import ANSWER_S, Process, Refused, answer, serve
 
 GROUP = "workers"
 #: The ttl of `Peers` that is not told another.

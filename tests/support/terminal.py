@@ -17,7 +17,7 @@ from typing import Any, Self
 import pyte
 
 from tests.support.commands import METEOR, PATIENCE_S
-from tests.support.warm import Warm
+from tests.support.preloaded_process import PreloadedProcess
 
 
 class Terminal:
@@ -36,7 +36,7 @@ class Terminal:
         columns: int = 80,
         rows: int = 24,
         environment: Mapping[str, str] | None = None,
-        warm: bool = True,
+        preloaded: bool = True,
     ) -> None:
         self._screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self._screen)
@@ -50,9 +50,9 @@ class Terminal:
             "start_new_session": True,
         }
         # A terminal of its own, so that Ctrl-C and a new size reach it as signals.
-        self.process: Warm | subprocess.Popen[bytes] = (
-            Warm(command, terminal=True, **options)
-            if warm and command[0] == METEOR
+        self.process: PreloadedProcess | subprocess.Popen[bytes] = (
+            PreloadedProcess(command, terminal=True, **options)
+            if preloaded and command[0] == METEOR
             else subprocess.Popen(command, preexec_fn=_own_terminal, **options)
         )
         os.close(inside)

@@ -55,7 +55,8 @@ def list_shared(session: Session, stream: str | None, as_json: bool) -> None:
         if stream is not None and m.stream(stream, create=False).config.ordering_key is None:
             if_none = (
                 f"stream {stream!r} was created without --ordering-key, so it has no shared "
-                "groups; `meteor streams create NAME --ordering-key key` makes one that can have them."
+                "groups; `meteor streams create NAME --ordering-key key` makes one that can "
+                "have them."
             )
     print_list(found, as_json, stream_fields, _print_shared, if_none)
 

@@ -86,4 +86,5 @@ def add_silent(replies: Replies, receivers: Iterable[str], group: str, timeout: 
                 f"Member {member!r} of group {group!r} did not answer within {timeout:g} seconds.",
                 group=group,
                 member=member,
+                timeout=timeout,
             )

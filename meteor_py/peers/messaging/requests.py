@@ -190,6 +190,7 @@ class Requests:
                     f"A message to group {group.name!r} could not be stored within "
                     f"{message.timeout:g} seconds, or it is not known whether it was.",
                     group=group.name,
+                    timeout=message.timeout,
                 ) from cause
             time.sleep(pause)
 
@@ -346,6 +347,7 @@ class Requests:
                 f"{pending.timeout:g} seconds; it may still be handled, or have been.",
                 group=self.group.name,
                 member=receivers[0] if pending.to == "member" and receivers else None,
+                timeout=pending.timeout,
             )
             _end(pending.future, error)
 

@@ -31,8 +31,8 @@ import meteor_py as meteor
 from meteor_py.archive.archive_term import ArchiveTerm
 from meteor_py.redis import keys
 from meteor_py.store import segment_log
-from tests.support.members import ANSWER_S, STREAM, Crew, Process, Refused, answer, serve
-from tests.support.reading import check_values, value
+from tests.support.group_members import ANSWER_S, STREAM, Crew, Process, Refused, answer, serve
+from tests.support.readers import check_values, value
 from tests.support.waiting import eventually
 
 #: A lease that a test waits out, and one that it cannot have waited out.
@@ -170,7 +170,7 @@ class ArchiverProcess(Process):
 
     def __init__(self, url: str, root: Path, fault: str, **options: Any) -> None:
         orders = {"url": url, "root": str(root), "fault": fault} | options
-        super().__init__("-m", "tests.support.archiving", json.dumps(orders))
+        super().__init__("-m", "tests.support.archivers", json.dumps(orders))
         self._ready = False
 
     def ready(self) -> None:
@@ -323,7 +323,7 @@ def _fail(what: str) -> None:
 def main() -> None:
     orders = json.loads(sys.argv[1])
     if "bind" in orders and "unshared" not in sys.argv:  # mounts of our own, from the beginning
-        program = [sys.executable, "-m", "tests.support.archiving", sys.argv[1], "unshared"]
+        program = [sys.executable, "-m", "tests.support.archivers", sys.argv[1], "unshared"]
         os.execvp("unshare", ["unshare", "--mount", *program])
     logging.basicConfig(level=logging.INFO)  # to be seen when a test fails
     try:

@@ -1,4 +1,4 @@
-"""A process that was forked warm does what one does that was started."""
+"""A process that was forked with its imports done behaves like one that was started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import PATIENCE_S
-from tests.support.warm import Warm, run
+from tests.support.preloaded_process import PreloadedProcess, run
 
 PROGRAMS = {
     "a file": "import sys; print(sys.argv, sys.path[0], __name__)",
@@ -34,39 +34,43 @@ PROGRAMS = {
 def both(arguments: list[str], folder: Path, given: bytes = b"in") -> list[Any]:
     env = {"HOME": "/nowhere", "PATH": os.environ["PATH"]}
     options: dict[str, Any] = {"input": given, "cwd": folder, "env": env, "timeout": PATIENCE_S}
-    warm = run(arguments, **options)
-    cold = subprocess.run([sys.executable, *arguments], capture_output=True, **options)
-    return [(done.returncode, done.stdout, done.stderr) for done in (warm, cold)]
+    forked = run(arguments, **options)
+    started = subprocess.run([sys.executable, *arguments], capture_output=True, **options)
+    return [(done.returncode, done.stdout, done.stderr) for done in (forked, started)]
 
 
 @pytest.mark.parametrize("what", PROGRAMS)
 def test_a_program_does_the_same(what: str, tmp_path: Path) -> None:
-    warm, cold = both(["-W", "ignore", "-c", PROGRAMS[what], "1", "2"], tmp_path)
-    assert warm == cold
+    forked, started = both(["-W", "ignore", "-c", PROGRAMS[what], "1", "2"], tmp_path)
+    assert forked == started
 
 
 def test_scripts_and_modules_do_the_same(tmp_path: Path) -> None:
     (tmp_path / "told.py").write_text(PROGRAMS["a file"].replace("sys.path[0]", "__file__"))
     for arguments in (["-m", "told", "1"], [str(tmp_path / "told.py"), "1"]):
-        warm, cold = both(arguments, tmp_path)
-        assert warm == cold
+        forked, started = both(arguments, tmp_path)
+        assert forked == started
 
 
 def test_an_error_and_a_ctrl_c_end_it_as_they_end_any_other(tmp_path: Path) -> None:
     for code in ("raise ValueError('x')", "import os; os.kill(os.getpid(), 2)"):
-        (code_warm, out, words), (code_cold, _, _) = both(["-c", code], tmp_path)
-        assert (code_warm, out) == (code_cold, b"")
+        (code_forked, out, words), (code_started, _, _) = both(["-c", code], tmp_path)
+        assert (code_forked, out) == (code_started, b"")
         assert words.startswith(b"Traceback")
 
 
 def test_much_goes_in_and_out_at_once(tmp_path: Path) -> None:
-    warm, cold = both(["-c", PROGRAMS["bytes"].replace("100_000", "3")], tmp_path, b"x" * 1_000_000)
-    assert warm == cold
-    assert len(warm[1]) == 3_000_000
+    forked, started = both(
+        ["-c", PROGRAMS["bytes"].replace("100_000", "3")], tmp_path, b"x" * 1_000_000
+    )
+    assert forked == started
+    assert len(forked[1]) == 3_000_000
 
 
 def test_it_is_stopped_and_killed_and_its_end_is_waited_for_no_longer_than_said() -> None:
-    with Warm(["-c", "import signal; signal.pause()"], stdin=subprocess.PIPE) as process:
+    with PreloadedProcess(
+        ["-c", "import signal; signal.pause()"], stdin=subprocess.PIPE
+    ) as process:
         assert process.poll() is None
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.01)

@@ -1,14 +1,14 @@
-"""Python processes that start in milliseconds: forked from one that has imported the library.
+"""Python processes that start in milliseconds: forked from a process that has done the imports.
 
-    with Warm(["-m", "tests.support.members", orders], stdout=subprocess.PIPE) as process:
+    with PreloadedProcess(["-m", "tests.support.group_members"], stdout=subprocess.PIPE) as process:
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=10)
 
 The tests start a thousand processes, and each would spend half a second of a processor on the same
-imports. A `Warm` is a process like any other, with standard files, signals, an exit and an exit
-code of its own; only the imports are done, and /proc shows the command and the environment of
-tests/support/nursery.py, whose child it is. What only a fresh interpreter does, as with PYTHON...
-in its environment, needs `subprocess`.
+imports. A `PreloadedProcess` has its own standard files, signals, exit handlers and exit code, like
+any other process. Only the imports are done already, and /proc shows the command line and the
+environment of its parent, the fork server (tests/support/fork_server.py). Tests that depend on a
+fresh interpreter, such as those that set PYTHON... in its environment, use `subprocess`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from typing import IO, Any, Self
 from tests.support.waiting import eventually
 
 _ROOT = Path(__file__).resolve().parents[2]
-#: Seconds for the nursery to start and to fork, and for a process to end that is not wanted.
+#: Seconds for the fork server to start and to fork, and for an unwanted process to end.
 _PATIENCE_S = 60.0
 
 
-class Warm:
+class PreloadedProcess:
     """``python ARGUMENTS``, or a script, with some of the options of `subprocess.Popen`.
 
     ``terminal``: its standard input is its controlling terminal. For one thread at a time.
@@ -59,14 +59,14 @@ class Warm:
         self.stdin, for_stdin = _pipe(stdin, 0)
         self.stdout, for_stdout = _pipe(stdout, 1)
         self.stderr, for_stderr = _pipe(stderr, 2)
-        order = {
+        request = {
             "arguments": self.args,
             "folder": os.fspath(cwd or Path.cwd()),
             "environment": dict(os.environ if env is None else env),
             "session": start_new_session,
             "terminal": terminal,
         }
-        self._codes = _nursery().order(json.dumps(order), [for_stdin, for_stdout, for_stderr])
+        self._codes = _fork_server().start(json.dumps(request), [for_stdin, for_stdout, for_stderr])
         for own, file in ((stdin, for_stdin), (stdout, for_stdout), (stderr, for_stderr)):
             if own in (subprocess.PIPE, subprocess.DEVNULL):
                 os.close(file)
@@ -105,7 +105,7 @@ class Warm:
         try:
             os.kill(self.pid, number)
         except ProcessLookupError:
-            pass  # it has just ended, and the nursery was the first to know
+            pass  # it has just ended, and the fork server knew first
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -170,7 +170,7 @@ def run(
 ) -> subprocess.CompletedProcess[bytes]:
     """As `subprocess.run`; the output is captured."""
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with Warm(arguments, **pipes, **options) as process:
+    with PreloadedProcess(arguments, **pipes, **options) as process:
         try:
             out, errors = process.communicate(input, timeout)
         except BaseException:
@@ -204,42 +204,44 @@ def _line(connection: socket.socket) -> bytes:
     received = b""
     while not received.endswith(b"\n"):
         part = connection.recv(1)  # the next line may be there, too
-        assert part, "the nursery has ended"
+        assert part, "the fork server has ended"
         received += part
     return received
 
 
-class _Nursery:
+class _ForkServer:
+    """The fork server of this process, and the requests to it."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._orders, inside = socket.socketpair()
+        self._requests, inside = socket.socketpair()
         with inside:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.nursery", str(inside.fileno())],
+                [sys.executable, "-m", "tests.support.fork_server", str(inside.fileno())],
                 cwd=_ROOT,
                 pass_fds=[inside.fileno()],
                 start_new_session=True,  # a Ctrl-C is for the tests
             )
 
-    def order(self, order: str, files: list[int]) -> socket.socket:
-        """Where the pid can be read, and when it has ended its exit code."""
+    def start(self, request: str, files: list[int]) -> socket.socket:
+        """Start a process; its pid can be read from the result, and at its end the exit code."""
         ours, theirs = socket.socketpair()
         ours.settimeout(_PATIENCE_S)
         with theirs, self._lock:
-            socket.send_fds(self._orders, [b"x"], [theirs.fileno(), *files])
-            ours.sendall(order.encode())
+            socket.send_fds(self._requests, [b"x"], [theirs.fileno(), *files])
+            ours.sendall(request.encode())
             ours.shutdown(socket.SHUT_WR)
         return ours
 
     def close(self) -> None:
-        """It ends when its orders do; those it has borne go on."""
-        self._orders.close()
+        """The server ends with the stream of requests; processes that it forked continue."""
+        self._requests.close()
         self._process.wait(_PATIENCE_S)
 
 
 @cache
-def _nursery() -> _Nursery:
+def _fork_server() -> _ForkServer:
     """One for each process of the tests."""
-    nursery = _Nursery()
-    atexit.register(nursery.close)
-    return nursery
+    server = _ForkServer()
+    atexit.register(server.close)
+    return server

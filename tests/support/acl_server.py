@@ -13,7 +13,7 @@ import pytest
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.reading import everything
+from tests.support.readers import everything
 from tests.support.servers import Server
 
 PAGE = Path(__file__).parents[2] / "docs" / "acl.md"

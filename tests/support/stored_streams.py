@@ -12,7 +12,7 @@ import pyarrow as pa
 
 import meteor_py as meteor
 from meteor_py.store.read_ahead import StoreReadAhead
-from tests.support.reading import check_values, fill
+from tests.support.readers import check_values, fill
 
 NAME = "kept"
 
@@ -64,7 +64,7 @@ def segments(root: Path) -> list[Path]:
     return sorted(root.rglob("*.parquet"))
 
 
-def cold_of(sub: meteor.Subscriber) -> StoreReadAhead:
+def read_ahead_of(sub: meteor.Subscriber) -> StoreReadAhead:
     """What reads the store for a subscriber."""
     cold = sub._feed.reader._cursor._cold
     assert cold is not None, "its stream has no store"
@@ -76,7 +76,7 @@ def read_straight(sub: meteor.Subscriber) -> list[int]:
     offsets: list[int] = []
     for _ in range(10):
         offsets += check_values(sub.poll(timeout=5))
-        if (ahead := cold_of(sub)._ahead) is not None:
+        if (ahead := read_ahead_of(sub)._ahead) is not None:
             ahead.join(30)
             return offsets
     raise AssertionError("Nothing was fetched in advance, so this test shows nothing.")
@@ -92,8 +92,8 @@ class Watched(meteor.ParquetStore):
         #: The first offsets of all batches that were read.
         self.batches: list[int] = []
 
-    def read(self, life: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        for batch in super().read(life, start, stop):
+    def read(self, incarnation: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        for batch in super().read(incarnation, start, stop):
             first = batch.column("offset")[0].as_py()
             self.batches.append(first)
             self.on_batch(first)

@@ -1,4 +1,4 @@
-"""The process that `Warm` processes are forked from: it has imported the library, and no more."""
+"""The process that forks each `PreloadedProcess`: it has done the imports, and no more."""
 
 from __future__ import annotations
 
@@ -20,36 +20,35 @@ from typing import Any, TextIO
 
 from meteor_cli.main import COMMANDS
 
-#: Connection, stdin, stdout, stderr: what comes with an order.
+#: Files that arrive with a request: connection, stdin, stdout, stderr.
 _FILES = 4
 
 
-class _Order:
-    """What a child is to become."""
+class _Request:
+    """A process to start: arguments, files, folder and environment."""
 
     def __init__(self, connection: socket.socket, files: list[int]) -> None:
         with connection.makefile("rb") as whole:
-            order = json.load(whole)
-        self.arguments: list[str] = order["arguments"]
-        self._order: dict[str, Any] = order
+            self._options: dict[str, Any] = json.load(whole)
+        self.arguments: list[str] = self._options["arguments"]
         self._files = files
 
     def close(self) -> None:
         for file in self._files:
             os.close(file)
 
-    def settle(self) -> None:
-        """Take over files, folder and environment, as a process has them that was just started."""
-        if self._order["session"]:
+    def apply(self) -> None:
+        """Take over files, folder and environment, like a process that was just started."""
+        if self._options["session"]:
             os.setsid()
         for number, file in enumerate(self._files):
             os.dup2(file, number)
             os.close(file)
-        if self._order["terminal"]:
+        if self._options["terminal"]:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        os.chdir(self._order["folder"])
+        os.chdir(self._options["folder"])
         os.environ.clear()
-        os.environ.update(self._order["environment"])
+        os.environ.update(self._options["environment"])
         time.tzset()
         _set_file("stdin", open(0, encoding="utf-8", closefd=False))  # noqa: SIM115
         buffering = 1 if os.isatty(1) else -1
@@ -82,40 +81,40 @@ def _set_file(name: str, file: TextIO) -> None:
     setattr(sys, f"__{name}__", file)
 
 
-class _Nursery:
-    def __init__(self, orders: socket.socket) -> None:
-        self._orders = orders
+class _ForkServer:
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
         self._children: dict[int, socket.socket] = {}
         self._ended, self._wake = socket.socketpair()
 
-    def serve(self) -> _Order | None:
-        """Fork, and tell exit codes: returns in each child, and at the end of the tests."""
+    def serve(self) -> _Request | None:
+        """Fork and report exit codes. Returns in each child, and at the end of the tests."""
         for end in (self._ended, self._wake):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         while True:
-            ready, _, _ = select.select([self._orders, self._ended], [], [])
+            ready, _, _ = select.select([self._requests, self._ended], [], [])
             if self._ended in ready:
                 self._ended.recv(4096)
-                self._tell_codes()
-            if self._orders not in ready:
+                self._report_exits()
+            if self._requests not in ready:
                 continue
-            byte, files, _, _ = socket.recv_fds(self._orders, 1, _FILES)
+            byte, files, _, _ = socket.recv_fds(self._requests, 1, _FILES)
             if not byte:
                 return None
             connection = socket.socket(fileno=files[0])
             try:
-                order = _Order(connection, files[1:])
-            except (OSError, ValueError):  # who has ordered it has given up
+                request = _Request(connection, files[1:])
+            except (OSError, ValueError):  # the requester has given up
                 for file in (connection.detach(), *files[1:]):
                     os.close(file)
                 continue
-            if self._fork(order, connection):
-                return order
+            if self._fork(request, connection):
+                return request
 
-    def _fork(self, order: _Order, connection: socket.socket) -> bool:
-        """Whether this is the child; the other one goes on when that has settled, or ended."""
+    def _fork(self, request: _Request, connection: socket.socket) -> bool:
+        """Return True in the child. The parent waits until the child is set up, or has ended."""
         settled, settling = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # a thread of pyarrow's
@@ -124,40 +123,40 @@ class _Nursery:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             others = self._children.values()
-            for end in (self._orders, self._ended, self._wake, connection, *others):
+            for end in (self._requests, self._ended, self._wake, connection, *others):
                 end.close()
-            order.settle()
+            request.apply()
             for file in (settled, settling):
                 os.close(file)
             return True
-        order.close()
+        request.close()
         os.close(settling)
         os.read(settled, 1)  # the end of it
         os.close(settled)
         self._children[pid] = connection
-        _tell(connection, pid)
+        _report(connection, pid)
         return False
 
-    def _tell_codes(self) -> None:
+    def _report_exits(self) -> None:
         for pid, connection in list(self._children.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 del self._children[pid]
                 with connection:
-                    _tell(connection, os.waitstatus_to_exitcode(status))
+                    _report(connection, os.waitstatus_to_exitcode(status))
 
 
-def _tell(connection: socket.socket, number: int) -> None:
+def _report(connection: socket.socket, number: int) -> None:
     try:
         connection.sendall(b"%d\n" % number)
     except OSError:
-        pass  # nobody wants to know any more
+        pass  # the requester has closed it
 
 
 if __name__ == "__main__":
     for module in ("meteor_py", *(f"meteor_cli.commands.{command}" for command in COMMANDS)):
         import_module(module)
     gc.freeze()
-    order = _Nursery(socket.socket(fileno=int(sys.argv[1]))).serve()
-    if order is not None:
-        order.run()
+    request = _ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
+    if request is not None:
+        request.run()

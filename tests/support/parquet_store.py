@@ -13,12 +13,12 @@ from meteor_py.errors import CorruptSegment
 from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store import maintenance
 from meteor_py.store.parquet import ParquetStore
-from meteor_py.testing.store_contract import LIFE, records
+from meteor_py.testing.store_contract import INCARNATION, records
 
 #: Where the segments begin, and the last one ends.
 EDGES = (0, 40, 80, 120)
 END = EDGES[-1]
-#: The records of a row group, for `segmentfile.GROUP_RECORDS`.
+#: The records of a row group, for `segment_file.GROUP_RECORDS`.
 GROUP = 16
 
 
@@ -31,21 +31,21 @@ def claimed(root: Path) -> ParquetStore:
 def filled(root: Path) -> ParquetStore:
     store = claimed(root)
     for first, stop in pairwise(EDGES):
-        store.append(LIFE, 1, records(first, stop))
+        store.append(INCARNATION, 1, records(first, stop))
     return store
 
 
 def names(root: Path) -> set[str]:
     """What lies in the folder, whether it counts or not."""
-    return set(os.listdir(root / "s" / LIFE))
+    return set(os.listdir(root / "s" / INCARNATION))
 
 
 def paths(store: ParquetStore, stop: int = END) -> list[Path]:
-    return [Path(file) for file in store.files(LIFE, 0, stop)]
+    return [Path(file) for file in store.files(INCARNATION, 0, stop)]
 
 
 def flaws(store: ParquetStore, start: int = 0, stop: int = END) -> list[tuple[str, int, int]]:
-    return [(flaw.kind, flaw.first, flaw.last) for flaw in store.verify(LIFE, start, stop)]
+    return [(flaw.kind, flaw.first, flaw.last) for flaw in store.verify(INCARNATION, start, stop)]
 
 
 def make_old(path: Path, seconds: float = maintenance.GRACE_S + 60) -> None:
@@ -58,7 +58,7 @@ def readable(store: ParquetStore, start: int = 0, stop: int = END) -> set[int]:
     found: set[int] = set()
     while start < stop:
         try:
-            for batch in store.read(LIFE, start, stop):
+            for batch in store.read(INCARNATION, start, stop):
                 at = start + len(batch)
                 assert pa.Table.from_batches([batch], ARROW_SCHEMA).equals(records(start, at))
                 found.update(range(start, at))

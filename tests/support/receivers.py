@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import meteor_py as meteor
 from meteor_py.redis import keys
-from tests.support.reading import value
+from tests.support.readers import value
 from tests.support.waiting import eventually
 
 

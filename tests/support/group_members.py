@@ -34,8 +34,8 @@ import redis
 import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.testing.watchdog import Watchdog
-from tests.support.reading import check_values, fill
-from tests.support.warm import Warm
+from tests.support.preloaded_process import PreloadedProcess
+from tests.support.readers import check_values, fill
 
 STREAM = "orders"
 GROUP = "billing"
@@ -70,7 +70,7 @@ class Process:
         self._directory = Path(tempfile.mkdtemp(prefix="meteor-member-"))
         self._log = self._directory / "log"
         with self._log.open("wb") as log:
-            self._process = Warm(
+            self._process = PreloadedProcess(
                 args,
                 cwd=_ROOT,
                 stdin=subprocess.PIPE,
@@ -139,7 +139,7 @@ class Member(Process):
 
     def __init__(self, url: str, stream: str, group: str, **options: Any) -> None:
         orders = {"url": url, "stream": stream, "group": group, "options": options}
-        super().__init__("-m", "tests.support.members", json.dumps(orders))
+        super().__init__("-m", "tests.support.group_members", json.dumps(orders))
         self._name: str | None = None
         self._unanswered = 0
 
