@@ -189,13 +189,13 @@ def beside_a_sleeper(bench: Bench) -> Row:
                 pub.publish_many([b"x" * 100] * len(keys), keys=keys).result(_STUCK_S)
             holder = stream.shared_subscriber("g", prefetch=1)
             if sleeper:
-                assert holder.poll(5)[0].group == b"hot"
+                assert holder.poll(5)[0].ordering_key == b"hot"
             done, want = 0, len(others)
             with stream.shared_subscriber("g", prefetch=_BATCH) as sub:
                 began = time.perf_counter()
                 while done < want:
                     for record in sub.poll(1):
-                        done += record.group != b"hot"
+                        done += record.ordering_key != b"hot"
                         record.ack()
                 took = time.perf_counter() - began
             holder.close()
@@ -228,11 +228,11 @@ def commands_of_an_empty_claim(bench: Bench, blocked: int) -> float:
                 size = min(10_000, blocked + 1 - start)
                 pub.publish_many([b"x"] * size, keys=[b"hot"] * size)
         with (
-            stream.shared_subscriber("g", prefetch=1, group_cap=1) as holder,
+            stream.shared_subscriber("g", prefetch=1, max_per_key=1) as holder,
             stream.shared_subscriber("g") as sub,
         ):
             assert holder.poll(5)
-            sub.groups(look_ahead=True)
+            sub.keys(look_ahead=True)
             assert not sub.poll(0)
             before = calls(plain)
             assert not sub.poll(0)

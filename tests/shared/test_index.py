@@ -33,7 +33,7 @@ def stream(client: meteor.Client) -> Iterator[meteor.Stream]:
 def groups_of(stream: meteor.Stream) -> list[bytes]:
     """The groups of all records, as a consumer is told them."""
     with stream.shared_subscriber("look") as sub:
-        return [record.group for record in sorted(drain(sub), key=lambda each: each.offset)]
+        return [record.ordering_key for record in sorted(drain(sub), key=lambda each: each.offset)]
 
 
 def index(client: meteor.Client, name: str = "s") -> list[tuple[bytes, list[bytes]]]:

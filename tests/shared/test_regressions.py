@@ -23,7 +23,7 @@ def test_qpid_3899_records_that_go_by_themselves_leave_their_group_usable(any_ur
     with Queue(any_url, "AB" * 4, settings={"capacity": 8}) as queue:
         c1, c2 = queue.consumers(2, on_gap="skip")
         assert queue.get(c1) == "A-0"
-        assert len(queue.groups()) == 2  # by which all others are known to wait
+        assert len(queue.keys()) == 2  # by which all others are known to wait
         queue.publish("AB" * 3, frame=6)
         first = queue.stream.bounds()[0]
         assert first == 6
@@ -71,9 +71,9 @@ def test_pulsar_24736_nothing_is_kept_for_a_consumer_that_has_gone(any_url: str)
         die(c2)
         assert rest(queue, c3) == ["B-1", "A-2", "B-3"]
         assert [consumer.name for consumer in queue.shared.describe().consumers] == [c3.name]
-        parts = queue.shared.books.find()
+        parts = queue.shared._protocol.find()
         assert {part for part in parts if part.startswith((b"held:", b"more:"))} == {
-            b"held:" + c3._desk._consumer.encode()
+            b"held:" + c3._deliveries._consumer.encode()
         }
 
 
@@ -85,14 +85,14 @@ def test_groupmq_14_a_crash_leaves_no_group_that_is_held_by_nobody(any_url: str)
         die(c1)
         c2.flush()  # it is found dead
         queue.check()
-        assert {group.owner for group in queue.groups().values()} == {None}
+        assert {group.owner for group in queue.keys().values()} == {None}
         found: list[str] = []
         while names := rest(queue, c2):  # of what it held, one of each group at a time
             found += names
             queue.ack(c2)
         assert sorted(found) == ["A-0", "A-1", "B-2", "B-3", "C-4", "C-5"]
         assert found.index("A-0") < found.index("A-1")
-        assert queue.groups() == {}
+        assert queue.keys() == {}
 
 
 def test_bullmq_3929_records_dropped_while_a_dead_consumer_held_them_free_their_group(
@@ -106,7 +106,7 @@ def test_bullmq_3929_records_dropped_while_a_dead_consumer_held_them_free_their_
         die(c1)
         assert rest(queue, c2) == ["B-3", "A-4", "B-5"]
         queue.ack(c2)
-        assert queue.groups() == {}
+        assert queue.keys() == {}
         found = queue.shared.describe()
         assert (found.confirmed, found.lost) == (6, 3)
 

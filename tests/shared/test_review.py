@@ -26,9 +26,9 @@ def after_fetch(
     consumer: meteor.SharedSubscriber,
     action: Callable[[], object],
 ) -> None:
-    """Have something happen once, when payloads are fetched and not yet received."""
-    payloads = consumer._supply._payloads
-    real = payloads.fetch
+    """Have something happen once, when frames are fetched and not yet received."""
+    frames = consumer._prefetcher._frame_cache
+    real = frames.fetch
     left = [action]
 
     def fetch(asked: Any) -> Any:
@@ -37,7 +37,7 @@ def after_fetch(
             left.pop()()
         return fetched
 
-    monkeypatch.setattr(payloads, "fetch", fetch)
+    monkeypatch.setattr(frames, "fetch", fetch)
 
 
 # What was granted and is not fetched, when one before it is returned
@@ -52,14 +52,14 @@ def test_what_is_being_fetched_is_not_handed_out_once_the_server_has_it_back(
         (first,) = consumer.poll(5)
         queue.publish("AB")
 
-        def fail() -> None:  # as a handler does in a thread, and then the tender
+        def fail() -> None:  # as a handler does in a thread, and then the lease renewer
             getattr(first, how)()
-            consumer._desk.exchange()
+            consumer._deliveries.exchange()
 
         after_fetch(monkeypatch, consumer, fail)
         found = consumer.poll(5)
         assert offsets(found) == [2]
-        assert found[0].group == b"B"
+        assert found[0].ordering_key == b"B"
         if how == "release":
             assert offsets(consumer.poll(5)) == [0, 1]
 
@@ -74,11 +74,13 @@ def test_what_was_rewound_while_it_was_fetched_is_claimed_again_without_waiting(
 
         def fail() -> None:
             first.release()
-            consumer._desk.exchange()
+            consumer._deliveries.exchange()
 
         after_fetch(monkeypatch, consumer, fail)
         waits: list[object] = []
-        monkeypatch.setattr(consumer._supply._payloads, "wait", lambda *args: waits.append(args))
+        monkeypatch.setattr(
+            consumer._prefetcher._frame_cache, "wait", lambda *args: waits.append(args)
+        )
         assert offsets(consumer.poll(5)) == [0, 1]
         assert not waits
 
@@ -88,7 +90,7 @@ def test_groups_stay_in_order_while_handlers_fail_and_more_is_published(
 ) -> None:
     monkeypatch.setattr(worker_pool, "_DELAY_S", (0.001, 0.01))
     records, groups = 3_000, 6
-    with Queue(url, settings={"capacity": 100_000}, max_deliveries=0, group_cap=16) as queue:
+    with Queue(url, settings={"capacity": 100_000}, max_deliveries=0, max_per_key=16) as queue:
         names = [f"k{number % groups}" for number in range(records)]
         lock = threading.Lock()
         due = {f"k{number}".encode(): number for number in range(groups)}
@@ -97,16 +99,16 @@ def test_groups_stay_in_order_while_handlers_fail_and_more_is_published(
 
         def handle(record: meteor.SharedRecord) -> None:
             with lock:
-                if record.offset > due[record.group] or record.group in busy:
-                    wrong.append((due[record.group], record.offset))
-                busy.add(record.group)
+                if record.offset > due[record.ordering_key] or record.ordering_key in busy:
+                    wrong.append((due[record.ordering_key], record.offset))
+                busy.add(record.ordering_key)
                 fails = rng.random() < 0.1
             with lock:
-                busy.discard(record.group)
+                busy.discard(record.ordering_key)
                 if fails:
                     raise ValueError
-                if record.offset == due[record.group]:
-                    due[record.group] += groups
+                if record.offset == due[record.ordering_key]:
+                    due[record.ordering_key] += groups
 
         def publish(stop: threading.Event) -> None:
             for start in range(0, records, 10):
@@ -125,8 +127,8 @@ class Steps:
     """Notes what the steps of a consumer say and ask for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, consumer: meteor.SharedSubscriber) -> None:
-        books = consumer._desk.books
-        real = books.step
+        protocol = consumer._deliveries.protocol
+        real = protocol.step
         self.acks: list[int] = []
         self.others: list[int] = []
         self.wants: list[int] = []
@@ -137,7 +139,7 @@ class Steps:
             self.wants.append(options["want"])
             return real(*args, **options)
 
-        monkeypatch.setattr(books, "step", step)
+        monkeypatch.setattr(protocol, "step", step)
 
 
 def test_what_was_settled_is_said_in_parts_and_acknowledgements_first(
@@ -149,7 +151,7 @@ def test_what_was_settled_is_said_in_parts_and_acknowledgements_first(
         consumer = queue.consumer()
         records = consumer.poll(5)
         steps = Steps(monkeypatch, consumer)
-        with consumer._desk.state:  # so that the tender does not say some of it
+        with consumer._deliveries.condition:  # so that the lease renewer does not say some of it
             records[13].ack()
             records[12].release()  # which takes none with it
             for record in records[:5]:
@@ -170,7 +172,7 @@ def test_only_the_last_part_claims(url: str, monkeypatch: pytest.MonkeyPatch) ->
         consumer = queue.consumer(prefetch=5)
         records = consumer.poll(5)
         steps = Steps(monkeypatch, consumer)
-        with consumer._desk.state:
+        with consumer._deliveries.condition:
             for record in records:
                 record.ack()
             assert offsets(consumer.poll(5)) == [5, 6, 7]
@@ -197,12 +199,12 @@ def test_of_many_frames_only_a_few_are_in_memory_at_a_time(
         most[0] = max(most[0], sum(map(len, self._frames.values())))
 
     monkeypatch.setattr(FrameCache, "_keep", keeping)
-    with Queue(url, group_cap=1, settings={"capacity": 100_000}) as queue:
+    with Queue(url, max_per_key=1, settings={"capacity": 100_000}) as queue:
         for number in range(60):
             queue.publish(["A"] * 399 + [f"b{number}"], frame=400)
         owner, other = queue.consumers(2)
         assert queue.get(owner) == "A-0"
-        queue.shared.groups(look_ahead=True)
+        queue.shared.keys(look_ahead=True)
         assert offsets(other.poll(10)) == [400 * number + 399 for number in range(60)]
         assert most[0] <= 33 * 400  # those that are kept, and those that were asked for
 
@@ -210,22 +212,22 @@ def test_of_many_frames_only_a_few_are_in_memory_at_a_time(
 def test_a_piece_of_the_store_that_overlaps_a_frame_is_replaced_by_it(any_url: str) -> None:
     with Queue(any_url) as queue:
         queue.publish("ABCDEFGHIJ", frame=10)
-        payloads = queue.consumer()._supply._payloads
-        (chunk,) = payloads.cold(0, 10)
-        payloads._keep(chunk.slice(5, 8))
-        payloads._keep(chunk.slice(2, 3))
-        assert [*payloads.fetch([2, 6, 8, 9]).found] == [2, 6, 8, 9]
-        assert payloads._firsts == [0]
+        frames = queue.consumer()._prefetcher._frame_cache
+        chunk = frames.read_stored(0, 10)
+        frames._keep(chunk.slice(5, 8))
+        frames._keep(chunk.slice(2, 3))
+        assert [*frames.fetch([2, 6, 8, 9]).found] == [2, 6, 8, 9]
+        assert frames._firsts == [0]
 
 
 def test_a_poll_that_only_looks_does_not_go_through_all_of_the_store(
     url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meteor_py.shared import stored_frames
+    from meteor_py.shared import frame_cache
 
-    monkeypatch.setattr(stored_frames, "_COLD", 2)
+    monkeypatch.setattr(frame_cache, "_STORED_MAX", 2)
     settings = {"capacity": 20, "store": str(tmp_path), "max_unarchived": 200_000}
-    with Queue(url, group_cap=1, settings=settings) as queue:
+    with Queue(url, max_per_key=1, settings=settings) as queue:
         queue.publish("A" * 100 + "B", frame=10)
         archive(queue)
         owner, other = queue.consumers(2, prefetch=1)
@@ -282,8 +284,8 @@ def test_a_close_that_gets_no_further_than_its_first_line_ends_a_run(url: str) -
     with Queue(url) as queue:
         consumer = queue.consumer()
         with Runner(consumer, lambda record: None) as runner:
-            eventually(lambda: consumer._tender.polling)
-            consumer._supply.halt()
+            eventually(lambda: consumer._lease_renewer.polling)
+            consumer._prefetcher.halt()
             runner.join()
         assert runner.error is None
 
@@ -332,7 +334,7 @@ def test_what_a_ctrl_c_keeps_from_being_shared_out_is_there_for_the_next_run(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(worker_pool.WorkerPool, "_share_out", interrupt)
+            patched.setattr(worker_pool.WorkerPool, "_distribute", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 consumer.run(lambda record: None)
         assert offsets(consumer.poll(5)) == [1]
@@ -350,8 +352,8 @@ def test_a_ctrl_c_while_records_are_handed_out_leaves_them_for_the_next_poll(url
 
     with Queue(url, "ABA") as queue:
         consumer = queue.consumer()
-        consumer._supply.fill(5)
-        consumer._supply._buffer = Interrupting(consumer._supply._buffer)
+        consumer._prefetcher.fill(5)
+        consumer._prefetcher._buffer = Interrupting(consumer._prefetcher._buffer)
         with pytest.raises(KeyboardInterrupt):
             consumer.poll(5)
         assert offsets(consumer.poll(5)) == [0, 1, 2]
@@ -359,7 +361,7 @@ def test_a_ctrl_c_while_records_are_handed_out_leaves_them_for_the_next_poll(url
         assert queue.shared.confirmed == 3
 
 
-# An answer that is lost
+# An reply that is lost
 
 
 def test_how_often_a_record_has_failed_is_known_after_a_lost_answer(
@@ -371,13 +373,13 @@ def test_how_often_a_record_has_failed_is_known_after_a_lost_answer(
             consumer.poll(5)[0].release()
             consumer.flush()
         with monkeypatch.context() as patched:
-            real = consumer._desk.books.step
+            real = consumer._deliveries.protocol.step
 
             def lose(*args: Any, **options: Any) -> Any:
                 patched.undo()
                 real(*args, **options)
                 raise ConnectionFailed("Cut.")
 
-            patched.setattr(consumer._desk.books, "step", lose)
+            patched.setattr(consumer._deliveries.protocol, "step", lose)
             found = consumer.poll(5)
         assert [(record.offset, record.failures) for record in found] == [(0, 3)]

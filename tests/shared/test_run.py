@@ -33,7 +33,7 @@ def test_a_poll_waits_for_what_is_published(any_url: str) -> None:
         assert c1.poll(0) == c1.poll(0.05) == []
 
         def publish(stop: threading.Event) -> None:
-            eventually(lambda: c1._tender.polling)
+            eventually(lambda: c1._lease_renewer.polling)
             queue.publish("A")
 
         with background(publish):
@@ -41,12 +41,12 @@ def test_a_poll_waits_for_what_is_published(any_url: str) -> None:
 
 
 def test_a_poll_waits_for_a_group_that_another_has(any_url: str) -> None:
-    with Queue(any_url, "AA", group_cap=1) as queue:
+    with Queue(any_url, "AA", max_per_key=1) as queue:
         c1, c2 = queue.consumers(2)
         (first,) = c1.poll(5)
 
         def settle(stop: threading.Event) -> None:
-            eventually(lambda: c2._tender.polling)
+            eventually(lambda: c2._lease_renewer.polling)
             first.ack()
 
         with background(settle):
@@ -59,7 +59,7 @@ def test_who_holds_a_group_is_woken_for_more_of_it(any_url: str) -> None:
         (first,) = c1.poll(5)
 
         def more(stop: threading.Event) -> None:
-            eventually(lambda: c1._tender.polling)
+            eventually(lambda: c1._lease_renewer.polling)
             queue.publish("A")
             assert c2.poll(0) == []  # it looks at it first, and it is not for it
 
@@ -75,7 +75,7 @@ def test_a_full_consumer_waits_until_something_is_settled(any_url: str) -> None:
         assert c1.poll(0.05) == []
 
         def settle(stop: threading.Event) -> None:
-            eventually(lambda: c1._tender.polling)
+            eventually(lambda: c1._lease_renewer.polling)
             first.ack()
 
         with background(settle):
@@ -103,7 +103,7 @@ def test_a_record_has_what_a_record_has(any_url: str) -> None:
         names = ("offset", "value", "key", "headers", "timestamp", "appended", "time")
         for name in names:
             assert getattr(shared, name) == getattr(plain, name)
-        assert repr(shared) == "<SharedRecord 0 of group b'A', held>"
+        assert repr(shared) == "<SharedRecord 0 of key b'A', held>"
 
 
 def test_iterating_goes_on_until_it_is_closed(any_url: str) -> None:
@@ -155,16 +155,16 @@ class Log:
 
     def begin(self, record: meteor.SharedRecord) -> None:
         with self._lock:
-            if record.group in self._busy:
-                self.overlaps.append(record.group)
-            self._busy.add(record.group)
+            if record.ordering_key in self._busy:
+                self.overlaps.append(record.ordering_key)
+            self._busy.add(record.ordering_key)
             self.most = max(self.most, len(self._busy))
 
     def end(self, record: meteor.SharedRecord) -> None:
         with self._lock:
-            self._busy.discard(record.group)
+            self._busy.discard(record.ordering_key)
             self.done.append(record.offset)
-            self.by_group[record.group].append(record.offset)
+            self.by_group[record.ordering_key].append(record.offset)
 
     def __call__(self, record: meteor.SharedRecord) -> None:
         self.begin(record)
@@ -230,9 +230,9 @@ def test_a_handler_that_failed_leaves_its_group_alone_for_a_while(any_url: str) 
         done = threading.Event()
 
         def handle(record: meteor.SharedRecord) -> None:
-            if record.group == b"A":
+            if record.ordering_key == b"A":
                 raise ValueError
-            eventually(lambda: queue.groups()["A"].state == "delayed")
+            eventually(lambda: queue.keys()["A"].state == "delayed")
             done.set()
 
         with Runner(queue.consumer(), handle, concurrency=2):
@@ -280,7 +280,7 @@ def test_stop_waits_for_the_handler_and_what_was_not_begun_is_there_for_the_next
 
         def handle(record: meteor.SharedRecord) -> None:
             begun.set()
-            eventually(lambda: consumer._crew is None or consumer._crew._stopped)
+            eventually(lambda: consumer._worker_pool is None or consumer._worker_pool._stopped)
             log(record)
 
         with Runner(consumer, handle) as runner:
@@ -308,7 +308,7 @@ def test_closing_from_another_thread_ends_a_run_and_leaves_the_rest_to_others(ur
             assert begun.wait(20)
             closing = threading.Thread(target=one.close, name="test-closing")
             closing.start()
-            eventually(lambda: one._supply.halted)
+            eventually(lambda: one._prefetcher.halted)
             go_on.set()
             closing.join(20)
             runner.join()
@@ -395,7 +395,7 @@ def test_ctrl_c_ends_a_run_once_the_handlers_are_done(url: str) -> None:
 
         with background(interrupt), pytest.raises(KeyboardInterrupt):
             consumer.run(log)
-        assert not [t for t in threading.enumerate() if t.name.startswith("meteor-crew")]
+        assert not [t for t in threading.enumerate() if t.name.startswith("meteor-pool")]
         consumer.close()
         assert queue.shared.confirmed == 3
 
@@ -424,7 +424,7 @@ def test_a_handler_that_hangs_loses_its_record_to_others(url: str) -> None:
         go_on = threading.Event()
 
         def hang(record: meteor.SharedRecord) -> None:
-            if record.group == b"A":
+            if record.ordering_key == b"A":
                 assert go_on.wait(30)
 
         with Runner(one, hang, concurrency=2):

@@ -71,7 +71,7 @@ def test_a_record_is_settled_once(url: str, first: str, second: str, flushed: bo
 
 
 def test_a_consumer_holds_no_more_of_one_group_than_its_cap(any_url: str) -> None:
-    with Queue(any_url, "AAAAAB", group_cap=2) as queue:
+    with Queue(any_url, "AAAAAB", max_per_key=2) as queue:
         c1, c2 = queue.consumers(2)
         records = c1.poll(5)
         assert offsets(records) == [0, 1, 5]
@@ -105,7 +105,7 @@ def test_a_group_that_waits_for_a_delay_lets_others_pass(any_url: str) -> None:
         queue.publish("AB")
         assert offsets(c2.poll(5)) == [5]
         assert c1.poll(0) == []
-        assert (queue.groups()["A"].state, queue.groups()["A"].waiting) == ("delayed", 3)
+        assert (queue.keys()["A"].state, queue.keys()["A"].waiting) == ("delayed", 3)
         assert queue.shared.describe().blocked == 1
         queue.check()
         assert c1.resume("A")
@@ -332,7 +332,7 @@ def test_a_poisoned_group_is_parked_until_it_is_resumed(
         queue.publish("AB")
         assert offsets(c1.poll(5)) == [5]
         assert c2.poll(0) == []
-        state = queue.groups()["A"]
+        state = queue.keys()["A"]
         expected = [1, 3, 4] if dead_letter else [0, 1, 3, 4]  # else it is nowhere but here
         assert (state.state, state.waiting, state.oldest) == ("parked", len(expected), expected[0])
         queue.check()
@@ -355,7 +355,7 @@ def test_a_parked_group_without_records_stays_parked(any_url: str) -> None:
         assert c1.poll(0) == []
         queue.publish("A")
         assert c1.poll(0) == []
-        assert queue.groups()["A"].state == "parked"
+        assert queue.keys()["A"].state == "parked"
         assert c1.resume(b"A")
         assert offsets(c1.poll(5)) == [1]
 
@@ -369,7 +369,7 @@ def test_what_waits_of_a_parked_group_can_be_purged(any_url: str) -> None:
         queue.check()
         c1.flush()  # that the letter is published
         assert c1.confirmed == 3
-        assert [state.state for state in c1.groups()] == ["parked"]
+        assert [state.state for state in c1.keys()] == ["parked"]
         assert c1.resume("A")
         queue.publish("A")
         assert offsets(c1.poll(5)) == [3]

@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 
 import meteor_py as meteor
-from meteor_py.shared.lease_renewer import TENDER_PREFIX
+from meteor_py.shared.lease_renewer import THREAD_PREFIX
 from tests.support.members import Process
 from tests.support.sharing import GROUP, STREAM, Queue, discard, drain
 from tests.support.waiting import eventually
@@ -68,7 +68,7 @@ def no_collector() -> Iterator[None]:
 
 
 def queue_of(url: str) -> Queue:
-    queue = Queue(url, settings={"capacity": 1_000_000}, max_deliveries=0, group_cap=8)
+    queue = Queue(url, settings={"capacity": 1_000_000}, max_deliveries=0, max_per_key=8)
     queue.publish([f"g{number % 50}" for number in range(RECORDS)], frame=40)
     return queue
 
@@ -83,7 +83,7 @@ def work(consumer: meteor.SharedSubscriber) -> None:
 
 
 def tenders() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith(TENDER_PREFIX)]
+    return [t.name for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX)]
 
 
 # One that comes while a connection is opened may leave a socket to the collector.

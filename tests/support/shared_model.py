@@ -20,7 +20,7 @@ class Model:
         self.stopped: dict[bytes, str] = {}  # groups, "d" or "p"
 
     def tell(self, consumer: str, kind: str, offset: int, how: dict[str, Any]) -> None:
-        """What was said has reached the books."""
+        """What was said has reached the state."""
         group = self.group_of[offset]
         assert self.holder.pop(offset) == consumer
         if kind == "ack":

@@ -111,7 +111,7 @@ def receive(stream: meteor.Stream, row: Row, receiver: int, checker: Checker) ->
             unsaid = 0
             while not checker.done:
                 for record in sub.poll(0.2, 1):
-                    checker.hear(receiver, record.group, record.value)
+                    checker.hear(receiver, record.ordering_key, record.value)
                     record.ack()
                     unsaid += 1
                     if unsaid >= row.ack_every:
