@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.common import SEED, Bench, Row, cheaper, connected, faster, plain_client, values_of
 
 PEER = "XREADGROUP + XACK, no order"
-_GROUPS = 1_000
+_KEYS = 1_000
 _CONSUMERS = 4
 _BATCH = 256
 #: Seconds after which consumers that do not finish are taken for stuck.
@@ -23,7 +23,7 @@ def run(bench: Bench) -> list[Row]:
     cpu, peer_cpu = in_turn(bench, count)
     rate = bench.best({"shared": lambda: processes(bench, count, consume, publish)}, repeats=3)
     peer = bench.best({PEER: lambda: processes(bench, count, consume_plain, add)}, repeats=3)
-    what = f"shared: claim and ack, {_GROUPS:,} groups, {_CONSUMERS} consumers"
+    what = f"shared: claim and ack, {_KEYS:,} ordering keys, {_CONSUMERS} consumers"
     return [
         cheaper(f"{what}, server CPU", "us", cpu, peer_cpu, PEER),
         faster(f"{what}, processes", rate["shared"], peer[PEER], PEER),
@@ -33,7 +33,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def publish(url: str, count: int) -> None:
-    """Records of groups in no order."""
+    """Publish records whose ordering keys are in no order."""
     keys = keys_of(count)
     with connected(url) as client:
         stream = client.stream("shared", capacity=10_000_000, ordering_key="key")
@@ -59,7 +59,7 @@ def add(url: str, count: int) -> None:
 
 def keys_of(count: int) -> list[bytes]:
     rng = random.Random(SEED)
-    return [b"key-%d" % rng.randrange(_GROUPS) for _ in range(count)]
+    return [b"key-%d" % rng.randrange(_KEYS) for _ in range(count)]
 
 
 # -- the server's CPU --------------------------------------------------------------------------
@@ -174,10 +174,10 @@ def consume_plain(url: str, number: int, count: int, ready: Any, start: Any, don
 
 
 def beside_a_sleeper(bench: Bench) -> Row:
-    """The rate of all other groups, nine records of ten being one group's whose owner sleeps."""
+    """The rate of all other keys, nine records of ten being of one key whose owner sleeps."""
     count = bench.pick(200_000, 40_000)
     rng = random.Random(SEED)
-    others = [b"key-%d" % rng.randrange(_GROUPS) for _ in range(count // 10)]
+    others = [b"key-%d" % rng.randrange(_KEYS) for _ in range(count // 10)]
     mixed = [key for other in others for key in (*[b"hot"] * 9, other)]
 
     def drain(keys: list[bytes], *, sleeper: bool) -> float:
@@ -206,12 +206,12 @@ def beside_a_sleeper(bench: Bench) -> Row:
         "nobody asleep": lambda: drain(mixed, sleeper=False),
     }
     best = bench.best(cases, repeats=bench.pick(3, 1))
-    what = "shared: other groups, a sleeper on 90 % of the records"
+    what = "shared: other keys, a sleeper on 90 % of the records"
     return faster(what, best["a sleeper"], best["nobody asleep"], "nobody asleep", 0.8)
 
 
 def empty_claims(bench: Bench) -> Row:
-    """Commands of a claim that finds nothing, all records being of a group that another holds."""
+    """Commands of a claim that finds nothing: another consumer holds the key of all records."""
     few, many = 1_000, bench.pick(999_999, 50_000)
     peer, ours = (commands_of_an_empty_claim(bench, size) for size in (few, many))
     what = f"shared: an empty claim behind {many:,} blocked records"

@@ -2,7 +2,7 @@
 
 The records that a consumer holds are in ``held:<consumer>``, those that wait in ``waiting:<key>``,
 and those that become dead letters in ``letters``. Everything else says where to find these; the
-check recomputes it and compares. It reads all keys at one instant, so that nothing in them can stop it.
+check recomputes it and compares. It reads all keys at one instant, and nothing in them can stop it.
 """
 
 from __future__ import annotations

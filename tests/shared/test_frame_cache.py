@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.shared import admin, frame_cache
+from meteor_py.shared import admin, frame_cache, prefetcher
 from meteor_py.shared.frame_cache import FrameCache
+from meteor_py.shared.record import Standing
 from tests.conftest import ServerFactory
-from tests.support.sharing import Queue, die, drain, offsets
+from tests.shared.test_unreadable import archive as drop_from_ring
+from tests.support.sharing import Queue, Steps, die, drain, offsets
 from tests.support.waiting import eventually
 
 
@@ -370,3 +372,52 @@ def test_it_works_on_a_server_that_keeps_all_on_disk(private_server: ServerFacto
         for thread in threads:
             thread.join(30)
         assert sorted(offsets(found)) == [*range(200)]
+
+
+def test_of_many_frames_only_a_few_are_in_memory_at_a_time(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = [0]
+    keep = FrameCache._keep
+
+    def keeping(self: FrameCache, chunk: Any) -> None:
+        keep(self, chunk)
+        most[0] = max(most[0], sum(map(len, self._frames.values())))
+
+    monkeypatch.setattr(FrameCache, "_keep", keeping)
+    with Queue(url, max_per_key=1, settings={"capacity": 100_000}) as queue:
+        for number in range(60):
+            queue.publish(["A"] * 399 + [f"b{number}"], frame=400)
+        owner, other = queue.consumers(2)
+        assert queue.get(owner) == "A-0"
+        queue.shared.keys(look_ahead=True)
+        assert offsets(other.poll(10)) == [400 * number + 399 for number in range(60)]
+        assert most[0] <= 33 * 400  # those that are kept, and those that were asked for
+
+
+def test_a_piece_of_the_store_that_overlaps_a_frame_is_replaced_by_it(any_url: str) -> None:
+    with Queue(any_url) as queue:
+        queue.publish("ABCDEFGHIJ", frame=10)
+        frames = queue.consumer()._prefetcher._frame_cache
+        chunk = frames.read_stored(0, 10)
+        frames._keep(chunk.slice(5, 8))
+        frames._keep(chunk.slice(2, 3))
+        assert [*frames.fetch([2, 6, 8, 9]).found] == [2, 6, 8, 9]
+        assert frames._firsts == [0]
+
+
+def test_a_poll_that_only_looks_does_not_go_through_all_of_the_store(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame_cache, "_STORED_MAX", 2)
+    settings = {"capacity": 20, "store": str(tmp_path), "max_unarchived": 200_000}
+    with Queue(url, max_per_key=1, settings=settings) as queue:
+        queue.publish("A" * 100 + "B", frame=10)
+        drop_from_ring(queue)
+        owner, other = queue.consumers(2, prefetch=1)
+        (first,) = owner.poll(5)
+        steps = Steps(monkeypatch, other)
+        assert other.poll(0) == []
+        assert 0 < len(steps.wants) <= prefetcher._ROUNDS_MIN
+        eventually(lambda: offsets(other.poll(0)) == [100])  # it goes on where it was
+        assert first.standing is Standing.HELD

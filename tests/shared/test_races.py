@@ -234,3 +234,91 @@ def test_one_who_waits_for_room_asks_the_server_rarely(url: str) -> None:
 
 def commands(plain: Any) -> int:
     return sum(int(stat["calls"]) for stat in plain.info("commandstats").values())
+
+
+# What was granted and is not fetched, when one before it is returned
+
+
+def after_fetch(
+    monkeypatch: pytest.MonkeyPatch,
+    consumer: meteor.SharedSubscriber,
+    action: Callable[[], object],
+) -> None:
+    """Have something happen once, when frames are fetched and not yet received."""
+    frames = consumer._prefetcher._frame_cache
+    real = frames.fetch
+    left = [action]
+
+    def fetch(asked: Any) -> Any:
+        fetched = real(asked)
+        if left:
+            left.pop()()
+        return fetched
+
+    monkeypatch.setattr(frames, "fetch", fetch)
+
+
+@pytest.mark.parametrize("how", ["release", "reject"])
+def test_what_is_being_fetched_is_not_handed_out_once_the_server_has_it_back(
+    url: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with Queue(url, "A", on_poison="park") as queue:
+        consumer = queue.consumer()
+        (first,) = consumer.poll(5)
+        queue.publish("AB")
+
+        def fail() -> None:  # as a handler does in a thread, and then the lease renewer
+            getattr(first, how)()
+            consumer._deliveries.exchange()
+
+        after_fetch(monkeypatch, consumer, fail)
+        found = consumer.poll(5)
+        assert offsets(found) == [2]
+        assert found[0].ordering_key == b"B"
+        if how == "release":
+            assert offsets(consumer.poll(5)) == [0, 1]
+
+
+def test_what_was_rewound_while_it_was_fetched_is_claimed_again_without_waiting(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(url, "A") as queue:
+        consumer = queue.consumer()
+        (first,) = consumer.poll(5)
+        queue.publish("A")
+
+        def fail() -> None:
+            first.release()
+            consumer._deliveries.exchange()
+
+        after_fetch(monkeypatch, consumer, fail)
+        waits: list[object] = []
+        monkeypatch.setattr(
+            consumer._prefetcher._frame_cache, "wait", lambda *args: waits.append(args)
+        )
+        assert offsets(consumer.poll(5)) == [0, 1]
+        assert not waits
+
+
+# A reply that is lost
+
+
+def test_how_often_a_record_has_failed_is_known_after_a_lost_reply(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(url, "AB") as queue:
+        consumer = queue.consumer()
+        for _ in range(3):
+            consumer.poll(5)[0].release()
+            consumer.flush()
+        with monkeypatch.context() as patched:
+            real = consumer._deliveries.protocol.step
+
+            def lose(*args: Any, **options: Any) -> Any:
+                patched.undo()
+                real(*args, **options)
+                raise ConnectionFailed("Cut.")
+
+            patched.setattr(consumer._deliveries.protocol, "step", lose)
+            found = consumer.poll(5)
+        assert [(record.offset, record.failures) for record in found] == [(0, 3)]

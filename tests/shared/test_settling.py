@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.shared import lease_renewer
+from meteor_py.shared import holdings, lease_renewer, prefetcher
 from meteor_py.subscribe import dead_letters
-from tests.support.sharing import GROUP, STREAM, Queue, die, drain, expire, offsets
+from tests.support.sharing import GROUP, STREAM, Queue, Steps, die, drain, expire, offsets
 from tests.support.waiting import eventually
 
 
@@ -478,3 +478,52 @@ def test_one_whose_records_were_taken_does_not_hand_out_what_it_has_in_store(any
         assert offsets(c2.poll(5)) == [0, 1, 2]
         c1.flush()
         assert c1.poll(0) == []
+
+
+# Steps that are not too large
+
+
+def test_what_was_settled_is_said_in_parts_and_acknowledgements_first(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdings, "_ACKS_MAX", 4)
+    monkeypatch.setattr(holdings, "_OTHERS_MAX", 3)
+    with Queue(url, "ABCDEABCDE" + "FFFF", lease_ttl=60.0) as queue:
+        consumer = queue.consumer()
+        records = consumer.poll(5)
+        steps = Steps(monkeypatch, consumer)
+        with consumer._deliveries.condition:  # so that the lease renewer does not say some of it
+            records[13].ack()
+            records[12].release()  # which takes none with it
+            for record in records[:5]:
+                record.reject("no")
+            for record in records[5:10]:
+                record.ack()
+            consumer.flush()
+        assert steps.acks == [4, 2, 0]
+        assert steps.others == [0, 3, 3]
+        state = queue.shared.describe()
+        assert (state.acked, state.dead) == (6, 5)
+        assert offsets(consumer.poll(5)) == [12]
+
+
+def test_only_the_last_part_claims(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdings, "_ACKS_MAX", 2)
+    with Queue(url, "ABCDEFGH") as queue:
+        consumer = queue.consumer(prefetch=5)
+        records = consumer.poll(5)
+        steps = Steps(monkeypatch, consumer)
+        with consumer._deliveries.condition:
+            for record in records:
+                record.ack()
+            assert offsets(consumer.poll(5)) == [5, 6, 7]
+        assert steps.wants[:3] == [0, 0, 5]
+
+
+def test_much_is_claimed_in_parts(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetcher, "_CLAIM_MAX", 4)
+    with Queue(url, "AB" * 10) as queue:
+        consumer = queue.consumer(prefetch=10)
+        steps = Steps(monkeypatch, consumer)
+        assert offsets(consumer.poll(5)) == [*range(10)]
+        assert steps.wants == [4, 4, 2]

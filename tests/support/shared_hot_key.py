@@ -24,10 +24,10 @@ def others_per_second(url: str, case: Case, others: int, *, consumers: int = 3) 
     """Process ``others`` records of other keys, and tell how fast that was."""
     with Queue(url, settings={"capacity": 10_000_000}, max_per_key=32) as queue:
         names = [b"k%d" % (number % 100) for number in range(others)]
-        groups = [g for name in names for g in ([HOT] * (SHARE - 1) + [name])]
-        groups = names if case == "absent" else groups
+        keys = [g for name in names for g in ([HOT] * (SHARE - 1) + [name])]
+        keys = names if case == "absent" else keys
         with queue.stream.publisher() as publisher:
-            publisher.publish_many([b"v" * 100] * len(groups), keys=groups)
+            publisher.publish_many([b"v" * 100] * len(keys), keys=keys)
         owner = queue.consumer(prefetch=1)
         if case == "held":
             assert owner.poll(5)[0].ordering_key == HOT

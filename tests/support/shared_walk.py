@@ -128,18 +128,18 @@ class Walk(Model):
         if self.rng.random() < 0.02:
             size = 4096
         skew = self.rng.choice([0.0, 0.8])
-        groups = [
+        keys = [
             self.names[0] if self.rng.random() < skew else self.rng.choice(self.names)
             for _ in range(size)
         ]
         if size == 1:
-            first = self.publisher.publish(b"v", key=groups[0]).result(20)
+            first = self.publisher.publish(b"v", key=keys[0]).result(20)
         elif size > 20:
             values = pa.array([b"v"] * size, pa.binary())
-            first = self.publisher.publish_many(values, keys=pa.array(groups)).result(20)
+            first = self.publisher.publish_many(values, keys=pa.array(keys)).result(20)
         else:
-            first = self.publisher.publish_many([b"v"] * size, keys=groups).result(20)
-        self.group_of |= {first + n: group for n, group in enumerate(groups)}
+            first = self.publisher.publish_many([b"v"] * size, keys=keys).result(20)
+        self.key_of |= {first + n: key for n, key in enumerate(keys)}
 
     def join(self) -> None:
         if len(self.hands) < 5:
@@ -235,34 +235,34 @@ class Walk(Model):
         assert after == before, "late settlements must change nothing"
 
     def purge(self) -> None:
-        group = self.rng.choice(self.names)
+        key = self.rng.choice(self.names)
         limit = self.rng.choice([None, 1, 5])
-        waiting, looked = self.waiting(group), self.shared.describe().looked
-        purged = self.shared.purge(group, limit)
+        waiting, looked = self.waiting(key), self.shared.describe().looked
+        purged = self.shared.purge(key, limit)
         self.lose_unseen(looked)
         gone = [o for o in waiting if o not in self.fate][:limit]
         if self.room == 1_000_000:
             assert purged == len(gone)
         for offset in gone[:purged]:
             self.close_record(offset, "purged")
-        if self.stopped.get(group) == "d" and not self.waiting_seen(group):
-            del self.stopped[group]
+        if self.stopped.get(key) == "d" and not self.waiting_seen(key):
+            del self.stopped[key]
 
     def resume(self) -> None:
-        group = self.rng.choice(list(self.stopped) or self.names)
-        waiting = self.waiting_seen(group)
-        assert self.shared.resume(group) == (group in self.stopped)
-        if self.stopped.pop(group, None) and waiting:
+        key = self.rng.choice(list(self.stopped) or self.names)
+        waiting = self.waiting_seen(key)
+        assert self.shared.resume(key) == (key in self.stopped)
+        if self.stopped.pop(key, None) and waiting:
             self.failures.pop(waiting[0], None)
 
     def come_due(self) -> None:
-        due = [group for group, how in self.stopped.items() if how == "d"]
-        for group in due:
-            self.plain.zadd(self.shared._protocol.key("delayed"), {group: 1})
+        due = [key for key, how in self.stopped.items() if how == "d"]
+        for key in due:
+            self.plain.zadd(self.shared._protocol.key("delayed"), {key: 1})
         self.exchange(self.some_hand(), 0)
-        for group in due:
-            if self.stopped[group] == "d":
-                del self.stopped[group]
+        for key in due:
+            if self.stopped[key] == "d":
+                del self.stopped[key]
 
     def look_ahead(self) -> None:
         looked = self.shared.describe().looked
@@ -270,7 +270,7 @@ class Walk(Model):
         self.lose_unseen(looked)
         if self.room < 1_000_000:
             return
-        open_now = Counter(self.group_of[o] for o in self.open() if o not in self.dying)
+        open_now = Counter(self.key_of[o] for o in self.open() if o not in self.dying)
         assert {state.key: state.count for state in states if state.count} == dict(open_now)
 
     def publish_letters(self) -> None:
@@ -289,10 +289,10 @@ class Walk(Model):
         idle = 0
         while left := len(self.open()):
             self.done.append("drain")
-            for group in list(self.stopped):
-                self.shared.resume(group)
-                waiting = self.waiting_seen(group)
-                del self.stopped[group]
+            for key in list(self.stopped):
+                self.shared.resume(key)
+                waiting = self.waiting_seen(key)
+                del self.stopped[key]
                 if waiting:
                     self.failures.pop(waiting[0], None)
             for record in list(hand.held.values()):
@@ -304,7 +304,7 @@ class Walk(Model):
             idle = 0 if len(self.open()) < left else idle + 1
             assert idle < IDLE_STEPS, f"nothing comes, and {sorted(self.open())[:9]} are open"
         self.check()
-        assert self.shared.confirmed == len(self.group_of) == self.stream.end().offset
+        assert self.shared.confirmed == len(self.key_of) == self.stream.end().offset
         self.check_letters()
 
     # -- one exchange --------------------------------------------------------------------------
@@ -329,14 +329,14 @@ class Walk(Model):
         letters = reply.dead_letters
         for letter in letters:
             assert letter.offset in self.dying
-            assert letter.ordering_key == self.group_of[letter.offset]
+            assert letter.ordering_key == self.key_of[letter.offset]
             assert letter.failures == self.failures[letter.offset]
         if bury_letters:
             self.bury(hand, letters)
         found, lost, unreadable = hand.frames.fetch(sorted(hand.deliveries.holdings.granted))
         assert not unreadable
         for record in hand.deliveries.receive(found, lost):
-            assert record.ordering_key == self.group_of[record.offset]
+            assert record.ordering_key == self.key_of[record.offset]
             hand.held[record.offset] = record
         if lost:
             first = self.stream.bounds()[0]
@@ -369,19 +369,19 @@ class Walk(Model):
     def check_grants(self, hand: Hand, reply: StepReply) -> None:
         last_tries = 0
         for offset in reply.granted:
-            group = self.group_of[offset]
+            key = self.key_of[offset]
             assert offset not in self.fate
             assert offset not in self.holder
-            assert group not in self.stopped, f"{group!r} is stopped"
-            for other in self.by_group[group]:
+            assert key not in self.stopped, f"{key!r} is stopped"
+            for other in self.by_key[key]:
                 if other >= offset:
                     break
                 if other in self.fate or other in self.dying:
                     continue
                 owner = self.holder.get(other)
                 assert owner == hand.id, f"{offset} is given to {hand.name}, and {other} is open"
-            later = [o for o in self.holder if self.group_of[o] == group]
-            assert {self.holder[o] for o in later} <= {hand.id}, "a group has one owner"
+            later = [o for o in self.holder if self.key_of[o] == key]
+            assert {self.holder[o] for o in later} <= {hand.id}, "a key has one owner"
             assert len(later) < self.cap
             assert not later or offset not in self.suspects, "a suspect waits for those before it"
             assert reply.failures.get(offset, 0) == self.failures[offset]
@@ -416,9 +416,9 @@ class Walk(Model):
 
     # -- what must be true ---------------------------------------------------------------------
 
-    def waiting_seen(self, group: bytes) -> list[int]:
+    def waiting_seen(self, key: bytes) -> list[int]:
         looked = self.shared.describe().looked
-        return [offset for offset in self.waiting(group) if offset < looked]
+        return [offset for offset in self.waiting(key) if offset < looked]
 
     def consumers(self) -> set[str]:
         found: Any = self.plain.hkeys(self.shared._protocol.key("consumers"))
@@ -441,7 +441,7 @@ class Walk(Model):
         assert self.shared.fsck() == []
         found = self.shared.describe()
         self.next = found.looked
-        expected = min(self.open(), default=len(self.group_of))
+        expected = min(self.open(), default=len(self.key_of))
         assert found.confirmed == expected, f"confirmed is {found.confirmed}, not {expected}"
         assert found.confirmed >= self.confirmed, "confirmed went back"
         self.confirmed = found.confirmed
@@ -451,8 +451,8 @@ class Walk(Model):
         held: dict[int, str] = {}
         for consumer in self.consumers():
             flat: Any = self.plain.hgetall(self.shared._protocol.key(f"held:{consumer}"))
-            for group, offsets in flat.items():
-                if group and offsets:
+            for key, offsets in flat.items():
+                if key and offsets:
                     held |= {int(offset): consumer for offset in offsets.split(b",")}
         assert held == self.holder
         failures: Any = self.plain.hgetall(self.shared._protocol.key("failures"))

@@ -19,6 +19,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Self
 
+import pytest
+
 import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.shared import subscriber as subscribers
@@ -237,6 +239,25 @@ class Runner:
     def join(self) -> None:
         self.thread.join(30)
         assert not self.thread.is_alive(), "run() does not return"
+
+
+class Steps:
+    """Notes what the steps of a consumer say and ask for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, consumer: meteor.SharedSubscriber) -> None:
+        protocol = consumer._deliveries.protocol
+        real = protocol.step
+        self.acks: list[int] = []
+        self.others: list[int] = []
+        self.wants: list[int] = []
+
+        def step(*args: Any, **options: Any) -> Any:
+            self.acks.append(sum(map(len, options["acks"].values())))
+            self.others.append(len(options["others"]))
+            self.wants.append(options["want"])
+            return real(*args, **options)
+
+        monkeypatch.setattr(protocol, "step", step)
 
 
 def collect() -> None:
