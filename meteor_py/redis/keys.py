@@ -69,11 +69,11 @@ key                            type    what, who writes it, who deletes it
                                        ``advance_archived``.
 ``meteor:{s}:shared``          set     The names of the shared groups. Written by ``shared_open``;
                                        a name leaves with ``SharedGroup.delete``.
-``meteor:{s}:shared:<g>:...``          The books of one shared group, in the parts below. Written by
+``meteor:{s}:shared:<g>:...``          The state of one shared group, in the parts below. Written by
                                        ``shared_step`` unless it says otherwise; deleted, all at
                                        once, by ``SharedGroup.delete``.
 ``...:state``                  hash    ``incarnation`` of the stream, a dot, and a random id of
-                                       this life of the group; ``start``, where it began;
+                                       this incarnation of the group; ``start``, where it began;
                                        ``next``, all below was looked at; ``waiting``, how many
                                        records wait; ``bell``, the number of its last ringing;
                                        ``last``, when a consumer was last heard of (ms); settings
@@ -81,39 +81,40 @@ key                            type    what, who writes it, who deletes it
                                        ``purged``, ``returned``, ``reaped``; the last gap,
                                        ``lost_last``. Begun by ``shared_open``; also written by
                                        ``shared_purge`` and ``shared_resume``.
-``...:groups``                 hash    For each group of records with something open
+``...:groups``                 hash    For each ordering key with something open
                                        ``owner[:waiting:state:head]``: the consumer that holds
-                                       some, or nobody; how many wait; ``d`` delayed, ``p`` parked;
+                                       some, or none; how many wait; ``d`` delayed, ``p`` parked;
                                        the offset of the first that waits. A field goes with the
                                        last record. Also ``shared_purge``, ``shared_resume``.
-``...:ready``                  zset    Groups that are free and have waiting records, by the offset
-                                       of the first. Also ``shared_purge``, ``shared_resume``.
-``...:blocked``                zset    The same for groups that are delayed or parked.
-``...:delayed``                zset    Delayed groups, by the time (ms) at which they go on.
-``...:leases``                 zset    Consumers, by the time (ms) at which they are taken for dead.
+``...:ready``                  zset    Ordering keys that are free and have waiting records, by the
+                                       offset of the first. Also ``shared_purge``,
+                                       ``shared_resume``.
+``...:blocked``                zset    The same for keys that are delayed or parked.
+``...:delayed``                zset    Delayed keys, by the time (ms) at which the delay ends.
+``...:leases``                 zset    Consumers, by the time (ms) at which their leases expire.
                                        Begun by ``shared_join``; one that leaves or is dead is
                                        removed.
 ``...:consumers``              hash    The same: ``step:alone:name``, the number of the last step,
-                                       whether it has a last try (``alone``), or keeps a group for
+                                       whether it has a last try (``alone``), or keeps a key for
                                        one (``reserved``), and a name for people.
 ``...:failures``               hash    Offsets of open records that have failed: how often. A field
                                        goes when its record is settled.
 ``...:suspects``               set     Offsets of open records that were with a consumer when it
-                                       died: of a group they are given out one at a time.
+                                       died: of a key they are granted one at a time.
 ``...:letters``                hash    Offsets of records that were given up, and are not published
-                                       as dead letters yet: ``failures:bytes of group:``, then group
-                                       and reason.
+                                       as dead letters yet: ``failures:bytes of key:``, then the key
+                                       and the reason.
 ``...:dying``                  zset    The same offsets, by the time (ms) from which on the letter
-                                       is given to whoever comes.
+                                       is given to the next consumer.
 ``...:bell``                   stream  The last eight ringings: consumers wait for one. Also
                                        ``shared_purge``, ``shared_resume``.
-``...:held:<consumer>``        hash    What a consumer holds: for each group ``offset,offset...``,
-                                       rising; empty if the group is kept for a last try. Deleted
+``...:held:<consumer>``        hash    What a consumer holds: for each key ``offset,offset...``,
+                                       rising; empty if the key is kept for a last try. Deleted
                                        when it leaves, or is dead.
-``...:more:<consumer>``        zset    Of its groups those of which it may have more, by the offset
+``...:more:<consumer>``        zset    Of its keys those of which it may have more, by the offset
                                        of the first that waits. Also ``shared_purge``,
                                        ``shared_resume``.
-``...:waiting:<group id>``     list    The offsets of the group that wait, rising. Ids are any
+``...:waiting:<key>``          list    The offsets of the key that wait, rising. Keys are any
                                        bytes. Goes with its last record. Also ``shared_purge``.
 ``meteor:group:{g}:...``               The books of one peer group, ``g`` being its name, or
                                        ``name/instance``, in the parts below. Written by the scripts

@@ -38,6 +38,8 @@ _AHEAD = 4_096
 #: Ordering keys that are read at a time.
 _LIST = 500
 
+_COUNTERS = ("acked", "dead", "lost", "purged", "returned", "reaped")
+
 Condition = Literal["ready", "owned", "delayed", "parked"]
 
 
@@ -143,12 +145,7 @@ class SharedGroup:
             ready=int(reply[3]),
             blocked=int(reply[4]),
             dying=int(reply[5]),
-            acked=int(state.get("acked", 0)),
-            dead=int(state.get("dead", 0)),
-            lost=int(state.get("lost", 0)),
-            purged=int(state.get("purged", 0)),
-            returned=int(state.get("returned", 0)),
-            reaped=int(state.get("reaped", 0)),
+            **{counter: int(state.get(counter, 0)) for counter in _COUNTERS},
             lost_last=(int(first), int(last)) if last else None,
             consumers=tuple(
                 Consumer(

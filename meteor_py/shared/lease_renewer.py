@@ -53,19 +53,14 @@ class LeaseRenewer:
             close()
 
     def join(self, timeout_s: float) -> bool:
+        condition = self._deliveries.condition
         if self._deliveries.talks_here():
             return False  # what this signal handler came into has to end before the thread can
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             deadline = now() + timeout_s
-            while (
-                self._deliveries.condition.is_mine()
-                and self._thread.is_alive()
-                and now() < deadline
-            ):
-                with (
-                    self._deliveries.condition
-                ):  # let go: this is a signal handler, and the thread may need it
-                    self._deliveries.condition.wait(0.01)
+            while condition.is_mine() and self._thread.is_alive() and now() < deadline:
+                with condition:  # let go: this is a signal handler, and the thread may need it
+                    condition.wait(0.01)
             self._thread.join(max(deadline - now(), 0.0))
         return not self._thread.is_alive()
 

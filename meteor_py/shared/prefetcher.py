@@ -42,7 +42,7 @@ _BACKOFF_S = (0.02, 0.64)
 #: Records that are claimed in a step at most: the server does nothing else meanwhile.
 _CLAIM_MAX = 1_024
 #: Rounds that a poll may take though its time is up, as long as each is done with some records that
-#: are not for it; it goes on at the next poll.
+#: are not for it; the next poll continues there.
 _ROUNDS_MIN = 8
 #: Times that what was granted is made sure of and fetched again, when some was rewound meanwhile.
 _AGAIN = 5
@@ -72,7 +72,8 @@ class Prefetcher:
         self._grouping = grouping
         self._frame_cache = FrameCache(protocol.stream)
         self._buffer: deque[SharedRecord] = deque()  # not handed out yet
-        self._handed: list[SharedRecord] = []  # handed out, and perhaps not settled
+        #: Handed out, and perhaps not settled.
+        self.handed: list[SharedRecord] = []
         self._entry: Entry | None = None
         self._epoch = 0
         self._dead_letter_stream: StreamHandle | None = None
@@ -82,11 +83,6 @@ class Prefetcher:
         self._looked = -1
         #: Set by another thread to end what waits here, and iterating.
         self.halted = False
-
-    @property
-    def handed(self) -> list[SharedRecord]:
-        """What was handed out, and perhaps not settled."""
-        return self._handed
 
     def halt(self) -> None:
         """End a wait in another thread; nothing more is handed out."""
@@ -231,9 +227,9 @@ class Prefetcher:
         """Records of the buffer; if a Ctrl-C comes before the end of it, they are there again."""
         records = list(islice(self._buffer, max_records))
         try:
-            if len(self._handed) + len(records) > 2 * self.config.prefetch:
-                self._handed = [r for r in self._handed if r.standing is Standing.HELD]
-            self._handed += records
+            if len(self.handed) + len(records) > 2 * self.config.prefetch:
+                self.handed = [r for r in self.handed if r.standing is Standing.HELD]
+            self.handed += records
             for _ in records:
                 self._buffer.popleft()
             return records

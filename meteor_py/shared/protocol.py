@@ -28,11 +28,11 @@ class Entry(NamedTuple):
     """What the index does not have any more: an entry made from the store, or that it is lost."""
 
     first: int
-    #: As ``Grouping.index`` makes them; empty if nobody has the records.
+    #: As ``Grouping.index`` makes them; empty if neither ring nor store has the records.
     strings: Sequence[bytes]
     #: The offset behind the records.
     stop: int
-    #: Why they are lost, if not because nobody has them.
+    #: Why they are lost, if they exist.
     cause: MeteorError | None = None
 
     def covers(self, offset: int) -> bool:

@@ -32,7 +32,7 @@ from meteor_py.subscribe.lease import member_name
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that iterating goes on without a server before it gives up.
+#: Seconds that iterating waits for a server before it gives up.
 _RECONNECT_S = 30.0
 #: Seconds for which the end of a program waits until what was settled is sent.
 _EXIT_S = 5.0

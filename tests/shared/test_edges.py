@@ -76,7 +76,7 @@ def test_lost_and_purged_offsets_keep_their_digits(any_url: str) -> None:
 # Columns
 
 
-def test_groups_come_from_large_sliced_and_encoded_columns(any_url: str) -> None:
+def test_ordering_keys_come_from_large_sliced_and_encoded_columns(any_url: str) -> None:
     with Queue(any_url, settings={"capacity": 100_000}) as queue:
         count = 9_000
         ids = [b"%d" % (n % 7) if n % 5 else None for n in range(count + 10)]

@@ -9,7 +9,7 @@ from tests.support.shared_fleet import Fleet
 from tests.support.shared_hot_key import others_per_second
 
 
-def test_under_kills_and_pauses_each_record_is_settled_once_and_groups_stay_in_order(
+def test_under_kills_and_pauses_each_record_is_settled_once_and_keys_stay_in_order(
     url: str, rng: random.Random
 ) -> None:
     with Fleet(url, rng, keys=50) as fleet:

@@ -146,7 +146,7 @@ def test_what_was_dropped_before_anybody_looked_is_named_once_and_the_rest_is_de
         assert (found.lost, found.lost_last, found.confirmed) == (first, (0, first - 1), 100)
 
 
-def test_what_was_dropped_while_it_waited_is_named_and_its_group_goes_on(any_url: str) -> None:
+def test_what_was_dropped_while_it_waited_is_named_and_its_key_goes_on(any_url: str) -> None:
     with Queue(any_url, settings={"capacity": 20}) as queue:
         publish(queue, "AAAAAAAAAA", 2)
         c1 = queue.consumer()
@@ -210,7 +210,7 @@ def test_the_letter_of_a_record_that_is_gone_cannot_be_written_and_it_is_named_l
         assert (found.lost, found.dead, found.dying) == (21, 0, 0)
 
 
-def test_a_letter_whose_key_is_too_long_for_a_group_is_in_none_and_keeps_its_key(
+def test_a_letter_whose_key_is_too_long_to_order_by_has_none_and_keeps_its_key(
     any_url: str,
 ) -> None:
     with Queue(any_url, ordering_key="header:cart", dead_letter="dead") as queue:

@@ -143,7 +143,7 @@ def test_a_group_that_is_not_listed_is_said(damage: Damage, kind: str | None) ->
 # Groups, beside the index
 
 
-def test_records_that_wait_for_another_group_are_said(damage: Damage) -> None:
+def test_records_that_wait_for_another_key_are_said(damage: Damage) -> None:
     a, b = damage("LRANGE", "waiting:A", 0, -1), damage("LRANGE", "waiting:C", 0, -1)
     damage("LSET", "waiting:A", -1, b[-1])
     damage("LSET", "waiting:C", -1, a[-1])
@@ -169,7 +169,7 @@ FIRST = [(0, b"A"), (1, b"B"), (2, b"C")]
 
 @pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize("options", [{}, {"keyless": "free"}, {"default_key": "rest"}])
-def test_what_has_no_group_and_what_the_index_has_dropped_is_no_flaw(
+def test_what_has_no_key_and_what_the_index_has_dropped_is_no_flaw(
     any_url: str, monkeypatch: pytest.MonkeyPatch, size: int, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(fsck, "_ENTRIES", size)

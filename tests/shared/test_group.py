@@ -1,4 +1,4 @@
-"""A shared group as a whole: its settings, its lives, looking ahead and purging, and its end."""
+"""A shared group as a whole: its settings, its incarnations, looking ahead and purging, and its end."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_the_last_try_of_what_a_dead_consumer_had_travels_alone(any_url: str) ->
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("delays", [(1.0, 300.0), (300.0, 1.0)])
-def test_of_two_delays_of_a_group_the_longer_one_counts(
+def test_of_two_delays_of_a_key_the_longer_one_counts(
     any_url: str, together: bool, delays: tuple[float, float]
 ) -> None:
     with Queue(any_url, "AAA") as queue:

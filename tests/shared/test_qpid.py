@@ -100,7 +100,7 @@ def test_simple(any_url: str) -> None:
         assert queue.get(c2) == "A-2"
         assert queue.get(c2) == "C-7"
         queue.ack(c2)
-        assert queue.get(c2) == "C-8"  # not B-5, whose group c1 has
+        assert queue.get(c2) == "C-8"  # not B-5, whose key c1 has
         queue.ack(c1, "B-4")
         assert queue.get(c2) == "B-5"
         assert queue.get(c1) is None
@@ -122,7 +122,7 @@ def test_simple_browse(any_url: str) -> None:
             assert browse() == b"A-0"
             assert queue.get(c1) == "A-0"
             assert browse() == b"B-1"
-            assert browse() == b"A-2"  # of a group that c1 owns
+            assert browse() == b"A-2"  # of a key that c1 owns
             assert browse() == b"B-3"
             assert queue.get(c1) == "B-1"
             assert browse() == b"C-4"
@@ -174,12 +174,12 @@ def test_close(any_url: str) -> None:
         c3 = queue.consumer()
         assert queue.get(c3) is None
         die(c2)
-        # One of a group at a time, until it is known of which the consumer has died.
+        # One of a key at a time, until it is known of which the consumer has died.
         assert [queue.get(c3) for _ in range(3)] == ["A-0", "B-2", None]
         queue.ack(c3)
         assert [queue.get(c3) for _ in range(3)] == ["A-1", "B-3", None]
         failures = [queue.record(c3, name).failures for name in ("A-0", "A-1", "B-2", "B-3")]
-        assert failures == [1, 0, 1, 0]  # the first of each group may have been at work
+        assert failures == [1, 0, 1, 0]  # the first of each key may have been at work
 
 
 def test_transaction(any_url: str) -> None:
@@ -414,7 +414,7 @@ def noted(any_url: str) -> Iterator[Queue]:
         yield queue
 
 
-def test_a_single_release_may_be_processed_after_the_next_of_its_group(noted: Queue) -> None:
+def test_a_single_release_may_be_processed_after_the_next_of_its_key(noted: Queue) -> None:
     c1, c2 = noted.consumers(2)
     assert [noted.get(c1), noted.get(c1)] == ["A-0", "A-1"]
     noted.release(c1, "A-0", only_this=True)
@@ -425,7 +425,7 @@ def test_a_single_release_may_be_processed_after_the_next_of_its_group(noted: Qu
     assert noted.shared.confirmed == 2
 
 
-def test_a_release_takes_the_next_of_its_group_along_so_that_order_holds(noted: Queue) -> None:
+def test_a_release_takes_the_next_of_its_key_along_so_that_order_holds(noted: Queue) -> None:
     c1, c2 = noted.consumers(2)
     assert [noted.get(c1), noted.get(c1)] == ["A-0", "A-1"]
     later = noted.record(c1, "A-1")

@@ -106,7 +106,7 @@ def test_one_that_is_taken_for_dead_with_a_lost_payload_goes_on(url: str) -> Non
         queue.check()
 
 
-def test_purging_the_group_that_is_kept_for_a_last_try_lets_its_consumer_go_on(url: str) -> None:
+def test_purging_the_key_that_is_kept_for_a_last_try_lets_its_consumer_go_on(url: str) -> None:
     with Queue(url, "ABCD", max_deliveries=2) as queue:
         consumer, other = queue.consumers(2)
         queue.get(consumer)

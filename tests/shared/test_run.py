@@ -42,7 +42,7 @@ def test_a_poll_waits_for_what_is_published(any_url: str) -> None:
             assert offsets(c1.poll(60)) == [0]
 
 
-def test_a_poll_waits_for_a_group_that_another_has(any_url: str) -> None:
+def test_a_poll_waits_for_a_key_that_another_has(any_url: str) -> None:
     with Queue(any_url, "AA", max_per_key=1) as queue:
         c1, c2 = queue.consumers(2)
         (first,) = c1.poll(5)
@@ -55,7 +55,7 @@ def test_a_poll_waits_for_a_group_that_another_has(any_url: str) -> None:
             assert offsets(c2.poll(60)) == [1]
 
 
-def test_who_holds_a_group_is_woken_for_more_of_it(any_url: str) -> None:
+def test_the_owner_of_a_key_is_woken_for_more_of_it(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         c1, c2 = queue.consumers(2)
         (first,) = c1.poll(5)
@@ -173,7 +173,7 @@ class Log:
         self.end(record)
 
 
-def test_run_does_groups_in_parallel_and_each_in_order(any_url: str) -> None:
+def test_run_does_keys_in_parallel_and_each_in_order(any_url: str) -> None:
     with Queue(any_url, "ABC" * 20) as queue:
         log = Log()
         together = threading.Barrier(3, timeout=30)  # only three at a time can pass
@@ -191,7 +191,7 @@ def test_run_does_groups_in_parallel_and_each_in_order(any_url: str) -> None:
         assert queue.shared.confirmed == 60
 
 
-def test_two_runs_share_the_groups_out(any_url: str) -> None:
+def test_two_runs_share_the_keys(any_url: str) -> None:
     with Queue(any_url) as queue:
         queue.publish("ABCDEFGH" * 25, frame=20)
         log = Log()
@@ -227,7 +227,7 @@ def test_what_a_handler_fails_for_comes_again_and_then_is_a_dead_letter(
         assert "The handler failed for record 1" in caplog.text
 
 
-def test_a_handler_that_failed_leaves_its_group_alone_for_a_while(any_url: str) -> None:
+def test_a_handler_that_failed_leaves_its_key_alone_for_a_while(any_url: str) -> None:
     with Queue(any_url, "AB") as queue:
         done = threading.Event()
 
@@ -475,7 +475,7 @@ def test_a_value_that_cannot_be_decoded_is_a_failure_of_its_handler(any_url: str
         assert queue.shared.describe().dead == 2
 
 
-def test_groups_stay_in_order_while_handlers_fail_and_more_is_published(
+def test_keys_stay_in_order_while_handlers_fail_and_more_is_published(
     url: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "_DELAY_S", (0.001, 0.01))

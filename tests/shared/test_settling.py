@@ -70,7 +70,7 @@ def test_a_record_is_settled_once(url: str, first: str, second: str, flushed: bo
             getattr(record, second)()
 
 
-def test_a_consumer_holds_no_more_of_one_group_than_its_cap(any_url: str) -> None:
+def test_a_consumer_holds_no_more_of_one_key_than_max_per_key(any_url: str) -> None:
     with Queue(any_url, "AAAAAB", max_per_key=2) as queue:
         c1, c2 = queue.consumers(2)
         records = c1.poll(5)
@@ -95,7 +95,7 @@ def test_a_release_counts_as_a_failure_of_that_record_alone(any_url: str) -> Non
         assert c1.confirmed == 3
 
 
-def test_a_group_that_waits_for_a_delay_lets_others_pass(any_url: str) -> None:
+def test_a_key_that_waits_for_a_delay_lets_others_pass(any_url: str) -> None:
     with Queue(any_url, "AABB") as queue:
         c1, c2 = queue.consumers(2)
         a0, a1, b2, b3 = c1.poll(5)
@@ -115,7 +115,7 @@ def test_a_group_that_waits_for_a_delay_lets_others_pass(any_url: str) -> None:
             a1.ack()
 
 
-def test_after_its_delay_a_group_comes_to_one_who_waits(any_url: str) -> None:
+def test_after_its_delay_a_key_goes_to_a_waiting_consumer(any_url: str) -> None:
     with Queue(any_url, "AA") as queue:
         c1, c2 = queue.consumers(2)
         c1.poll(5)[0].release(delay=0.05)
@@ -172,7 +172,7 @@ def test_a_single_release_comes_back_in_its_place(any_url: str) -> None:
 # Giving up
 
 
-def test_after_so_many_failures_a_record_is_a_dead_letter_and_its_group_goes_on(
+def test_after_so_many_failures_a_record_is_a_dead_letter_and_its_key_goes_on(
     any_url: str,
 ) -> None:
     with Queue(any_url, "AAB", max_deliveries=3, dead_letter="dead") as queue:
@@ -318,7 +318,7 @@ def test_one_dead_letter_comes_of_a_record_that_its_consumers_die_of(any_url: st
 
 
 @pytest.mark.parametrize("dead_letter", ["dead", None])
-def test_a_poisoned_group_is_parked_until_it_is_resumed(
+def test_a_poisoned_key_is_parked_until_it_is_resumed(
     any_url: str, dead_letter: str | None
 ) -> None:
     with Queue(any_url, "AABA", on_poison="park", dead_letter=dead_letter) as queue:
@@ -348,7 +348,7 @@ def test_a_poisoned_group_is_parked_until_it_is_resumed(
         assert queue.shared.confirmed == 6
 
 
-def test_a_parked_group_without_records_stays_parked(any_url: str) -> None:
+def test_a_parked_key_without_records_stays_parked(any_url: str) -> None:
     with Queue(any_url, "A", on_poison="park", dead_letter="dead") as queue:
         c1 = queue.consumer()
         c1.poll(5)[0].reject()
@@ -360,7 +360,7 @@ def test_a_parked_group_without_records_stays_parked(any_url: str) -> None:
         assert offsets(c1.poll(5)) == [1]
 
 
-def test_what_waits_of_a_parked_group_can_be_purged(any_url: str) -> None:
+def test_what_waits_of_a_parked_key_can_be_purged(any_url: str) -> None:
     with Queue(any_url, "AAA", on_poison="park", dead_letter="dead") as queue:
         c1 = queue.consumer()
         c1.poll(5)[0].reject()

@@ -1,4 +1,4 @@
-"""Shared groups: how they are set up, which group a record is in, what is seen from outside."""
+"""Shared groups: how they are set up, which ordering key a record has, what is seen from outside."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def publish(stream: meteor.Stream, *records: tuple[bytes | None, dict[str, bytes
             pub.publish(b"value", key=key, headers=headers)
 
 
-def groups_of(stream: meteor.Stream, **options: Any) -> list[bytes]:
+def keys_of(stream: meteor.Stream, **options: Any) -> list[bytes]:
     """The groups of all records, as a consumer is told them."""
     with stream.shared_subscriber("look", **options) as sub:
         return [record.ordering_key for record in sorted(drain(sub), key=lambda each: each.offset)]
@@ -188,7 +188,7 @@ def test_the_rule_of_a_stream_cannot_be_changed(client: meteor.Client) -> None:
 
 @pytest.mark.parametrize("how", ["one by one", "lists", "arrow"])
 @pytest.mark.parametrize("ordering_key", ["key", "header:cart"])
-def test_records_get_their_group_from_key_or_header_however_published(
+def test_records_get_their_ordering_key_from_key_or_header_however_published(
     client: meteor.Client, ordering_key: str, how: str
 ) -> None:
     stream = client.stream("t", ordering_key=ordering_key)
@@ -210,20 +210,20 @@ def test_records_get_their_group_from_key_or_header_however_published(
         else:
             key_array = pa.array(key_column, pa.binary())
             pub.publish_many(pa.array([b"v"] * 7, pa.binary()), keys=key_array, headers=headers)
-    assert groups_of(stream) == wanted
+    assert keys_of(stream) == wanted
     check(stream)
 
 
-def test_without_keys_or_headers_all_are_in_the_default_group(client: meteor.Client) -> None:
+def test_without_keys_or_headers_all_have_the_default_key(client: meteor.Client) -> None:
     for ordering_key in ("key", "header:cart"):
         stream = client.stream(ordering_key.replace(":", "-"), ordering_key=ordering_key)
         with stream.publisher() as pub:
             pub.publish_many([b"a", b"b"])
             pub.publish_many(pa.array([b"c"], pa.binary()))
-        assert groups_of(stream, default_key="rest") == [b"rest"] * 3
+        assert keys_of(stream, default_key="rest") == [b"rest"] * 3
 
 
-def test_a_record_of_the_default_group_s_name_is_in_it(stream: meteor.Stream) -> None:
+def test_a_record_whose_key_is_the_default_key_is_ordered_with_it(stream: meteor.Stream) -> None:
     publish(stream, (b"meteor.no-group", None), (None, None))
     with stream.shared_subscriber("g") as one, stream.shared_subscriber("g") as two:
         assert offsets(one.poll(5)) == [0, 1]
@@ -244,7 +244,7 @@ def test_free_records_are_for_anybody_and_others_keep_their_order(any_url: str) 
 
 
 @pytest.mark.parametrize("ordering_key", ["key", "header:cart"])
-def test_a_group_of_more_than_256_bytes_is_refused_before_anything_is_published(
+def test_an_ordering_key_of_more_than_256_bytes_is_refused_before_anything_is_published(
     client: meteor.Client, ordering_key: str
 ) -> None:
     stream = client.stream("t", ordering_key=ordering_key)
@@ -266,10 +266,10 @@ def test_a_group_of_more_than_256_bytes_is_refused_before_anything_is_published(
         pub.flush()
         assert stream.end().offset == 0
         pub.publish_many([b"v"], **columns([good], arrow=False))
-    assert groups_of(stream) == [good]
+    assert keys_of(stream) == [good]
 
 
-def test_in_a_stream_without_groups_keys_may_be_long(client: meteor.Client) -> None:
+def test_in_a_stream_without_ordering_key_keys_may_be_long(client: meteor.Client) -> None:
     plain = client.stream("plain")
     publish(plain, (b"k" * 1000, {"h": b"v" * 1000}))
     assert plain.end().offset == 1
@@ -318,7 +318,7 @@ def test_a_description_counts_what_became_of_the_records(any_url: str) -> None:
         assert queue.shared.describe().consumers == ()
 
 
-def test_groups_are_those_with_records_by_their_oldest(any_url: str) -> None:
+def test_keys_are_those_with_records_by_their_oldest(any_url: str) -> None:
     with Queue(any_url, "BAAC") as queue:
         c1 = queue.consumer(max_per_key=10_000)
         assert c1.keys() == []
@@ -390,7 +390,7 @@ def test_a_group_with_consumers_is_deleted_only_by_force_and_they_are_told(any_u
             assert offsets(drain(again)) == [0, 1]
 
 
-def test_ids_of_any_bytes_leave_with_group_and_stream(client: meteor.Client) -> None:
+def test_keys_of_any_bytes_leave_with_group_and_stream(client: meteor.Client) -> None:
     stream = client.stream("t", ordering_key="key")
     publish(
         stream, *[(key, None) for key in (b"\xff\xfe", b"*", b"a:b:c", b"{x}", b"\r\n", b"0")] * 2

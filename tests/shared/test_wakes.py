@@ -70,7 +70,7 @@ def test_by_a_new_record(open_queue: Callable[..., Queue]) -> None:
 
 
 @pytest.mark.parametrize("how", ["ack", "reject", "release", "close", "commit", "rollback"])
-def test_by_a_group_that_another_lets_go(open_queue: Callable[..., Queue], how: str) -> None:
+def test_by_a_key_that_another_lets_go(open_queue: Callable[..., Queue], how: str) -> None:
     queue = open_queue("AA", max_per_key=1)
     c1, c2 = queue.consumers(2)
     (record,) = c1.poll(5)
@@ -82,7 +82,7 @@ def test_by_a_group_that_another_lets_go(open_queue: Callable[..., Queue], how: 
     assert woken(queue, c2, let_go) == ([1] if gone else [0])
 
 
-def test_by_more_of_a_group_that_it_holds_though_another_looked_first(
+def test_by_more_of_a_key_that_it_holds_though_another_looked_first(
     open_queue: Callable[..., Queue],
 ) -> None:
     queue = open_queue("A")
@@ -96,7 +96,7 @@ def test_by_more_of_a_group_that_it_holds_though_another_looked_first(
     assert woken(queue, c1, more) == [1]
 
 
-def test_by_its_own_acknowledgement_which_makes_room_in_a_group(
+def test_by_its_own_acknowledgement_which_makes_room_in_a_key(
     open_queue: Callable[..., Queue],
 ) -> None:
     queue = open_queue("AAA", max_per_key=2)
@@ -150,7 +150,7 @@ def test_by_the_end_of_a_delay(open_queue: Callable[..., Queue]) -> None:
     assert woken(queue, c2, lambda: record.release(delay=0.1)) == [0]
 
 
-def test_by_resuming_a_parked_group(open_queue: Callable[..., Queue]) -> None:
+def test_by_resuming_a_parked_key(open_queue: Callable[..., Queue]) -> None:
     queue = open_queue("AA", on_poison="park")
     c1 = queue.consumer()
     c1.poll(5)[0].reject()
