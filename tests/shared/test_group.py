@@ -1,4 +1,4 @@
-"""A shared group as a whole: its settings, its incarnations, looking ahead and purging, and its end."""
+"""A shared group as a whole: settings, incarnations, looking ahead, purging, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index beside the log of a stream with an ordering key: written, and trimmed, together with it."""
+"""The index beside the log of a stream with an ordering key: written and trimmed with the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared groups: how they are set up, which ordering key a record has, what is seen from outside."""
+"""Shared groups: how they are set up, ordering keys of records, what is seen from outside."""
 
 from __future__ import annotations
 
