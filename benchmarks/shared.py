@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.common import SEED, Bench, Row, cheaper, connected, faster, plain_client, values_of
 
 PEER = "XREADGROUP + XACK, no order"
-_GROUPS = 1_000
+_KEYS = 1_000
 _CONSUMERS = 4
 _BATCH = 256
 #: Seconds after which consumers that do not finish are taken for stuck.
@@ -23,7 +23,7 @@ def run(bench: Bench) -> list[Row]:
     cpu, peer_cpu = in_turn(bench, count)
     rate = bench.best({"shared": lambda: processes(bench, count, consume, publish)}, repeats=3)
     peer = bench.best({PEER: lambda: processes(bench, count, consume_plain, add)}, repeats=3)
-    what = f"shared: claim and ack, {_GROUPS:,} groups, {_CONSUMERS} consumers"
+    what = f"shared: claim and ack, {_KEYS:,} ordering keys, {_CONSUMERS} consumers"
     return [
         cheaper(f"{what}, server CPU", "us", cpu, peer_cpu, PEER),
         faster(f"{what}, processes", rate["shared"], peer[PEER], PEER),
@@ -33,7 +33,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def publish(url: str, count: int) -> None:
-    """Records of groups in no order."""
+    """Publish records whose ordering keys are in no order."""
     keys = keys_of(count)
     with connected(url) as client:
         stream = client.stream("shared", capacity=10_000_000, ordering_key="key")
@@ -59,7 +59,7 @@ def add(url: str, count: int) -> None:
 
 def keys_of(count: int) -> list[bytes]:
     rng = random.Random(SEED)
-    return [b"key-%d" % rng.randrange(_GROUPS) for _ in range(count)]
+    return [b"key-%d" % rng.randrange(_KEYS) for _ in range(count)]
 
 
 # -- the server's CPU --------------------------------------------------------------------------
@@ -174,10 +174,10 @@ def consume_plain(url: str, number: int, count: int, ready: Any, start: Any, don
 
 
 def beside_a_sleeper(bench: Bench) -> Row:
-    """The rate of all other groups, nine records of ten being one group's whose owner sleeps."""
+    """The rate of all other keys, nine records of ten being of one key whose owner sleeps."""
     count = bench.pick(200_000, 40_000)
     rng = random.Random(SEED)
-    others = [b"key-%d" % rng.randrange(_GROUPS) for _ in range(count // 10)]
+    others = [b"key-%d" % rng.randrange(_KEYS) for _ in range(count // 10)]
     mixed = [key for other in others for key in (*[b"hot"] * 9, other)]
 
     def drain(keys: list[bytes], *, sleeper: bool) -> float:
@@ -189,13 +189,13 @@ def beside_a_sleeper(bench: Bench) -> Row:
                 pub.publish_many([b"x" * 100] * len(keys), keys=keys).result(_STUCK_S)
             holder = stream.shared_subscriber("g", prefetch=1)
             if sleeper:
-                assert holder.poll(5)[0].group == b"hot"
+                assert holder.poll(5)[0].ordering_key == b"hot"
             done, want = 0, len(others)
             with stream.shared_subscriber("g", prefetch=_BATCH) as sub:
                 began = time.perf_counter()
                 while done < want:
                     for record in sub.poll(1):
-                        done += record.group != b"hot"
+                        done += record.ordering_key != b"hot"
                         record.ack()
                 took = time.perf_counter() - began
             holder.close()
@@ -206,12 +206,12 @@ def beside_a_sleeper(bench: Bench) -> Row:
         "nobody asleep": lambda: drain(mixed, sleeper=False),
     }
     best = bench.best(cases, repeats=bench.pick(3, 1))
-    what = "shared: other groups, a sleeper on 90 % of the records"
+    what = "shared: other keys, a sleeper on 90 % of the records"
     return faster(what, best["a sleeper"], best["nobody asleep"], "nobody asleep", 0.8)
 
 
 def empty_claims(bench: Bench) -> Row:
-    """Commands of a claim that finds nothing, all records being of a group that another holds."""
+    """Commands of a claim that finds nothing: another consumer holds the key of all records."""
     few, many = 1_000, bench.pick(999_999, 50_000)
     peer, ours = (commands_of_an_empty_claim(bench, size) for size in (few, many))
     what = f"shared: an empty claim behind {many:,} blocked records"
@@ -228,11 +228,11 @@ def commands_of_an_empty_claim(bench: Bench, blocked: int) -> float:
                 size = min(10_000, blocked + 1 - start)
                 pub.publish_many([b"x"] * size, keys=[b"hot"] * size)
         with (
-            stream.shared_subscriber("g", prefetch=1, group_cap=1) as holder,
+            stream.shared_subscriber("g", prefetch=1, max_per_key=1) as holder,
             stream.shared_subscriber("g") as sub,
         ):
             assert holder.poll(5)
-            sub.groups(look_ahead=True)
+            sub.keys(look_ahead=True)
             assert not sub.poll(0)
             before = calls(plain)
             assert not sub.poll(0)

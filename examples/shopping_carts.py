@@ -52,7 +52,7 @@ def main() -> None:
 
     def handle(consumer: int, record: meteor.SharedRecord) -> None:
         time.sleep(random.random() / 500)  # some take longer than others
-        cart = record.group.decode()
+        cart = record.ordering_key.decode()
         apply(carts[cart], record.value)
         seen_by[cart].add(consumer)
 
@@ -63,7 +63,7 @@ def main() -> None:
                 pub.publish(change, key=cart.encode())
         # In processes of their own, as a rule, and on other machines: it makes no difference.
         consumers = [
-            stream.shared_subscriber("billing", prefetch=8, group_cap=4) for _ in range(CONSUMERS)
+            stream.shared_subscriber("billing", prefetch=8, max_per_key=4) for _ in range(CONSUMERS)
         ]
         threads = [
             threading.Thread(target=sub.run, args=[partial(handle, number)])

@@ -97,7 +97,7 @@ from meteor_py.records.position import Position
 from meteor_py.records.record import ARROW_SCHEMA, Record, RecordBatch
 from meteor_py.redis.connection import DataSafetyWarning
 from meteor_py.redis.server_info import ServerDescription
-from meteor_py.shared.admin import Consumer, GroupState, SharedDescription, SharedGroup
+from meteor_py.shared.admin import Consumer, KeyState, SharedDescription, SharedGroup
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
 from meteor_py.shared.record import SharedRecord
 from meteor_py.shared.subscriber import SharedSubscriber
@@ -139,11 +139,11 @@ __all__ = [
     "GroupDescription",
     "GroupError",
     "GroupNotFound",
-    "GroupState",
     "HandlerFailed",
     "InboxFull",
     "InitialOffset",
     "InvalidInitialOffset",
+    "KeyState",
     "LeaseLost",
     "LogTruncated",
     "ManyAck",

@@ -32,7 +32,7 @@ from meteor_py.records.times import to_ms
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.scripts import CONFIGURE_STREAM, DELETE_STREAM
 from meteor_py.shared.admin import SharedGroup, list_shared, open_shared, summarize_shared
-from meteor_py.shared.config import ConsumerConfig, OnPoison, Ungrouped
+from meteor_py.shared.config import ConsumerConfig, Keyless, OnPoison
 from meteor_py.shared.subscriber import SharedSubscriber
 from meteor_py.subscribe.group_admin import delete_group, find_archiver, list_groups, seek_group
 from meteor_py.subscribe.subscriber import Subscriber
@@ -183,13 +183,13 @@ class Stream:
         group: str,
         *,
         prefetch: int = ConsumerConfig.prefetch,
-        group_cap: int | None = None,
+        max_per_key: int | None = None,
         lease_ttl: float | None = None,
         max_deliveries: int | None = None,
         dead_letter: str | None = None,
         on_poison: OnPoison | None = None,
-        default_group: str | None = None,
-        ungrouped: Ungrouped | None = None,
+        default_key: str | None = None,
+        keyless: Keyless | None = None,
         initial_offset: InitialOffset | str = InitialOffset.AUTO,
         max_poll_interval: float = ConsumerConfig.max_poll_interval,
         on_gap: OnGap = ConsumerConfig.on_gap,
@@ -198,29 +198,15 @@ class Stream:
     ) -> SharedSubscriber:
         """Open a consumer of a shared group; close it, or use ``with``.
 
-        The consumers of one shared group work in parallel. Records of one group, those that have
-        the same key or header (``ordering_key`` of the stream), are processed in order, by one of
-        them at a time. Settings from ``group_cap`` to ``ungrouped`` are those of the shared group:
-        they count when it begins, and must be the same, or left out, later.
+        The consumers of a shared group work in parallel; records of one ordering key are processed
+        in order, by one consumer at a time. ``SharedConfig`` documents the settings of the group,
+        ``max_per_key`` to ``keyless``: they count when it is created, and must be the same, or left
+        out, later. ``ConsumerConfig`` documents those of this consumer.
 
         Args:
-            group: The name of the shared group. It begins when its first consumer is opened.
-            prefetch: Records that this consumer holds at most, handed out or not.
-            group_cap: Records of one group that a consumer holds at most (32).
-            lease_ttl: Seconds after which the records of one that has died go to others (10).
-            max_deliveries: Failures after which a record is given up (5); 0 = never.
-            dead_letter: The name of the stream that takes those; else they are logged and counted.
-            on_poison: Then "skip" (default) goes on with the next of its group; "park" stops that
-                group until ``resume()``.
-            default_group: The group of records that have none ("meteor.no-group").
-            ungrouped: "default", or "free": records without a group are not kept in order.
-            initial_offset: Where a new shared group begins: EARLIEST (which AUTO is here) or
-                LATEST; NONE: it must exist.
-            max_poll_interval: Seconds without a sign of the application, polls or settled records,
-                after which others are given what it holds; also for a handler of ``run()``.
-            on_gap: "raise", once, when records are gone before they were delivered
-                (``RecordsLost``) or cannot be read (as ``poll()`` says), or "skip" them.
-            on_gap_skipped: Called with the first and last offset of those.
+            group: The name of the shared group. Its first consumer creates it.
+            initial_offset: Where a new group begins: EARLIEST (AUTO means the same here) or LATEST;
+                NONE: it must exist.
             codec: How to decode values; None = as the stream says.
 
         Raises:
@@ -230,35 +216,30 @@ class Stream:
             ValueError, TypeError: A setting out of its range, or of the wrong type.
         """
         given = {
-            "group_cap": group_cap,
+            "max_per_key": max_per_key,
             "lease_ttl": lease_ttl,
             "max_deliveries": max_deliveries,
             "dead_letter": dead_letter,
             "on_poison": on_poison,
-            "default_group": default_group,
-            "ungrouped": ungrouped,
+            "default_key": default_key,
+            "keyless": keyless,
         }
         check_choice("initial_offset", initial_offset, tuple(InitialOffset))
         config = ConsumerConfig(prefetch, max_poll_interval, on_gap, on_gap_skipped)
+        asked = {setting: value for setting, value in given.items() if value is not None}
         start = InitialOffset(initial_offset)
-        shared, settings = open_shared(
-            self,
-            self._handle,
-            group,
-            {setting: value for setting, value in given.items() if value is not None},
-            InitialOffset.EARLIEST if start == InitialOffset.AUTO else start,
-        )
+        shared, settings = open_shared(self, self._handle, group, asked, start)
         found = find_codec(self.config.codec if codec is None else codec)
         return SharedSubscriber(shared, settings, config, found)
 
     def shared_group(self, name: str) -> SharedGroup:
-        """A shared group, to look at, purge, resume, check or delete.
+        """Return a shared group, to describe, purge, resume, check or delete it.
 
         Raises:
-            GroupNotFound: There is none of that name.
+            GroupNotFound: It does not exist.
         """
         shared = SharedGroup(self, self._handle, name)
-        shared.books.require()
+        shared._protocol.require()
         return shared
 
     def read(

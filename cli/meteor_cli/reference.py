@@ -90,6 +90,7 @@ def _schema() -> Iterator[str]:
     for titles, table in (
         ("| command | fields |", schema.FIELDS),
         ("| in `groups` of | fields |", schema.GROUP_FIELDS),
+        ("| in `keys` of | fields |", {"shared info": schema.KEY_FIELDS}),
         ("| in `consumers` of | fields |", {"shared": schema.CONSUMER_FIELDS}),
         ("| event of `watch` | fields besides |", schema.EVENTS),
         ("| event of `peers watch` | fields besides |", schema.PEER_EVENTS),

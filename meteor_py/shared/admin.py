@@ -1,4 +1,4 @@
-"""Shared groups as seen from outside: begin, look at, purge, resume, check and delete them."""
+"""Administration of shared groups: open, describe, purge, resume, check and delete them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from meteor_py.redis.scripts import (
     SHARED_RESUME,
 )
 from meteor_py.shared.config import SharedConfig
-from meteor_py.shared.frame_cache import FrameCache
+from meteor_py.shared.frame_cache import FrameCache, entry_from_store
 from meteor_py.shared.fsck import find_flaws
-from meteor_py.shared.protocol import Answer, Entry, SharedProtocol
-from meteor_py.shared.stored_frames import cold_entry
+from meteor_py.shared.protocol import Entry, SharedProtocol, StepReply
 
 if TYPE_CHECKING:
     from meteor_py.redis.connection import Connection
@@ -36,8 +35,10 @@ _log = logging.getLogger(__name__)
 
 #: Records that are looked at in one step ahead.
 _AHEAD = 4_096
-#: Groups that are asked about in one go.
+#: Ordering keys that are read at a time.
 _LIST = 500
+
+_COUNTERS = ("acked", "dead", "lost", "purged", "returned", "reaped")
 
 Condition = Literal["ready", "owned", "delayed", "parked"]
 
@@ -49,31 +50,31 @@ class Consumer:
     id: str
     #: Host, process, and something of its own.
     name: str
-    #: Groups, and records of them, that it holds.
-    groups: int
+    #: Ordering keys, and records of them, that it holds.
+    keys: int
     records: int
-    #: Seconds until it is taken for dead, unless it is heard of. Below 0 it is dead, and whoever
-    #: asks for records next gets what it holds.
+    #: Seconds until its lease expires, unless it is renewed. Below 0 it has expired, and the next
+    #: consumer that asks for records gets what it holds.
     lease: float
 
 
 @dataclass(frozen=True)
-class GroupState:
-    """A group of records that are not all settled, as it was when it was looked at."""
+class KeyState:
+    """An ordering key with records that are not settled, as it was when it was looked at."""
 
-    #: Its id: the key, or the header, of its records.
-    id: bytes
+    #: The key, or the header, of its records.
+    key: bytes
     #: Records that are held or wait.
     count: int
     #: Records that its owner holds.
     acquired: int
     #: Records that wait.
     waiting: int
-    #: The name of the consumer that holds it; None if it is free.
+    #: The name of the consumer that holds records of it; None if it is free.
     owner: str | None
     #: The lowest offset that is not settled.
     oldest: int
-    #: "ready" for whoever comes, "owned", or stopped: "delayed" or "parked".
+    #: "ready" for any consumer, "owned", or stopped: "delayed" or "parked".
     state: Condition
 
 
@@ -87,11 +88,11 @@ class SharedDescription:
     confirmed: int
     #: Records between that and the end of the stream.
     lag: int
-    #: All records below were looked at: they are settled, held, or wait for their group.
+    #: All records below were looked at: they are settled, held, or wait for their ordering key.
     looked: int
-    #: Records that wait for their group, or for a consumer.
+    #: Records that wait for their ordering key, or for a consumer.
     waiting: int
-    #: Groups that are free and have records, and those that are delayed or parked.
+    #: Ordering keys that are free and have records, and those that are delayed or parked.
     ready: int
     blocked: int
     #: Dead letters that are being published.
@@ -116,7 +117,7 @@ class SharedGroup:
         self.stream = stream
         self._handle = handle
         self.name = keys.check_name(name, "group")
-        self.books = SharedProtocol(handle, name)
+        self._protocol = SharedProtocol(handle, name)
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -126,13 +127,13 @@ class SharedGroup:
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
         """
-        books = self.books
-        names = [books.meta, *books.keys("state ready blocked leases consumers letters")]
-        args = [books.incarnation, books.prefix]
-        answer = books.check(self._handle.connector.run(SHARED_DESCRIBE, names, args))
-        state = _fields(answer[1])
-        confirmed, looked, end = int(answer[2]), int(state["next"]), self.stream.end().offset
-        flat = answer[6]
+        protocol = self._protocol
+        names = [protocol.meta, *protocol.keys("state ready blocked leases consumers letters")]
+        args = [protocol.incarnation, protocol.prefix]
+        reply = protocol.check(self._handle.connector.run(SHARED_DESCRIBE, names, args))
+        state = _fields(reply[1])
+        confirmed, looked, end = int(reply[2]), int(state["next"]), self.stream.end().offset
+        flat = reply[6]
         first, _, last = state.get("lost_last", "").partition(":")
         return SharedDescription(
             name=self.name,
@@ -141,15 +142,10 @@ class SharedGroup:
             lag=max(end - confirmed, 0),
             looked=looked,
             waiting=int(state["waiting"]),
-            ready=int(answer[3]),
-            blocked=int(answer[4]),
-            dying=int(answer[5]),
-            acked=int(state.get("acked", 0)),
-            dead=int(state.get("dead", 0)),
-            lost=int(state.get("lost", 0)),
-            purged=int(state.get("purged", 0)),
-            returned=int(state.get("returned", 0)),
-            reaped=int(state.get("reaped", 0)),
+            ready=int(reply[3]),
+            blocked=int(reply[4]),
+            dying=int(reply[5]),
+            **{counter: int(state.get(counter, 0)) for counter in _COUNTERS},
             lost_last=(int(first), int(last)) if last else None,
             consumers=tuple(
                 Consumer(
@@ -160,12 +156,12 @@ class SharedGroup:
             ),
         )
 
-    def groups(self, *, look_ahead: bool = False) -> list[GroupState]:
-        """The groups with records that are not settled, by their oldest record.
+    def keys(self, *, look_ahead: bool = False) -> list[KeyState]:
+        """Return the ordering keys with records that are not settled, by their oldest record.
 
         Args:
-            look_ahead: Look at all records up to the end first, as consumers would; else groups
-                that only have records which nobody has looked at yet are not among them.
+            look_ahead: Look at all records up to the end first, as consumers would. Otherwise keys
+                whose records no consumer has looked at yet are not among them.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
@@ -178,38 +174,38 @@ class SharedGroup:
                 *(self.name, self.stream.name),
             )
         owners = {consumer.id.encode(): consumer.name for consumer in self.describe().consumers}
-        found: list[GroupState] = []
+        found: list[KeyState] = []
         cursor = b"0"
         while True:
             cursor, flat = self._handle.connector.call(
-                "HSCAN", self.books.key("groups"), cursor, "COUNT", _LIST
+                "HSCAN", self._protocol.key("groups"), cursor, "COUNT", _LIST
             )
             values = dict(zip(flat[::2], flat[1::2], strict=True))
             values.pop(b"", None)  # see shared/join.lua
             found += self._states(values, owners)
             if cursor == b"0":
                 break
-        unique = {state.id: state for state in found}  # HSCAN may tell twice
-        return sorted(unique.values(), key=lambda state: (state.oldest, state.id))
+        unique = {state.key: state for state in found}  # HSCAN may return a field twice
+        return sorted(unique.values(), key=lambda state: (state.oldest, state.key))
 
-    def _states(self, values: dict[bytes, bytes], owners: dict[bytes, str]) -> list[GroupState]:
-        books = self.books
+    def _states(self, values: dict[bytes, bytes], owners: dict[bytes, str]) -> list[KeyState]:
+        protocol = self._protocol
         commands: list[tuple[Any, ...]] = []
-        parsed = {group: _parse(value) for group, value in values.items()}
-        for group, (owner, _, _) in parsed.items():
-            commands.append(("LINDEX", books.whole(b"waiting:" + group), 0))
-            commands.append(("HGET", books.whole(b"held:" + owner), group))
-        answers = self._handle.connector.pipeline(commands) if commands else []
-        states: list[GroupState] = []
-        for number, (group, (owner, waiting, stopped)) in enumerate(parsed.items()):
-            head, held = answers[2 * number : 2 * number + 2]
+        parsed = {key: _parse(value) for key, value in values.items()}
+        for key, (owner, _, _) in parsed.items():
+            commands.append(("LINDEX", protocol.whole(b"waiting:" + key), 0))
+            commands.append(("HGET", protocol.whole(b"held:" + owner), key))
+        replies = self._handle.connector.pipeline(commands) if commands else []
+        states: list[KeyState] = []
+        for number, (key, (owner, waiting, stopped)) in enumerate(parsed.items()):
+            head, held = replies[2 * number : 2 * number + 2]
             offsets = [int(o) for o in held.split(b",")] if held else []
             if not offsets and head is None and not stopped:
                 continue  # settled since
             condition: Condition = "owned" if owner else "ready"
             states.append(
-                GroupState(
-                    id=group,
+                KeyState(
+                    key=key,
                     count=len(offsets) + waiting,
                     acquired=len(offsets),
                     waiting=waiting,
@@ -220,8 +216,8 @@ class SharedGroup:
             )
         return states
 
-    def summary(self) -> GroupDescription:
-        """What it has in common with other groups."""
+    def _summarize(self) -> GroupDescription:
+        """Describe it as any group of the stream."""
         found = self.describe()
         consumers = sum(consumer.lease > 0 for consumer in found.consumers)
         return GroupDescription(self.name, found.confirmed, found.lag, None, 0, "shared", consumers)
@@ -232,26 +228,26 @@ class SharedGroup:
         return self.describe().confirmed
 
     def fsck(self) -> list[str]:
-        """Check the books for contradictions, and return a sentence for each; none is fine.
+        """Check the state of the group, and return a sentence for each contradiction.
 
-        Reads all of them at one instant: for a large group the server is busy for a moment. Then
-        compares open records with the index, which takes as long as it takes to read that.
+        Reads all of it at one instant: for a large group the server is busy for a moment. Then
+        compares open records with the index, which takes as long as reading that.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
             MeteorError: It changes too fast to be read at one instant.
         """
-        return find_flaws(self.books)
+        return find_flaws(self._protocol)
 
     # -- changing ------------------------------------------------------------------------------
 
-    def purge(self, group: bytes | str, limit: int | None = None) -> int:
-        """Settle waiting records of one group, the oldest first, without processing them.
+    def purge(self, key: bytes | str, limit: int | None = None) -> int:
+        """Settle waiting records of one ordering key, the oldest first, without processing them.
 
         What a consumer holds stays with it. Looks ahead up to the end of the stream first.
 
         Args:
-            group: Its id.
+            key: The ordering key.
             limit: At most so many; None for all.
 
         Returns:
@@ -261,7 +257,7 @@ class SharedGroup:
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
             StoreUnavailable: Some of what is to be looked at is only there.
         """
-        name = check_group(group)
+        name = check_key(key)
         if limit is not None:
             check_int("limit", limit, 1, 2**53)
         end, purged = self.stream.end().offset, 0
@@ -273,23 +269,25 @@ class SharedGroup:
                 return purged
 
     def _purge_waiting(self, name: bytes, limit: int | None) -> int:
-        books, client = self.books, self._handle.connector
-        names: list[Any] = [books.meta]
-        names += books.keys("state groups ready blocked delayed failures suspects")
-        names += [waiting := books.whole(b"waiting:" + name), books.key("bell")]
-        # Up to an offset, and not so many: that may be repeated when an answer is lost.
+        protocol, client = self._protocol, self._handle.connector
+        names: list[Any] = [protocol.meta]
+        names += protocol.keys("state groups ready blocked delayed failures suspects")
+        names += [waiting := protocol.whole(b"waiting:" + name), protocol.key("bell")]
+        # Up to an offset, and not so many: that may be repeated when an reply is lost.
         last = client.call("LINDEX", waiting, -1 if limit is None else limit - 1)
         if last is None:
             last = client.call("LINDEX", waiting, -1)
-        args = [books.incarnation, name, last, books.prefix]
+        args = [protocol.incarnation, name, last, protocol.prefix]
         purged, more = 0, last is not None
         while more:
-            _, count, more = books.check(client.run(SHARED_PURGE, names, args))
+            _, count, more = protocol.check(client.run(SHARED_PURGE, names, args))
             purged += int(count)
         return purged
 
-    def resume(self, group: bytes | str) -> bool:
-        """Let a group that is parked, or delayed, go on; its first record starts afresh.
+    def resume(self, key: bytes | str) -> bool:
+        """Deliver an ordering key again that is parked or delayed.
+
+        The failures of its first record are forgotten.
 
         Returns:
             Whether it was stopped.
@@ -297,18 +295,18 @@ class SharedGroup:
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
         """
-        name, books = check_group(group), self.books
-        names: list[Any] = [books.meta]
-        names += books.keys("state groups ready blocked delayed failures")
-        names += [books.whole(b"waiting:" + name), books.key("bell")]
-        args = [books.incarnation, name, books.prefix]
-        return bool(books.check(self._handle.connector.run(SHARED_RESUME, names, args))[1])
+        name, protocol = check_key(key), self._protocol
+        names: list[Any] = [protocol.meta]
+        names += protocol.keys("state groups ready blocked delayed failures")
+        names += [protocol.whole(b"waiting:" + name), protocol.key("bell")]
+        args = [protocol.incarnation, name, protocol.prefix]
+        return bool(protocol.check(self._handle.connector.run(SHARED_RESUME, names, args))[1])
 
     def delete(self, *, force: bool = False) -> None:
         """Delete it, with what it has settled.
 
         Args:
-            force: Even if it has consumers; they will be told.
+            force: Even if it has consumers; their next call raises.
 
         Raises:
             GroupActive: It has consumers, and ``force`` is False.
@@ -325,18 +323,17 @@ class SharedGroup:
                 owner=consumers[0].name,
                 shared=True,
             )
-        client, state = self._handle.connector, self.books.key("state")
-        others: list[Any] = sorted(self.books.find() - {b"state"})
-        names: list[Any] = [state, *map(self.books.whole, others)]
+        client, state = self._handle.connector, self._protocol.key("state")
+        others: list[Any] = sorted(self._protocol.find() - {b"state"})
+        names: list[Any] = [state, *map(self._protocol.whole, others)]
         client.run(DELETE_STREAM, names, [client.call("HGET", state, "incarnation") or ""])
         # What a consumer has made in between: now that there is no state, none can make more.
-        left = self.books.find()
+        left = self._protocol.find()
         if left and b"state" not in left:
-            client.call("UNLINK", *map(self.books.whole, sorted(left)))
-        # Last: who crashes before leaves a name that is in the way of nobody, and not a group that
-        # nobody sees.
+            client.call("UNLINK", *map(self._protocol.whole, sorted(left)))
+        # Last: a crash before this leaves a harmless name, not a group that is not listed.
         client.call("SREM", keys.shared_groups(self.stream.name), self.name)
-        if client.call("EXISTS", state):  # it was begun anew meanwhile
+        if client.call("EXISTS", state):  # it was recreated meanwhile
             client.call("SADD", keys.shared_groups(self.stream.name), self.name)
 
     def _look_ahead(self, end: int) -> bool:
@@ -350,28 +347,28 @@ class SharedGroup:
         entry: Entry | None = None
         before = -1
         with ExitStack() as opened:
-            payloads: FrameCache | None = None
+            frames: FrameCache | None = None
             while True:
-                answer = self._handle.connector.use(partial(self._look, entry))
-                for first, last in answer.lost:
+                reply = self._handle.connector.use(partial(self._look, entry))
+                for first, last in reply.lost:
                     _log.warning(
                         "Records %d to %d of stream %r were dropped by the ring before shared "
                         "group %r had processed them, and no store has them.",
                         *(first, last, self.stream.name, self.name),
                     )
-                if answer.next >= end:
+                if reply.next >= end:
                     return True
-                if answer.next == before and (entry is not None or not answer.cold):
+                if reply.next == before and (entry is not None or not reply.stored_stop):
                     return False
-                before = answer.next
-                if not answer.cold:
+                before = reply.next
+                if not reply.stored_stop:
                     entry = None
                     continue
-                payloads = payloads or opened.enter_context(closing(FrameCache(self._handle)))
-                entry = cold_entry(payloads, grouping, answer, entry)
+                frames = frames or opened.enter_context(closing(FrameCache(self._handle)))
+                entry = entry_from_store(frames, grouping, reply, entry)
 
-    def _look(self, entry: Entry | None, connection: Connection) -> Answer:
-        return self.books.step(connection, "", 0, want=0, acks={}, entry=entry, scan=_AHEAD)
+    def _look(self, entry: Entry | None, connection: Connection) -> StepReply:
+        return self._protocol.step(connection, "", 0, want=0, acks={}, entry=entry, scan=_AHEAD)
 
     def __repr__(self) -> str:
         return f"<SharedGroup {self.name!r} of {self.stream.name!r}>"
@@ -384,7 +381,7 @@ def open_shared(
     asked: dict[str, Any],
     start: InitialOffset,
 ) -> tuple[SharedGroup, SharedConfig]:
-    """Begin a shared group if it does not exist; compare settings that were given if it does.
+    """Create a shared group if it does not exist; compare settings that were given if it does.
 
     Raises:
         GroupConfigMismatch: It exists with others, or as a group of one reader.
@@ -394,29 +391,30 @@ def open_shared(
     shared = SharedGroup(stream, handle, name)
     if stream.config.ordering_key is None:
         raise MeteorError(
-            f"Stream {stream.name!r} was created without ordering_key, so it has no groups to "
-            'share out; create one with client.stream(name, ordering_key="key").'
+            f"Stream {stream.name!r} was created without ordering_key, so it has no shared "
+            'groups; create one with client.stream(name, ordering_key="key").'
         )
     config = replace(SharedConfig(), **asked)
     if config.dead_letter == stream.name:
         raise ValueError("The dead letters of a stream cannot go to the stream itself.")
-    first = str(stream.bounds()[0]) if start == InitialOffset.EARLIEST else ""
+    from_start = start in (InitialOffset.EARLIEST, InitialOffset.AUTO)
+    first = str(stream.bounds()[0]) if from_start else ""
     create = "" if start == InitialOffset.NONE else "create"
     args = [stream.incarnation, name, create, first, secrets.token_hex(8)]
     args += [item for pair in config.to_fields().items() for item in pair]
-    names = [shared.books.meta, shared.books.key("state"), keys.shared_groups(stream.name)]
-    answer = handle.connector.run(
-        SHARED_OPEN, [*names, keys.group(stream.name, name), shared.books.key("groups")], args
+    names = [shared._protocol.meta, shared._protocol.key("state"), keys.shared_groups(stream.name)]
+    reply = handle.connector.run(
+        SHARED_OPEN, [*names, keys.group(stream.name, name), shared._protocol.key("groups")], args
     )
-    if answer[0] == b"EXCLUSIVE":
+    if reply[0] == b"EXCLUSIVE":
         raise GroupConfigMismatch(
             f"Stream {stream.name!r} has a group {name!r} for one reader at a time; choose another "
             "name for a shared one.",
             stream=stream.name,
             group=name,
         )
-    state = _fields(shared.books.check(answer)[1])
-    shared.books.incarnation = state["incarnation"]
+    state = _fields(shared._protocol.check(reply)[1])
+    shared._protocol.incarnation = state["incarnation"]
     present = SharedConfig.from_fields(state)
     setting = present.differing(asked)
     if setting is not None:
@@ -437,29 +435,29 @@ def list_shared(stream: StreamHandle) -> list[str]:
 
 
 def summarize_shared(stream: Stream, handle: StreamHandle) -> list[GroupDescription]:
-    """What the shared groups of a stream have in common with others."""
+    """Describe the shared groups of a stream as any groups of it."""
     found: list[GroupDescription] = []
     for name in list_shared(handle):
         try:
-            found.append(SharedGroup(stream, handle, name).summary())
+            found.append(SharedGroup(stream, handle, name)._summarize())
         except (GroupNotFound, ValueError):
             continue  # deleted since, or a name that is not ours
     return found
 
 
-def check_group(group: bytes | str) -> bytes:
-    """The id of a group, as bytes."""
-    if isinstance(group, str):
-        group = group.encode()
-    if not isinstance(group, bytes):
-        raise TypeError(f"A group is named by bytes or str, not {type(group).__name__}.")
-    if not 1 <= len(group) <= GROUP_BYTES_MAX:
-        raise ValueError(f"The id of a group has 1 to {GROUP_BYTES_MAX} bytes, not {len(group)}.")
-    return group
+def check_key(key: bytes | str) -> bytes:
+    """Return an ordering key as bytes."""
+    if isinstance(key, str):
+        key = key.encode()
+    if not isinstance(key, bytes):
+        raise TypeError(f"An ordering key must be bytes or str, not {type(key).__name__}.")
+    if not 1 <= len(key) <= GROUP_BYTES_MAX:
+        raise ValueError(f"An ordering key has 1 to {GROUP_BYTES_MAX} bytes, not {len(key)}.")
+    return key
 
 
 def _parse(value: bytes) -> tuple[bytes, int, bytes]:
-    """Owner, records waiting, and state of a group."""
+    """Return owner, records waiting, and state of an ordering key."""
     owner, waiting, stopped, _ = (*value.split(b":"), b"", b"", b"")[:4]
     return owner, int(waiting or 0), stopped
 

@@ -11,13 +11,14 @@ from meteor_py.records.ordering_index import GROUP_BYTES_MAX
 from meteor_py.redis import keys
 
 OnPoison = Literal["skip", "park"]
-Ungrouped = Literal["default", "free"]
+Keyless = Literal["default", "free"]
 
 #: Records that a consumer may hold.
 PREFETCH_MAX = 10_000
-#: The group of records that have none.
-DEFAULT_GROUP = "meteor.no-group"
-#: Records that may wait for their groups: their offsets are kept in memory, about 10 bytes each.
+#: The ordering key of records that have none.
+DEFAULT_KEY = "meteor.no-group"
+#: Records that may wait for their ordering keys: their offsets are kept in memory, about 10 bytes
+#: each.
 WAITING_MAX = 1_000_000
 
 
@@ -25,24 +26,26 @@ WAITING_MAX = 1_000_000
 class SharedConfig:
     """Settings of a shared group, kept in Redis: all its consumers have the same."""
 
-    #: Records of one group that a consumer may hold, so that one busy group leaves room for others.
-    group_cap: int = 32
+    #: Records of one ordering key that a consumer holds at most, so that a busy key leaves room for
+    #: others; 1 to 10,000.
+    max_per_key: int = 32
     #: Seconds after which the records of a consumer that has died go to others.
     lease_ttl: float = 10.0
     #: Failures after which a record is given up: 2 to 1,000; 0 = never.
     max_deliveries: int = 5
     #: The stream that takes records which were given up; None = they are counted and logged.
     dead_letter: str | None = None
-    #: What becomes of the group of a record that was given up: "skip" goes on with the next record,
-    #: "park" lets the group wait until somebody resumes it.
+    #: What becomes of the ordering key of a record that was given up: "skip" continues with its
+    #: next record, "park" stops the key until ``resume()``.
     on_poison: OnPoison = "skip"
-    #: The group of records that have none, unless ``ungrouped`` is "free".
-    default_group: str = DEFAULT_GROUP
-    #: Records without a group: all in the "default" group, one after the other, or "free".
-    ungrouped: Ungrouped = "default"
+    #: The ordering key of records that have none, unless ``keyless`` is "free".
+    default_key: str = DEFAULT_KEY
+    #: Records without an ordering key: "default" gives all of them ``default_key``, so that they
+    #: are processed one after the other; "free" keeps them in no order.
+    keyless: Keyless = "default"
 
     def __post_init__(self) -> None:
-        check_int("group_cap", self.group_cap, 1, PREFETCH_MAX)
+        check_int("max_per_key", self.max_per_key, 1, PREFETCH_MAX)
         low, high = LEASE_TTL_S
         if not low <= check_seconds("lease_ttl", self.lease_ttl) <= high:
             raise ValueError(
@@ -56,40 +59,40 @@ class SharedConfig:
         if self.dead_letter is not None:
             keys.check_name(self.dead_letter, "dead-letter stream")
         check_choice("on_poison", self.on_poison, ("skip", "park"))
-        check_choice("ungrouped", self.ungrouped, ("default", "free"))
-        if not isinstance(self.default_group, str):
-            raise TypeError("default_group must be a str.")
-        if not 1 <= len(self.default_group.encode()) <= GROUP_BYTES_MAX:
-            raise ValueError(f"default_group must have 1 to {GROUP_BYTES_MAX} bytes.")
-        if self.ungrouped == "free" and self.default_group != DEFAULT_GROUP:
+        check_choice("keyless", self.keyless, ("default", "free"))
+        if not isinstance(self.default_key, str):
+            raise TypeError("default_key must be a str.")
+        if not 1 <= len(self.default_key.encode()) <= GROUP_BYTES_MAX:
+            raise ValueError(f"default_key must have 1 to {GROUP_BYTES_MAX} bytes.")
+        if self.keyless == "free" and self.default_key != DEFAULT_KEY:
             raise ValueError(
-                'With ungrouped="free" no record is in a default group; leave default_group out.'
+                'With keyless="free" no record gets the default key; leave default_key out.'
             )
 
     def to_fields(self) -> dict[str, str]:
-        """As fields of the hash ``state``."""
+        """Return the fields of the hash ``state``, three of which keep the names of version 0.1."""
         return {
-            "group_cap": str(self.group_cap),
+            "group_cap": str(self.max_per_key),
             "lease_ms": str(round(self.lease_ttl * 1000)),
             "max_deliveries": str(self.max_deliveries),
             "dead_letter": self.dead_letter or "",
             "on_poison": self.on_poison,
-            "default_group": self.default_group,
-            "ungrouped": self.ungrouped,
+            "default_group": self.default_key,
+            "ungrouped": self.keyless,
             "max_waiting": str(WAITING_MAX),
         }
 
     @classmethod
     def from_fields(cls, found: dict[str, str]) -> SharedConfig:
-        """From fields of the hash ``state``."""
+        """Read the fields of the hash ``state``."""
         return cls(
-            group_cap=int(found["group_cap"]),
+            max_per_key=int(found["group_cap"]),
             lease_ttl=int(found["lease_ms"]) / 1000,
             max_deliveries=int(found["max_deliveries"]),
             dead_letter=found["dead_letter"] or None,
             on_poison=found["on_poison"],  # type: ignore[arg-type]  # checked right here
-            default_group=found["default_group"],
-            ungrouped=found["ungrouped"],  # type: ignore[arg-type]  # checked right here
+            default_key=found["default_group"],
+            keyless=found["ungrouped"],  # type: ignore[arg-type]  # checked right here
         )
 
     def differing(self, asked: dict[str, Any]) -> str | None:
@@ -106,13 +109,15 @@ class SharedConfig:
 class ConsumerConfig:
     """Settings of one consumer of a shared group."""
 
-    #: Records that it holds at most, handed out or not.
+    #: Unsettled records that it holds at most, handed out or not; 1 to 10,000.
     prefetch: int = 256
-    #: Seconds without a sign of the application after which its lease is not renewed any more.
+    #: Seconds without a poll or a settled record after which its lease is no longer renewed, so
+    #: that others get what it holds; also the limit for one call of a handler of ``run()``.
     max_poll_interval: float = 60.0
-    #: What to do about records that are gone: "raise" ``RecordsLost`` once, or "skip" them.
+    #: What to do when records are gone before they were delivered, or cannot be read: "raise" the
+    #: error once (``RecordsLost``, or as ``poll()`` says), or "skip" them.
     on_gap: OnGap = "raise"
-    #: Called with the first and last offset of what was lost.
+    #: Called with the first and last offset of each gap that was skipped.
     on_gap_skipped: Callable[[int, int], object] | None = None
 
     def __post_init__(self) -> None:

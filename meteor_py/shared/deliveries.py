@@ -1,13 +1,13 @@
-"""The desk of a consumer: what it holds, and what it has settled and not yet said.
+"""The deliveries of one consumer: its exchanges with the server about what it holds and settles.
 
-The server keeps the books. Each step has a number, one above the last that the server knows of this
-consumer: so a step is never taken twice, and one whose answer was lost is made out by asking where
-the consumer stands (``SharedProtocol.join``), which also tells what it holds. That answer is the
-truth: what is held here and not there was taken, what is held there and not here is delivered.
+Each step has a number, one above the last that the server knows of this consumer, so the server
+never takes a step twice. If a reply is lost, the consumer asks for its state, which
+``SharedProtocol.join`` returns, and adopts it: the server decides which consumer holds a record.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import secrets
 from collections.abc import Iterable, Mapping
@@ -23,14 +23,14 @@ from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.shared.config import SharedConfig
 from meteor_py.shared.gaps import Gap, Gaps, Unreadable
+from meteor_py.shared.holdings import Holdings, Sync
 from meteor_py.shared.protocol import (
-    Answer,
+    DeadLetter,
     Entry,
-    Letter,
     Refused,
     Settlement,
     SharedProtocol,
-    Stand,
+    StepReply,
 )
 from meteor_py.shared.record import SharedRecord, Standing
 from meteor_py.subscribe.lease import BELIEF
@@ -42,16 +42,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Rounds of asking where one stands, more than anything but an error can take.
+#: Refused steps in one exchange, more than anything but an error can cause.
 _ROUNDS = 5
-#: Seconds to wait for the line before the state is let go.
+#: Seconds to wait for the connection before the lock is let go.
 _TURN_S = 0.05
 #: Characters of a reason that are kept.
 _REASON_MAX = 1_000
-#: What a step says at most, acknowledged offsets and other settlements: the server does nothing
-#: else meanwhile.
-_ACKS_MAX = 2_000
-_OTHERS_MAX = 500
+
+
+class _Stage(enum.Enum):
+    #: A consumer, or about to join as one with the next exchange.
+    ACTIVE = "active"
+    #: It has left the group for good.
+    LEFT = "left"
+    #: In a forked child: everything is the parent's.
+    FORKED = "forked"
 
 
 class Deliveries:
@@ -59,58 +64,47 @@ class Deliveries:
 
     def __init__(
         self,
-        books: SharedProtocol,
+        protocol: SharedProtocol,
         config: SharedConfig,
         grouping: Grouping,
         codec: Codec | None,
         name: str,
     ) -> None:
-        self.books = books
+        self.protocol = protocol
         self.config = config
         self.name = name
         self._grouping = grouping
         self._codec = codec
-        self._line = SharedConnection(books.stream.connector.open_connection)
-        #: Notified when something is settled.
-        self.state = SignalSafeCondition()
-        self._told = False  # since the last step
-        #: Somebody waits until less is held.
+        self._connection = SharedConnection(protocol.stream.connector.open_connection)
+        #: Guards ``holdings``; notified when something is settled.
+        self.condition = SignalSafeCondition()
+        self.holdings = Holdings(reject_rewinds=config.on_poison == "park")
+        self._notified = False  # since the last step
+        #: A thread waits until less is held.
         self.waits_for_room = False
-        self._held: dict[int, SharedRecord] = {}
-        self._groups: dict[bytes, list[int]] = {}  # the same: offsets, rising
-        #: Granted and not fetched yet: offsets, and failures of each.
-        self.granted: dict[int, int] = {}
-        self._acks: dict[bytes, list[int]] = {}
-        self._others: list[Settlement] = []
-        self._sent: tuple[dict[bytes, list[int]], list[Settlement]] = ({}, [])
-        self._in_doubt = False  # what became of the last step
-        # Something was rewound while some was granted and not fetched, which may be with others
-        # now. Not the same as in doubt, which is so during every step.
-        self._stale = False
-        self._disowned = False
+        self._stage = _Stage.ACTIVE
         self._consumer = ""
-        self._left = False
-        self._number = 0
-        # Offsets of settlements that were refused, and what was lost, until somebody is told.
+        # Offsets of settlements that were refused, and what was lost, until the application knows.
         self._refused: list[int] = []
         self._lost = Gaps()
-        #: What the tender has met, for the application.
+        #: An error of the lease renewer, for the application.
         self.failure: MeteorError | None = None
-        #: Letters to publish.
-        self.letters: list[Letter] = []
-        #: Until then nobody else is given what is held here, by ``lease.now()``.
+        #: Dead letters to publish.
+        self.dead_letters: list[DeadLetter] = []
+        #: Until then, by ``clock.now()``, no other consumer is given what is held here.
         self.valid_until = 0.0
+        #: The last step that was answered was sent then.
         self.spoke_at = 0.0
-        #: The application was last seen then: it polled, or settled something.
+        #: The application polled or settled something then.
         self.alive_at = now()
 
     # -- for the application -------------------------------------------------------------------
 
     def ack(self, record: SharedRecord) -> None:
-        with self.state:
-            self._leave(record)
-            self._acks.setdefault(record.group, []).append(record.offset)
-            self._say()
+        with self.condition:
+            self._check_held(record)
+            self.holdings.ack(record)
+            self._notify()
 
     def release(
         self, record: SharedRecord, delay: float, *, only_this: bool = False, failed: bool = True
@@ -118,28 +112,17 @@ class Deliveries:
         check_seconds("delay", delay, zero=True)
         if only_this and delay:
             raise ValueError(
-                "A delay is for a whole group; leave out delay, or only_this, in release()."
+                "A delay is for a whole ordering key; leave out delay, or only_this, in release()."
             )
-        with self.state:
-            self._leave(record)
-            if not only_this:
-                self._rewind(record)
-            kind, detail = "Q" if only_this else "R" if failed else "U", b"%d" % (delay * 1000)
-            self._others.append(Settlement(kind, record.group, record.offset, detail))
-            self._say()
+        kind = "Q" if only_this else "R" if failed else "U"
+        self._settle(record, kind, b"%d" % (delay * 1000))
 
     def reject(self, record: SharedRecord, reason: str) -> None:
-        with self.state:
-            self._leave(record)
-            if self.config.on_poison == "park":
-                self._rewind(record)
-            detail = reason[:_REASON_MAX].encode(errors="backslashreplace")
-            self._others.append(Settlement("X", record.group, record.offset, detail))
-            self._say()
+        self._settle(record, "X", reason[:_REASON_MAX].encode(errors="backslashreplace"))
 
     def settle_all(self, *, handed: Iterable[SharedRecord], ack: bool) -> None:
-        """Acknowledge, or return, all of some that are still held."""
-        with self.state:
+        """Acknowledge, or return, those of some records that are still held."""
+        with self.condition:
             for record in handed:
                 if record.standing is Standing.HELD:
                     if ack:
@@ -153,73 +136,50 @@ class Deliveries:
         lost: Iterable[int],
         unreadable: Mapping[int, Unreadable] | None = None,
     ) -> list[SharedRecord]:
-        """Records that were granted and fetched; those that are lost or unreadable are settled.
+        """Hold records that were granted and fetched; settle those that are lost or unreadable.
 
-        None of them, while it is not known which are still this consumer's: see ``unsure``.
+        None of them, while it is not known which are still this consumer's: see
+        ``Holdings.unsure``.
         """
-        received: list[SharedRecord] = []
-        with self.state:
-            if self._stale:
-                return []
-            rewinds = self._rewinds([*self._sent[1], *self._others])
-            for offset, record in records.items():
-                failures = self.granted.pop(offset, None)
-                group = self._group_of(record)
-                if failures is None or offset > rewinds.get(group, offset):
-                    continue  # taken, or returned with one before it, meanwhile
-                shared = SharedRecord(self, record, group, failures, self._codec)
-                self._held[offset] = shared
-                insort_offset(self._groups.setdefault(group, []), offset)
-                received.append(shared)
+        with self.condition:
+            granted = self.holdings.granted
+            received = self.holdings.receive(
+                SharedRecord(self, record, self._key_of(record), granted[offset], self._codec)
+                for offset, record in records.items()
+                if offset in granted
+            )
             causes: dict[int, Unreadable | None] = {**dict.fromkeys(lost), **(unreadable or {})}
             for offset, cause in causes.items():
-                if self.granted.pop(offset, None) is not None:
-                    # Its group is not known without it: the server is asked.
-                    self._others.append(Settlement("G", b"", offset))
+                if self.holdings.lose(offset):
                     self._lost.add(offset, offset, cause)
         return received
 
-    def letter_published(self, letter: Letter, *, lost: bool = False) -> None:
-        """Nothing is left to publish; because its record is lost, perhaps."""
-        with self.state:
-            self._others.append(Settlement("L" if lost else "D", b"", letter.offset))
-            self._say()
+    def dead_letter_published(self, letter: DeadLetter, *, lost: bool = False) -> None:
+        """Say that a dead letter needs no publishing any more, perhaps as its record is lost."""
+        with self.condition:
+            self.holdings.say(Settlement("L" if lost else "D", b"", letter.offset))
+            self._notify()
 
     def raise_failure(self) -> None:
-        """Raise what the tender has met, once."""
+        """Raise an error of the lease renewer, once."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure.with_traceback(None)
 
     def take_refused(self) -> list[int]:
-        """The offsets of settlements that were refused, once."""
-        with self.state:
+        """Return the offsets of settlements that were refused, once."""
+        with self.condition:
             refused, self._refused = self._refused, []
         return sorted(refused)
 
     def take_lost(self) -> Gap | None:
-        """A gap that nobody was told of, once."""
-        with self.state:
+        """Return a gap that was not reported yet, once."""
+        with self.condition:
             return self._lost.take()
 
     def note_lost(self, offset: int, cause: Unreadable | None) -> None:
-        with self.state:
+        with self.condition:
             self._lost.add(offset, offset, cause)
-
-    @property
-    def holding(self) -> int:
-        """Records that are held, fetched or not."""
-        return len(self._held) + len(self.granted)
-
-    @property
-    def unsure(self) -> bool:
-        """Whether some of what was granted may be with others: exchange before it is fetched."""
-        return self._stale and bool(self.granted)
-
-    @property
-    def unsaid(self) -> bool:
-        """Whether something was settled that the server does not know."""
-        return bool(self._acks or self._others or self._in_doubt)
 
     # -- with the server -----------------------------------------------------------------------
 
@@ -230,276 +190,178 @@ class Deliveries:
         leave: bool = False,
         wake: bool = False,
         entry: Entry | None = None,
-    ) -> Answer:
+    ) -> StepReply:
         """Say what was settled, renew the lease, claim up to ``want`` records.
 
         Args:
             leave: Give back what is held, and be no consumer any more.
-            wake: Wake whoever waits in another thread here, if there may be more for it now.
+            wake: Wake another thread that waits here, if there may be more for it now.
 
         Raises:
-            ConnectionFailed: No answer; the next exchange finds out what became of it.
+            ConnectionFailed: No reply; the next exchange finds out what became of the step.
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
         """
         work = partial(self._exchange, want=want, leave=leave, wake=wake, entry=entry)
-        while self.state.is_mine():
-            # A signal handler has come while its thread had the state, and whoever has the line may
-            # need that: it is let go now and then.
+        while self.condition.is_mine():
+            # This is a signal handler that interrupted its own thread inside the lock, and the
+            # thread that has the connection may need the lock: let it go now and then.
             try:
-                return self._line.use(work, timeout_s=_TURN_S)
+                return self._connection.use(work, timeout_s=_TURN_S)
             except TimeoutError:
-                with self.state:
-                    self.state.wait(_TURN_S / 10)
-        return self._line.use(work)
+                with self.condition:
+                    self.condition.wait(_TURN_S / 10)
+        return self._connection.use(work)
 
     def talks_here(self) -> bool:
-        """Whether this thread is in the middle of an exchange, and a signal handler is asking."""
-        return self._line.is_mine()
-
-    def interrupt(self) -> None:
-        self._line.interrupt()
+        """Whether a signal handler asks that has interrupted an exchange of this thread."""
+        return self._connection.is_mine()
 
     def close(self) -> None:
-        self._line.close()
+        self._connection.close()
 
-    def disown(self) -> None:
+    def abandon(self) -> None:
         """In a forked child: all this is the parent's."""
-        self.state = SignalSafeCondition()
-        self._held, self._groups, self.granted = {}, {}, {}
-        self._acks, self._others, self._in_doubt = {}, [], False
-        self._disowned = True
+        self.condition = SignalSafeCondition()
+        self.holdings = Holdings(reject_rewinds=False)
+        self._stage = _Stage.FORKED
 
     def _exchange(
         self, connection: Connection, want: int, leave: bool, wake: bool, entry: Entry | None
-    ) -> Answer:
+    ) -> StepReply:
         refusals_left = _ROUNDS
         while refusals_left:  # ends: nothing new is claimed before all is said
-            self._stand(connection)
+            self._synchronize(connection)
             self._name_lost(connection)
-            last = self._take_part()
+            with self.condition:
+                last = self.holdings.begin_step()
+                self._notified = False
             started = now()
-            acks, others = self._sent
+            acks, others = self.holdings.sent
             try:
-                answer = self.books.step(
+                reply = self.protocol.step(
                     connection,
                     self._consumer,
-                    self._number + 1,
+                    self.holdings.number + 1,
                     want=want if last else 0,
                     leave=leave and last,
                     wake=wake and last,
                     entry=entry if last else None,
-                    acks={group: sorted(offsets) for group, offsets in acks.items()},
+                    acks={key: sorted(offsets) for key, offsets in acks.items()},
                     others=others,
                 )
             except Refused:
                 refusals_left -= 1
-                continue  # where do we stand?
+                continue  # ask the server for its state
             except ConnectionFailed as error:
                 if error.answered:
-                    self._unsend()  # it did nothing
+                    self._withdraw()  # it did nothing
                 raise
             except MeteorError:
-                self._unsend()
+                self._withdraw()
                 raise
-            self._apply(answer, started, left=leave and last, entry=entry)
+            self._apply(reply, started, left=leave and last, entry=entry)
             if last:
-                return answer
+                return reply
         raise ConnectionFailed(
-            f"The server does not agree with this consumer of {self.books.group!r} about its steps."
+            f"The server does not agree with this consumer of {self.protocol.group!r} about its "
+            "steps."
         )
 
-    def _take_part(self) -> bool:
-        """Take what the next step says; whether that is all.
-
-        Acknowledgements come first: one that was made before a rewind counts.
-        """
-        with self.state:
-            acks, more = self._acks, dict[bytes, list[int]]()
-            others = self._others
-            if sum(map(len, acks.values())) > _ACKS_MAX:
-                acks, more = _split(acks, _ACKS_MAX)
-                others = []
-            others = others[:_OTHERS_MAX]
-            self._sent = acks, others
-            self._acks, self._others, self._told = more, self._others[len(others) :], False
-            self._in_doubt = True  # until there is an answer
-            return not (self._acks or self._others)
-
-    def _apply(self, answer: Answer, started: float, *, left: bool, entry: Entry | None) -> None:
-        with self.state:
-            # What was rewound took with it whatever of its group was not fetched yet.
-            if self.granted and self._rewinds(self._sent[1]):
-                self._stale = True
-            self._sent = {}, []
-            self._number += 1
+    def _apply(self, reply: StepReply, started: float, *, left: bool, entry: Entry | None) -> None:
+        with self.condition:
+            self.holdings.apply(reply)
             self.spoke_at = started
             self.valid_until = started + self.config.lease_ttl * BELIEF
-            for offset in answer.granted:
-                self.granted[offset] = answer.failures.get(offset, 0)
-            self._refused += answer.refused
-            for first, last in answer.lost:
+            self._refused += reply.refused
+            for first, last in reply.lost:
                 self._lost.add(first, last, entry.cause if entry and entry.covers(first) else None)
-            # One that is not published within a lease is told again.
-            self.letters += [letter for letter in answer.letters if letter not in self.letters]
+            # The server repeats a dead letter that is not published within a lease.
+            self.dead_letters += [
+                letter for letter in reply.dead_letters if letter not in self.dead_letters
+            ]
             if left:
-                self._take_all()
-                self._consumer, self._left = "", True
-            self._in_doubt = False  # last: a Ctrl-C may come in between
-        for offset, failures in answer.dropped:
+                self.holdings.take_all()
+                self._consumer, self._stage = "", _Stage.LEFT
+            self.holdings.end_step()  # last: a Ctrl-C may come in between
+        for offset, failures in reply.dropped:
             _log.warning(
                 "Record %d of stream %r was given up by shared group %r after %d failures, and "
                 "there is no dead_letter stream for it.",
-                *(offset, self.books.stream.name, self.books.group, failures),
+                *(offset, self.protocol.stream.name, self.protocol.group, failures),
             )
 
-    def _stand(self, connection: Connection) -> None:
-        """Be a consumer, and know the number of the last step and what is held."""
-        if self._left:  # another thread was waiting for the line meanwhile
-            raise ConnectionFailed(f"This consumer of {self.books.group!r} has left.")
-        if self._consumer and not (self._in_doubt or self._stale):
+    def _synchronize(self, connection: Connection) -> None:
+        """Be a consumer, and agree with the server about the last step and what is held."""
+        if self._stage is _Stage.LEFT:  # another thread was waiting for the connection meanwhile
+            raise ConnectionFailed(f"This consumer of {self.protocol.group!r} has left.")
+        if self._consumer and self.holdings.sync is Sync.AGREED:
             return
         try:
             if self._consumer:
-                self._compare(self.books.join(connection, self._consumer))
+                known = self.protocol.join(connection, self._consumer)
+                with self.condition:
+                    self.holdings.reconcile(known)
                 return
         except Refused:
-            self._be_fenced()
+            self._fence()
         consumer = secrets.token_hex(6)
-        self._number = self.books.join(connection, consumer, self.name).number
-        self._consumer, self._in_doubt, self._stale = consumer, False, False
+        number = self.protocol.join(connection, consumer, self.name).number
+        self.holdings.start(number)
+        self._consumer = consumer
 
-    def _compare(self, stand: Stand) -> None:
-        number, held, failures = stand
-        with self.state:
-            if number <= self._number:
-                self._unsend()  # that step was not taken, or the server has lost it
-            self._sent, self._number = ({}, []), number
-            theirs = {offset for offsets in held.values() for offset in offsets}
-            for offsets in self._acks.values():
-                theirs.difference_update(offsets)
-            theirs.difference_update(other.offset for other in self._others)
-            for group, offset in self._rewinds(self._others).items():
-                theirs.difference_update(o for o in held.get(group, ()) if o > offset)
-            for offset in [offset for offset in self._held if offset not in theirs]:
-                self._drop(self._held[offset], Standing.TAKEN)
-            for offset in [offset for offset in self.granted if offset not in theirs]:
-                del self.granted[offset]
-            for offset in sorted(theirs - self._held.keys() - self.granted.keys()):
-                self.granted[offset] = failures.get(offset, 0)
-            self._in_doubt, self._stale = False, False  # last: a Ctrl-C may come in between
-
-    def _be_fenced(self) -> None:
-        """Taken for dead: nothing is held any more, and what was not said will not count."""
-        with self.state:
-            for acks, others in (self._sent, (self._acks, self._others)):
-                self._refused += [offset for offsets in acks.values() for offset in offsets]
-                self._refused += [other.offset for other in others if other.kind not in "GDL"]
-            self._sent, self._acks, self._others = ({}, []), {}, []
-            self._take_all()
-            self._consumer, self._in_doubt, self._stale = "", False, False
+    def _fence(self) -> None:
+        """The lease has expired: nothing is held any more, and what was not said does not count."""
+        with self.condition:
+            self._refused += self.holdings.fence()
+            self._consumer = ""
 
     def _name_lost(self, connection: Connection) -> None:
-        """Find the groups of records that could not be fetched."""
-        if not any(other.kind == "G" and not other.group for other in self._others):
+        """Find the ordering keys of records that could not be fetched."""
+        if not self.holdings.has_unnamed_lost:
             return
         try:
-            held = self.books.join(connection, self._consumer).held
+            held = self.protocol.join(connection, self._consumer).held
         except Refused:
-            self._be_fenced()
-            self._stand(connection)
+            self._fence()
+            self._synchronize(connection)
             return
-        groups = {offset: group for group, offsets in held.items() for offset in offsets}
-        with self.state:
-            self._others = [
-                other._replace(group=groups[other.offset]) if other.kind == "G" else other
-                for other in self._others
-                if other.kind != "G" or other.offset in groups
-            ]
+        with self.condition:
+            self.holdings.name_lost(held)
 
-    def _unsend(self) -> None:
-        """What was sent did not count: it is to be said again, before the rest."""
-        with self.state:
-            acks, others = self._sent
-            for group, offsets in self._acks.items():
-                acks.setdefault(group, []).extend(offsets)
-            self._acks, self._others = acks, others + self._others
-            self._sent, self._in_doubt = ({}, []), False
+    def _withdraw(self) -> None:
+        with self.condition:
+            self.holdings.withdraw_step()
 
-    # -- inside, with the lock held ------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------
 
-    def _say(self) -> None:
-        """Let the tender say what was settled, and whoever waits for room look."""
-        if not self._told or self.waits_for_room:
-            self._told = True
-            self.state.notify_all()
+    def _settle(self, record: SharedRecord, kind: str, detail: bytes) -> None:
+        with self.condition:
+            self._check_held(record)
+            self.holdings.settle(record, kind, detail)
+            self._notify()
 
-    def _group_of(self, record: Record) -> bytes:
-        group = self._grouping.of(record)
-        if group:
-            return group
-        if self.config.ungrouped == "free":
-            return b"\0%d" % record.offset
-        return self.config.default_group.encode()
-
-    def _leave(self, record: SharedRecord) -> None:
-        """It is settled, if it was held."""
-        if self._disowned:
-            raise reply_errors.opened_before_fork(self.books.stream.name)
+    def _check_held(self, record: SharedRecord) -> None:
+        """With the lock held: raise unless the record may be settled here."""
+        if self._stage is _Stage.FORKED:
+            raise reply_errors.opened_before_fork(self.protocol.stream.name)
         if record.standing is Standing.SETTLED:
             raise ValueError(f"Record {record.offset} was settled before.")
         if record.standing is not Standing.HELD:
             raise reply_errors.records_fenced(
-                self.books.stream.name, self.books.group, [record.offset]
+                self.protocol.stream.name, self.protocol.group, [record.offset]
             )
-        self._drop(record, Standing.SETTLED)
         self.alive_at = now()
 
-    def _rewind(self, record: SharedRecord) -> None:
-        """Those behind it in its group go back with it."""
-        for offset in list(self._groups.get(record.group, ())):
-            if offset > record.offset and offset in self._held:
-                self._drop(self._held[offset], Standing.REWOUND)
+    def _notify(self) -> None:
+        """With the lock held: let the lease renewer say what was settled, and waiters look."""
+        if not self._notified or self.waits_for_room:
+            self._notified = True
+            self.condition.notify_all()
 
-    def _rewinds(self, others: Iterable[Settlement]) -> dict[bytes, int]:
-        """The groups that some settlements rewind, and where to."""
-        found: dict[bytes, int] = {}
-        for kind, group, offset, _ in others:
-            if kind in "RU" or (kind == "X" and self.config.on_poison == "park"):
-                found[group] = min(found.get(group, offset), offset)
-        return found
-
-    def _drop(self, record: SharedRecord, standing: Standing) -> None:
-        record.standing = standing
-        self._held.pop(record.offset, None)  # a signal handler may have closed in between
-        offsets = self._groups.get(record.group, [])
-        if record.offset in offsets:
-            offsets.remove(record.offset)
-        if not offsets:
-            self._groups.pop(record.group, None)
-
-    def _take_all(self) -> None:
-        for record in list(self._held.values()):
-            self._drop(record, Standing.TAKEN)
-        self.granted.clear()
-
-
-def _split(
-    acks: dict[bytes, list[int]], size: int
-) -> tuple[dict[bytes, list[int]], dict[bytes, list[int]]]:
-    """So many of the offsets, and the rest."""
-    part: dict[bytes, list[int]] = {}
-    rest: dict[bytes, list[int]] = {}
-    for group, offsets in acks.items():
-        if size > 0:
-            part[group] = offsets[:size]
-        if len(offsets) > size:
-            rest[group] = offsets[size:]
-        size = max(size - len(offsets), 0)
-    return part, rest
-
-
-def insort_offset(offsets: list[int], offset: int) -> None:
-    """Add an offset; it mostly is the highest."""
-    offsets.append(offset)
-    if len(offsets) > 1 and offsets[-2] > offset:
-        offsets.sort()
+    def _key_of(self, record: Record) -> bytes:
+        key = self._grouping.of(record)
+        if key:
+            return key
+        if self.config.keyless == "free":
+            return b"\0%d" % record.offset
+        return self.config.default_key.encode()

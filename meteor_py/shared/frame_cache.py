@@ -1,7 +1,7 @@
-"""Payloads: the records of offsets here and there in a stream.
+"""Frames of a stream, for readers of scattered offsets.
 
-A frame is fetched once, and kept as long as records of it may be wanted: consumers of a shared
-group get theirs out of the same frames, a few at a time.
+A frame is fetched once, and kept as long as records of it may be wanted: a consumer of a shared
+group gets its records out of the same frames, a few at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from meteor_py.errors import (
 from meteor_py.log.log_reader import LogReader
 from meteor_py.records.config import FRAME_RECORDS_MAX
 from meteor_py.records.frame import decode, entry_span
+from meteor_py.records.ordering_index import Grouping
 from meteor_py.records.record import Chunk, Record
 from meteor_py.redis import keys
 from meteor_py.redis.connection import Connection
 from meteor_py.shared.gaps import Unreadable
+from meteor_py.shared.protocol import Entry, StepReply
 
 if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
@@ -31,27 +33,29 @@ if TYPE_CHECKING:
 #: Frames that are kept, and that are asked for at a time; more of them if they are small, up to so
 #: many, and so many records.
 _KEEP = 16
-_ASK = 64
+_FETCH_MAX = 64
 _KEEP_RECORDS = 4_096
+#: Records of the store that are put into the index at a time.
+_STORED_MAX = 4_096
 
 
 class Fetched(NamedTuple):
-    """What became of the offsets that were asked for."""
+    """The outcome of a fetch, by offset."""
 
     found: dict[int, Record]
     #: In neither ring nor store.
     lost: list[int]
-    #: There, and not to be read: why.
+    #: They exist and cannot be read: why.
     unreadable: dict[int, Unreadable]
 
 
 class FrameCache:
-    """For one thread at a time, except ``interrupt``."""
+    """The frames that one consumer works on. For one thread at a time, except ``interrupt``."""
 
     def __init__(self, stream: StreamHandle) -> None:
         self._stream = stream
         self._connection: Connection = stream.connector.open_connection()
-        self._cursor: LogReader | None = None
+        self._log_reader: LogReader | None = None
         self._frames: dict[int, list[Record]] = {}  # by first offset
         self._firsts: list[int] = []  # the same, in order
         # Records of a frame, as far as is known: one is asked for before many, for a frame that is
@@ -59,7 +63,7 @@ class FrameCache:
         self._size = FRAME_RECORDS_MAX
 
     def fetch(self, offsets: Sequence[int]) -> Fetched:
-        """The records, a few frames at a time: of the others in them nothing is kept.
+        """Return the records, reading a few frames at a time; other records of them are not kept.
 
         Args:
             offsets: In rising order.
@@ -74,22 +78,24 @@ class FrameCache:
             left = offsets[at:]
             self._trim(left)
             if left[0] not in dropped and self._find(left[0]) is None:
-                dropped |= self._ask([o for o in left if o not in dropped], fetched.unreadable)
+                dropped |= self._fetch_frames(
+                    [o for o in left if o not in dropped], fetched.unreadable
+                )
             at += self._gather(left, dropped, fetched)
         return fetched
 
     def _gather(self, offsets: Sequence[int], dropped: set[int], fetched: Fetched) -> int:
-        """Add what is at hand, or in the store; return how many of the first are done with."""
-        dug = 0
+        """Add what is cached, or in the store; return how many of the first are done with."""
+        stored = 0
         for number, offset in enumerate(offsets):
             if offset in fetched.unreadable:
                 continue
             record = self._find(offset)
             if record is None and offset in dropped:
-                if dug == _KEEP:
+                if stored == _KEEP:
                     return number
-                dug += 1
-                record = self._dig(offset, offsets, fetched.unreadable)
+                stored += 1
+                record = self._fetch_stored(offset, offsets, fetched.unreadable)
                 if record is None and offset not in fetched.unreadable:
                     fetched.lost.append(offset)
                     continue
@@ -100,20 +106,19 @@ class FrameCache:
         return len(offsets)
 
     def forget(self) -> None:
-        """Fetch all anew: offsets may mean other records now."""
+        """Drop all frames, as offsets may mean other records now."""
         self._frames, self._firsts = {}, []
 
-    def cold(self, start: int, stop: int) -> list[Chunk]:
-        """Records that only the store has, from ``start`` on, at least one.
+    def read_stored(self, start: int, stop: int) -> Chunk:
+        """Return records that only the store has, from ``start`` on, at least one.
 
         Raises:
-            RecordsLost: It has not.
+            RecordsLost: The store does not have them.
         """
-        chunks = self._read(start, stop - start)
-        return [chunk for chunk in chunks if chunk.first < stop]
+        return self._read(start, stop - start)[0]
 
     def wait(self, streams: Sequence[tuple[str, str]], block_s: float) -> None:
-        """Wait until one of some keys has an entry behind an ID."""
+        """Wait until one of some Redis streams has an entry after an ID."""
         names, ids = zip(*streams, strict=True)
         block = ("BLOCK", max(int(min(block_s, self._connection.block_max_s) * 1000), 1))
         command = ("XREAD", "COUNT", 1, *block, "STREAMS", *names, *ids)
@@ -123,24 +128,24 @@ class FrameCache:
 
     def interrupt(self) -> None:
         self._connection.interrupt()
-        if self._cursor is not None:
-            self._cursor.interrupt()
+        if self._log_reader is not None:
+            self._log_reader.interrupt()
 
     def close(self) -> None:
         self._connection.close()
-        if self._cursor is not None:
-            self._cursor.close()
+        if self._log_reader is not None:
+            self._log_reader.close()
 
     # -- the ring ------------------------------------------------------------------------------
 
-    def _ask(self, offsets: Sequence[int], unreadable: dict[int, Unreadable]) -> set[int]:
+    def _fetch_frames(self, offsets: Sequence[int], unreadable: dict[int, Unreadable]) -> set[int]:
         """Fetch frames of the first that are missing, as many as is good to have at a time.
 
         Returns:
             The offsets of those that the ring does not have.
         """
         wanted: list[int] = []
-        limit = max(_KEEP, min(_ASK, _KEEP_RECORDS // self._size))
+        limit = max(_KEEP, min(_FETCH_MAX, _KEEP_RECORDS // self._size))
         for offset in offsets:
             if wanted and offset < wanted[-1] + self._size:
                 continue  # in the same frame, as far as is known
@@ -149,10 +154,10 @@ class FrameCache:
                 if len(wanted) == limit:
                     break
         log = keys.log(self._stream.name)
-        answers = self._call([("XRANGE", log, f"{o}-0", "+", "COUNT", 1) for o in wanted])
+        replies = self._call([("XRANGE", log, f"{o}-0", "+", "COUNT", 1) for o in wanted])
         dropped: set[int] = set()
         sizes: list[int] = []
-        for offset, entries in zip(wanted, answers, strict=True):
+        for offset, entries in zip(wanted, replies, strict=True):
             span = entry_span(self._stream.name, entries[0][0]) if entries else None
             if span is None or span[0] > offset:
                 dropped.update(_between(offsets, offset, None if span is None else span[0]))
@@ -185,10 +190,10 @@ class FrameCache:
 
     # -- the store -----------------------------------------------------------------------------
 
-    def _dig(
+    def _fetch_stored(
         self, offset: int, offsets: Sequence[int], unreadable: dict[int, Unreadable]
     ) -> Record | None:
-        """A record that the ring has dropped, from the store; None if that has not got it."""
+        """Return a record that the ring has dropped; None if the store does not have it either."""
         try:
             chunks = self._read(offset, 1)
         except RecordsLost:
@@ -202,22 +207,22 @@ class FrameCache:
         return self._find(offset)
 
     def _read(self, offset: int, records: int) -> list[Chunk]:
-        if self._cursor is None:
-            self._cursor = self._stream.open_reader()
+        if self._log_reader is None:
+            self._log_reader = self._stream.open_reader()
         try:
-            self._cursor.move(offset)
-            return self._until_there(records)
+            self._log_reader.move(offset)
+            return self._read_some(records)
         except (RecordsLost, CorruptSegment):
             raise
         except BaseException:
-            self._cursor.close()
-            self._cursor = None
+            self._log_reader.close()
+            self._log_reader = None
             raise
 
-    def _until_there(self, records: int) -> list[Chunk]:
-        assert self._cursor is not None, "it was opened"
+    def _read_some(self, records: int) -> list[Chunk]:
+        assert self._log_reader is not None, "it was opened"
         while True:  # ends: it is there, or lost; the stream may have changed while it was read
-            chunks = self._cursor.fetch(records=records)
+            chunks = self._log_reader.fetch(records=records)
             if chunks:
                 return chunks
 
@@ -232,7 +237,7 @@ class FrameCache:
         return records[offset - first] if offset < first + len(records) else None
 
     def _keep(self, chunk: Chunk) -> None:
-        """In place of what overlaps it: the store cuts records into other pieces than the ring."""
+        """Replace what overlaps it: the store cuts records into other pieces than the ring."""
         start, stop = chunk.first, chunk.first + len(chunk)
         at = bisect_left(self._firsts, start)
         if at and self._firsts[at - 1] + len(self._frames[self._firsts[at - 1]]) > start:
@@ -263,3 +268,30 @@ def _between(offsets: Sequence[int], start: int, stop: int | None) -> Sequence[i
     """Those from ``start`` to before ``stop``."""
     end = len(offsets) if stop is None else bisect_left(offsets, stop)
     return offsets[bisect_left(offsets, start) : end]
+
+
+def entry_from_store(
+    frames: FrameCache, grouping: Grouping, reply: StepReply, before: Entry | None
+) -> Entry:
+    """Return the index entry that the next step needs for records that only the store has.
+
+    Args:
+        reply: Of the step that met them.
+        before: The entry that was sent with that step; it may not be used up.
+
+    Returns:
+        The entry; without strings if neither ring nor store has the records.
+
+    Raises:
+        ConnectionFailed, StoreUnavailable: Not now.
+        CorruptSegment: They are damaged.
+    """
+    if before is not None and before.covers(reply.next):
+        return before
+    try:
+        chunk = frames.read_stored(reply.next, reply.stored_stop)
+    except RecordsLost as gap:
+        return Entry(reply.next, (), min(gap.last + 1, reply.stored_stop))
+    size = min(len(chunk), reply.stored_stop - reply.next, _STORED_MAX)
+    rows = chunk.slice(0, size).to_arrow()
+    return Entry(reply.next, grouping.index_rows(rows), reply.next + size)

@@ -1,4 +1,4 @@
-"""Gaps: records that a consumer was to get, and nobody can; the application is told once."""
+"""Gaps: records that were to be delivered and cannot be read; each is reported once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meteor_py.errors import (
     UnsupportedFrame,
 )
 
-#: What may be wrong with records that are there.
+#: What may be wrong with records that exist.
 Unreadable = CorruptFrame | UnsupportedFrame | CorruptSegment
 
 
@@ -25,13 +25,13 @@ class Gap(NamedTuple):
     cause: Unreadable | None = None
 
     def error(self, stream: str, group: str) -> RecordsLost | Unreadable:
-        """What to raise. Records behind them are delivered: nothing is to be done to go on."""
+        """Return the error to raise. Later records are delivered without further ado."""
         first, last, cause = self
         if cause is None:
             return RecordsLost(
                 f"Records {first} to {last} of stream {stream!r} were dropped by the ring before "
                 f"shared group {group!r} had processed them, and no store has them; a larger "
-                "capacity, or a store, gives more time. The next poll goes on behind them.",
+                "capacity, or a store, gives more time. The next poll continues after them.",
                 stream=stream,
                 first=first,
                 last=last,
@@ -47,7 +47,7 @@ class Gap(NamedTuple):
         )
         error = type(cause)(
             f"Records {first} to {last} of stream {stream!r} cannot be read: {why}. Shared group "
-            f"{group!r} counts them as lost, and the next poll goes on behind them.",
+            f"{group!r} counts them as lost, and the next poll continues after them.",
             stream=stream,
             first=first,
             last=last,
@@ -57,7 +57,7 @@ class Gap(NamedTuple):
 
 
 class Gaps:
-    """Those that nobody was told of."""
+    """The gaps that were not reported yet."""
 
     def __init__(self) -> None:
         self._gaps: list[Gap] = []
@@ -67,13 +67,13 @@ class Gaps:
         self._gaps.append(Gap(first, last, cause))
 
     def take(self) -> Gap | None:
-        """The first, with what belongs to it."""
+        """Return and remove the first, merged with what belongs to it."""
         if not self._gaps:
             return None
         (first, last, cause), *others = sorted(self._gaps, key=_first)
         self._gaps = []
         for gap in others:
-            # Of a frame that cannot be read, some records in between may be another's.
+            # Of a frame that cannot be read, some records in between may be another consumer's.
             if gap.cause is cause and (cause is not None or gap.first <= last + 1):
                 last = max(last, gap.last)
             else:

@@ -1,7 +1,7 @@
-"""The supply of a consumer: claims records, fetches them, and keeps them until they are handed out.
+"""The prefetcher of a consumer: claims records, fetches them, and buffers them for ``poll()``.
 
-It also does what the server gives a consumer to do on the way: it publishes dead letters, and puts
-into the index what only the store has.
+It also does what the server asks of a consumer on the way: it publishes dead letters, and puts into
+the index what only the store has.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from meteor_py.errors import (
     ConnectionFailed,
@@ -30,15 +29,11 @@ from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
 from meteor_py.shared.deliveries import Deliveries
-from meteor_py.shared.frame_cache import FrameCache
+from meteor_py.shared.frame_cache import FrameCache, entry_from_store
 from meteor_py.shared.gaps import Gap
-from meteor_py.shared.protocol import Answer, Entry, Letter, SharedProtocol
+from meteor_py.shared.protocol import DeadLetter, Entry, SharedProtocol, StepReply
 from meteor_py.shared.record import SharedRecord, Standing
-from meteor_py.shared.stored_frames import cold_entry
 from meteor_py.subscribe.dead_letters import bury, open_letters
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger(__name__)
 
@@ -47,11 +42,11 @@ _BACKOFF_S = (0.02, 0.64)
 #: Records that are claimed in a step at most: the server does nothing else meanwhile.
 _CLAIM_MAX = 1_024
 #: Rounds that a poll may take though its time is up, as long as each is done with some records that
-#: are not for it; it goes on at the next poll.
+#: are not for it; the next poll continues there.
 _ROUNDS_MIN = 8
 #: Times that what was granted is made sure of and fetched again, when some was rewound meanwhile.
 _AGAIN = 5
-#: Seconds after which somebody who waits while it holds all it may is told so.
+#: Seconds that a full consumer waits before it logs a warning.
 _STUCK_S = 10.0
 _ID_MAX = 2**64 - 1
 
@@ -61,53 +56,49 @@ class Prefetcher:
 
     def __init__(
         self,
-        books: SharedProtocol,
+        protocol: SharedProtocol,
         settings: SharedConfig,
         config: ConsumerConfig,
         codec: Codec | None,
         name: str,
     ) -> None:
-        grouping = books.stream.config.grouping
+        grouping = protocol.stream.config.grouping
         assert grouping is not None, "checked when the group was opened"
-        self.stream = books.stream
-        self.group = books.group
+        self.stream = protocol.stream
+        self.group = protocol.group
         self.config = config
         self.settings = settings
-        self.desk = Deliveries(books, settings, grouping, codec, name)
+        self.deliveries = Deliveries(protocol, settings, grouping, codec, name)
         self._grouping = grouping
-        self._payloads = FrameCache(books.stream)
+        self._frame_cache = FrameCache(protocol.stream)
         self._buffer: deque[SharedRecord] = deque()  # not handed out yet
-        self._handed: list[SharedRecord] = []  # handed out, and perhaps not settled
+        #: Handed out, and perhaps not settled.
+        self.handed: list[SharedRecord] = []
         self._entry: Entry | None = None
         self._epoch = 0
-        self._letters: StreamHandle | None = None
-        self._unpublished = -1  # the last letter that had to wait, so that it is said once
+        self._dead_letter_stream: StreamHandle | None = None
+        self._postponed = -1  # the last dead letter that had to wait, so that it is logged once
         self._full_since: float | None = None
         self._asked = False  # whether the last claim was for more than nothing
         self._looked = -1
         #: Set by another thread to end what waits here, and iterating.
         self.halted = False
 
-    @property
-    def handed(self) -> list[SharedRecord]:
-        """What was handed out, and perhaps not settled."""
-        return self._handed
-
     def halt(self) -> None:
         """End a wait in another thread; nothing more is handed out."""
         self.halted = True
-        with self.desk.state:
-            self.desk.state.notify_all()
+        with self.deliveries.condition:
+            self.deliveries.condition.notify_all()
 
     def interrupt(self) -> None:
-        self._payloads.interrupt()
+        self._frame_cache.interrupt()
 
     def close(self) -> None:
-        self.desk.close()
-        self._payloads.close()
+        self.deliveries.close()
+        self._frame_cache.close()
 
     def fill(self, timeout_s: float) -> None:
-        """Have something in the buffer, if it comes in time."""
+        """Fetch records until the buffer has some or the timeout expires."""
         deadline = time.monotonic() + timeout_s
         failures = 0
         failure: MeteorError | None = None
@@ -115,9 +106,9 @@ class Prefetcher:
         again = False
         while not self.halted:
             self.raise_refusals()
-            self.desk.raise_failure()
+            self.deliveries.raise_failure()
             self._drop_unheld()
-            if self._buffer and now() < self.desk.valid_until:
+            if self._buffer and now() < self.deliveries.valid_until:
                 return
             left = max(deadline - time.monotonic(), 0.0)
             if rounds and left == 0 and not (again and rounds < _ROUNDS_MIN):
@@ -126,10 +117,10 @@ class Prefetcher:
                 return
             rounds, again = rounds + 1, False
             try:
-                answer = self._claim()
-                again = answer is None
-                if not self._buffer and answer is not None:
-                    self._wait(answer, max(deadline - time.monotonic(), 0.0))
+                reply = self._claim()
+                again = reply is None
+                if not self._buffer and reply is not None:
+                    self._wait(reply, max(deadline - time.monotonic(), 0.0))
                 failure, failures = None, 0
             except (ConnectionFailed, StoreUnavailable) as error:
                 failure = error
@@ -138,76 +129,78 @@ class Prefetcher:
                     min(max(deadline - time.monotonic(), 0.0), pause_s(failures, *_BACKOFF_S))
                 )
 
-    def _claim(self) -> Answer | None:
+    def _claim(self) -> StepReply | None:
         """Exchange with the server, and fetch what was granted; None if that is to be repeated."""
         before = self._entry
-        answer = self._take()
-        self._fetch(answer.epoch)
+        reply = self._claim_all()
+        self._fetch(reply.epoch)
         for _ in range(_AGAIN):
-            if not self.desk.unsure:
+            if not self.deliveries.holdings.unsure:
                 break
-            answer, self._asked = self.exchange(0), False  # what was rewound may be had again
-            self._fetch(answer.epoch)
-        self.publish_letters()
-        if answer.cold and not self._buffer:
-            self._entry = self._cold_entry(answer)
+            reply, self._asked = self.exchange(0), False  # what was rewound may be had again
+            self._fetch(reply.epoch)
+        self.publish_dead_letters()
+        if reply.stored_stop and not self._buffer:
+            self._entry = self._entry_from_store(reply)
             return None
-        self._entry = before if answer.cold else None
-        done = self._buffer or not (answer.granted or self.desk.unsure)
-        return answer if done else None  # all of them were lost
+        self._entry = before if reply.stored_stop else None
+        done = self._buffer or not (reply.granted or self.deliveries.holdings.unsure)
+        return reply if done else None  # all of them were lost
 
-    def _take(self) -> Answer:
-        """Have as much granted as may be held, if there is that much."""
+    def _claim_all(self) -> StepReply:
+        """Claim as many records as may be held, in parts."""
         while True:  # ends: each time as much as was asked for is held
-            room = max(self.config.prefetch - self.desk.holding, 0)
+            room = max(self.config.prefetch - len(self.deliveries.holdings), 0)
             want = min(room, _CLAIM_MAX)
-            answer = self.exchange(want)
+            reply = self.exchange(want)
             self._asked = want > 0
-            if want == room or len(answer.granted) < want:
-                return answer
+            if want == room or len(reply.granted) < want:
+                return reply
 
-    def _cold_entry(self, answer: Answer) -> Entry:
+    def _entry_from_store(self, reply: StepReply) -> Entry:
         try:
-            return cold_entry(self._payloads, self._grouping, answer, self._entry)
-        except CorruptSegment as error:  # nobody knows their groups, so they are given up
-            stop = min(max(error.last, answer.next) + 1, answer.cold)
-            return Entry(answer.next, (), stop, error)
+            return entry_from_store(self._frame_cache, self._grouping, reply, self._entry)
+        except CorruptSegment as error:  # their ordering keys are not known, so they are given up
+            stop = min(max(error.last, reply.next) + 1, reply.stored_stop)
+            return Entry(reply.next, (), stop, error)
 
-    def exchange(self, want: int) -> Answer:
-        return self.desk.exchange(want, entry=self._entry)
+    def exchange(self, want: int) -> StepReply:
+        return self.deliveries.exchange(want, entry=self._entry)
 
     def _fetch(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._epoch = epoch
-            self._payloads.forget()
-        if not self.desk.granted:
+            self._frame_cache.forget()
+        if not self.deliveries.holdings.granted:
             return
-        received = self.desk.receive(*self._payloads.fetch(sorted(self.desk.granted)))
+        received = self.deliveries.receive(
+            *self._frame_cache.fetch(sorted(self.deliveries.holdings.granted))
+        )
         self._buffer = deque(sorted([*self._buffer, *received], key=_offset))
 
-    def _wait(self, answer: Answer, left_s: float) -> None:
+    def _wait(self, reply: StepReply, left_s: float) -> None:
         """Wait until there may be something."""
         if self._buffer or left_s <= 0:
             return
-        before, self._looked = self._looked, answer.next
-        if before < answer.next < answer.end:
+        before, self._looked = self._looked, reply.next
+        if before < reply.next < reply.end:
             return  # A step looks at a part of what is new, and more of it may be for this one.
-        if self.desk.holding >= self.config.prefetch:
+        if len(self.deliveries.holdings) >= self.config.prefetch:
             self._wait_for_room(left_s)
             return
         self._full_since = None
         if not self._asked:
             return  # there was no room when it was claimed, and now there is
-        block_s = left_s if answer.wait_s is None else min(left_s, answer.wait_s + 0.001)
+        block_s = left_s if reply.wait_s is None else min(left_s, reply.wait_s + 0.001)
         block_s = min(block_s, self.settings.lease_ttl / 3)
-        streams = [(self.desk.books.key("bell"), f"{answer.bell}-0")]
-        if answer.next >= answer.end:
-            after = f"{answer.next - 1}-{_ID_MAX}" if answer.next else "0-0"
+        streams = [(self.deliveries.protocol.key("bell"), f"{reply.bell}-0")]
+        if reply.next >= reply.end:
+            after = f"{reply.next - 1}-{_ID_MAX}" if reply.next else "0-0"
             streams.append((keys.index(self.stream.name), after))
-        self._payloads.wait(streams, block_s)
+        self._frame_cache.wait(streams, block_s)
 
     def _wait_for_room(self, left_s: float) -> None:
-        """All that may be held is held, and handed out: somebody has to settle some."""
+        """Wait until the application settles some of what is held: that is all it may hold."""
         self._full_since = self._full_since or time.monotonic()
         if time.monotonic() - self._full_since > _STUCK_S:
             self._full_since = time.monotonic()
@@ -216,13 +209,14 @@ class Prefetcher:
                 "not settled: ack, release or reject some, or raise prefetch.",
                 *(self.config.prefetch, self.group),
             )
-        desk = self.desk
-        with desk.state:
-            desk.waits_for_room = True
-            desk.state.wait_for(
-                lambda: self.halted or desk.holding < self.config.prefetch, min(left_s, 1.0)
+        deliveries = self.deliveries
+        with deliveries.condition:
+            deliveries.waits_for_room = True
+            deliveries.condition.wait_for(
+                lambda: self.halted or len(deliveries.holdings) < self.config.prefetch,
+                min(left_s, 1.0),
             )
-            desk.waits_for_room = False
+            deliveries.waits_for_room = False
 
     def _drop_unheld(self) -> None:
         if any(record.standing is not Standing.HELD for record in self._buffer):
@@ -233,9 +227,9 @@ class Prefetcher:
         """Records of the buffer; if a Ctrl-C comes before the end of it, they are there again."""
         records = list(islice(self._buffer, max_records))
         try:
-            if len(self._handed) + len(records) > 2 * self.config.prefetch:
-                self._handed = [r for r in self._handed if r.standing is Standing.HELD]
-            self._handed += records
+            if len(self.handed) + len(records) > 2 * self.config.prefetch:
+                self.handed = [r for r in self.handed if r.standing is Standing.HELD]
+            self.handed += records
             for _ in records:
                 self._buffer.popleft()
             return records
@@ -249,14 +243,14 @@ class Prefetcher:
         self._buffer = deque(sorted(kept, key=_offset))
 
     def raise_refusals(self) -> None:
-        """Tell the application, once, what did not count, and what is lost."""
-        while (gap := self.desk.take_lost()) is not None:
-            self._tell_lost(gap)
-        refused = self.desk.take_refused()
+        """Report to the application, once, what is lost and which settlements were refused."""
+        while (gap := self.deliveries.take_lost()) is not None:
+            self._report_gap(gap)
+        refused = self.deliveries.take_refused()
         if refused:
             raise reply_errors.records_fenced(self.stream.name, self.group, refused)
 
-    def _tell_lost(self, gap: Gap) -> None:
+    def _report_gap(self, gap: Gap) -> None:
         error = gap.error(self.stream.name, self.group)
         if self.config.on_gap == "raise":
             raise error
@@ -264,42 +258,44 @@ class Prefetcher:
         if self.config.on_gap_skipped is not None:
             self.config.on_gap_skipped(gap.first, gap.last)
 
-    def publish_letters(self) -> None:
-        """Publish the dead letters that the server has given this consumer to publish.
+    def publish_dead_letters(self) -> None:
+        """Publish the dead letters that the server has assigned to this consumer.
 
-        If there is no room for them they wait for the next time; records do not.
+        If there is no room for them, they wait for the next call; records do not wait for them.
         """
-        desk = self.desk
-        while desk.letters:
-            letter = desk.letters[0]
-            opened = self._letters is not None
+        deliveries = self.deliveries
+        while deliveries.dead_letters:
+            letter = deliveries.dead_letters[0]
+            opened = self._dead_letter_stream is not None
             try:
-                is_there = self._publish_letter(letter)
+                was_there = self._publish_dead_letter(letter)
             except (OutOfMemory, StreamFull) as error:
-                if self._unpublished != letter.offset:
+                if self._postponed != letter.offset:
                     _log.warning("The dead letter of record %d must wait: %s", letter.offset, error)
-                self._unpublished = letter.offset
+                self._postponed = letter.offset
                 return
             except MeteorError as error:
-                self._letters = None  # it may have been deleted: opened again
+                self._dead_letter_stream = None  # it may have been deleted: opened again
                 if opened and isinstance(error, (StreamNotFound, LogTruncated)):
                     continue
                 raise
-            desk.letters.pop(0)
-            desk.letter_published(letter, lost=not is_there)
+            deliveries.dead_letters.pop(0)
+            deliveries.dead_letter_published(letter, lost=not was_there)
 
-    def _publish_letter(self, letter: Letter) -> bool:
+    def _publish_dead_letter(self, letter: DeadLetter) -> bool:
         """Publish it; False if its record is gone, or cannot be read."""
-        assert self.settings.dead_letter is not None, "only then are there letters"
-        fetched = self._payloads.fetch([letter.offset])
+        assert self.settings.dead_letter is not None, "only then are there dead letters"
+        fetched = self._frame_cache.fetch([letter.offset])
         record = fetched.found.get(letter.offset)
         if record is None:
-            self.desk.note_lost(letter.offset, fetched.unreadable.get(letter.offset))
+            self.deliveries.note_lost(letter.offset, fetched.unreadable.get(letter.offset))
             return False
-        if self._letters is None:
-            self._letters = open_letters(self.stream.connector, self.settings.dead_letter)
+        if self._dead_letter_stream is None:
+            self._dead_letter_stream = open_letters(
+                self.stream.connector, self.settings.dead_letter
+            )
         bury(
-            *(self._letters, self.stream, self.group, record),
+            *(self._dead_letter_stream, self.stream, self.group, record),
             reason=letter.reason,
             tries=letter.failures,
             timeout_s=0.0,  # once: the application waits for its records

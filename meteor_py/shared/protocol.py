@@ -1,4 +1,4 @@
-"""The books of a shared group: its keys in Redis, and what may be done to them."""
+"""The state of a shared group in Redis, and the scripts that read and change it."""
 
 from __future__ import annotations
 
@@ -16,91 +16,91 @@ if TYPE_CHECKING:
 
 #: Records that a step looks at, at most: others wait as long.
 SCAN = 4_096
-#: Records that are taken of a group before others get their turn.
+#: Records of one ordering key that are granted before others get their turn.
 QUANTUM = 16
 
 
 class Refused(Exception):
-    """The answer to a consumer that is taken for dead, or whose count of steps is another."""
+    """The lease of the consumer has expired, or the server counts its steps differently."""
 
 
 class Entry(NamedTuple):
     """What the index does not have any more: an entry made from the store, or that it is lost."""
 
     first: int
-    #: As ``Grouping.index`` makes them; empty if nobody has the records.
+    #: As ``Grouping.index`` makes them; empty if neither ring nor store has the records.
     strings: Sequence[bytes]
     #: The offset behind the records.
     stop: int
-    #: Why they are lost, if not because nobody has them.
+    #: Why they are lost, if they exist.
     cause: MeteorError | None = None
 
     def covers(self, offset: int) -> bool:
         return self.first <= offset < self.stop
 
 
-class Stand(NamedTuple):
-    """Where a consumer stands."""
+class ConsumerState(NamedTuple):
+    """A consumer as the server knows it."""
 
     #: Of its last step.
     number: int
-    #: The offsets that it holds of each group.
+    #: The offsets that it holds of each ordering key.
     held: dict[bytes, list[int]]
     #: How often those of them failed that did.
     failures: dict[int, int]
 
 
-class Letter(NamedTuple):
+class DeadLetter(NamedTuple):
     """A record that was given up, to be published as a dead letter."""
 
     offset: int
     failures: int
-    group: bytes
+    ordering_key: bytes
     reason: str
 
 
 class Settlement(NamedTuple):
-    """What is to be done with a record that is not acknowledged."""
+    """Disposition of a record that was not acknowledged."""
 
-    #: "R" rewind its group to it, "U" that without a failure, "Q" return only it, "X" reject, "G"
-    #: gone, "D" letter published, "L" its record lost.
+    #: "R" rewind its ordering key to it, "U" that without a failure, "Q" return only it, "X"
+    #: reject, "G" gone, "D" dead letter published, "L" the record of a dead letter is lost.
     kind: str
-    group: bytes
+    ordering_key: bytes
     offset: int
     detail: bytes = b""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a step has brought."""
+class StepReply:
+    """The reply of the server to a step."""
 
     next: int
     end: int
     waiting: int
     bell: int
-    #: Seconds until there may be something without anybody ringing; None: nothing is awaited.
+    #: Seconds until there may be something without an entry in ``bell``; None: nothing is awaited.
     wait_s: float | None
     granted: list[int]
     failures: dict[int, int]
     #: Records from ``next`` to before this are only in the store; 0 if the index has them.
-    cold: int
+    stored_stop: int
     refused: list[int]
     lost: list[tuple[int, int]]
     #: Offset and failures of those that were given up without a dead letter.
     dropped: list[tuple[int, int]]
-    letters: list[Letter]
+    dead_letters: list[DeadLetter]
     #: Of the stream: in another one, offsets may mean other records.
     epoch: int
 
 
 class SharedProtocol:
-    """One shared group of one stream."""
+    """The keys and scripts of one shared group."""
 
     def __init__(self, stream: StreamHandle, group: str) -> None:
         self.stream = stream
         self.group = group
         self.prefix = keys.shared(stream.name, group, "")
-        #: Of the stream, and once it is known of this life of the group, which may begin anew.
+        #: Of the stream; once the group is open, followed by that of the group.
         self.incarnation = stream.incarnation
 
     def key(self, part: str) -> str:
@@ -110,11 +110,11 @@ class SharedProtocol:
         return [self.prefix + part for part in parts.split()]
 
     def whole(self, part: bytes) -> bytes:
-        """The key of a part that a group gives its name to."""
+        """Return the key of a part whose name contains an ordering key."""
         return self.prefix.encode() + part
 
     def find(self) -> set[bytes]:
-        """The parts that exist now."""
+        """Return the parts that exist now."""
         cursor, found = b"0", set[bytes]()
         pattern, size = f"{self.prefix}*", len(self.prefix)
         while True:
@@ -126,7 +126,7 @@ class SharedProtocol:
                 return found
 
     def require(self) -> None:
-        """Raise if there is no such group. What is wrong in its books is no matter here.
+        """Raise if the group does not exist. Flaws in its state do not matter here.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
@@ -150,21 +150,21 @@ class SharedProtocol:
     def meta(self) -> str:
         return keys.meta(self.stream.name)
 
-    def join(self, connection: Connection, consumer: str, name: str = "") -> Stand:
-        """Join if there is a name; return where the consumer stands.
+    def join(self, connection: Connection, consumer: str, name: str = "") -> ConsumerState:
+        """Join if a name is given; return the consumer as the server knows it.
 
         Raises:
-            Refused: It is taken for dead.
+            Refused: Its lease has expired.
             GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
         """
         names = [self.meta, *self.keys(f"state leases consumers held:{consumer} failures")]
         args = [self.incarnation, consumer, name, "join" if name else ""]
-        answer = self.check(connection.run(SHARED_JOIN, names, args))
-        pairs = zip(answer[2][::2], answer[2][1::2], strict=True)
-        counts = iter(map(int, answer[3]))
-        return Stand(
-            int(answer[1]),
-            {group: _offsets(held) for group, held in pairs if group and held},
+        reply = self.check(connection.run(SHARED_JOIN, names, args))
+        pairs = zip(reply[2][::2], reply[2][1::2], strict=True)
+        counts = iter(map(int, reply[3]))
+        return ConsumerState(
+            int(reply[1]),
+            {key: _offsets(held) for key, held in pairs if key and held},
             dict(zip(counts, counts, strict=True)),
         )
 
@@ -181,8 +181,8 @@ class SharedProtocol:
         acks: dict[bytes, list[int]],
         others: Sequence[Settlement] = (),
         scan: int = SCAN,
-    ) -> Answer:
-        """Take a step (see shared_step.lua); without a consumer, only look ahead.
+    ) -> StepReply:
+        """Take a step (see redis/lua/shared/step); without a consumer, only look ahead.
 
         Raises as ``join``.
         """
@@ -200,30 +200,32 @@ class SharedProtocol:
         else:
             args += [entry.first, "lost", entry.stop]
         args.append(len(acks))
-        for group, offsets in acks.items():
-            args += [group, ",".join(map(str, offsets))]
+        for key, offsets in acks.items():
+            args += [key, ",".join(map(str, offsets))]
         for other in others:
-            args += [other.kind, other.group, b"%d:%b" % (other.offset, other.detail)]
-        return _answer(self.check(connection.run(SHARED_STEP, names, args)))
+            args += [other.kind, other.ordering_key, b"%d:%b" % (other.offset, other.detail)]
+        return _parse_reply(self.check(connection.run(SHARED_STEP, names, args)))
 
-    def check(self, answer: list[Any]) -> list[Any]:
-        """The answer, unless it says why not."""
-        match answer[0]:
+    def check(self, reply: list[Any]) -> list[Any]:
+        """Return the reply; if it is an error code, raise the error."""
+        match reply[0]:
             case b"OK":
-                return answer
+                return reply
             case b"NOGROUP":
                 raise reply_errors.group_not_found(self.stream.name, self.group)
             case b"NOSTREAM" | b"INCARNATION":
-                raise reply_errors.stream_gone(self.stream.name, answer[0])
+                raise reply_errors.stream_gone(self.stream.name, reply[0])
             case _:
-                raise Refused(answer[0].decode())
+                raise Refused(reply[0].decode())
 
 
-def _answer(raw: list[Any]) -> Answer:
-    nxt, end, waiting, bell, wait, base, steps, failed, cold, refused, lost, dropped = raw[1:13]
+def _parse_reply(raw: list[Any]) -> StepReply:
+    nxt, end, waiting, bell, wait, base, steps, failed, stored_stop, refused, lost, dropped = raw[
+        1:13
+    ]
     base = int(base)
     letters = zip(raw[13][::2], raw[13][1::2], strict=True)
-    return Answer(
+    return StepReply(
         next=int(nxt),
         end=int(end),
         waiting=int(waiting),
@@ -231,19 +233,19 @@ def _answer(raw: list[Any]) -> Answer:
         wait_s=int(wait) / 1000 if int(wait) >= 0 else None,
         granted=[base + int(step) for step in steps.split(b",")] if steps else [],
         failures=dict(_pairs(failed)),
-        cold=int(cold),
+        stored_stop=int(stored_stop),
         refused=_offsets(refused),
         lost=list(_pairs(lost)),
         dropped=list(_pairs(dropped)),
-        letters=[_letter(int(offset), detail) for offset, detail in letters],
+        dead_letters=[_dead_letter(int(offset), detail) for offset, detail in letters],
         epoch=int(raw[14]),
     )
 
 
-def _letter(offset: int, detail: bytes) -> Letter:
+def _dead_letter(offset: int, detail: bytes) -> DeadLetter:
     failures, size, rest = detail.split(b":", 2)
-    group, reason = rest[: int(size)], rest[int(size) :]
-    return Letter(offset, int(failures), group, reason.decode(errors="replace"))
+    key, reason = rest[: int(size)], rest[int(size) :]
+    return DeadLetter(offset, int(failures), key, reason.decode(errors="replace"))
 
 
 def _offsets(listed: bytes) -> list[int]:

@@ -1,4 +1,4 @@
-"""A record in the hands of a consumer of a shared group, until it is settled."""
+"""A record that a consumer of a shared group holds until it settles it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Standing(enum.Enum):
     HELD = "held"
     #: Acknowledged, returned or rejected by the consumer.
     SETTLED = "settled"
-    #: Returned with one before it in its group: it will come again.
+    #: Returned with an earlier record of its ordering key: it will be delivered again.
     REWOUND = "rewound"
-    #: Given to another, because this consumer was taken for dead.
+    #: Given to another consumer, because the lease of this one expired.
     TAKEN = "taken"
 
 
@@ -32,22 +32,22 @@ class SharedRecord:
     moment later.
     """
 
-    __slots__ = ("_codec", "_desk", "failures", "group", "record", "standing")
+    __slots__ = ("_codec", "_deliveries", "failures", "ordering_key", "record", "standing")
 
     def __init__(
         self,
-        desk: Deliveries,
+        deliveries: Deliveries,
         record: Record,
-        group: bytes,
+        ordering_key: bytes,
         failures: int,
         codec: Codec | None = None,
     ) -> None:
-        self._desk = desk
+        self._deliveries = deliveries
         self._codec = codec
         #: The record as it was published, its value not decoded.
         self.record = record
-        #: The group it belongs to.
-        self.group = group
+        #: The key, or header, that orders it (``ordering_key`` of the stream).
+        self.ordering_key = ordering_key
         #: Deliveries before this one that failed.
         self.failures = failures
         self.standing = Standing.HELD
@@ -56,34 +56,34 @@ class SharedRecord:
         """It is done, and will not be delivered again.
 
         Raises:
-            Fenced: It was given to another consumer, or returned with one before it.
+            Fenced: It was given to another consumer, or returned with an earlier record of its key.
             ValueError: It was settled before.
         """
-        self._desk.ack(self)
+        self._deliveries.ack(self)
 
     def release(self, delay: float = 0.0, *, only_this: bool = False) -> None:
         """Return it, as a failure; it will be delivered again, perhaps to another consumer.
 
         Args:
-            delay: Seconds for which its group is not delivered.
-            only_this: Later records of its group that this consumer holds are returned with it,
-                so that order survives; True returns this one alone, and it may then be processed
-                after them.
+            delay: Seconds for which its ordering key is not delivered.
+            only_this: Later records of its ordering key that this consumer holds are returned with
+                it, so that order survives; True returns this one alone, and it may then be
+                processed after them.
 
         Raises:
-            Fenced: It was given to another consumer, or returned with one before it.
+            Fenced: It was given to another consumer, or returned with an earlier record of its key.
             ValueError: It was settled before, or ``only_this`` has a delay.
         """
-        self._desk.release(self, delay, only_this=only_this)
+        self._deliveries.release(self, delay, only_this=only_this)
 
     def reject(self, reason: str = "") -> None:
         """Give it up: it goes to the dead letters, if the group has a stream for them.
 
         Raises:
-            Fenced: It was given to another consumer, or returned with one before it.
+            Fenced: It was given to another consumer, or returned with an earlier record of its key.
             ValueError: It was settled before.
         """
-        self._desk.reject(self, reason)
+        self._deliveries.reject(self, reason)
 
     @property
     def offset(self) -> int:
@@ -98,7 +98,7 @@ class SharedRecord:
         """
         if self._codec is None:
             return self.record.value
-        return decode_record(self._desk.books.stream.name, self._codec, self.record).value
+        return decode_record(self._deliveries.protocol.stream.name, self._codec, self.record).value
 
     @property
     def key(self) -> bytes | None:
@@ -124,4 +124,4 @@ class SharedRecord:
         return self.record.time
 
     def __repr__(self) -> str:
-        return f"<SharedRecord {self.offset} of group {self.group!r}, {self.standing.value}>"
+        return f"<SharedRecord {self.offset} of key {self.ordering_key!r}, {self.standing.value}>"

@@ -1,4 +1,4 @@
-"""The shared subscriber: one of several consumers who share out a stream by its groups."""
+"""The shared subscriber: one of several consumers that process a stream in parallel, in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from meteor_py.errors import (
     ConnectionFailed,
@@ -23,22 +22,19 @@ from meteor_py.redis import reply_errors
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
 from meteor_py.runtime.threads import join_named
-from meteor_py.shared.admin import GroupState, SharedGroup
+from meteor_py.shared.admin import KeyState, SharedGroup
 from meteor_py.shared.config import PREFETCH_MAX, ConsumerConfig, SharedConfig
-from meteor_py.shared.lease_renewer import TENDER_PREFIX, LeaseRenewer
+from meteor_py.shared.lease_renewer import THREAD_PREFIX, LeaseRenewer
 from meteor_py.shared.prefetcher import Prefetcher
 from meteor_py.shared.record import SharedRecord
 from meteor_py.shared.worker_pool import Handler, WorkerPool
 from meteor_py.subscribe.lease import member_name
 
-if TYPE_CHECKING:
-    pass
-
 _log = logging.getLogger(__name__)
 
-#: Seconds that iterating goes on without a server before it gives up.
+#: Seconds that iterating waits for a server before it gives up.
 _RECONNECT_S = 30.0
-#: Seconds for which the end of a program waits for what is settled to be said.
+#: Seconds for which the end of a program waits until what was settled is sent.
 _EXIT_S = 5.0
 
 
@@ -50,9 +46,9 @@ class SharedSubscriber(Closeable):
     ...         handle(record)
     ...         record.ack()
 
-    Records of one group (``ordering_key`` of the stream) are delivered in order, to one consumer at
-    a time: the one that holds unsettled records of it. ``poll`` and iterating are for one thread at
-    a time; records may be settled in any. Create it with ``stream.shared_subscriber()``.
+    Records of one ordering key are delivered in order, to one consumer at a time: the one that
+    holds unsettled records of it. ``poll`` and iterating are for one thread at a time; records may
+    be settled in any. Create it with ``stream.shared_subscriber()``.
     """
 
     def __init__(
@@ -72,18 +68,18 @@ class SharedSubscriber(Closeable):
         self.name = member_name()
         self._shared = shared
         self._handle = shared._handle
-        self._supply = Prefetcher(shared.books, settings, config, codec, self.name)
-        self._desk = self._supply.desk
-        self._tender = LeaseRenewer(self._desk, config.max_poll_interval)
-        self._crew: WorkerPool | None = None
-        self._crew_lock = threading.RLock()  # a signal handler may stop() or close()
+        self._prefetcher = Prefetcher(shared._protocol, settings, config, codec, self.name)
+        self._deliveries = self._prefetcher.deliveries
+        self._lease_renewer = LeaseRenewer(self._deliveries, config.max_poll_interval)
+        self._worker_pool: WorkerPool | None = None
+        self._pool_lock = threading.RLock()  # a signal handler may stop() or close()
         self._stop_next = False  # stop() was called when there was nothing to stop
         self._closed = False
         self._pid = os.getpid()
         self._close_lock = threading.RLock()
-        self._desk.exchange()  # to be told at once what is wrong
-        self._tender.start()
-        weakref.finalize(self, _drop, self._tender, self._supply).atexit = False
+        self._deliveries.exchange()  # to raise at once if something is wrong
+        self._lease_renewer.start()
+        weakref.finalize(self, _drop, self._lease_renewer, self._prefetcher).atexit = False
         _open_subscribers.add(self)
 
     # -- reading -------------------------------------------------------------------------------
@@ -98,12 +94,13 @@ class SharedSubscriber(Closeable):
             max_records: At most so many.
 
         Returns:
-            Records in the order of their offsets within each group; empty if none came in time.
+            Records, in the order of their offsets within each ordering key; empty if there were
+            none in time.
 
         Raises:
             Fenced: Something that was settled here had been given to others; raised once.
             RecordsLost: Records are gone from the ring before they were delivered, and are not in a
-                store; raised once for each gap, and the next poll goes on.
+                store; raised once per gap, and the next poll continues after it.
             CorruptFrame, UnsupportedFrame, CorruptSegment: Records are there and cannot
                 be read; the same.
             StreamNotFound, LogTruncated, GroupNotFound: It was deleted.
@@ -113,19 +110,19 @@ class SharedSubscriber(Closeable):
         check_seconds("timeout", timeout, zero=True)
         check_int("max_records", max_records, 1, PREFETCH_MAX)
         self._check_open()
-        crew = self._crew
-        if crew is not None and not crew.is_caller():
+        pool = self._worker_pool
+        if pool is not None and not pool.is_caller():
             raise MeteorError(
                 f"run() takes the records of this shared subscriber of stream {self.stream.name!r};"
                 " poll another, which stream.shared_subscriber() opens."
             )
-        self._tender.polling = True
+        self._lease_renewer.polling = True
         try:
-            self._supply.fill(timeout)
+            self._prefetcher.fill(timeout)
         finally:
-            self._desk.alive_at = now()
-            self._tender.polling = False
-        return self._supply.hand_out(max_records)  # last: a Ctrl-C behind it would lose them
+            self._deliveries.alive_at = now()
+            self._lease_renewer.polling = False
+        return self._prefetcher.hand_out(max_records)  # last: a Ctrl-C behind it would lose them
 
     def __iter__(self) -> Iterator[SharedRecord]:
         """Records one by one, without end; ends when the subscriber is closed.
@@ -134,7 +131,7 @@ class SharedSubscriber(Closeable):
         """
         self._check_open()
         away_since: float | None = None
-        while not self._supply.halted:
+        while not self._prefetcher.halted:
             try:
                 records = self.poll(1.0, 1)
                 away_since = None
@@ -148,8 +145,8 @@ class SharedSubscriber(Closeable):
     def run(self, handler: Handler, *, concurrency: int = 1) -> None:
         """Give records to a function, in threads of its own, until ``stop()`` or ``close()``.
 
-        Groups run in parallel, each in order. A record is acknowledged when the handler returns,
-        and released, with a growing delay, when it raises; unless the handler has settled it.
+        Ordering keys run in parallel, each in order. A record is acknowledged when the handler
+        returns, and released, with a growing delay, when it raises; unless it has settled it.
 
         Args:
             handler: Called with each record.
@@ -161,10 +158,10 @@ class SharedSubscriber(Closeable):
         """
         self._check_open()
         check_int("concurrency", concurrency, 1, 1_000)
-        crew = WorkerPool(self, self._supply, handler, concurrency)
-        with self._crew_lock:
+        pool = WorkerPool(self, self._prefetcher, handler, concurrency)
+        with self._pool_lock:
             self._check_open(closing=True)
-            if self._crew is not None:
+            if self._worker_pool is not None:
                 raise MeteorError(
                     f"This shared subscriber of stream {self.stream.name!r} is in run() already; "
                     "raise its concurrency, or open another with stream.shared_subscriber()."
@@ -172,21 +169,21 @@ class SharedSubscriber(Closeable):
             if self._stop_next:
                 self._stop_next = False
                 return
-            self._crew = crew
+            self._worker_pool = pool
         try:
-            crew.run()
+            pool.run()
         finally:
-            with self._crew_lock:
-                self._crew = None
+            with self._pool_lock:
+                self._worker_pool = None
 
     def stop(self) -> None:
         """Let ``run()`` return, once the handlers that are at work have; from any thread.
 
         Before a ``run()``, the next one returns at once.
         """
-        with self._crew_lock:
-            if self._crew is not None:
-                self._crew.stop()
+        with self._pool_lock:
+            if self._worker_pool is not None:
+                self._worker_pool.stop()
             else:
                 self._stop_next = True
 
@@ -197,10 +194,10 @@ class SharedSubscriber(Closeable):
 
         Raises:
             Fenced: Some of it had been given to others.
-            ConnectionFailed: The server did not answer; it may be known, and is said again.
+            ConnectionFailed: The server did not reply; it may be known, and is said again.
         """
         self._check_open()
-        self._desk.settle_all(handed=self._supply.handed, ack=True)
+        self._deliveries.settle_all(handed=self._prefetcher.handed, ack=True)
         self.flush()
 
     def rollback(self) -> None:
@@ -209,36 +206,36 @@ class SharedSubscriber(Closeable):
         Raises as ``commit``.
         """
         self._check_open()
-        self._desk.settle_all(handed=self._supply.handed, ack=False)
+        self._deliveries.settle_all(handed=self._prefetcher.handed, ack=False)
         self.flush()
 
     def flush(self) -> None:
-        """Send what was settled, and wait for the answer.
+        """Send what was settled, and wait for the reply.
 
         Raises as ``commit``.
         """
         self._check_open()
-        self._supply.exchange(0)
-        self._supply.raise_refusals()
+        self._prefetcher.exchange(0)
+        self._prefetcher.raise_refusals()
 
     # -- the group -----------------------------------------------------------------------------
 
     @property
     def confirmed(self) -> int:
-        """All records below this offset are settled, by whomever."""
+        """All records below this offset are settled, by any consumer."""
         return self._shared.describe().confirmed
 
-    def groups(self, *, look_ahead: bool = False) -> list[GroupState]:
-        """As ``SharedGroup.groups``."""
-        return self._shared.groups(look_ahead=look_ahead)
+    def keys(self, *, look_ahead: bool = False) -> list[KeyState]:
+        """As ``SharedGroup.keys``."""
+        return self._shared.keys(look_ahead=look_ahead)
 
-    def purge(self, group: bytes | str, limit: int | None = None) -> int:
+    def purge(self, key: bytes | str, limit: int | None = None) -> int:
         """As ``SharedGroup.purge``."""
-        return self._shared.purge(group, limit)
+        return self._shared.purge(key, limit)
 
-    def resume(self, group: bytes | str) -> bool:
+    def resume(self, key: bytes | str) -> bool:
         """As ``SharedGroup.resume``."""
-        return self._shared.resume(group)
+        return self._shared.resume(key)
 
     def fsck(self) -> list[str]:
         """As ``SharedGroup.fsck``."""
@@ -257,15 +254,15 @@ class SharedSubscriber(Closeable):
 
         Raises:
             Fenced: Something that was settled here had been given to others.
-            ConnectionFailed: The server did not answer.
+            ConnectionFailed: The server did not reply.
         """
         check_seconds("timeout", timeout, zero=True)
         if self._pid == os.getpid():
-            with self._crew_lock:  # so no run() begins behind it
-                self._supply.halt()
-                crew = self._crew
-            if crew is not None:
-                crew.end(timeout)
+            with self._pool_lock:  # so no run() begins behind it
+                self._prefetcher.halt()
+                pool = self._worker_pool
+            if pool is not None:
+                pool.close(timeout)
             self._close(timeout)
         self._closed = True
 
@@ -273,17 +270,17 @@ class SharedSubscriber(Closeable):
         with self._close_lock:
             if self._closed:
                 return
-            self._tender.end()  # first: it must not go on if a Ctrl-C comes now
+            self._lease_renewer.stop()  # first: it must not continue if a Ctrl-C comes now
             self._closed = True
             try:
-                if self._tender.polling:
-                    self._supply.interrupt()
+                if self._lease_renewer.polling:
+                    self._prefetcher.interrupt()
                 self._leave()
             finally:
-                self._tender.join(timeout_s)
-                self._supply.close()
+                self._lease_renewer.join(timeout_s)
+                self._prefetcher.close()
                 _open_subscribers.discard(self)
-        self._supply.raise_refusals()
+        self._prefetcher.raise_refusals()
 
     @property
     def closed(self) -> bool:
@@ -291,38 +288,38 @@ class SharedSubscriber(Closeable):
         return self._closed
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"holding {self._desk.holding}"
+        state = "closed" if self._closed else f"holding {len(self._deliveries.holdings)}"
         return f"<SharedSubscriber of {self.stream.name!r} in {self.group!r} ({state})>"
 
     # -- inside --------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Say what was settled, publish what letters that brings, and leave."""
-        if self._desk.unsaid:
-            self._supply.exchange(0)
+        """Send what was settled, publish the dead letters that this brings, and leave."""
+        if self._deliveries.holdings.unsaid:
+            self._prefetcher.exchange(0)
         try:
-            self._supply.publish_letters()
+            self._prefetcher.publish_dead_letters()
         finally:
             try:
-                self._desk.exchange(leave=True)
+                self._deliveries.exchange(leave=True)
             except (GroupNotFound, StreamNotFound, LogTruncated):
-                if self._desk.unsaid:
-                    raise  # else there is nobody, and nothing, to leave
+                if self._deliveries.holdings.unsaid:
+                    raise  # else there is nothing to leave
 
     def _check_open(self, *, closing: bool = False) -> None:
         """Raise if it is the parent's, or closed, or (``closing``) about to be."""
         if self._pid != os.getpid():
             raise reply_errors.opened_before_fork(self.stream.name)
-        if self._closed or (closing and self._supply.halted):
+        if self._closed or (closing and self._prefetcher.halted):
             raise MeteorError(
                 f"This shared subscriber of stream {self.stream.name!r} is closed; open another "
                 "with stream.shared_subscriber()."
             )
 
 
-def _drop(tender: LeaseRenewer, supply: Prefetcher) -> None:
-    """For one that was dropped without a close(), or closed: then there is nothing to do."""
-    tender.abandon(supply.close)
+def _drop(lease_renewer: LeaseRenewer, prefetcher: Prefetcher) -> None:
+    """Leave for a subscriber that was dropped without a close(); does nothing after one."""
+    lease_renewer.abandon(prefetcher.close)
 
 
 def _at_exit(subscribers: Sequence[SharedSubscriber]) -> None:
@@ -332,12 +329,12 @@ def _at_exit(subscribers: Sequence[SharedSubscriber]) -> None:
             subscriber.close(_EXIT_S)
         except MeteorError as error:
             _log.error("At the end of %r: %s", subscriber, error)
-    join_named(TENDER_PREFIX, _EXIT_S)
+    join_named(THREAD_PREFIX, _EXIT_S)
 
 
 def _after_fork(subscribers: Sequence[SharedSubscriber]) -> None:
     for subscriber in subscribers:
-        subscriber._desk.disown()
+        subscriber._deliveries.abandon()
 
 
 _open_subscribers: Registry[SharedSubscriber] = Registry(

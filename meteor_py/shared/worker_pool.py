@@ -1,4 +1,4 @@
-"""The crew: threads that process the records of one consumer, groups in parallel, each in order."""
+"""Threads that process the records of one consumer: ordering keys in parallel, each in order."""
 
 from __future__ import annotations
 
@@ -23,51 +23,51 @@ _log = logging.getLogger(__name__)
 
 Handler = Callable[[SharedRecord], object]
 
-#: Seconds for which a group is left alone after a failure, doubled each time up to the second.
+#: Seconds for which an ordering key is left alone after a failure, doubled up to the second figure.
 _DELAY_S = (0.1, 10.0)
 #: Seconds that a poll waits, and for which the server may be away.
 _POLL_S = 0.5
 _AWAY_S = 30.0
-#: Seconds for which a group whose handler hangs is left to others, time after time.
+#: Seconds for which the ordering key of a hung handler is left to others, time after time.
 _HUNG_S = 0.5
 
 
 class WorkerPool:
-    """Works in ``run``, in the thread that calls it, and its own."""
+    """The threads of one ``run()``; the thread that calls it fetches records for them."""
 
     def __init__(
-        self, subscriber: SharedSubscriber, supply: Prefetcher, handler: Handler, size: int
+        self, subscriber: SharedSubscriber, prefetcher: Prefetcher, handler: Handler, size: int
     ) -> None:
         if not callable(handler):
             raise TypeError("The handler must be a function of one record.")
         self._subscriber = subscriber
-        self._supply = supply
+        self._prefetcher = prefetcher
         self._handler = handler
         self._limit_s = subscriber.config.max_poll_interval
-        self._state = SignalSafeCondition()
-        self._groups: dict[bytes, deque[SharedRecord]] = {}  # with work, or at work
-        self._ready: deque[bytes] = deque()  # of those, the ones that nobody works on
+        self._condition = SignalSafeCondition()
+        self._queues: dict[bytes, deque[SharedRecord]] = {}  # of keys with work, or at work
+        self._ready: deque[bytes] = deque()  # of those, the keys that no thread works on
         self._begun: dict[SharedRecord, float] = {}  # at work, and since when
-        self._hung: set[bytes] = set()  # groups whose handler has been at work for too long
+        self._hung: set[bytes] = set()  # keys whose handler has been at work for too long
         self._stopped = False
         self._caller: int | None = None  # the thread that has called run()
         self._failure: BaseException | None = None  # what no handler should raise
-        name = f"meteor-crew-{subscriber.stream.name}"
+        name = f"meteor-worker-{subscriber.stream.name}"
         self._threads = [JoinableThread(self._work, f"{name}-{number}") for number in range(size)]
 
     def run(self) -> None:
-        """Fetch records and share them out, until stopped, or closed."""
+        """Fetch records and distribute them, until stopped or closed."""
         self._caller = threading.get_ident()
-        # What the application has taken by itself before is its own.
-        taken = {record for record in self._supply.handed if record.standing is Standing.HELD}
+        # What the application polled before stays with it.
+        taken = {record for record in self._prefetcher.handed if record.standing is Standing.HELD}
         for thread in self._threads:
             thread.start()
         away_since: float | None = None
         try:
-            while not (self._stopped or self._supply.halted):
+            while not (self._stopped or self._prefetcher.halted):
                 try:
                     if not self._all_hang():
-                        self._share_out(self._subscriber.poll(_POLL_S))
+                        self._distribute(self._subscriber.poll(_POLL_S))
                     away_since = None
                 except ConnectionFailed:
                     away_since = away_since or time.monotonic()
@@ -83,10 +83,10 @@ class WorkerPool:
             self.stop()
             for thread in self._threads:
                 thread.join()
-            # Also what a Ctrl-C has kept from being shared out.
-            self._supply.keep(
+            # Also what a Ctrl-C has kept from being distributed.
+            self._prefetcher.keep(
                 record
-                for record in self._supply.handed
+                for record in self._prefetcher.handed
                 if record.standing is Standing.HELD and record not in taken
             )
         if self._failure is not None:
@@ -98,39 +98,39 @@ class WorkerPool:
                 raise
 
     def stop(self) -> None:
-        with self._state:
+        with self._condition:
             self._stopped = True
-            self._state.notify_all()
+            self._condition.notify_all()
 
     def is_caller(self) -> bool:
         """Whether this is the thread that runs it."""
         return self._caller == threading.get_ident()
 
-    def end(self, timeout_s: float) -> None:
-        """Stop, and wait for the handlers that are at work; not for oneself."""
+    def close(self, timeout_s: float) -> None:
+        """Stop, and wait for the handlers that are at work, except one that is the caller."""
         self.stop()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0.0))
 
-    def _share_out(self, records: list[SharedRecord]) -> None:
-        with self._state:
+    def _distribute(self, records: list[SharedRecord]) -> None:
+        with self._condition:
             for record in records:
-                if record.group in self._hung:
+                if record.ordering_key in self._hung:
                     self._give_back(record)
                     continue
-                queue = self._groups.get(record.group)
+                queue = self._queues.get(record.ordering_key)
                 if queue is None:
-                    queue = self._groups[record.group] = deque()
-                    self._ready.append(record.group)
+                    queue = self._queues[record.ordering_key] = deque()
+                    self._ready.append(record.ordering_key)
                 queue.append(record)
-            self._state.notify_all()
+            self._condition.notify_all()
 
     def _let_go(self) -> None:
-        """Return the records of handlers that have been at work for too long: others may try."""
+        """Return the records of handlers that have been at work for too long, for others to try."""
         late = time.monotonic() - self._limit_s
-        with self._state:
+        with self._condition:
             hung = [record for record, begun in self._begun.items() if begun < late]
         for record in hung:
             if record.standing is Standing.HELD:
@@ -139,58 +139,58 @@ class WorkerPool:
                     "to another.",
                     *(record.offset, self._limit_s),
                 )
-                with self._state:
+                with self._condition:
                     if record in self._begun:
-                        self._hung.add(record.group)
+                        self._hung.add(record.ordering_key)
                 self._release(record)
 
     def _all_hang(self) -> bool:
-        """Whether nobody is left to work: then others get all, and this one waits."""
-        with self._state:
+        """Whether all handlers hang: then others get all records, and this consumer waits."""
+        with self._condition:
             if len(self._hung) < len(self._threads):
                 return False
-            for queue in self._groups.values():
+            for queue in self._queues.values():
                 for record in queue:
                     self._give_back(record)
-            self._state.wait_for(lambda: self._stopped or not self._hung, _POLL_S)
+            self._condition.wait_for(lambda: self._stopped or not self._hung, _POLL_S)
             return True
 
     def _give_back(self, record: SharedRecord) -> None:
-        """Nobody has begun it: that is no failure."""
+        """Return a record that was not begun, which is no failure."""
         if record.standing is Standing.HELD:
-            self._supply.desk.release(record, _HUNG_S, failed=False)
+            self._prefetcher.deliveries.release(record, _HUNG_S, failed=False)
 
     def _work(self) -> None:
-        while (group := self._next_group()) is not None:
-            queue = self._groups[group]
+        while (key := self._next_key()) is not None:
+            queue = self._queues[key]
             record = queue.popleft()
             if record.standing is Standing.HELD:
-                with self._state:
+                with self._condition:
                     self._begun[record] = time.monotonic()
                 try:
                     self._process(record)
-                except BaseException as error:  # as of sys.exit(): for who has called run()
+                except BaseException as error:  # as of sys.exit(): for the caller of run()
                     self._failure = error
                     self._release(record)  # else those behind it would overtake it
                     self.stop()
                 finally:
-                    with self._state:
+                    with self._condition:
                         del self._begun[record]
-                        self._hung.discard(group)
-                        self._state.notify_all()
-            with self._state:
+                        self._hung.discard(key)
+                        self._condition.notify_all()
+            with self._condition:
                 if queue:
-                    self._ready.append(group)
-                    self._state.notify()
+                    self._ready.append(key)
+                    self._condition.notify()
                 else:
-                    del self._groups[group]
+                    del self._queues[key]
 
-    def _next_group(self) -> bytes | None:
-        with self._state:
+    def _next_key(self) -> bytes | None:
+        with self._condition:
             while not self._stopped:
                 if self._ready:
                     return self._ready.popleft()
-                self._state.wait(1.0)
+                self._condition.wait(1.0)
             return None
 
     def _process(self, record: SharedRecord) -> None:

@@ -18,7 +18,7 @@ SOAK.append(Row(40_000, 13, 23, 7, 1, senders=5, receivers=3, fill_first=True))
 
 
 @pytest.mark.parametrize("run", range(3))
-def test_200_000_records_in_200_groups_under_kills_and_pauses(
+def test_200_000_records_in_200_keys_under_kills_and_pauses(
     url: str, rng: random.Random, run: int
 ) -> None:
     with Fleet(url, rng) as fleet:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import meteor_cli
-from meteor_cli.render.schema import CONSUMER_FIELDS, EVENTS, FIELDS, GROUP_FIELDS
+from meteor_cli.render.schema import CONSUMER_FIELDS, EVENTS, FIELDS, GROUP_FIELDS, KEY_FIELDS
 from meteor_py import connect
 from meteor_py.redis import keys
 from tests.support.commands import Running, meteor, succeed
@@ -69,6 +69,8 @@ def test_the_fields_are_those_that_were_promised(printed: dict[str, list[Any]]) 
             assert set(FIELDS[command]) - _OPTIONAL <= set(shown), command
             for group in shown.get("groups", []):
                 assert set(group) == set(GROUP_FIELDS[command])
+            for key in shown.get("keys", []):
+                assert set(key) == set(KEY_FIELDS)
             if command in ("shared ls", "shared info"):
                 assert [set(consumer) for consumer in shown["consumers"]] == [set(CONSUMER_FIELDS)]
 

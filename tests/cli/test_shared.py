@@ -12,7 +12,7 @@ from meteor_py import (
     Consumer,
     GroupConfigMismatch,
     GroupNotFound,
-    GroupState,
+    KeyState,
     SharedConfig,
     SharedDescription,
     SharedSubscriber,
@@ -44,7 +44,7 @@ def stream(url: str) -> Iterator[Stream]:
 @pytest.fixture
 def sub(stream: Stream) -> Iterator[SharedSubscriber]:
     """A consumer that holds two records of each cart; cart a gets parked, b delayed."""
-    with stream.shared_subscriber("billing", group_cap=2, on_poison="park") as sub:
+    with stream.shared_subscriber("billing", max_per_key=2, on_poison="park") as sub:
         records = {record.offset: record for record in sub.poll()}
         records[0].reject("no such cart")
         records[1].release(delay=600)
@@ -96,13 +96,13 @@ def test_the_number_of_groups_shown_is_limited(url: str, sub: SharedSubscriber) 
     assert "\u2026 and 2 more keys" in shown
     assert not any(line.startswith("b ") for line in shown)
     (found,) = succeed(url, "shared", "info", "carts", "billing", "-n", "1", "--json").objects
-    assert [group["id"] for group in found["groups"]] == ["a"]
-    assert found["groups_total"] == 3
+    assert [key["key"] for key in found["keys"]] == ["a"]
+    assert found["keys_total"] == 3
 
 
 def test_ids_in_json_bring_every_byte_back(url: str, sub: SharedSubscriber) -> None:
     (found,) = succeed(url, "shared", "info", "carts", "billing", "--json").objects
-    assert [group["id"] for group in found["groups"]] == ["a", "b", {"b64": "/wAbWzJKXA=="}]
+    assert [key["key"] for key in found["keys"]] == ["a", "b", {"b64": "/wAbWzJKXA=="}]
 
 
 @pytest.mark.parametrize("given", [[SHOWN], [NASTY.hex(), "--hex"]])
@@ -132,7 +132,7 @@ def test_a_dry_run_of_a_purge_changes_nothing_and_says_what_is_not_known(
         assert "nothing of b waits" in done.err
         assert everything(stream.client.redis).keys() == before.keys()
         assert sub._shared.describe().looked == 1
-        sub.groups(look_ahead=True)
+        sub.keys(look_ahead=True)
         done = succeed(url, *command)
         assert "not been looked at" not in done.err
         assert "would be purged from shared group 'billing': 4 waiting records of b" in done.err
@@ -244,7 +244,7 @@ def described(**others: object) -> SharedDescription:
     return SharedDescription(**facts)  # type: ignore[arg-type]
 
 
-OWNED = GroupState(b"a", 3, 1, 2, "x", 0, "owned")
+OWNED = KeyState(b"a", 3, 1, 2, "x", 0, "owned")
 TWO = (Consumer("1", "x", 1, 1, 9.5), Consumer("2", "y", 0, 0, 9.5))
 DEAD = Consumer("3", "z", 1, 1, -0.1)
 
@@ -267,7 +267,7 @@ DEAD = Consumer("3", "z", 1, 1, -0.1)
     ],
 )
 def test_the_reason_is_said_in_plain_words(
-    found: SharedDescription, groups: list[GroupState], sentence: str
+    found: SharedDescription, groups: list[KeyState], sentence: str
 ) -> None:
     told = reasons("carts", found, groups)
     assert any(reason.startswith(sentence) for reason in told), told
@@ -333,9 +333,9 @@ def test_a_shared_group_is_neither_moved_nor_tailed(url: str, sub: SharedSubscri
 def test_a_stream_whose_groups_have_ids_that_are_no_text_is_deleted_whole(
     url: str, stream: Stream
 ) -> None:
-    with stream.shared_subscriber("billing", group_cap=1) as sub:
+    with stream.shared_subscriber("billing", max_per_key=1) as sub:
         sub.poll()
-        sub.groups(look_ahead=True)
+        sub.keys(look_ahead=True)
         succeed(url, "streams", "rm", "carts", "--yes")
         assert stream.client.redis.keys("*carts*") == []
 

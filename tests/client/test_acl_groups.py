@@ -39,7 +39,7 @@ def grouped(guarded: Server, tmp_path: Path) -> Server:
 def test_a_consumer_can_share_settle_take_over_and_look(grouped: Server) -> None:
     with connect(grouped, "consumer") as m:
         stream = m.stream("orders", create=False)
-        settings: dict[str, Any] = {"group_cap": 8, "lease_ttl": 0.5, "on_poison": "park"}
+        settings: dict[str, Any] = {"max_per_key": 8, "lease_ttl": 0.5, "on_poison": "park"}
         dying = stream.shared_subscriber("g", **settings, max_poll_interval=0.1)
         with stream.shared_subscriber("g") as sub:
             assert dying.poll(max_records=1)
@@ -54,10 +54,10 @@ def test_a_consumer_can_share_settle_take_over_and_look(grouped: Server) -> None
             while sub.confirmed < 10 and time.monotonic() < deadline:
                 for record in sub.poll(timeout=0.2):
                     if record.standing is Standing.HELD:
-                        found.pop(record.group, meteor.SharedRecord.ack)(record)
-                for group in sub.groups(look_ahead=True):
-                    if group.state == "parked":
-                        assert sub.resume(group.id)
+                        found.pop(record.ordering_key, meteor.SharedRecord.ack)(record)
+                for state in sub.keys(look_ahead=True):
+                    if state.state == "parked":
+                        assert sub.resume(state.key)
             assert sub.confirmed >= 10
             sub.flush()
             (shared,) = stream.groups()

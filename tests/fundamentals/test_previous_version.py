@@ -199,7 +199,7 @@ def test_shared_group_written_by_0_1_delivers_what_was_not_settled_once_and_in_k
 def test_key_that_0_1_parked_stays_parked_until_it_is_resumed(m: meteor.Client) -> None:
     carts = m.stream("carts")
     group = carts.shared_group("billing")
-    assert {state.id for state in group.groups() if state.state == "parked"} == {b"cart-4"}
+    assert {state.key for state in group.keys() if state.state == "parked"} == {b"cart-4"}
     (letter,) = values(m.stream("carts-dead"))
     assert letter == b"poison"
     with carts.shared_subscriber("billing") as sub:

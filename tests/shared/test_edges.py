@@ -1,4 +1,4 @@
-"""Shared groups at their edges: huge offsets, odd columns, hung crews, resumed streams."""
+"""Shared groups at their edges: huge offsets, odd columns, hung workers, resumed streams."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_offsets_of_any_size_keep_all_their_digits(any_url: str, start: int) -> 
         records[1].release(only_this=True)
         c1.flush()
         queue.check()
-        assert queue.groups()["B"].oldest == start + 2
+        assert queue.keys()["B"].oldest == start + 2
         assert queue.shared.confirmed == start
         assert c1.resume("B")
         die(c1)
@@ -68,7 +68,7 @@ def test_lost_and_purged_offsets_keep_their_digits(any_url: str) -> None:
         c1.close()
         assert queue.shared.purge("A", limit=3) == 3
         queue.check()
-        assert queue.groups()["A"].oldest == start + 26
+        assert queue.keys()["A"].oldest == start + 26
         found = drain(queue.consumer())
         assert [o - start for o in offsets(found)] == [21, 23, 25, 26, 27, 28, 29]
 
@@ -76,7 +76,7 @@ def test_lost_and_purged_offsets_keep_their_digits(any_url: str) -> None:
 # Columns
 
 
-def test_groups_come_from_large_sliced_and_encoded_columns(any_url: str) -> None:
+def test_ordering_keys_come_from_large_sliced_and_encoded_columns(any_url: str) -> None:
     with Queue(any_url, settings={"capacity": 100_000}) as queue:
         count = 9_000
         ids = [b"%d" % (n % 7) if n % 5 else None for n in range(count + 10)]
@@ -92,7 +92,7 @@ def test_groups_come_from_large_sliced_and_encoded_columns(any_url: str) -> None
         expected = [each or b"meteor.no-group" for each in ids[10:]] * 4
         with queue.consumer(prefetch=10_000) as c1:
             found = sorted(drain(c1), key=lambda record: record.offset)
-        assert [record.group for record in found] == expected
+        assert [record.ordering_key for record in found] == expected
 
 
 # Crews
@@ -152,7 +152,7 @@ def test_records_may_be_settled_in_many_threads_while_one_polls(
 ) -> None:
     with Queue(any_url, max_deliveries=0) as queue:
         queue.publish([rng.choice("ABCDEFGH") for _ in range(600)], frame=20)
-        c1 = queue.consumer(prefetch=32, group_cap=10_000)
+        c1 = queue.consumer(prefetch=32, max_per_key=10_000)
         handed: queues.Queue[meteor.SharedRecord | None] = queues.Queue()
         settled: list[int] = []
         fates = [rng.random() for _ in range(10_000)]
@@ -214,7 +214,7 @@ def test_a_shared_group_of_a_resumed_stream_reads_what_is_in_the_files(
             found = drain(sub)
             assert sorted(offsets(found)) == [*range(510)]
             for group in (b"A", b"B"):
-                each = [record.offset for record in found if record.group == group]
+                each = [record.offset for record in found if record.ordering_key == group]
                 assert each == sorted(each)
         check(stream)
 
@@ -241,7 +241,7 @@ def test_a_stream_of_dead_letters_that_was_deleted_is_begun_anew(any_url: str) -
 
 
 def test_with_as_many_waiting_as_may_the_rest_is_looked_at_later(any_url: str) -> None:
-    with Queue(any_url, group_cap=1) as queue:
+    with Queue(any_url, max_per_key=1) as queue:
         c1, c2 = queue.consumers(2)
         queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 5)
         queue.publish("A" * 20 + "B", frame=7)

@@ -30,8 +30,8 @@ def test_closing_the_client_closes_its_consumers(any_url: str) -> None:
 def test_a_consumer_that_was_dropped_leaves_no_thread(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         sub = queue.stream.shared_subscriber("dropped")
-        name = sub._tender._thread.name
-        thread = sub._tender._thread
+        name = sub._lease_renewer._thread.name
+        thread = sub._lease_renewer._thread
         del sub
         collect()
         eventually(lambda: not thread.is_alive())

@@ -9,10 +9,10 @@ from tests.support.shared_fleet import Fleet
 from tests.support.shared_hot_key import others_per_second
 
 
-def test_under_kills_and_pauses_each_record_is_settled_once_and_groups_stay_in_order(
+def test_under_kills_and_pauses_each_record_is_settled_once_and_keys_stay_in_order(
     url: str, rng: random.Random
 ) -> None:
-    with Fleet(url, rng, groups=50) as fleet:
+    with Fleet(url, rng, keys=50) as fleet:
         fleet.publish(20_000)
         fleet.work_off(every_s=0.2)
         fleet.check()
@@ -24,7 +24,7 @@ def test_a_record_that_kills_its_consumer_is_the_only_dead_letter(
     url: str, rng: random.Random
 ) -> None:
     poison = rng.randrange(500, 1_000)
-    with Fleet(url, rng, groups=40, lease_ttl=0.5, max_deliveries=3, run=True) as fleet:
+    with Fleet(url, rng, keys=40, lease_ttl=0.5, max_deliveries=3, run=True) as fleet:
         fleet.publish(2_000, poison=poison)
         fleet.work_off()
         assert fleet.letters() == [poison]

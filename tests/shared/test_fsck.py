@@ -1,4 +1,4 @@
-"""The check of the books of a shared group: what is wrong in them is said, and nothing raised."""
+"""The check of the state of a shared group: what is wrong in them is said, and nothing raised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.sharing import GROUP, STREAM, Queue, die
 
 
 class Damage:
-    """A group with all there can be in its books, and what is done to them."""
+    """A group with all there can be in the state of the group, and what is done to them."""
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
@@ -26,9 +26,9 @@ class Damage:
         records[2].release(only_this=True)
         records[3].ack()
         c1.flush()
-        queue.groups()
+        queue.keys()
         assert c2.poll(0) == []
-        self.consumer = c1._desk._consumer
+        self.consumer = c1._deliveries._consumer
         self.rescued = queue.shared.fsck()
 
     def __call__(self, command: str, part: str, *arguments: object) -> Any:
@@ -43,7 +43,7 @@ class Damage:
 
 @pytest.fixture
 def damage(any_url: str) -> Iterator[Damage]:
-    queue = Queue(any_url, "ABCD" * 10, group_cap=3, dead_letter="dead", lease_ttl=300.0)
+    queue = Queue(any_url, "ABCD" * 10, max_per_key=3, dead_letter="dead", lease_ttl=300.0)
     damage = Damage(queue)
     assert damage.rescued == []
     yield damage
@@ -55,7 +55,7 @@ def damage(any_url: str) -> Iterator[Damage]:
 
 
 def test_a_group_in_order_has_all_there_can_be(damage: Damage) -> None:
-    parts = {part.split(b":")[0] for part in damage.queue.shared.books.find()}
+    parts = {part.split(b":")[0] for part in damage.queue.shared._protocol.find()}
     everything = b"state groups consumers leases failures letters dying blocked delayed bell"
     assert {*everything.split(), b"held", b"more", b"waiting"} <= parts
     assert damage.flaws() == []
@@ -70,9 +70,9 @@ SPOILED: list[tuple[str, tuple[object, ...], str]] = [
     ("a number that is missing", ("HDEL", "state", "next"), "The state has no number 'next'"),
     ("a number that is none", ("HSET", "state", "waiting", "x"), "no number 'waiting', but b'x'"),
     ("no room", ("HDEL", "state", "max_waiting"), "no number 'max_waiting'"),
-    ("a garbled list", ("HSET", "held:{}", "C", "6,x"), "held of group b'C' .* no number: b'x'"),
-    ("a garbled offset", ("RPUSH", "waiting:A", "x"), "waits of group b'A' .* no number: b'x'"),
-    ("a garbled group", ("HSET", "groups", "A", ":x:"), "Group b'A' .* cannot be read: b':x:'"),
+    ("a garbled list", ("HSET", "held:{}", "C", "6,x"), "held of key b'C' .* no number: b'x'"),
+    ("a garbled offset", ("RPUSH", "waiting:A", "x"), "waits of key b'A' .* no number: b'x'"),
+    ("a garbled group", ("HSET", "groups", "A", ":x:"), "Key b'A' .* cannot be read: b':x:'"),
     ("a garbled letter", ("HSET", "letters", "1", "9:x"), "The letter b'1' cannot be read"),
     ("a letter of none", ("HSET", "letters", "y", "1:1:Ax"), "The letter b'y' cannot be read"),
     ("a dying word", ("ZADD", "dying", 1, "x"), "The set dying has .* no number: b'x'"),
@@ -92,7 +92,7 @@ SPOILED: list[tuple[str, tuple[object, ...], str]] = [
     ("what nobody holds", ("DEL", "consumers"), "holds records, and is none"),
     ("a consumer without hands", ("DEL", "held:{}"), "has no place for what it holds"),
     ("a group kept for nothing", ("HSET", "held:{}", "Z", ""), "b'Z' is kept for a last try"),
-    ("a group kept by chance", ("HSET", "held:{}", "Z", ""), "keeps 1 groups, and is b''"),
+    ("a group kept by chance", ("HSET", "held:{}", "Z", ""), "keeps 1 keys, and is b''"),
     ("kept, and nothing is", ("HSET", "consumers", "{}", "9:reserved:x"), "and keeps none"),
     ("alone with others", ("HSET", "consumers", "{}", "9:alone:x"), "last try, and not alone"),
     ("letters of nobody", ("DEL", "dying"), "letters are not those"),
@@ -102,7 +102,7 @@ SPOILED: list[tuple[str, tuple[object, ...], str]] = [
     ("more than there is", ("HSET", "state", "next", "99"), "a stream that ends at 40"),
     ("less than it began with", ("HSET", "state", "start", "99"), "began at 99"),
     ("twice the same", ("RPUSH", "waiting:A", "6"), "A record is in two places"),
-    ("not in order", ("RPUSH", "waiting:A", "0"), "waits of group b'A' is not in order"),
+    ("not in order", ("RPUSH", "waiting:A", "0"), "waits of key b'A' is not in order"),
 ]
 
 
@@ -143,13 +143,13 @@ def test_a_group_that_is_not_listed_is_said(damage: Damage, kind: str | None) ->
 # Groups, beside the index
 
 
-def test_records_that_wait_for_another_group_are_said(damage: Damage) -> None:
+def test_records_that_wait_for_another_key_are_said(damage: Damage) -> None:
     a, b = damage("LRANGE", "waiting:A", 0, -1), damage("LRANGE", "waiting:C", 0, -1)
     damage("LSET", "waiting:A", -1, b[-1])
     damage("LSET", "waiting:C", -1, a[-1])
     assert damage.flaws() == [
-        f"Record {int(a[-1])} is with group b'C', and of b'A'.",
-        f"Record {int(b[-1])} is with group b'A', and of b'C'.",
+        f"Record {int(a[-1])} is with key b'C', and of b'A'.",
+        f"Record {int(b[-1])} is with key b'A', and of b'C'.",
     ]
 
 
@@ -160,16 +160,16 @@ def test_many_of_them_are_counted(damage: Damage, monkeypatch: pytest.MonkeyPatc
     groups = [b"\0\0" * 40, b"Z"]
     damage.queue.client._connector.call("XADD", index, "39-40", *groups)
     flaws = damage.flaws()
-    assert flaws[:3] == [f"Record {n} is with group {g!r}, and of b'Z'." for n, g in FIRST]
-    assert flaws[3:] == ["36 more records are with groups that they do not belong to."]
+    assert flaws[:3] == [f"Record {n} is with key {g!r}, and of b'Z'." for n, g in FIRST]
+    assert flaws[3:] == ["36 more records are with keys that are not theirs."]
 
 
 FIRST = [(0, b"A"), (1, b"B"), (2, b"C")]
 
 
 @pytest.mark.parametrize("size", [1, 8])
-@pytest.mark.parametrize("options", [{}, {"ungrouped": "free"}, {"default_group": "rest"}])
-def test_what_has_no_group_and_what_the_index_has_dropped_is_no_flaw(
+@pytest.mark.parametrize("options", [{}, {"keyless": "free"}, {"default_key": "rest"}])
+def test_what_has_no_key_and_what_the_index_has_dropped_is_no_flaw(
     any_url: str, monkeypatch: pytest.MonkeyPatch, size: int, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(fsck, "_ENTRIES", size)
@@ -182,7 +182,7 @@ def test_what_has_no_group_and_what_the_index_has_dropped_is_no_flaw(
         held = c1.poll(5)
         assert len(held) == 20
         queue.publish("ABABABABAB", frame=5)
-        queue.groups()
+        queue.keys()
         assert queue.shared.fsck() == []  # five of them are not in the index any more
 
 

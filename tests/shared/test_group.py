@@ -1,4 +1,4 @@
-"""A shared group as a whole: its settings, its lives, looking ahead and purging, and its end."""
+"""A shared group as a whole: settings, incarnations, looking ahead, purging, and its end."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def test_a_group_begins_with_any_lease_and_all_may_ask_for_the_same(
 
 
 def test_the_setting_that_differs_is_named_whatever_the_others_are() -> None:
-    present = SharedConfig(default_group="rest")
-    assert present.differing({"ungrouped": "free"}) == "ungrouped"
-    assert present.differing({"group_cap": 32, "default_group": "others"}) == "default_group"
-    assert present.differing({"default_group": "rest", "lease_ttl": 10}) is None
+    present = SharedConfig(default_key="rest")
+    assert present.differing({"keyless": "free"}) == "keyless"
+    assert present.differing({"max_per_key": 32, "default_key": "others"}) == "default_key"
+    assert present.differing({"default_key": "rest", "lease_ttl": 10}) is None
 
 
 # Lives
 
 
-@pytest.mark.parametrize("settings", [{}, {"ungrouped": "free"}, {"dead_letter": "dead"}])
+@pytest.mark.parametrize("settings", [{}, {"keyless": "free"}, {"dead_letter": "dead"}])
 def test_a_consumer_of_a_group_that_was_deleted_and_begun_anew_does_not_join_the_new_one(
     any_url: str, settings: dict[str, Any]
 ) -> None:
@@ -54,7 +54,7 @@ def test_a_consumer_of_a_group_that_was_deleted_and_begun_anew_does_not_join_the
         with pytest.raises(meteor.GroupNotFound):
             old.poll(0)
         records[0].ack()
-        for call in (old.flush, old.groups, old.fsck):
+        for call in (old.flush, old.keys, old.fsck):
             with pytest.raises(meteor.GroupNotFound):
                 call()
         assert [each.name for each in queue.shared.describe().consumers] == [new.name]
@@ -85,12 +85,12 @@ def test_looking_ahead_says_when_as_many_wait_as_may(
         queue.publish("A" * 700 + "B", frame=100)
         assert "as may" not in caplog.text
         queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 5)
-        assert "B" not in queue.groups()
+        assert "B" not in queue.keys()
         assert "As many records wait in shared group 'billing' of stream 'orders' as may" in (
             caplog.text
         )
         queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 1_000)
-        assert "B" in queue.groups()
+        assert "B" in queue.keys()
 
 
 def test_what_is_found_to_be_lost_by_looking_ahead_is_logged(
@@ -176,7 +176,7 @@ def test_many_returned_one_by_one_in_one_step_cost_as_much_each_as_a_few(url: st
             queue.publish("A" * count, frame=count)
             c1 = queue.consumer(prefetch=count)
             records = c1.poll(5)
-            with c1._desk.state:  # all in one step
+            with c1._deliveries.condition:  # all in one step
                 for record in records:
                     record.release(only_this=True)
                 queue.client.redis.config_resetstat()
@@ -218,13 +218,13 @@ def test_the_last_try_of_what_a_dead_consumer_had_travels_alone(any_url: str) ->
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("delays", [(1.0, 300.0), (300.0, 1.0)])
-def test_of_two_delays_of_a_group_the_longer_one_counts(
+def test_of_two_delays_of_a_key_the_longer_one_counts(
     any_url: str, together: bool, delays: tuple[float, float]
 ) -> None:
     with Queue(any_url, "AAA") as queue:
         c1 = queue.consumer()
         a, b, c = c1.poll(5)
-        with c1._desk.state if together else nullcontext():
+        with c1._deliveries.condition if together else nullcontext():
             c.release(delay=delays[0])
             if not together:
                 c1.flush()
@@ -235,7 +235,7 @@ def test_of_two_delays_of_a_group_the_longer_one_counts(
         seconds, _ = queue.client._connector.call("TIME")
         end = float(queue.client._connector.call("ZSCORE", queue.key("delayed"), "A")) / 1000
         assert end > int(seconds) + 100
-        assert queue.groups()["A"].state == "delayed"
+        assert queue.keys()["A"].state == "delayed"
 
 
 # Time
@@ -265,8 +265,8 @@ def test_one_who_died_while_nobody_could_be_heard_of_is_found_out_later(any_url:
     with Queue(any_url, "AB", lease_ttl=0.5) as queue:
         c1, c2 = queue.consumers(2, prefetch=1)
         c1.poll(5)
-        c1._tender.end()  # nobody renews its lease any more
-        c1._tender.join(20)
+        c1._lease_renewer.stop()  # nobody renews its lease any more
+        c1._lease_renewer.join(20)
         age(queue, 600_000)
         found: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The index beside the log of a stream with groups: written, and trimmed, together with it."""
+"""The index beside the log of a stream with an ordering key: written and trimmed with the log."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def stream(client: meteor.Client) -> Iterator[meteor.Stream]:
     check(stream)
 
 
-def groups_of(stream: meteor.Stream) -> list[bytes]:
+def keys_of(stream: meteor.Stream) -> list[bytes]:
     """The groups of all records, as a consumer is told them."""
     with stream.shared_subscriber("look") as sub:
-        return [record.group for record in sorted(drain(sub), key=lambda each: each.offset)]
+        return [record.ordering_key for record in sorted(drain(sub), key=lambda each: each.offset)]
 
 
 def index(client: meteor.Client, name: str = "s") -> list[tuple[bytes, list[bytes]]]:
@@ -88,7 +88,9 @@ def test_the_index_is_trimmed_with_the_log_when_records_are_archived(
         assert [entry[0] for entry in index(client)] == log_ids(client)
 
 
-def test_staged_frames_come_with_their_groups(client: meteor.Client, stream: meteor.Stream) -> None:
+def test_staged_frames_come_with_their_ordering_keys(
+    client: meteor.Client, stream: meteor.Stream
+) -> None:
     stages = []
     for number, group in enumerate([b"a", b"b"]):
         stage = Stage(stream._handle, f"w.0.{number}")
@@ -98,14 +100,14 @@ def test_staged_frames_come_with_their_groups(client: meteor.Client, stream: met
     transaction.commit(stream._handle, "w", 0, stages)
     assert [entry[0] for entry in index(client)] == log_ids(client)
     none = b"meteor.no-group"
-    assert groups_of(stream) == [b"a", b"c", none, b"b", b"c", none]
+    assert keys_of(stream) == [b"a", b"c", none, b"b", b"c", none]
 
 
-def test_dead_letters_in_a_stream_with_groups_have_theirs(any_url: str) -> None:
+def test_dead_letters_in_a_stream_with_ordering_keys_have_theirs(any_url: str) -> None:
     with Queue(any_url, "AB", dead_letter="dead") as queue:
         dead = queue.client.stream("dead", ordering_key="header:meteor-group")
         c1 = queue.consumer()
         for record in c1.poll(5):
             record.reject()
         c1.close()
-        assert groups_of(dead) == [GROUP.encode()] * 2
+        assert keys_of(dead) == [GROUP.encode()] * 2

@@ -70,13 +70,13 @@ class Witness:
     @contextmanager
     def _at_work(self, record: meteor.SharedRecord, number: int) -> Iterator[None]:
         with self._lock:
-            other = self.at_work.setdefault(record.group, number)
+            other = self.at_work.setdefault(record.ordering_key, number)
             if other != number:
                 self.flaws.append(f"{record!r} is with {other} and {number}")
         yield
         with self._lock:
-            self.done.append((record.group, record.offset))
-            self.at_work.pop(record.group, None)
+            self.done.append((record.ordering_key, record.offset))
+            self.at_work.pop(record.ordering_key, None)
 
 
 def publish(stream: meteor.Stream, records: int, groups: int = 20) -> None:
@@ -275,8 +275,8 @@ def empty_claim(url: str, blocked: int) -> int:
             assert len(owner.poll(5)) == 100
             eventually(lambda: queue.shared.describe().looked == blocked or other.poll(0))
             plain.config_resetstat()
-            answer = other._desk.exchange(100)
+            reply = other._deliveries.exchange(100)
             stats: Any = plain.info("commandstats")
-            assert not answer.granted
-            assert answer.waiting == blocked - 100
+            assert not reply.granted
+            assert reply.waiting == blocked - 100
             return sum(int(stat["calls"]) for stat in stats.values())

@@ -38,9 +38,9 @@ def test_groups_multi_consumer(any_url: str) -> None:
         assert queue.get(c2) == "c-7"
 
         queue.release(c2, "a-1", only_this=True)
-        assert queue.groups()["a"].owner == c2.name  # which still has a-2
+        assert queue.keys()["a"].owner == c2.name  # which still has a-2
         queue.release(c2, "a-2", only_this=True)
-        assert queue.groups()["a"].owner is None
+        assert queue.keys()["a"].owner is None
         assert queue.get(c1) == "a-1"
         assert queue.get(c1) == "a-2"
         assert queue.get(c2) == "c-8"
@@ -100,13 +100,13 @@ def test_simple(any_url: str) -> None:
         assert queue.get(c2) == "A-2"
         assert queue.get(c2) == "C-7"
         queue.ack(c2)
-        assert queue.get(c2) == "C-8"  # not B-5, whose group c1 has
+        assert queue.get(c2) == "C-8"  # not B-5, whose key c1 has
         queue.ack(c1, "B-4")
         assert queue.get(c2) == "B-5"
         assert queue.get(c1) is None
         queue.ack(c2)
         assert queue.shared.confirmed == 9
-        assert queue.groups() == {}
+        assert queue.keys() == {}
 
 
 def test_simple_browse(any_url: str) -> None:
@@ -122,7 +122,7 @@ def test_simple_browse(any_url: str) -> None:
             assert browse() == b"A-0"
             assert queue.get(c1) == "A-0"
             assert browse() == b"B-1"
-            assert browse() == b"A-2"  # of a group that c1 owns
+            assert browse() == b"A-2"  # of a key that c1 owns
             assert browse() == b"B-3"
             assert queue.get(c1) == "B-1"
             assert browse() == b"C-4"
@@ -174,12 +174,12 @@ def test_close(any_url: str) -> None:
         c3 = queue.consumer()
         assert queue.get(c3) is None
         die(c2)
-        # One of a group at a time, until it is known of which the consumer has died.
+        # One of a key at a time, until it is known of which the consumer has died.
         assert [queue.get(c3) for _ in range(3)] == ["A-0", "B-2", None]
         queue.ack(c3)
         assert [queue.get(c3) for _ in range(3)] == ["A-1", "B-3", None]
         failures = [queue.record(c3, name).failures for name in ("A-0", "A-1", "B-2", "B-3")]
-        assert failures == [1, 0, 1, 0]  # the first of each group may have been at work
+        assert failures == [1, 0, 1, 0]  # the first of each key may have been at work
 
 
 def test_transaction(any_url: str) -> None:
@@ -257,7 +257,7 @@ def test_query(any_url: str) -> None:
         c1, c2 = queue.consumers(2)
         assert queue.get(c1) == "A-0"
         assert queue.get(c2) == "B-1"
-        groups = queue.groups()
+        groups = queue.keys()
         assert {name: (g.count, g.owner) for name, g in groups.items()} == {
             "A": (3, c1.name),
             "B": (2, c2.name),
@@ -277,7 +277,7 @@ def test_query(any_url: str) -> None:
 
 def depth(queue: Queue) -> int:
     """Qpid's depth of a queue: what is not settled."""
-    return sum(group.count for group in queue.groups().values())
+    return sum(group.count for group in queue.keys().values())
 
 
 def test_purge_free(any_url: str) -> None:
@@ -287,7 +287,7 @@ def test_purge_free(any_url: str) -> None:
         assert depth(queue) == 6
         assert queue.shared.purge("B") == 2
         assert depth(queue) == 4
-        assert "B" not in queue.groups()
+        assert "B" not in queue.keys()
         assert len(queue.browse()) == 6
         assert rest(queue, c1) == ["A-0", "A-2", "C-4", "A-5"]
 
@@ -298,7 +298,7 @@ def test_purge_acquired(any_url: str) -> None:
         assert queue.get(c1) == "A-0"
         assert queue.shared.purge("A") == 2
         assert depth(queue) == 4  # A-0 still counts
-        assert queue.groups()["A"].count == 1
+        assert queue.keys()["A"].count == 1
         queue.check()
         queue.ack(c1, "A-0")
         assert depth(queue) == 3
@@ -311,14 +311,14 @@ def test_purge_count(any_url: str) -> None:
         assert queue.get(c1) == "A-0"
         assert queue.shared.purge("A", limit=1) == 1
         queue.check()
-        groups = queue.groups()
+        groups = queue.keys()
         assert (groups["A"].acquired, groups["A"].waiting) == (1, 1)
         assert rest(queue, c1) == ["B-1", "B-3", "C-4", "A-5"]
 
 
 def move(queue: Queue, group: str, limit: int | None = None) -> list[str]:
     """Read what waits of a group, publish it elsewhere, and purge it here; what is there then."""
-    state = queue.groups()[group]
+    state = queue.keys()[group]
     waiting = [
         record
         for batch in queue.stream.read()
@@ -380,7 +380,7 @@ def test_default_group_id(any_url: str) -> None:
         queue.consumer()
         with queue.stream.publisher() as pub:
             pub.publish(b"without a group")
-        assert [*queue.groups()] == ["meteor.no-group"]
+        assert [*queue.keys()] == ["meteor.no-group"]
 
 
 def test_transaction_order(any_url: str) -> None:
@@ -414,7 +414,7 @@ def noted(any_url: str) -> Iterator[Queue]:
         yield queue
 
 
-def test_a_single_release_may_be_processed_after_the_next_of_its_group(noted: Queue) -> None:
+def test_a_single_release_may_be_processed_after_the_next_of_its_key(noted: Queue) -> None:
     c1, c2 = noted.consumers(2)
     assert [noted.get(c1), noted.get(c1)] == ["A-0", "A-1"]
     noted.release(c1, "A-0", only_this=True)
@@ -425,7 +425,7 @@ def test_a_single_release_may_be_processed_after_the_next_of_its_group(noted: Qu
     assert noted.shared.confirmed == 2
 
 
-def test_a_release_takes_the_next_of_its_group_along_so_that_order_holds(noted: Queue) -> None:
+def test_a_release_takes_the_next_of_its_key_along_so_that_order_holds(noted: Queue) -> None:
     c1, c2 = noted.consumers(2)
     assert [noted.get(c1), noted.get(c1)] == ["A-0", "A-1"]
     later = noted.record(c1, "A-1")

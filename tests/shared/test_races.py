@@ -25,19 +25,19 @@ def during_step(
     after: Callable[[], object] = lambda: None,
 ) -> None:
     """Have something happen once, before or after the server takes the next step that claims."""
-    books = consumer._desk.books
-    real = books.step
+    protocol = consumer._deliveries.protocol
+    real = protocol.step
     left = [1]
 
     def step(*args: Any, **options: Any) -> Any:
         if not options["want"] or not left or left.pop() != 1:
             return real(*args, **options)
         before()
-        answer = real(*args, **options)
+        reply = real(*args, **options)
         after()
-        return answer
+        return reply
 
-    monkeypatch.setattr(books, "step", step)
+    monkeypatch.setattr(protocol, "step", step)
 
 
 def lose() -> None:
@@ -62,7 +62,7 @@ def settled(records: list[meteor.SharedRecord]) -> list[meteor.SharedRecord]:
     return records
 
 
-@pytest.mark.parametrize("lost", ["request", "answer"])
+@pytest.mark.parametrize("lost", ["request", "reply"])
 @pytest.mark.parametrize("how", ["release", "reject", "ack"])
 @pytest.mark.parametrize("on_poison", ["skip", "park"])
 def test_a_settlement_counts_once_whether_its_request_or_its_answer_is_lost(
@@ -93,12 +93,12 @@ def test_one_that_is_taken_for_dead_with_a_lost_payload_goes_on(url: str) -> Non
     with Queue(url, settings={"capacity": 10}) as queue:
         late, other = queue.consumers(2, prefetch=5, on_gap="skip")
         queue.publish("AAAAA")
-        desk = late._desk
-        desk.exchange(5)
-        assert sorted(desk.granted) == [0, 1, 2, 3, 4]
+        deliveries = late._deliveries
+        deliveries.exchange(5)
+        assert sorted(deliveries.holdings.granted) == [0, 1, 2, 3, 4]
         queue.publish("B" * 30)
-        found, lost, _ = late._supply._payloads.fetch(sorted(desk.granted))
-        desk.receive(found, lost)
+        found, lost, _ = late._prefetcher._frame_cache.fetch(sorted(deliveries.holdings.granted))
+        deliveries.receive(found, lost)
         assert lost
         expire(late)
         other.flush()
@@ -106,7 +106,7 @@ def test_one_that_is_taken_for_dead_with_a_lost_payload_goes_on(url: str) -> Non
         queue.check()
 
 
-def test_purging_the_group_that_is_kept_for_a_last_try_lets_its_consumer_go_on(url: str) -> None:
+def test_purging_the_key_that_is_kept_for_a_last_try_lets_its_consumer_go_on(url: str) -> None:
     with Queue(url, "ABCD", max_deliveries=2) as queue:
         consumer, other = queue.consumers(2)
         queue.get(consumer)
@@ -114,13 +114,13 @@ def test_purging_the_group_that_is_kept_for_a_last_try_lets_its_consumer_go_on(u
         die(consumer)  # next comes its last try, alone
         consumer = queue.consumer()
         assert queue.get(other) is None
-        kept = [state.id for state in queue.shared.groups() if state.id == b"A" and state.owner]
+        kept = [state.key for state in queue.shared.keys() if state.key == b"A" and state.owner]
         assert kept == [b"A"], "the scenario: A is kept for who holds B"
         assert queue.shared.purge("A") == 1
         queue.ack(other, "B-1")
         held = get(consumer)
         assert held is not None
-        assert held.group == b"C"
+        assert held.ordering_key == b"C"
         consumer.close()  # so C waits, for whoever comes
         assert [queue.get(other) for _ in range(2)] == ["C-2", "D-3"]
 
@@ -137,10 +137,10 @@ def test_what_was_returned_alone_is_in_its_place_when_those_around_it_come_back(
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_step_that_is_not_the_next_is_refused_and_changes_nothing(url: str, ahead: int) -> None:
     with Queue(url, "AB") as queue:
-        desk = queue.consumer()._desk
-        number = desk._number + ahead
+        deliveries = queue.consumer()._deliveries
+        number = deliveries.holdings.number + ahead
         with pytest.raises(Refused, match="REPEAT"):
-            take_step(queue, desk._consumer, number)
+            take_step(queue, deliveries._consumer, number)
         assert queue.shared.describe().looked == 0
 
 
@@ -154,25 +154,27 @@ def test_a_step_of_one_who_is_no_consumer_is_refused_and_changes_nothing(url: st
 
 
 def take_step(queue: Queue, consumer: str, number: int) -> None:
-    books = queue.shared.books
-    queue.client._connector.use(lambda link: books.step(link, consumer, number, want=1, acks={}))
+    protocol = queue.shared._protocol
+    queue.client._connector.use(lambda link: protocol.step(link, consumer, number, want=1, acks={}))
 
 
 def test_one_who_finds_only_blocked_records_looks_on_without_waiting(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Queue(url, group_cap=1, settings={"capacity": 100_000}) as queue:
+    with Queue(url, max_per_key=1, settings={"capacity": 100_000}) as queue:
         queue.publish("A" * 20_000 + "B", frame=4_000)
         owner, other = queue.consumers(2)
         assert queue.get(owner) == "A-0"
         waits: list[object] = []
-        monkeypatch.setattr(other._supply._payloads, "wait", lambda *args: waits.append(args))
+        monkeypatch.setattr(
+            other._prefetcher._frame_cache, "wait", lambda *args: waits.append(args)
+        )
         assert offsets(other.poll(10)) == [20_000]
         assert not waits
 
 
 def test_the_last_try_follows_at_once_when_all_else_is_settled(url: str) -> None:
-    with Queue(url, "A" + "B" * 5, max_deliveries=2, group_cap=5) as queue:
+    with Queue(url, "A" + "B" * 5, max_deliveries=2, max_per_key=5) as queue:
         consumer = queue.consumer(prefetch=10)
         tried: list[int] = []
         slow, failed = threading.Event(), threading.Event()
@@ -188,7 +190,7 @@ def test_the_last_try_follows_at_once_when_all_else_is_settled(url: str) -> None
 
         with Runner(consumer, handle, concurrency=2):
             eventually(
-                lambda: any(state.id == b"A" and state.owner for state in queue.shared.groups()),
+                lambda: any(state.key == b"A" and state.owner for state in queue.shared.keys()),
                 message="its group is not kept for the last try",
             )
             slow.set()
@@ -197,7 +199,7 @@ def test_the_last_try_follows_at_once_when_all_else_is_settled(url: str) -> None
 
 
 def test_when_there_is_room_again_those_who_waited_for_it_go_on(url: str) -> None:
-    with Queue(url, group_cap=2) as queue, plain_client(url) as plain:
+    with Queue(url, max_per_key=2) as queue, plain_client(url) as plain:
         queue.publish("A" * 300 + "B" * 3)
         owner, other = queue.consumers(2, prefetch=1)
         plain.hset(keys.shared(STREAM, GROUP, "state"), "max_waiting", 200)
@@ -219,7 +221,7 @@ def test_when_there_is_room_again_those_who_waited_for_it_go_on(url: str) -> Non
 
 
 def test_one_who_waits_for_room_asks_the_server_rarely(url: str) -> None:
-    with Queue(url, group_cap=1) as queue, plain_client(url) as plain:
+    with Queue(url, max_per_key=1) as queue, plain_client(url) as plain:
         queue.publish("A" * 300 + "B" * 3, frame=303)
         owner, other = queue.consumers(2, prefetch=1)
         plain.hset(keys.shared(STREAM, GROUP, "state"), "max_waiting", 100)
@@ -232,3 +234,91 @@ def test_one_who_waits_for_room_asks_the_server_rarely(url: str) -> None:
 
 def commands(plain: Any) -> int:
     return sum(int(stat["calls"]) for stat in plain.info("commandstats").values())
+
+
+# What was granted and is not fetched, when one before it is returned
+
+
+def after_fetch(
+    monkeypatch: pytest.MonkeyPatch,
+    consumer: meteor.SharedSubscriber,
+    action: Callable[[], object],
+) -> None:
+    """Have something happen once, when frames are fetched and not yet received."""
+    frames = consumer._prefetcher._frame_cache
+    real = frames.fetch
+    left = [action]
+
+    def fetch(asked: Any) -> Any:
+        fetched = real(asked)
+        if left:
+            left.pop()()
+        return fetched
+
+    monkeypatch.setattr(frames, "fetch", fetch)
+
+
+@pytest.mark.parametrize("how", ["release", "reject"])
+def test_what_is_being_fetched_is_not_handed_out_once_the_server_has_it_back(
+    url: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with Queue(url, "A", on_poison="park") as queue:
+        consumer = queue.consumer()
+        (first,) = consumer.poll(5)
+        queue.publish("AB")
+
+        def fail() -> None:  # as a handler does in a thread, and then the lease renewer
+            getattr(first, how)()
+            consumer._deliveries.exchange()
+
+        after_fetch(monkeypatch, consumer, fail)
+        found = consumer.poll(5)
+        assert offsets(found) == [2]
+        assert found[0].ordering_key == b"B"
+        if how == "release":
+            assert offsets(consumer.poll(5)) == [0, 1]
+
+
+def test_what_was_rewound_while_it_was_fetched_is_claimed_again_without_waiting(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(url, "A") as queue:
+        consumer = queue.consumer()
+        (first,) = consumer.poll(5)
+        queue.publish("A")
+
+        def fail() -> None:
+            first.release()
+            consumer._deliveries.exchange()
+
+        after_fetch(monkeypatch, consumer, fail)
+        waits: list[object] = []
+        monkeypatch.setattr(
+            consumer._prefetcher._frame_cache, "wait", lambda *args: waits.append(args)
+        )
+        assert offsets(consumer.poll(5)) == [0, 1]
+        assert not waits
+
+
+# A reply that is lost
+
+
+def test_how_often_a_record_has_failed_is_known_after_a_lost_reply(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(url, "AB") as queue:
+        consumer = queue.consumer()
+        for _ in range(3):
+            consumer.poll(5)[0].release()
+            consumer.flush()
+        with monkeypatch.context() as patched:
+            real = consumer._deliveries.protocol.step
+
+            def lose(*args: Any, **options: Any) -> Any:
+                patched.undo()
+                real(*args, **options)
+                raise ConnectionFailed("Cut.")
+
+            patched.setattr(consumer._deliveries.protocol, "step", lose)
+            found = consumer.poll(5)
+        assert [(record.offset, record.failures) for record in found] == [(0, 3)]

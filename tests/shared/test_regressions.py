@@ -18,12 +18,12 @@ def test_qpid_3804_what_a_rollback_returns_comes_before_what_is_behind_it(any_ur
         assert [queue.get(c2) for _ in range(5)] == ["A-0", "B-1", "A-2", "A-4", None]
 
 
-def test_qpid_3899_records_that_go_by_themselves_leave_their_group_usable(any_url: str) -> None:
+def test_qpid_3899_records_that_go_by_themselves_leave_their_key_usable(any_url: str) -> None:
     """The expiry of a message of a group crashed the broker; ours go when the ring is full."""
     with Queue(any_url, "AB" * 4, settings={"capacity": 8}) as queue:
         c1, c2 = queue.consumers(2, on_gap="skip")
         assert queue.get(c1) == "A-0"
-        assert len(queue.groups()) == 2  # by which all others are known to wait
+        assert len(queue.keys()) == 2  # by which all others are known to wait
         queue.publish("AB" * 3, frame=6)
         first = queue.stream.bounds()[0]
         assert first == 6
@@ -37,7 +37,7 @@ def test_qpid_3899_records_that_go_by_themselves_leave_their_group_usable(any_ur
 
 
 @pytest.mark.parametrize("ordering_key", ["key", "header:cart"])
-def test_qpid_3577_an_empty_group_is_the_default_group(any_url: str, ordering_key: str) -> None:
+def test_qpid_3577_an_empty_key_is_the_default_key(any_url: str, ordering_key: str) -> None:
     with Queue(any_url, ordering_key=ordering_key) as queue:
         with queue.stream.publisher() as pub:
             pub.publish(b"none")
@@ -71,13 +71,13 @@ def test_pulsar_24736_nothing_is_kept_for_a_consumer_that_has_gone(any_url: str)
         die(c2)
         assert rest(queue, c3) == ["B-1", "A-2", "B-3"]
         assert [consumer.name for consumer in queue.shared.describe().consumers] == [c3.name]
-        parts = queue.shared.books.find()
+        parts = queue.shared._protocol.find()
         assert {part for part in parts if part.startswith((b"held:", b"more:"))} == {
-            b"held:" + c3._desk._consumer.encode()
+            b"held:" + c3._deliveries._consumer.encode()
         }
 
 
-def test_groupmq_14_a_crash_leaves_no_group_that_is_held_by_nobody(any_url: str) -> None:
+def test_groupmq_14_a_crash_leaves_no_key_that_is_held_by_nobody(any_url: str) -> None:
     """What was in flight stood in two places, and recovery cleaned one of them."""
     with Queue(any_url, "AABBCC") as queue:
         c1, c2 = queue.consumers(2)
@@ -85,17 +85,17 @@ def test_groupmq_14_a_crash_leaves_no_group_that_is_held_by_nobody(any_url: str)
         die(c1)
         c2.flush()  # it is found dead
         queue.check()
-        assert {group.owner for group in queue.groups().values()} == {None}
+        assert {group.owner for group in queue.keys().values()} == {None}
         found: list[str] = []
-        while names := rest(queue, c2):  # of what it held, one of each group at a time
+        while names := rest(queue, c2):  # of what it held, one of each key at a time
             found += names
             queue.ack(c2)
         assert sorted(found) == ["A-0", "A-1", "B-2", "B-3", "C-4", "C-5"]
         assert found.index("A-0") < found.index("A-1")
-        assert queue.groups() == {}
+        assert queue.keys() == {}
 
 
-def test_bullmq_3929_records_dropped_while_a_dead_consumer_held_them_free_their_group(
+def test_bullmq_3929_records_dropped_while_a_dead_consumer_held_them_free_their_key(
     any_url: str,
 ) -> None:
     """A job that retention had deleted was counted as running for ever."""
@@ -106,12 +106,12 @@ def test_bullmq_3929_records_dropped_while_a_dead_consumer_held_them_free_their_
         die(c1)
         assert rest(queue, c2) == ["B-3", "A-4", "B-5"]
         queue.ack(c2)
-        assert queue.groups() == {}
+        assert queue.keys() == {}
         found = queue.shared.describe()
         assert (found.confirmed, found.lost) == (6, 3)
 
 
-def test_bullmq_2774_after_a_failure_the_order_of_a_group_is_what_it_was(any_url: str) -> None:
+def test_bullmq_2774_after_a_failure_the_order_of_a_key_is_what_it_was(any_url: str) -> None:
     """A failed, and the order became B, C, A."""
     with Queue(any_url, "aaa") as queue:
         c1, c2 = queue.consumers(2)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import meteor_py as meteor
-from meteor_py.shared import worker_pool
+from meteor_py.shared import subscriber, worker_pool
 from meteor_py.shared.record import Standing
 from tests.support.readers import background, blocked
 from tests.support.sharing import GROUP, STREAM, Queue, Runner, drain, offsets
@@ -33,33 +35,33 @@ def test_a_poll_waits_for_what_is_published(any_url: str) -> None:
         assert c1.poll(0) == c1.poll(0.05) == []
 
         def publish(stop: threading.Event) -> None:
-            eventually(lambda: c1._tender.polling)
+            eventually(lambda: c1._lease_renewer.polling)
             queue.publish("A")
 
         with background(publish):
             assert offsets(c1.poll(60)) == [0]
 
 
-def test_a_poll_waits_for_a_group_that_another_has(any_url: str) -> None:
-    with Queue(any_url, "AA", group_cap=1) as queue:
+def test_a_poll_waits_for_a_key_that_another_has(any_url: str) -> None:
+    with Queue(any_url, "AA", max_per_key=1) as queue:
         c1, c2 = queue.consumers(2)
         (first,) = c1.poll(5)
 
         def settle(stop: threading.Event) -> None:
-            eventually(lambda: c2._tender.polling)
+            eventually(lambda: c2._lease_renewer.polling)
             first.ack()
 
         with background(settle):
             assert offsets(c2.poll(60)) == [1]
 
 
-def test_who_holds_a_group_is_woken_for_more_of_it(any_url: str) -> None:
+def test_the_owner_of_a_key_is_woken_for_more_of_it(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         c1, c2 = queue.consumers(2)
         (first,) = c1.poll(5)
 
         def more(stop: threading.Event) -> None:
-            eventually(lambda: c1._tender.polling)
+            eventually(lambda: c1._lease_renewer.polling)
             queue.publish("A")
             assert c2.poll(0) == []  # it looks at it first, and it is not for it
 
@@ -75,7 +77,7 @@ def test_a_full_consumer_waits_until_something_is_settled(any_url: str) -> None:
         assert c1.poll(0.05) == []
 
         def settle(stop: threading.Event) -> None:
-            eventually(lambda: c1._tender.polling)
+            eventually(lambda: c1._lease_renewer.polling)
             first.ack()
 
         with background(settle):
@@ -103,7 +105,7 @@ def test_a_record_has_what_a_record_has(any_url: str) -> None:
         names = ("offset", "value", "key", "headers", "timestamp", "appended", "time")
         for name in names:
             assert getattr(shared, name) == getattr(plain, name)
-        assert repr(shared) == "<SharedRecord 0 of group b'A', held>"
+        assert repr(shared) == "<SharedRecord 0 of key b'A', held>"
 
 
 def test_iterating_goes_on_until_it_is_closed(any_url: str) -> None:
@@ -147,7 +149,7 @@ class Log:
 
     def __init__(self) -> None:
         self.done: list[int] = []
-        self.by_group: defaultdict[bytes, list[int]] = defaultdict(list)
+        self.by_key: defaultdict[bytes, list[int]] = defaultdict(list)
         self.most = 0
         self._busy: set[bytes] = set()
         self._lock = threading.Lock()
@@ -155,23 +157,23 @@ class Log:
 
     def begin(self, record: meteor.SharedRecord) -> None:
         with self._lock:
-            if record.group in self._busy:
-                self.overlaps.append(record.group)
-            self._busy.add(record.group)
+            if record.ordering_key in self._busy:
+                self.overlaps.append(record.ordering_key)
+            self._busy.add(record.ordering_key)
             self.most = max(self.most, len(self._busy))
 
     def end(self, record: meteor.SharedRecord) -> None:
         with self._lock:
-            self._busy.discard(record.group)
+            self._busy.discard(record.ordering_key)
             self.done.append(record.offset)
-            self.by_group[record.group].append(record.offset)
+            self.by_key[record.ordering_key].append(record.offset)
 
     def __call__(self, record: meteor.SharedRecord) -> None:
         self.begin(record)
         self.end(record)
 
 
-def test_run_does_groups_in_parallel_and_each_in_order(any_url: str) -> None:
+def test_run_does_keys_in_parallel_and_each_in_order(any_url: str) -> None:
     with Queue(any_url, "ABC" * 20) as queue:
         log = Log()
         together = threading.Barrier(3, timeout=30)  # only three at a time can pass
@@ -185,11 +187,11 @@ def test_run_does_groups_in_parallel_and_each_in_order(any_url: str) -> None:
             eventually(lambda: len(log.done) == 60, 30)
         assert (log.overlaps, log.most) == ([], 3)
         for number, group in enumerate((b"A", b"B", b"C")):
-            assert log.by_group[group] == [*range(number, 60, 3)]
+            assert log.by_key[group] == [*range(number, 60, 3)]
         assert queue.shared.confirmed == 60
 
 
-def test_two_runs_share_the_groups_out(any_url: str) -> None:
+def test_two_runs_share_the_keys(any_url: str) -> None:
     with Queue(any_url) as queue:
         queue.publish("ABCDEFGH" * 25, frame=20)
         log = Log()
@@ -197,7 +199,7 @@ def test_two_runs_share_the_groups_out(any_url: str) -> None:
         with Runner(one, log, 2), Runner(two, log, 2):
             eventually(lambda: len(log.done) == 200, 30)
         assert log.overlaps == []
-        assert all(done == sorted(done) for done in log.by_group.values())
+        assert all(done == sorted(done) for done in log.by_key.values())
         assert sorted(log.done) == [*range(200)]
 
 
@@ -218,21 +220,21 @@ def test_what_a_handler_fails_for_comes_again_and_then_is_a_dead_letter(
         with Runner(queue.consumer(), handle, concurrency=2):
             eventually(lambda: len(log.done) == 3, 30)
             eventually(lambda: queue.shared.confirmed == 4)
-        assert log.by_group[b"A"] == [0, 3]
+        assert log.by_key[b"A"] == [0, 3]
         assert [failures for offset, failures in given if offset == 1] == [0, 1, 2]
         letters = [record for batch in queue.client.stream("dead").read() for record in batch]
         assert len(letters) == 1
         assert "The handler failed for record 1" in caplog.text
 
 
-def test_a_handler_that_failed_leaves_its_group_alone_for_a_while(any_url: str) -> None:
+def test_a_handler_that_failed_leaves_its_key_alone_for_a_while(any_url: str) -> None:
     with Queue(any_url, "AB") as queue:
         done = threading.Event()
 
         def handle(record: meteor.SharedRecord) -> None:
-            if record.group == b"A":
+            if record.ordering_key == b"A":
                 raise ValueError
-            eventually(lambda: queue.groups()["A"].state == "delayed")
+            eventually(lambda: queue.keys()["A"].state == "delayed")
             done.set()
 
         with Runner(queue.consumer(), handle, concurrency=2):
@@ -280,7 +282,7 @@ def test_stop_waits_for_the_handler_and_what_was_not_begun_is_there_for_the_next
 
         def handle(record: meteor.SharedRecord) -> None:
             begun.set()
-            eventually(lambda: consumer._crew is None or consumer._crew._stopped)
+            eventually(lambda: consumer._worker_pool is None or consumer._worker_pool._stopped)
             log(record)
 
         with Runner(consumer, handle) as runner:
@@ -291,7 +293,7 @@ def test_stop_waits_for_the_handler_and_what_was_not_begun_is_there_for_the_next
         assert consumer.confirmed == 1
         with Runner(consumer, log):
             eventually(lambda: len(log.done) == 6)
-        assert log.by_group == {b"A": [0, 1, 2, 3], b"B": [4, 5]}
+        assert log.by_key == {b"A": [0, 1, 2, 3], b"B": [4, 5]}
         assert consumer.confirmed == 6
 
 
@@ -308,7 +310,7 @@ def test_closing_from_another_thread_ends_a_run_and_leaves_the_rest_to_others(ur
             assert begun.wait(20)
             closing = threading.Thread(target=one.close, name="test-closing")
             closing.start()
-            eventually(lambda: one._supply.halted)
+            eventually(lambda: one._prefetcher.halted)
             go_on.set()
             closing.join(20)
             runner.join()
@@ -395,7 +397,7 @@ def test_ctrl_c_ends_a_run_once_the_handlers_are_done(url: str) -> None:
 
         with background(interrupt), pytest.raises(KeyboardInterrupt):
             consumer.run(log)
-        assert not [t for t in threading.enumerate() if t.name.startswith("meteor-crew")]
+        assert not [t for t in threading.enumerate() if t.name.startswith("meteor-pool")]
         consumer.close()
         assert queue.shared.confirmed == 3
 
@@ -424,7 +426,7 @@ def test_a_handler_that_hangs_loses_its_record_to_others(url: str) -> None:
         go_on = threading.Event()
 
         def hang(record: meteor.SharedRecord) -> None:
-            if record.group == b"A":
+            if record.ordering_key == b"A":
                 assert go_on.wait(30)
 
         with Runner(one, hang, concurrency=2):
@@ -471,3 +473,113 @@ def test_a_value_that_cannot_be_decoded_is_a_failure_of_its_handler(any_url: str
             eventually(lambda: queue.shared.confirmed == 3, 30)
         assert seen == [[1]]
         assert queue.shared.describe().dead == 2
+
+
+def test_keys_stay_in_order_while_handlers_fail_and_more_is_published(
+    url: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "_DELAY_S", (0.001, 0.01))
+    records, groups = 3_000, 6
+    with Queue(url, settings={"capacity": 100_000}, max_deliveries=0, max_per_key=16) as queue:
+        names = [f"k{number % groups}" for number in range(records)]
+        lock = threading.Lock()
+        due = {f"k{number}".encode(): number for number in range(groups)}
+        busy: set[bytes] = set()
+        wrong: list[tuple[int, int]] = []
+
+        def handle(record: meteor.SharedRecord) -> None:
+            with lock:
+                if record.offset > due[record.ordering_key] or record.ordering_key in busy:
+                    wrong.append((due[record.ordering_key], record.offset))
+                busy.add(record.ordering_key)
+                fails = rng.random() < 0.1
+            with lock:
+                busy.discard(record.ordering_key)
+                if fails:
+                    raise ValueError
+                if record.offset == due[record.ordering_key]:
+                    due[record.ordering_key] += groups
+
+        def publish(stop: threading.Event) -> None:
+            for start in range(0, records, 10):
+                queue.publish(names[start : start + 10], frame=3)
+
+        one, two = queue.consumers(2, prefetch=64)
+        with background(publish), Runner(one, handle, 4), Runner(two, handle, 4):
+            eventually(lambda: queue.shared.confirmed == records, 60)
+        assert wrong == []
+
+
+def test_what_a_handler_was_at_when_it_ended_the_run_comes_again_first(url: str) -> None:
+    with Queue(url, "AAA") as queue:
+        consumer = queue.consumer()
+
+        def end(record: meteor.SharedRecord) -> None:
+            raise Interrupted
+
+        with pytest.raises(Interrupted):
+            consumer.run(end)
+        seen: list[tuple[int, int]] = []
+        with Runner(consumer, lambda record: seen.append((record.offset, record.failures))):
+            eventually(lambda: queue.shared.confirmed == 3, 20)
+        assert seen == [(0, 1), (1, 0), (2, 0)]
+
+
+def test_a_run_that_begins_while_it_is_closed_says_so(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(url) as queue:
+        consumer = queue.consumer()
+
+        def closing(*args: Any) -> worker_pool.WorkerPool:
+            consumer.close()
+            return worker_pool.WorkerPool(*args)
+
+        monkeypatch.setattr(subscriber, "WorkerPool", closing)
+        with Runner(consumer, lambda record: None) as runner:
+            runner.join()
+        assert isinstance(runner.error, meteor.MeteorError)
+        assert "closed" in str(runner.error)
+
+
+def test_a_close_that_gets_no_further_than_its_first_line_ends_a_run(url: str) -> None:
+    with Queue(url) as queue:
+        consumer = queue.consumer()
+        with Runner(consumer, lambda record: None) as runner:
+            eventually(lambda: consumer._lease_renewer.polling)
+            consumer._prefetcher.halt()
+            runner.join()
+        assert runner.error is None
+
+
+def test_a_stop_before_a_run_is_for_that_run(url: str) -> None:
+    with Queue(url, "A") as queue:
+        consumer = queue.consumer()
+        consumer.stop()
+        seen: list[int] = []
+        with Runner(consumer, lambda record: seen.append(record.offset)) as runner:
+            runner.join()
+        assert (runner.error, seen) == (None, [])
+        with Runner(consumer, lambda record: seen.append(record.offset)):
+            eventually(lambda: seen == [0])
+
+
+def test_while_it_runs_nobody_else_may_run_or_poll(url: str) -> None:
+    with Queue(url, "A") as queue:
+        consumer = queue.consumer()
+        refused: list[str] = []
+        done = threading.Event()
+
+        def handle(record: meteor.SharedRecord) -> None:
+            for call in (lambda: consumer.run(print), consumer.poll, lambda: next(iter(consumer))):
+                try:
+                    call()
+                except meteor.MeteorError as error:
+                    refused.append(str(error))
+            done.set()
+
+        with Runner(consumer, handle):
+            assert done.wait(20)
+        assert ["run()" in sentence for sentence in refused] == [True] * 3
+        queue.publish("B")
+        assert offsets(consumer.poll(5)) == [1]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.shared import lease_renewer
+from meteor_py.shared import holdings, lease_renewer, prefetcher
 from meteor_py.subscribe import dead_letters
-from tests.support.sharing import GROUP, STREAM, Queue, die, drain, expire, offsets
+from tests.support.sharing import GROUP, STREAM, Queue, Steps, die, drain, expire, offsets
 from tests.support.waiting import eventually
 
 
@@ -70,8 +70,8 @@ def test_a_record_is_settled_once(url: str, first: str, second: str, flushed: bo
             getattr(record, second)()
 
 
-def test_a_consumer_holds_no_more_of_one_group_than_its_cap(any_url: str) -> None:
-    with Queue(any_url, "AAAAAB", group_cap=2) as queue:
+def test_a_consumer_holds_no_more_of_one_key_than_max_per_key(any_url: str) -> None:
+    with Queue(any_url, "AAAAAB", max_per_key=2) as queue:
         c1, c2 = queue.consumers(2)
         records = c1.poll(5)
         assert offsets(records) == [0, 1, 5]
@@ -95,7 +95,7 @@ def test_a_release_counts_as_a_failure_of_that_record_alone(any_url: str) -> Non
         assert c1.confirmed == 3
 
 
-def test_a_group_that_waits_for_a_delay_lets_others_pass(any_url: str) -> None:
+def test_a_key_that_waits_for_a_delay_lets_others_pass(any_url: str) -> None:
     with Queue(any_url, "AABB") as queue:
         c1, c2 = queue.consumers(2)
         a0, a1, b2, b3 = c1.poll(5)
@@ -105,7 +105,7 @@ def test_a_group_that_waits_for_a_delay_lets_others_pass(any_url: str) -> None:
         queue.publish("AB")
         assert offsets(c2.poll(5)) == [5]
         assert c1.poll(0) == []
-        assert (queue.groups()["A"].state, queue.groups()["A"].waiting) == ("delayed", 3)
+        assert (queue.keys()["A"].state, queue.keys()["A"].waiting) == ("delayed", 3)
         assert queue.shared.describe().blocked == 1
         queue.check()
         assert c1.resume("A")
@@ -115,7 +115,7 @@ def test_a_group_that_waits_for_a_delay_lets_others_pass(any_url: str) -> None:
             a1.ack()
 
 
-def test_after_its_delay_a_group_comes_to_one_who_waits(any_url: str) -> None:
+def test_after_its_delay_a_key_goes_to_a_waiting_consumer(any_url: str) -> None:
     with Queue(any_url, "AA") as queue:
         c1, c2 = queue.consumers(2)
         c1.poll(5)[0].release(delay=0.05)
@@ -172,7 +172,7 @@ def test_a_single_release_comes_back_in_its_place(any_url: str) -> None:
 # Giving up
 
 
-def test_after_so_many_failures_a_record_is_a_dead_letter_and_its_group_goes_on(
+def test_after_so_many_failures_a_record_is_a_dead_letter_and_its_key_goes_on(
     any_url: str,
 ) -> None:
     with Queue(any_url, "AAB", max_deliveries=3, dead_letter="dead") as queue:
@@ -318,7 +318,7 @@ def test_one_dead_letter_comes_of_a_record_that_its_consumers_die_of(any_url: st
 
 
 @pytest.mark.parametrize("dead_letter", ["dead", None])
-def test_a_poisoned_group_is_parked_until_it_is_resumed(
+def test_a_poisoned_key_is_parked_until_it_is_resumed(
     any_url: str, dead_letter: str | None
 ) -> None:
     with Queue(any_url, "AABA", on_poison="park", dead_letter=dead_letter) as queue:
@@ -332,7 +332,7 @@ def test_a_poisoned_group_is_parked_until_it_is_resumed(
         queue.publish("AB")
         assert offsets(c1.poll(5)) == [5]
         assert c2.poll(0) == []
-        state = queue.groups()["A"]
+        state = queue.keys()["A"]
         expected = [1, 3, 4] if dead_letter else [0, 1, 3, 4]  # else it is nowhere but here
         assert (state.state, state.waiting, state.oldest) == ("parked", len(expected), expected[0])
         queue.check()
@@ -348,19 +348,19 @@ def test_a_poisoned_group_is_parked_until_it_is_resumed(
         assert queue.shared.confirmed == 6
 
 
-def test_a_parked_group_without_records_stays_parked(any_url: str) -> None:
+def test_a_parked_key_without_records_stays_parked(any_url: str) -> None:
     with Queue(any_url, "A", on_poison="park", dead_letter="dead") as queue:
         c1 = queue.consumer()
         c1.poll(5)[0].reject()
         assert c1.poll(0) == []
         queue.publish("A")
         assert c1.poll(0) == []
-        assert queue.groups()["A"].state == "parked"
+        assert queue.keys()["A"].state == "parked"
         assert c1.resume(b"A")
         assert offsets(c1.poll(5)) == [1]
 
 
-def test_what_waits_of_a_parked_group_can_be_purged(any_url: str) -> None:
+def test_what_waits_of_a_parked_key_can_be_purged(any_url: str) -> None:
     with Queue(any_url, "AAA", on_poison="park", dead_letter="dead") as queue:
         c1 = queue.consumer()
         c1.poll(5)[0].reject()
@@ -369,7 +369,7 @@ def test_what_waits_of_a_parked_group_can_be_purged(any_url: str) -> None:
         queue.check()
         c1.flush()  # that the letter is published
         assert c1.confirmed == 3
-        assert [state.state for state in c1.groups()] == ["parked"]
+        assert [state.state for state in c1.keys()] == ["parked"]
         assert c1.resume("A")
         queue.publish("A")
         assert offsets(c1.poll(5)) == [3]
@@ -478,3 +478,52 @@ def test_one_whose_records_were_taken_does_not_hand_out_what_it_has_in_store(any
         assert offsets(c2.poll(5)) == [0, 1, 2]
         c1.flush()
         assert c1.poll(0) == []
+
+
+# Steps that are not too large
+
+
+def test_what_was_settled_is_said_in_parts_and_acknowledgements_first(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdings, "_ACKS_MAX", 4)
+    monkeypatch.setattr(holdings, "_OTHERS_MAX", 3)
+    with Queue(url, "ABCDEABCDE" + "FFFF", lease_ttl=60.0) as queue:
+        consumer = queue.consumer()
+        records = consumer.poll(5)
+        steps = Steps(monkeypatch, consumer)
+        with consumer._deliveries.condition:  # so that the lease renewer does not say some of it
+            records[13].ack()
+            records[12].release()  # which takes none with it
+            for record in records[:5]:
+                record.reject("no")
+            for record in records[5:10]:
+                record.ack()
+            consumer.flush()
+        assert steps.acks == [4, 2, 0]
+        assert steps.others == [0, 3, 3]
+        state = queue.shared.describe()
+        assert (state.acked, state.dead) == (6, 5)
+        assert offsets(consumer.poll(5)) == [12]
+
+
+def test_only_the_last_part_claims(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdings, "_ACKS_MAX", 2)
+    with Queue(url, "ABCDEFGH") as queue:
+        consumer = queue.consumer(prefetch=5)
+        records = consumer.poll(5)
+        steps = Steps(monkeypatch, consumer)
+        with consumer._deliveries.condition:
+            for record in records:
+                record.ack()
+            assert offsets(consumer.poll(5)) == [5, 6, 7]
+        assert steps.wants[:3] == [0, 0, 5]
+
+
+def test_much_is_claimed_in_parts(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetcher, "_CLAIM_MAX", 4)
+    with Queue(url, "AB" * 10) as queue:
+        consumer = queue.consumer(prefetch=10)
+        steps = Steps(monkeypatch, consumer)
+        assert offsets(consumer.poll(5)) == [*range(10)]
+        assert steps.wants == [4, 4, 2]

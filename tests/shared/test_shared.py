@@ -1,4 +1,4 @@
-"""Shared groups: how they are set up, which group a record is in, what is seen from outside."""
+"""Shared groups: how they are set up, ordering keys of records, what is seen from outside."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def publish(stream: meteor.Stream, *records: tuple[bytes | None, dict[str, bytes
             pub.publish(b"value", key=key, headers=headers)
 
 
-def groups_of(stream: meteor.Stream, **options: Any) -> list[bytes]:
+def keys_of(stream: meteor.Stream, **options: Any) -> list[bytes]:
     """The groups of all records, as a consumer is told them."""
     with stream.shared_subscriber("look", **options) as sub:
-        return [record.group for record in sorted(drain(sub), key=lambda each: each.offset)]
+        return [record.ordering_key for record in sorted(drain(sub), key=lambda each: each.offset)]
 
 
 # Settings
@@ -44,9 +44,9 @@ def groups_of(stream: meteor.Stream, **options: Any) -> list[bytes]:
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"group_cap": 0}, ValueError, "group_cap"),
-        ({"group_cap": 10_001}, ValueError, "group_cap"),
-        ({"group_cap": "1"}, TypeError, "group_cap"),
+        ({"max_per_key": 0}, ValueError, "max_per_key"),
+        ({"max_per_key": 10_001}, ValueError, "max_per_key"),
+        ({"max_per_key": "1"}, TypeError, "max_per_key"),
         ({"prefetch": 0}, ValueError, "prefetch"),
         ({"prefetch": 10_001}, ValueError, "prefetch"),
         ({"lease_ttl": 0.01}, ValueError, "lease_ttl"),
@@ -57,11 +57,11 @@ def groups_of(stream: meteor.Stream, **options: Any) -> list[bytes]:
         ({"dead_letter": "a b"}, ValueError, "dead-letter stream"),
         ({"dead_letter": "s"}, ValueError, "to the stream itself"),
         ({"on_poison": "stop"}, ValueError, "on_poison"),
-        ({"ungrouped": "all"}, ValueError, "ungrouped"),
-        ({"ungrouped": "free", "default_group": "d"}, ValueError, "leave default_group out"),
-        ({"default_group": ""}, ValueError, "1 to 256 bytes"),
-        ({"default_group": "x" * 257}, ValueError, "1 to 256 bytes"),
-        ({"default_group": b"d"}, TypeError, "default_group"),
+        ({"keyless": "all"}, ValueError, "keyless"),
+        ({"keyless": "free", "default_key": "d"}, ValueError, "leave default_key out"),
+        ({"default_key": ""}, ValueError, "1 to 256 bytes"),
+        ({"default_key": "x" * 257}, ValueError, "1 to 256 bytes"),
+        ({"default_key": b"d"}, TypeError, "default_key"),
         ({"max_poll_interval": 0}, ValueError, "max_poll_interval"),
         ({"on_gap": "ignore"}, ValueError, "on_gap"),
         ({"on_gap_skipped": 1}, TypeError, "on_gap_skipped"),
@@ -94,13 +94,13 @@ def test_a_stream_without_ordering_key_refuses_shared_subscribers(client: meteor
 @pytest.mark.parametrize(
     ("setting", "first", "other"),
     [
-        ("group_cap", 7, 8),
+        ("max_per_key", 7, 8),
         ("lease_ttl", 20.0, 30.0),
         ("max_deliveries", 4, 0),
         ("dead_letter", "dead", "other"),
         ("on_poison", "park", "skip"),
-        ("default_group", "mine", "yours"),
-        ("ungrouped", "free", "default"),
+        ("default_key", "mine", "yours"),
+        ("keyless", "free", "default"),
     ],
 )
 def test_settings_of_a_group_that_exists_must_match_or_be_left_out(
@@ -188,7 +188,7 @@ def test_the_rule_of_a_stream_cannot_be_changed(client: meteor.Client) -> None:
 
 @pytest.mark.parametrize("how", ["one by one", "lists", "arrow"])
 @pytest.mark.parametrize("ordering_key", ["key", "header:cart"])
-def test_records_get_their_group_from_key_or_header_however_published(
+def test_records_get_their_ordering_key_from_key_or_header_however_published(
     client: meteor.Client, ordering_key: str, how: str
 ) -> None:
     stream = client.stream("t", ordering_key=ordering_key)
@@ -210,20 +210,20 @@ def test_records_get_their_group_from_key_or_header_however_published(
         else:
             key_array = pa.array(key_column, pa.binary())
             pub.publish_many(pa.array([b"v"] * 7, pa.binary()), keys=key_array, headers=headers)
-    assert groups_of(stream) == wanted
+    assert keys_of(stream) == wanted
     check(stream)
 
 
-def test_without_keys_or_headers_all_are_in_the_default_group(client: meteor.Client) -> None:
+def test_without_keys_or_headers_all_have_the_default_key(client: meteor.Client) -> None:
     for ordering_key in ("key", "header:cart"):
         stream = client.stream(ordering_key.replace(":", "-"), ordering_key=ordering_key)
         with stream.publisher() as pub:
             pub.publish_many([b"a", b"b"])
             pub.publish_many(pa.array([b"c"], pa.binary()))
-        assert groups_of(stream, default_group="rest") == [b"rest"] * 3
+        assert keys_of(stream, default_key="rest") == [b"rest"] * 3
 
 
-def test_a_record_of_the_default_group_s_name_is_in_it(stream: meteor.Stream) -> None:
+def test_a_record_whose_key_is_the_default_key_is_ordered_with_it(stream: meteor.Stream) -> None:
     publish(stream, (b"meteor.no-group", None), (None, None))
     with stream.shared_subscriber("g") as one, stream.shared_subscriber("g") as two:
         assert offsets(one.poll(5)) == [0, 1]
@@ -231,7 +231,7 @@ def test_a_record_of_the_default_group_s_name_is_in_it(stream: meteor.Stream) ->
 
 
 def test_free_records_are_for_anybody_and_others_keep_their_order(any_url: str) -> None:
-    with Queue(any_url, ungrouped="free") as queue:
+    with Queue(any_url, keyless="free") as queue:
         publish(queue.stream, (None, None), (b"", None), (b"A", None), (b"A", None), (None, None))
         c1, c2 = queue.consumers(2)
         names = [queue.get(consumer) for consumer in (c1, c2, c1, c2, c1, c1)]
@@ -244,7 +244,7 @@ def test_free_records_are_for_anybody_and_others_keep_their_order(any_url: str) 
 
 
 @pytest.mark.parametrize("ordering_key", ["key", "header:cart"])
-def test_a_group_of_more_than_256_bytes_is_refused_before_anything_is_published(
+def test_an_ordering_key_of_more_than_256_bytes_is_refused_before_anything_is_published(
     client: meteor.Client, ordering_key: str
 ) -> None:
     stream = client.stream("t", ordering_key=ordering_key)
@@ -266,10 +266,10 @@ def test_a_group_of_more_than_256_bytes_is_refused_before_anything_is_published(
         pub.flush()
         assert stream.end().offset == 0
         pub.publish_many([b"v"], **columns([good], arrow=False))
-    assert groups_of(stream) == [good]
+    assert keys_of(stream) == [good]
 
 
-def test_in_a_stream_without_groups_keys_may_be_long(client: meteor.Client) -> None:
+def test_in_a_stream_without_ordering_key_keys_may_be_long(client: meteor.Client) -> None:
     plain = client.stream("plain")
     publish(plain, (b"k" * 1000, {"h": b"v" * 1000}))
     assert plain.end().offset == 1
@@ -312,21 +312,21 @@ def test_a_description_counts_what_became_of_the_records(any_url: str) -> None:
         assert (found.acked, found.dead, found.returned, found.purged) == (1, 1, 2, 2)
         assert (found.waiting, found.ready, found.blocked, found.looked) == (4, 2, 0, 8)
         (consumer,) = found.consumers
-        assert (consumer.name, consumer.groups, consumer.records) == (c1.name, 0, 0)
+        assert (consumer.name, consumer.keys, consumer.records) == (c1.name, 0, 0)
         assert (found.name, found.config, found.reaped) == (GROUP, c1.settings, 0)
         c1.close()
         assert queue.shared.describe().consumers == ()
 
 
-def test_groups_are_those_with_records_by_their_oldest(any_url: str) -> None:
+def test_keys_are_those_with_records_by_their_oldest(any_url: str) -> None:
     with Queue(any_url, "BAAC") as queue:
-        c1 = queue.consumer(group_cap=10_000)
-        assert c1.groups() == []
-        assert [g.id for g in c1.groups(look_ahead=True)] == [b"B", b"A", b"C"]
+        c1 = queue.consumer(max_per_key=10_000)
+        assert c1.keys() == []
+        assert [state.key for state in c1.keys(look_ahead=True)] == [b"B", b"A", b"C"]
         queue.publish("D")
-        assert [g.id for g in c1.groups()] == [b"B", b"A", b"C"]  # nobody has looked at D
+        assert [state.key for state in c1.keys()] == [b"B", b"A", b"C"]  # nobody has looked at D
         drain(c1)
-        assert c1.groups(look_ahead=True) == []
+        assert c1.keys(look_ahead=True) == []
 
 
 def test_purging_settles_what_waits_and_nothing_of_others(any_url: str) -> None:
@@ -391,20 +391,20 @@ def test_a_group_with_consumers_is_deleted_only_by_force_and_they_are_told(any_u
             assert offsets(drain(again)) == [0, 1]
 
 
-def test_ids_of_any_bytes_leave_with_group_and_stream(client: meteor.Client) -> None:
+def test_keys_of_any_bytes_leave_with_group_and_stream(client: meteor.Client) -> None:
     stream = client.stream("t", ordering_key="key")
     publish(
         stream, *[(key, None) for key in (b"\xff\xfe", b"*", b"a:b:c", b"{x}", b"\r\n", b"0")] * 2
     )
     sub = stream.shared_subscriber("g", prefetch=1)
-    assert len(sub.groups(look_ahead=True)) == 6
+    assert len(sub.keys(look_ahead=True)) == 6
     check(stream)
     assert sub.purge(b"*") == 2
     sub.close()
     assert stream.shared_group("g").fsck() == []
     stream.shared_group("g").delete()
     assert client.redis.keys(keys.shared("t", "g", "*")) == []
-    stream.shared_subscriber("g2").groups(look_ahead=True)
+    stream.shared_subscriber("g2").keys(look_ahead=True)
     stream.delete()
     assert client.redis.keys("meteor:{t}:*") == []
 

@@ -7,15 +7,18 @@ import random
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 import pytest
 
 import meteor_py as meteor
-from meteor_py.shared.lease_renewer import TENDER_PREFIX
+from meteor_py.shared import worker_pool
+from meteor_py.shared.lease_renewer import THREAD_PREFIX
+from meteor_py.shared.record import Standing
 from tests.support.group_members import Process
-from tests.support.sharing import GROUP, STREAM, Queue, discard, drain
+from tests.support.sharing import GROUP, STREAM, Queue, discard, drain, offsets
 from tests.support.waiting import eventually
 
 RECORDS = 4_000
@@ -68,7 +71,7 @@ def no_collector() -> Iterator[None]:
 
 
 def queue_of(url: str) -> Queue:
-    queue = Queue(url, settings={"capacity": 1_000_000}, max_deliveries=0, group_cap=8)
+    queue = Queue(url, settings={"capacity": 1_000_000}, max_deliveries=0, max_per_key=8)
     queue.publish([f"g{number % 50}" for number in range(RECORDS)], frame=40)
     return queue
 
@@ -83,7 +86,7 @@ def work(consumer: meteor.SharedSubscriber) -> None:
 
 
 def tenders() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith(TENDER_PREFIX)]
+    return [t.name for t in threading.enumerate() if t.name.startswith(THREAD_PREFIX)]
 
 
 # One that comes while a connection is opened may leave a socket to the collector.
@@ -206,3 +209,41 @@ def test_a_second_ctrl_c_ends_a_program_whose_handlers_hang(url: str) -> None:
         finally:
             program.close()
         assert queue.shared.describe().acked == 0
+
+
+def test_what_a_ctrl_c_keeps_from_being_shared_out_is_there_for_the_next_run(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(url, "AB") as queue:
+        consumer = queue.consumer()
+        (own,) = consumer.poll(5, 1)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(worker_pool.WorkerPool, "_distribute", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                consumer.run(lambda record: None)
+        assert offsets(consumer.poll(5)) == [1]
+        assert own.standing is Standing.HELD
+
+
+def test_a_ctrl_c_while_records_are_handed_out_leaves_them_for_the_next_poll(url: str) -> None:
+    interrupts = [KeyboardInterrupt]
+
+    class Interrupting(deque[meteor.SharedRecord]):
+        def popleft(self) -> meteor.SharedRecord:
+            if len(self) == 2 and interrupts:
+                raise interrupts.pop()
+            return super().popleft()
+
+    with Queue(url, "ABA") as queue:
+        consumer = queue.consumer()
+        consumer._prefetcher.fill(5)
+        consumer._prefetcher._buffer = Interrupting(consumer._prefetcher._buffer)
+        with pytest.raises(KeyboardInterrupt):
+            consumer.poll(5)
+        assert offsets(consumer.poll(5)) == [0, 1, 2]
+        consumer.commit()
+        assert queue.shared.confirmed == 3

@@ -23,7 +23,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_in_each_group_records_come_in_order_each_once_and_nothing_stalls(
+def test_in_each_key_records_come_in_order_each_once_and_nothing_stalls(
     url: str, rng: random.Random, row: Row
 ) -> None:
     stress(url, rng, row)

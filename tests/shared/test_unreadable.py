@@ -84,7 +84,7 @@ def test_the_letter_of_a_record_that_cannot_be_read_is_named_and_not_tried_again
         consumer = queue.consumer()
         first, second = consumer.poll(5)
         rewrite(url, 0, damage)
-        consumer._supply._payloads.forget()
+        consumer._prefetcher._frame_cache.forget()
         first.reject("why")
         second.ack()
         with pytest.raises(meteor.CorruptFrame):
@@ -102,7 +102,7 @@ def test_what_is_damaged_in_the_store_is_named_once_and_the_others_are_delivered
         queue.publish("AB" * 10, frame=5)
         consumer = queue.consumer()
         if looked:
-            queue.shared.groups(look_ahead=True)
+            queue.shared.keys(look_ahead=True)
         archive(queue)
         real = FrameCache._read
 

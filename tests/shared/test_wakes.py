@@ -12,7 +12,7 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis.connection import Connection
-from meteor_py.shared.protocol import Answer
+from meteor_py.shared.protocol import StepReply
 from meteor_py.shared.record import Standing
 from tests.support.readers import background, blocked
 from tests.support.sharing import Queue, die, offsets
@@ -70,8 +70,8 @@ def test_by_a_new_record(open_queue: Callable[..., Queue]) -> None:
 
 
 @pytest.mark.parametrize("how", ["ack", "reject", "release", "close", "commit", "rollback"])
-def test_by_a_group_that_another_lets_go(open_queue: Callable[..., Queue], how: str) -> None:
-    queue = open_queue("AA", group_cap=1)
+def test_by_a_key_that_another_lets_go(open_queue: Callable[..., Queue], how: str) -> None:
+    queue = open_queue("AA", max_per_key=1)
     c1, c2 = queue.consumers(2)
     (record,) = c1.poll(5)
 
@@ -82,7 +82,7 @@ def test_by_a_group_that_another_lets_go(open_queue: Callable[..., Queue], how: 
     assert woken(queue, c2, let_go) == ([1] if gone else [0])
 
 
-def test_by_more_of_a_group_that_it_holds_though_another_looked_first(
+def test_by_more_of_a_key_that_it_holds_though_another_looked_first(
     open_queue: Callable[..., Queue],
 ) -> None:
     queue = open_queue("A")
@@ -96,10 +96,10 @@ def test_by_more_of_a_group_that_it_holds_though_another_looked_first(
     assert woken(queue, c1, more) == [1]
 
 
-def test_by_its_own_acknowledgement_which_makes_room_in_a_group(
+def test_by_its_own_acknowledgement_which_makes_room_in_a_key(
     open_queue: Callable[..., Queue],
 ) -> None:
-    queue = open_queue("AAA", group_cap=2)
+    queue = open_queue("AAA", max_per_key=2)
     c1 = queue.consumer()
     first, second = c1.poll(5)
     assert woken(queue, c1, first.ack) == [2]
@@ -113,16 +113,16 @@ def test_by_room_that_was_made_while_it_asked_for_nothing(
     c1 = queue.consumer(prefetch=1)
     (first,) = c1.poll(5)
     assert c1.poll(0.05) == []  # nothing is new to it
-    exchange = c1._supply.exchange
+    exchange = c1._prefetcher.exchange
 
-    def settled_meanwhile(want: int) -> Answer:
-        answer = exchange(want)
+    def settled_meanwhile(want: int) -> StepReply:
+        reply = exchange(want)
         if first.standing is Standing.HELD:
             assert want == 0
             first.ack()
-        return answer
+        return reply
 
-    monkeypatch.setattr(c1._supply, "exchange", settled_meanwhile)
+    monkeypatch.setattr(c1._prefetcher, "exchange", settled_meanwhile)
     assert offsets(c1.poll(SOON_S)) == [1]
 
 
@@ -150,7 +150,7 @@ def test_by_the_end_of_a_delay(open_queue: Callable[..., Queue]) -> None:
     assert woken(queue, c2, lambda: record.release(delay=0.1)) == [0]
 
 
-def test_by_resuming_a_parked_group(open_queue: Callable[..., Queue]) -> None:
+def test_by_resuming_a_parked_key(open_queue: Callable[..., Queue]) -> None:
     queue = open_queue("AA", on_poison="park")
     c1 = queue.consumer()
     c1.poll(5)[0].reject()
@@ -177,7 +177,7 @@ def test_by_the_death_of_another(open_queue: Callable[..., Queue]) -> None:
     assert offsets(c1.poll(5)) == [0]
 
     def hang() -> None:
-        c1._tender.end()  # nobody renews its lease any more
+        c1._lease_renewer.stop()  # nobody renews its lease any more
 
     assert woken(queue, c2, hang) == [0]
 

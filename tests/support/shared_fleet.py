@@ -24,7 +24,7 @@ STUCK_S = 60.0
 
 
 class Fleet:
-    """Consumers, restarted when they die, on a stream whose records have a group and a number."""
+    """Consumers, restarted when they die, on a stream whose records have a key and a number."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Fleet:
         rng: random.Random,
         *,
         consumers: int = 4,
-        groups: int = 200,
+        keys: int = 200,
         prefetch: int = 256,
         lease_ttl: float = 1.0,
         max_deliveries: int = 5,
@@ -52,8 +52,8 @@ class Fleet:
         ).close()
         self.shared = self.stream.shared_group(GROUP)
         self.lease_s = lease_ttl
-        self.group_of: list[bytes] = []
-        self._names = [b"g%d" % number for number in range(groups)]
+        self.key_of: list[bytes] = []
+        self._names = [b"g%d" % number for number in range(keys)]
         self._publisher = self._stack.enter_context(self.stream.publisher())
         self._members = [self._start() for _ in range(consumers)]
         for member in self._members:
@@ -78,12 +78,12 @@ class Fleet:
         left = records
         while left:
             size = min(left, self.rng.choice([1, 7, 100, 1_000, 4_096]))
-            groups = [self.rng.choice(self._names) for _ in range(size)]
-            values = [b"%d" % (len(self.group_of) + number) for number in range(size)]
-            if poison is not None and 0 <= poison - len(self.group_of) < size:
-                values[poison - len(self.group_of)] = POISON
-            self._publisher.publish_many(values, keys=groups)
-            self.group_of += groups
+            keys = [self.rng.choice(self._names) for _ in range(size)]
+            values = [b"%d" % (len(self.key_of) + number) for number in range(size)]
+            if poison is not None and 0 <= poison - len(self.key_of) < size:
+                values[poison - len(self.key_of)] = POISON
+            self._publisher.publish_many(values, keys=keys)
+            self.key_of += keys
             left -= size
         self._publisher.flush()
 
@@ -159,7 +159,7 @@ class Fleet:
 
     def check(self) -> None:
         state = self.shared.describe()
-        letters, total = self.letters(), len(self.group_of)
+        letters, total = self.letters(), len(self.key_of)
         assert state.confirmed == self.stream.end().offset == total
         assert len(set(letters)) == len(letters) == state.dead, "one letter for each"
         assert state.acked + state.dead == total, "each is settled once"
@@ -172,9 +172,9 @@ class Fleet:
         for offset in dict.fromkeys(history):  # where each was processed first
             if offset in dead:
                 continue
-            group = self.group_of[offset]
-            assert offset > last.get(group, -1), f"{offset} comes after {last[group]}"
-            last[group] = offset
+            key = self.key_of[offset]
+            assert offset > last.get(key, -1), f"{offset} comes after {last[key]}"
+            last[key] = offset
         print(
             f"{total} records, {len(history) - len(set(history))} repeated, {len(letters)} dead "
             f"letters, {state.returned} returned, {state.reaped} reaped, {dict(self.done)}"

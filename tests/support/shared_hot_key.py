@@ -22,15 +22,15 @@ Case = Literal["held", "worked", "absent"]
 
 def others_per_second(url: str, case: Case, others: int, *, consumers: int = 3) -> float:
     """Process ``others`` records of other keys, and tell how fast that was."""
-    with Queue(url, settings={"capacity": 10_000_000}, group_cap=32) as queue:
+    with Queue(url, settings={"capacity": 10_000_000}, max_per_key=32) as queue:
         names = [b"k%d" % (number % 100) for number in range(others)]
-        groups = [g for name in names for g in ([HOT] * (SHARE - 1) + [name])]
-        groups = names if case == "absent" else groups
+        keys = [g for name in names for g in ([HOT] * (SHARE - 1) + [name])]
+        keys = names if case == "absent" else keys
         with queue.stream.publisher() as publisher:
-            publisher.publish_many([b"v" * 100] * len(groups), keys=groups)
+            publisher.publish_many([b"v" * 100] * len(keys), keys=keys)
         owner = queue.consumer(prefetch=1)
         if case == "held":
-            assert owner.poll(5)[0].group == HOT
+            assert owner.poll(5)[0].ordering_key == HOT
         left = [others]
         done, lock = threading.Event(), threading.Lock()
 
@@ -40,7 +40,7 @@ def others_per_second(url: str, case: Case, others: int, *, consumers: int = 3) 
                 for record in records:
                     record.ack()
                 with lock:
-                    left[0] -= sum(record.group != HOT for record in records)
+                    left[0] -= sum(record.ordering_key != HOT for record in records)
                     if left[0] <= 0:
                         done.set()
 
@@ -56,7 +56,7 @@ def others_per_second(url: str, case: Case, others: int, *, consumers: int = 3) 
         for sub in subscribers:
             sub.flush()
         if case == "held":
-            hot = next(state for state in queue.shared.groups() if state.id == HOT)
+            hot = next(state for state in queue.shared.keys() if state.key == HOT)
             assert (hot.acquired, hot.owner) == (1, owner.name), "the hot key is still held"
         discard(owner)
         assert left == [0]

@@ -11,17 +11,17 @@ class Model:
 
     def __init__(self, *, tries: int, parks: bool, letters: bool) -> None:
         self.tries, self.parks, self.letters = tries, parks, letters
-        self.group_of: dict[int, bytes] = {}
+        self.key_of: dict[int, bytes] = {}
         self.fate: dict[int, str] = {}  # of those that are settled
         self.failures: Counter[int] = Counter()
         self.holder: dict[int, str] = {}  # consumers of what is held
         self.suspects: set[int] = set()  # were with a consumer that died
         self.dying: set[int] = set()
-        self.stopped: dict[bytes, str] = {}  # groups, "d" or "p"
+        self.stopped: dict[bytes, str] = {}  # keys, "d" or "p"
 
     def tell(self, consumer: str, kind: str, offset: int, how: dict[str, Any]) -> None:
-        """What was said has reached the books."""
-        group = self.group_of[offset]
+        """What was said has reached the state."""
+        key = self.key_of[offset]
         assert self.holder.pop(offset) == consumer
         if kind == "ack":
             self.close_record(offset, "acked")
@@ -33,12 +33,12 @@ class Model:
         else:
             self.fail(offset)
         if kind == "rewind" or (kind == "reject" and self.parks):
-            behind = [o for o in self.holder if o > offset and self.group_of[o] == group]
+            behind = [o for o in self.holder if o > offset and self.key_of[o] == key]
             for other in behind:
                 assert self.holder.pop(other) == consumer
             back = [*behind, offset] if self.is_waiting(offset) else behind
-            if how.get("delay") and back and group not in self.stopped:
-                self.stopped[group] = "d"
+            if how.get("delay") and back and key not in self.stopped:
+                self.stopped[key] = "d"
 
     def fail(self, offset: int) -> None:
         self.failures[offset] += 1
@@ -47,7 +47,7 @@ class Model:
 
     def give_up(self, offset: int) -> None:
         if self.parks:
-            self.stopped[self.group_of[offset]] = "p"
+            self.stopped[self.key_of[offset]] = "p"
         if self.letters:
             self.dying.add(offset)
         elif not self.parks:
@@ -57,7 +57,7 @@ class Model:
         heads: dict[bytes, int] = {}
         known = set(self.suspects)
         for offset in sorted(o for o, c in self.holder.items() if c == consumer):
-            heads.setdefault(self.group_of[offset], offset)
+            heads.setdefault(self.key_of[offset], offset)
             if died:
                 self.suspects.add(offset)
             del self.holder[offset]
@@ -73,17 +73,17 @@ class Model:
         self.failures.pop(offset, None)
 
     def open(self) -> list[int]:
-        return [offset for offset in self.group_of if offset not in self.fate]
+        return [offset for offset in self.key_of if offset not in self.fate]
 
     def is_waiting(self, offset: int) -> bool:
         return not (offset in self.fate or offset in self.dying or offset in self.holder)
 
-    def waiting(self, group: bytes) -> list[int]:
-        return [o for o, g in self.group_of.items() if g == group and self.is_waiting(o)]
+    def waiting(self, key: bytes) -> list[int]:
+        return [o for o, g in self.key_of.items() if g == key and self.is_waiting(o)]
 
     @property
-    def by_group(self) -> dict[bytes, list[int]]:
+    def by_key(self) -> dict[bytes, list[int]]:
         found: dict[bytes, list[int]] = defaultdict(list)
-        for offset, group in self.group_of.items():
-            found[group].append(offset)
+        for offset, key in self.key_of.items():
+            found[key].append(offset)
         return found

@@ -1,7 +1,7 @@
 """Qpid's stress program for message groups, msg_group_test: generator, checker, stall detector.
 
-A record carries the name of its group, its number in it, and whether it is the last. The checker is
-shared by all receivers: in each group the numbers must come in order, each once, to the last.
+A record carries the name of its key, its number in it, and whether it is the last. The checker is
+shared by all receivers: in each key the numbers must come in order, each once, to the last.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ class Checker:
     def done(self) -> bool:
         return bool(self.failures) or (self.left == 0 and not self._expected)
 
-    def hear(self, receiver: int, group: bytes, value: bytes) -> None:
+    def hear(self, receiver: int, key: bytes, value: bytes) -> None:
         number, last = value.split(b" ")
         with self._lock:
             self.heard_at = time.monotonic()
-            expected = self._expected.get(group, 0)
-            if group in self._finished or int(number) != expected:
-                self.failures.append(f"{group!r}: {number!r} came, {expected} was expected")
-            self._expected[group] = expected + 1
-            self._receivers.setdefault(group, set()).add(receiver)
+            expected = self._expected.get(key, 0)
+            if key in self._finished or int(number) != expected:
+                self.failures.append(f"{key!r}: {number!r} came, {expected} was expected")
+            self._expected[key] = expected + 1
+            self._receivers.setdefault(key, set()).add(receiver)
             self.left -= 1
             if last == b"end":
-                del self._expected[group]
-                self._finished.add(group)
+                del self._expected[key]
+                self._finished.add(key)
 
     def check(self) -> None:
         assert not self.failures, self.failures[:5]
         assert self.left == 0
         assert not self._expected
         several = sum(map(len, self._receivers.values())) / max(len(self._receivers), 1)
-        print(f"{len(self._receivers)} groups, {several:.2f} receivers of each")
+        print(f"{len(self._receivers)} keys, {several:.2f} receivers of each")
 
 
 def generate(row: Row, sender: int, rng: random.Random) -> Iterator[tuple[bytes, bytes]]:
-    """Groups and values, ``interleave`` groups in turn."""
+    """Keys and values, ``interleave`` keys in turn."""
     left, made = row.messages, 0
     turns: list[Iterator[tuple[bytes, bytes]]] = []
 
@@ -97,8 +97,8 @@ def generate(row: Row, sender: int, rng: random.Random) -> Iterator[tuple[bytes,
 
 def send(stream: meteor.Stream, row: Row, sender: int, rng: random.Random) -> None:
     with stream.publisher() as publisher:
-        for group, value in generate(row, sender, rng):
-            publisher.publish(value, key=group)
+        for key, value in generate(row, sender, rng):
+            publisher.publish(value, key=key)
 
 
 def receive(stream: meteor.Stream, row: Row, receiver: int, checker: Checker) -> None:
@@ -111,7 +111,7 @@ def receive(stream: meteor.Stream, row: Row, receiver: int, checker: Checker) ->
             unsaid = 0
             while not checker.done:
                 for record in sub.poll(0.2, 1):
-                    checker.hear(receiver, record.group, record.value)
+                    checker.hear(receiver, record.ordering_key, record.value)
                     record.ack()
                     unsaid += 1
                     if unsaid >= row.ack_every:

@@ -1,7 +1,7 @@
 """A random walk over a shared group, and a model that says after each step what must be true.
 
 Consumers are desks without threads: nothing happens that the walk has not chosen, so a seed repeats
-it. The model knows the fate of every record; the books in Redis are compared with it, and checked
+it. The model knows the fate of every record; the state in Redis are compared with it, and checked
 by themselves, after every step.
 """
 
@@ -19,7 +19,7 @@ import meteor_py as meteor
 from meteor_py.shared.admin import SharedGroup, open_shared
 from meteor_py.shared.deliveries import Deliveries
 from meteor_py.shared.frame_cache import FrameCache
-from meteor_py.shared.protocol import Answer
+from meteor_py.shared.protocol import StepReply
 from meteor_py.shared.record import SharedRecord, Standing
 from meteor_py.subscribe.dead_letters import OFFSET_HEADER, bury
 from tests.support.shared_model import Model
@@ -38,19 +38,19 @@ class Hand:
         grouping = shared.stream.config.grouping
         assert grouping is not None
         self.name = name
-        self.desk = Deliveries(shared.books, settings, grouping, None, name)
-        self.payloads = FrameCache(shared.stream._handle)
-        self.desk.exchange()
+        self.deliveries = Deliveries(shared._protocol, settings, grouping, None, name)
+        self.frames = FrameCache(shared.stream._handle)
+        self.deliveries.exchange()
         self.held: dict[int, SharedRecord] = {}
         self.said: list[tuple[str, int, dict[str, Any]]] = []  # settled since the last exchange
 
     @property
     def id(self) -> str:
-        return self.desk._consumer
+        return self.deliveries._consumer
 
     def close(self) -> None:
-        self.desk.close()
-        self.payloads.close()
+        self.deliveries.close()
+        self.frames.close()
 
 
 class Walk(Model):
@@ -72,7 +72,7 @@ class Walk(Model):
         if self.letters:
             client.stream(LETTERS)
         asked: dict[str, Any] = {
-            "group_cap": self.cap,
+            "max_per_key": self.cap,
             "lease_ttl": 600.0,
             "max_deliveries": self.tries,
             "dead_letter": LETTERS if self.letters else None,
@@ -81,7 +81,7 @@ class Walk(Model):
         self.shared, self.settings = open_shared(
             self.stream, self.stream._handle, GROUP, asked, meteor.InitialOffset.EARLIEST
         )
-        plain.hset(self.shared.books.key("state"), "max_waiting", self.room)
+        plain.hset(self.shared._protocol.key("state"), "max_waiting", self.room)
         self.publisher = self.stream.publisher()
         self.buried: list[int] = []
         self.next = 0
@@ -128,18 +128,18 @@ class Walk(Model):
         if self.rng.random() < 0.02:
             size = 4096
         skew = self.rng.choice([0.0, 0.8])
-        groups = [
+        keys = [
             self.names[0] if self.rng.random() < skew else self.rng.choice(self.names)
             for _ in range(size)
         ]
         if size == 1:
-            first = self.publisher.publish(b"v", key=groups[0]).result(20)
+            first = self.publisher.publish(b"v", key=keys[0]).result(20)
         elif size > 20:
             values = pa.array([b"v"] * size, pa.binary())
-            first = self.publisher.publish_many(values, keys=pa.array(groups)).result(20)
+            first = self.publisher.publish_many(values, keys=pa.array(keys)).result(20)
         else:
-            first = self.publisher.publish_many([b"v"] * size, keys=groups).result(20)
-        self.group_of |= {first + n: group for n, group in enumerate(groups)}
+            first = self.publisher.publish_many([b"v"] * size, keys=keys).result(20)
+        self.key_of |= {first + n: key for n, key in enumerate(keys)}
 
     def join(self) -> None:
         if len(self.hands) < 5:
@@ -166,7 +166,7 @@ class Walk(Model):
                 self.settle(hand, hand.held[offset])
 
     def settle(self, hand: Hand, record: SharedRecord) -> None:
-        """Say it to the desk; the model learns of it when the desk says it to the server."""
+        """Settle it here; the model learns of it when the server does."""
         what = self.rng.random()
         if what < 0.75:
             record.ack()
@@ -193,8 +193,8 @@ class Walk(Model):
 
     def leave(self) -> None:
         hand = self.some_hand()
-        answer = self.exchange(hand, 0, leave=True)
-        assert not answer.granted
+        reply = self.exchange(hand, 0, leave=True)
+        assert not reply.granted
         self.hands.remove(hand)
         hand.close()
 
@@ -205,7 +205,7 @@ class Walk(Model):
         hand.said.clear()
         hand.close()
         self.ghosts.append(hand)
-        self.plain.zadd(self.shared.books.key("leases"), {hand.id: 1})
+        self.plain.zadd(self.shared._protocol.key("leases"), {hand.id: 1})
 
     def expire(self) -> None:
         """Its lease ends, and it lives: what it settles later must not count."""
@@ -214,18 +214,18 @@ class Walk(Model):
         late, other = self.rng.sample(self.hands, 2)
         while self.ghosts:  # one is found out at each step
             self.exchange(other, 0)
-        self.plain.zadd(self.shared.books.key("leases"), {late.id: 1})
+        self.plain.zadd(self.shared._protocol.key("leases"), {late.id: 1})
         self.exchange(other, self.rng.choice([0, 16]))
         assert late.id not in self.consumers()
         self.settle_some(late)
         said = {offset for _, offset, _ in late.said}
-        before = self.books()
+        before = self.state()
         late.said.clear()
-        late.desk.exchange()
+        late.deliveries.exchange()
         late.held.clear()
-        refused = late.desk.take_refused()
+        refused = late.deliveries.take_refused()
         assert set(refused) == said, "late settlements must be refused, each"
-        after = self.books()
+        after = self.state()
         for found in (before, after):  # it joins anew, and may be given letters to publish
             found[b"state"].pop(b"last")
             for part in list(found):
@@ -235,48 +235,48 @@ class Walk(Model):
         assert after == before, "late settlements must change nothing"
 
     def purge(self) -> None:
-        group = self.rng.choice(self.names)
+        key = self.rng.choice(self.names)
         limit = self.rng.choice([None, 1, 5])
-        waiting, looked = self.waiting(group), self.shared.describe().looked
-        purged = self.shared.purge(group, limit)
+        waiting, looked = self.waiting(key), self.shared.describe().looked
+        purged = self.shared.purge(key, limit)
         self.lose_unseen(looked)
         gone = [o for o in waiting if o not in self.fate][:limit]
         if self.room == 1_000_000:
             assert purged == len(gone)
         for offset in gone[:purged]:
             self.close_record(offset, "purged")
-        if self.stopped.get(group) == "d" and not self.waiting_seen(group):
-            del self.stopped[group]
+        if self.stopped.get(key) == "d" and not self.waiting_seen(key):
+            del self.stopped[key]
 
     def resume(self) -> None:
-        group = self.rng.choice(list(self.stopped) or self.names)
-        waiting = self.waiting_seen(group)
-        assert self.shared.resume(group) == (group in self.stopped)
-        if self.stopped.pop(group, None) and waiting:
+        key = self.rng.choice(list(self.stopped) or self.names)
+        waiting = self.waiting_seen(key)
+        assert self.shared.resume(key) == (key in self.stopped)
+        if self.stopped.pop(key, None) and waiting:
             self.failures.pop(waiting[0], None)
 
     def come_due(self) -> None:
-        due = [group for group, how in self.stopped.items() if how == "d"]
-        for group in due:
-            self.plain.zadd(self.shared.books.key("delayed"), {group: 1})
+        due = [key for key, how in self.stopped.items() if how == "d"]
+        for key in due:
+            self.plain.zadd(self.shared._protocol.key("delayed"), {key: 1})
         self.exchange(self.some_hand(), 0)
-        for group in due:
-            if self.stopped[group] == "d":
-                del self.stopped[group]
+        for key in due:
+            if self.stopped[key] == "d":
+                del self.stopped[key]
 
     def look_ahead(self) -> None:
         looked = self.shared.describe().looked
-        states = self.shared.groups(look_ahead=True)
+        states = self.shared.keys(look_ahead=True)
         self.lose_unseen(looked)
         if self.room < 1_000_000:
             return
-        open_now = Counter(self.group_of[o] for o in self.open() if o not in self.dying)
-        assert {state.id: state.count for state in states if state.count} == dict(open_now)
+        open_now = Counter(self.key_of[o] for o in self.open() if o not in self.dying)
+        assert {state.key: state.count for state in states if state.count} == dict(open_now)
 
     def publish_letters(self) -> None:
         """Letters that somebody was given come again, for whoever was given them may have died."""
-        for offset in self.letters_in_books():
-            self.plain.zadd(self.shared.books.key("dying"), {offset: 0})
+        for offset in self.letters_in_state():
+            self.plain.zadd(self.shared._protocol.key("dying"), {offset: 0})
         self.exchange(self.some_hand(), 0, bury_letters=True)
 
     def drain(self) -> None:
@@ -289,10 +289,10 @@ class Walk(Model):
         idle = 0
         while left := len(self.open()):
             self.done.append("drain")
-            for group in list(self.stopped):
-                self.shared.resume(group)
-                waiting = self.waiting_seen(group)
-                del self.stopped[group]
+            for key in list(self.stopped):
+                self.shared.resume(key)
+                waiting = self.waiting_seen(key)
+                del self.stopped[key]
                 if waiting:
                     self.failures.pop(waiting[0], None)
             for record in list(hand.held.values()):
@@ -304,48 +304,48 @@ class Walk(Model):
             idle = 0 if len(self.open()) < left else idle + 1
             assert idle < IDLE_STEPS, f"nothing comes, and {sorted(self.open())[:9]} are open"
         self.check()
-        assert self.shared.confirmed == len(self.group_of) == self.stream.end().offset
+        assert self.shared.confirmed == len(self.key_of) == self.stream.end().offset
         self.check_letters()
 
     # -- one exchange --------------------------------------------------------------------------
 
     def exchange(
         self, hand: Hand, want: int, *, leave: bool = False, bury_letters: bool = False
-    ) -> Answer:
+    ) -> StepReply:
         consumer = hand.id
         said, hand.said = hand.said, []
         looked = self.next
-        answer = hand.desk.exchange(want, leave=leave)
-        assert not answer.refused, "it was held"
+        reply = hand.deliveries.exchange(want, leave=leave)
+        assert not reply.refused, "it was held"
         for step in sorted(said, key=lambda one: one[0] != "ack"):  # these are said first
             self.tell(consumer, *step)
         if leave:
             self.give_back(consumer, died=False)
         self.see_to_the_dead()
         if want and not leave:
-            self.check_lost(answer, looked)
-        self.check_grants(hand, answer)
-        hand.desk.letters.clear()
-        letters = answer.letters
+            self.check_lost(reply, looked)
+        self.check_grants(hand, reply)
+        hand.deliveries.dead_letters.clear()
+        letters = reply.dead_letters
         for letter in letters:
             assert letter.offset in self.dying
-            assert letter.group == self.group_of[letter.offset]
+            assert letter.ordering_key == self.key_of[letter.offset]
             assert letter.failures == self.failures[letter.offset]
         if bury_letters:
             self.bury(hand, letters)
-        found, lost, unreadable = hand.payloads.fetch(sorted(hand.desk.granted))
+        found, lost, unreadable = hand.frames.fetch(sorted(hand.deliveries.holdings.granted))
         assert not unreadable
-        for record in hand.desk.receive(found, lost):
-            assert record.group == self.group_of[record.offset]
+        for record in hand.deliveries.receive(found, lost):
+            assert record.ordering_key == self.key_of[record.offset]
             hand.held[record.offset] = record
         if lost:
             first = self.stream.bounds()[0]
             assert max(lost) < first, "only what the ring has dropped is lost"
             hand.said += [("gone", offset, {}) for offset in lost]
             self.exchange(hand, 0)
-        while hand.desk.take_lost():
+        while hand.deliveries.take_lost():
             pass
-        return answer
+        return reply
 
     def see_to_the_dead(self) -> None:
         there = self.consumers()
@@ -353,38 +353,38 @@ class Walk(Model):
             self.give_back(consumer, died=True)
         self.ghosts = [ghost for ghost in self.ghosts if ghost.id in there]
 
-    def check_lost(self, answer: Answer, looked: int) -> None:
+    def check_lost(self, reply: StepReply, looked: int) -> None:
         first = self.stream.bounds()[0]
-        for low, high in answer.lost:
+        for low, high in reply.lost:
             assert looked <= low <= high < first, "only what the ring has dropped is lost"
             for offset in range(low, high + 1):
                 self.close_record(offset, "lost")
-        self.next = answer.next
+        self.next = reply.next
 
     def lose_unseen(self, looked: int) -> None:
         """Who has looked ahead has found out what the ring had dropped before anybody looked."""
         for offset in range(looked, min(self.shared.describe().looked, self.stream.bounds()[0])):
             self.close_record(offset, "lost")
 
-    def check_grants(self, hand: Hand, answer: Answer) -> None:
+    def check_grants(self, hand: Hand, reply: StepReply) -> None:
         last_tries = 0
-        for offset in answer.granted:
-            group = self.group_of[offset]
+        for offset in reply.granted:
+            key = self.key_of[offset]
             assert offset not in self.fate
             assert offset not in self.holder
-            assert group not in self.stopped, f"{group!r} is stopped"
-            for other in self.by_group[group]:
+            assert key not in self.stopped, f"{key!r} is stopped"
+            for other in self.by_key[key]:
                 if other >= offset:
                     break
                 if other in self.fate or other in self.dying:
                     continue
                 owner = self.holder.get(other)
                 assert owner == hand.id, f"{offset} is given to {hand.name}, and {other} is open"
-            later = [o for o in self.holder if self.group_of[o] == group]
-            assert {self.holder[o] for o in later} <= {hand.id}, "a group has one owner"
+            later = [o for o in self.holder if self.key_of[o] == key]
+            assert {self.holder[o] for o in later} <= {hand.id}, "a key has one owner"
             assert len(later) < self.cap
             assert not later or offset not in self.suspects, "a suspect waits for those before it"
-            assert answer.failures.get(offset, 0) == self.failures[offset]
+            assert reply.failures.get(offset, 0) == self.failures[offset]
             if offset in self.suspects and self.tries:
                 last_tries += self.failures[offset] >= self.tries - 1
             self.holder[offset] = hand.id
@@ -394,7 +394,7 @@ class Walk(Model):
 
     def bury(self, hand: Hand, letters: list[Any]) -> None:
         for letter in letters:
-            found = hand.payloads.fetch([letter.offset]).found
+            found = hand.frames.fetch([letter.offset]).found
             if letter.offset in found:
                 target = self.client.stream(LETTERS, create=False)
                 record = found[letter.offset]
@@ -409,25 +409,25 @@ class Walk(Model):
                 self.buried.append(letter.offset)
                 if self.rng.random() < 0.2:
                     continue  # dies before it is known: somebody will do it again
-            hand.desk.letter_published(letter)
+            hand.deliveries.dead_letter_published(letter)
             self.dying.discard(letter.offset)
             self.close_record(letter.offset, "dead" if letter.offset in found else "lost")
         self.exchange(hand, 0)
 
     # -- what must be true ---------------------------------------------------------------------
 
-    def waiting_seen(self, group: bytes) -> list[int]:
+    def waiting_seen(self, key: bytes) -> list[int]:
         looked = self.shared.describe().looked
-        return [offset for offset in self.waiting(group) if offset < looked]
+        return [offset for offset in self.waiting(key) if offset < looked]
 
     def consumers(self) -> set[str]:
-        found: Any = self.plain.hkeys(self.shared.books.key("consumers"))
+        found: Any = self.plain.hkeys(self.shared._protocol.key("consumers"))
         return {consumer.decode() for consumer in found}
 
-    def books(self) -> dict[bytes, Any]:
+    def state(self) -> dict[bytes, Any]:
         found: dict[bytes, Any] = {}
-        for part in self.shared.books.find():
-            key = self.shared.books.whole(part)
+        for part in self.shared._protocol.find():
+            key = self.shared._protocol.whole(part)
             kind = self.plain.type(key)
             if kind == b"hash":
                 found[part] = self.plain.hgetall(key)
@@ -441,7 +441,7 @@ class Walk(Model):
         assert self.shared.fsck() == []
         found = self.shared.describe()
         self.next = found.looked
-        expected = min(self.open(), default=len(self.group_of))
+        expected = min(self.open(), default=len(self.key_of))
         assert found.confirmed == expected, f"confirmed is {found.confirmed}, not {expected}"
         assert found.confirmed >= self.confirmed, "confirmed went back"
         self.confirmed = found.confirmed
@@ -450,17 +450,17 @@ class Walk(Model):
         assert found.purged == fates["purged"]
         held: dict[int, str] = {}
         for consumer in self.consumers():
-            flat: Any = self.plain.hgetall(self.shared.books.key(f"held:{consumer}"))
-            for group, offsets in flat.items():
-                if group and offsets:
+            flat: Any = self.plain.hgetall(self.shared._protocol.key(f"held:{consumer}"))
+            for key, offsets in flat.items():
+                if key and offsets:
                     held |= {int(offset): consumer for offset in offsets.split(b",")}
         assert held == self.holder
-        failures: Any = self.plain.hgetall(self.shared.books.key("failures"))
+        failures: Any = self.plain.hgetall(self.shared._protocol.key("failures"))
         assert {int(o): int(n) for o, n in failures.items()} == dict(+self.failures)
-        assert {int(o) for o in self.letters_in_books()} == self.dying
+        assert {int(o) for o in self.letters_in_state()} == self.dying
 
-    def letters_in_books(self) -> list[bytes]:
-        found: Any = self.plain.hkeys(self.shared.books.key("letters"))
+    def letters_in_state(self) -> list[bytes]:
+        found: Any = self.plain.hkeys(self.shared._protocol.key("letters"))
         return list(found)
 
     def check_letters(self) -> None:

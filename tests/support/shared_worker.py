@@ -51,7 +51,7 @@ def work(sub: meteor.SharedSubscriber, plain: Any, rng: random.Random, trouble: 
             record.release(rng.choice([0.0, 0.0, 0.05]))
         elif luck < 1.5 * trouble:
             record.reject("bad luck")
-            # What follows in its group is only in order if this counts.
+            # What follows in its key is only in order if this counts.
             sub.flush()
         else:
             processed.append(record)

@@ -1,4 +1,4 @@
-"""Shared groups at hand: Qpid's queue with its consumers, deaths on cue, and a check of the books.
+"""Shared groups at hand: Qpid's queue with its consumers, deaths on cue, and a check of the state.
 
     with Queue(any_url, "AAB") as queue:
         c1, c2 = queue.consumers(2)
@@ -6,7 +6,7 @@
         queue.ack(c1, "A-0")
 
 A record is named as in Qpid's tests: its group, and its offset. ``get`` is their fetch of one,
-without prefetch: the consumer may hold exactly one more than it does. Whatever happened, the books
+without prefetch: the consumer may hold exactly one more than it does. Whatever happened, the state
 are checked at the end.
 """
 
@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Self
+
+import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import keys
@@ -47,7 +49,7 @@ class Queue:
         self.url = url
         self.client = self._stack.enter_context(meteor.connect(url))
         self.stream = self.client.stream(STREAM, ordering_key=ordering_key, **(settings or {}))
-        self._options: dict[str, Any] = {"lease_ttl": LONG_S, "group_cap": 10_000} | options
+        self._options: dict[str, Any] = {"lease_ttl": LONG_S, "max_per_key": 10_000} | options
         self._names: dict[int, str] = {}
         self._held: dict[meteor.SharedSubscriber, dict[str, meteor.SharedRecord]] = {}
         self.publish(records)
@@ -87,7 +89,7 @@ class Queue:
         record = get(consumer)
         if record is None:
             return None
-        name = f"{record.group.decode()}-{record.offset}"
+        name = f"{record.ordering_key.decode()}-{record.offset}"
         self._held[consumer][name] = record
         return name
 
@@ -123,15 +125,15 @@ class Queue:
     def shared(self) -> meteor.SharedGroup:
         return self.stream.shared_group(GROUP)
 
-    def groups(self) -> dict[str, meteor.GroupState]:
-        return {state.id.decode(): state for state in self.shared.groups(look_ahead=True)}
+    def keys(self) -> dict[str, meteor.KeyState]:
+        return {state.key.decode(): state for state in self.shared.keys(look_ahead=True)}
 
     def browse(self) -> list[str]:
         """What a plain reader sees, from the beginning."""
         return [self._names[record.offset] for batch in self.stream.read() for record in batch]
 
     def check(self) -> None:
-        """The books must not contradict themselves."""
+        """The state must not contradict themselves."""
         check(self.stream, GROUP)
 
     def key(self, part: str) -> str:
@@ -139,7 +141,7 @@ class Queue:
 
 
 def check(stream: meteor.Stream, *groups: str) -> None:
-    """The books of these shared groups, of all if none is named, must be in order, if there are."""
+    """The state of these shared groups, of all if none is named, must be in order, if there are."""
     try:
         found = groups or [each.name for each in stream.groups() if each.kind == "shared"]
         for name in found:
@@ -150,8 +152,8 @@ def check(stream: meteor.Stream, *groups: str) -> None:
 
 def get(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> meteor.SharedRecord | None:
     """Fetch one record, beside those that it holds."""
-    supply = consumer._supply
-    supply.config = replace(supply.config, prefetch=supply.desk.holding + 1)
+    prefetcher = consumer._prefetcher
+    prefetcher.config = replace(prefetcher.config, prefetch=len(prefetcher.deliveries.holdings) + 1)
     records = consumer.poll(timeout, 1)
     return records[0] if records else None
 
@@ -160,10 +162,10 @@ def die(consumer: meteor.SharedSubscriber) -> None:
     """End without a word, as if its process was killed, and have its lease run out."""
     expire(consumer)
     consumer._closed = True
-    consumer._supply.halt()
-    consumer._tender.end()
-    consumer._tender.join(20)
-    consumer._supply.close()
+    consumer._prefetcher.halt()
+    consumer._lease_renewer.stop()
+    consumer._lease_renewer.join(20)
+    consumer._prefetcher.close()
     subscribers._open_subscribers.discard(consumer)
     expire(consumer)
 
@@ -171,7 +173,7 @@ def die(consumer: meteor.SharedSubscriber) -> None:
 def expire(consumer: meteor.SharedSubscriber) -> None:
     """Have its lease run out now: whoever comes next takes it for dead."""
     consumer.stream.client._connector.call(
-        "ZADD", consumer._shared.books.key("leases"), "XX", 1, consumer._desk._consumer
+        "ZADD", consumer._shared._protocol.key("leases"), "XX", 1, consumer._deliveries._consumer
     )
 
 
@@ -237,6 +239,25 @@ class Runner:
     def join(self) -> None:
         self.thread.join(30)
         assert not self.thread.is_alive(), "run() does not return"
+
+
+class Steps:
+    """Notes what the steps of a consumer say and ask for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, consumer: meteor.SharedSubscriber) -> None:
+        protocol = consumer._deliveries.protocol
+        real = protocol.step
+        self.acks: list[int] = []
+        self.others: list[int] = []
+        self.wants: list[int] = []
+
+        def step(*args: Any, **options: Any) -> Any:
+            self.acks.append(sum(map(len, options["acks"].values())))
+            self.others.append(len(options["others"]))
+            self.wants.append(options["want"])
+            return real(*args, **options)
+
+        monkeypatch.setattr(protocol, "step", step)
 
 
 def collect() -> None:

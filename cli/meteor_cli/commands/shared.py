@@ -21,7 +21,7 @@ from meteor_cli.render.text import counted, print_facts, print_table, say
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
-    from meteor_py import GroupState, SharedDescription, SharedGroup, Stream
+    from meteor_py import KeyState, SharedDescription, SharedGroup, Stream
 
 #: Consumers that are named in a sentence.
 _NAMED = 3
@@ -102,20 +102,20 @@ def describe_shared(session: Session, stream: str, group: str, number: int, as_j
     And why nothing is delivered, if that is so.
     """
     with _opened(session, stream, group) as opened:
-        keys = opened.groups()
+        keys = opened.keys()
         found = opened.describe()
         end = opened.stream.end().offset
     told = reasons(stream, found, keys)
     if as_json:
-        shown = [to_fields(state) | {"id": writable(state.id)} for state in keys[:number]]
-        more = {"groups": shown, "groups_total": len(keys), "reasons": told}
+        shown = [to_fields(state) | {"key": writable(state.key)} for state in keys[:number]]
+        more = {"keys": shown, "keys_total": len(keys), "reasons": told}
         print_json(to_fields(found, stream=stream) | more)
         return
     print_facts(_facts(stream, found, end))
     if found.consumers:
         click.echo()
         leases = [f"{one.lease:.1f} s" if one.lease > 0 else "dead" for one in found.consumers]
-        consumers = [(one.name, one.groups, one.records) for one in found.consumers]
+        consumers = [(one.name, one.keys, one.records) for one in found.consumers]
         rows = [[*one, lease] for one, lease in zip(consumers, leases, strict=True)]
         print_table("consumer | keys# | records# | lease#", rows)
     if keys and number:
@@ -147,13 +147,13 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
         f"purged, {found.lost:,} lost",
         "returned": f"{counted(found.returned, 'record')}; {counted(found.reaped, 'consumer')} "
         "died",
-        "key cap": counted(config.group_cap, "record"),
+        "max per key": counted(config.max_per_key, "record"),
         "lease": f"{config.lease_ttl:g} s",
         "given up": f"{tries}, {then}" if tries else f"only if rejected, {then}",
         "dead letters": letters,
         "without key": "in no order"
-        if config.ungrouped == "free"
-        else f"as of key {config.default_group}",
+        if config.keyless == "free"
+        else f"as of key {config.default_key}",
     }
     if found.lost_last:
         first, last = found.lost_last
@@ -161,10 +161,10 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
     return facts
 
 
-def _print_states(keys: Sequence[GroupState]) -> None:
+def _print_states(keys: Sequence[KeyState]) -> None:
     numbers, state = attrgetter("count", "acquired", "waiting"), attrgetter("state", "owner")
     rows = [
-        [show_key(one.id), *numbers(one), one.oldest if one.oldest >= 0 else None, *state(one)]
+        [show_key(one.key), *numbers(one), one.oldest if one.oldest >= 0 else None, *state(one)]
         for one in keys
     ]
     print_table("key | records# | held# | waiting# | oldest# | state | owner", rows)
@@ -203,8 +203,8 @@ def purge(
     """
     name = show_key(key)
     with _opened(session, stream, group) as opened:
-        found = opened.groups(look_ahead=not dry_run)  # which writes
-        state = next((one for one in found if one.id == key), None)
+        found = opened.keys(look_ahead=not dry_run)  # which writes
+        state = next((one for one in found if one.key == key), None)
         unknown = opened.stream.end().offset - opened.describe().looked
         if dry_run and unknown > 0:
             not_seen = counted(unknown, "record", "has", "have")
@@ -284,7 +284,7 @@ def _opened(session: Session, stream: str, group: str) -> Iterator[SharedGroup]:
             ) from None
 
 
-def reasons(stream: str, found: SharedDescription, keys: Sequence[GroupState]) -> list[str]:
+def reasons(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> list[str]:
     """Why a shared group delivers nothing, or not all, in sentences; what somebody has to see to
     comes first. What others have named is in them as it came."""
     if found.lag == 0:
@@ -325,7 +325,7 @@ def _most() -> int:
     return WAITING_MAX
 
 
-def _stopped(stream: str, found: SharedDescription, keys: Sequence[GroupState]) -> list[str]:
+def _stopped(stream: str, found: SharedDescription, keys: Sequence[KeyState]) -> list[str]:
     """What somebody has to act upon."""
     told: list[str] = []
     if found.waiting >= _most():
@@ -350,7 +350,7 @@ def _stopped(stream: str, found: SharedDescription, keys: Sequence[GroupState]) 
     return told
 
 
-def _held_back(found: SharedDescription, keys: Sequence[GroupState]) -> list[str]:
+def _held_back(found: SharedDescription, keys: Sequence[KeyState]) -> list[str]:
     """Who holds what others wait for."""
     owned = [key for key in keys if key.state == "owned"]
     owners = {key.owner or "somebody" for key in owned}

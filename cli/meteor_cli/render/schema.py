@@ -17,8 +17,8 @@ _STREAM = (
 )  # fmt: skip
 _SHARED = (
     "stream", "name", "confirmed", "lag", "looked", "waiting", "ready", "blocked", "dying", "acked",
-    "dead", "lost", "purged", "returned", "reaped", "lost_last", "consumers", "group_cap",
-    "lease_ttl", "max_deliveries", "dead_letter", "on_poison", "default_group", "ungrouped",
+    "dead", "lost", "purged", "returned", "reaped", "lost_last", "consumers", "max_per_key",
+    "lease_ttl", "max_deliveries", "dead_letter", "on_poison", "default_key", "keyless",
 )  # fmt: skip
 _MEMBER = ("status", "leads", "persistent", "priority", "joined", "metadata")
 
@@ -29,7 +29,7 @@ FIELDS = {
     "groups ls": ("stream", *_GROUP),
     "groups info": ("stream", *_GROUP),
     "shared ls": _SHARED,
-    "shared info": (*_SHARED, "groups", "groups_total", "reasons"),
+    "shared info": (*_SHARED, "keys", "keys_total", "reasons"),
     "shared fsck": ("stream", "group", "flaw"),
     "peers ls": (
         "name", "members", "alive", "leader", "term", "view", "ttl", "member_expiration",
@@ -65,10 +65,11 @@ GROUP_FIELDS = {
     "streams ls": _GROUP,
     "streams info": _GROUP,
     "top --once": (*_GROUP, "rate"),
-    "shared info": ("id", "count", "acquired", "waiting", "owner", "oldest", "state"),
 }
+#: What an object of the field ``keys`` of ``shared info`` has.
+KEY_FIELDS = ("key", "count", "acquired", "waiting", "owner", "oldest", "state")
 #: What an object of the field ``consumers`` of ``shared ls`` and ``shared info`` has.
-CONSUMER_FIELDS = ("id", "name", "groups", "records", "lease")
+CONSUMER_FIELDS = ("id", "name", "keys", "records", "lease")
 
 #: The events of ``watch``, and the fields that each has besides.
 EVENTS = {

@@ -1,14 +1,15 @@
 #!lua flags=no-writes
--- Look at a shared group at one instant.
+-- Describe a shared group at one instant.
 --
 -- KEYS  1 meta  2 state  3 ready  4 blocked  5 leases  6 consumers  7 letters
--- ARGV  1 incarnation  2 what the keys of the shared group begin with: those of its consumers are
---       found by what is in the state
--- Returns {'OK', fields and values of the state, confirmed, groups ready, groups blocked, letters to
---   publish, and for each consumer: id, name, groups, records held, ms until it is taken for dead},
+-- ARGV  1 incarnation  2 the prefix of all keys of the shared group: those of its consumers are found
+--       by what is in the state
+-- Returns {'OK', fields and values of the state, confirmed, ordering keys ready, ordering keys
+--   blocked, dead letters to publish, and for each consumer: id, name, ordering keys, records held,
+--   ms until its lease expires},
 --   or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
--- Atomic because all below 'confirmed' is settled, and that is the lowest of what is not: what waits,
--- what is held, and what nobody has looked at. Takes as long as there are groups with somebody.
+-- Atomic because 'confirmed' is the lowest offset that is not settled: of what waits, what is held, and
+-- what no consumer has looked at. Its time grows with the ordering keys that consumers hold.
 
 local call = redis.call
 local found = call('HGET', KEYS[1], 'incarnation')
@@ -31,16 +32,16 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local consumers = {}
 local flat = call('HGETALL', KEYS[6])
 for i = 1, #flat, 2 do
-  local groups, records = 0, 0
+  local owned, records = 0, 0
   for _, held in ipairs(call('HVALS', ARGV[2] .. 'held:' .. flat[i])) do
     open(string.match(held, '^%d+'))
     local _, commas = string.gsub(held, ',', '')
-    if string.find(held, '^%d') then groups, records = groups + 1, records + commas + 1 end
+    if string.find(held, '^%d') then owned, records = owned + 1, records + commas + 1 end
   end
   open(call('ZRANGE', ARGV[2] .. 'more:' .. flat[i], 0, 0, 'WITHSCORES')[2])
   local left = tonumber(call('ZSCORE', KEYS[5], flat[i]) or 0) - now
   local name = string.match(flat[i + 1], '^%d+:.-:(.*)$')
-  for _, x in ipairs({flat[i], name, groups, records, left}) do consumers[#consumers + 1] = x end
+  for _, x in ipairs({flat[i], name, owned, records, left}) do consumers[#consumers + 1] = x end
 end
 return {'OK', call('HGETALL', KEYS[2]), confirmed, call('ZCARD', KEYS[3]), call('ZCARD', KEYS[4]),
         call('HLEN', KEYS[7]), consumers}

@@ -1,14 +1,14 @@
 #!lua flags=allow-oom
--- Join a shared group as a consumer, or tell a consumer where it stands.
+-- Join a shared group as a consumer, or return the state of a consumer.
 --
 -- KEYS  1 meta  2 state  3 leases  4 consumers  5 held by this consumer  6 failures
--- ARGV  1 incarnation of stream and group  2 consumer, an id that nobody else has or had
+-- ARGV  1 incarnation of stream and group  2 consumer, an id that is never used twice
 --       3 name, for people  4 'join', or '' if it must have joined
--- Returns {'OK', number of its last step, groups and the offsets held of each, in turn; offsets of
---   those that failed before, and how often, in turn}, or
---   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED'}: it was taken for dead
--- Atomic because the number and what is held must fit together: so who has lost an answer learns
--- what became of its step.
+-- Returns {'OK', number of its last step, ordering keys and the offsets held of each, in turn; offsets
+--   of those that failed before, and how often, in turn}, or
+--   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED'}: its lease has expired
+-- Atomic because the number and what is held must fit together: a consumer that has lost a reply learns
+-- from them whether its step was taken.
 
 local found = redis.call('HGET', KEYS[1], 'incarnation')
 if found ~= string.match(ARGV[1], '^[^.]*') then
@@ -21,7 +21,7 @@ if not step then
   if ARGV[4] == '' then return {'FENCED'} end
   step = '0'
   redis.call('HSET', KEYS[4], ARGV[2], '0::' .. ARGV[3])
-  -- Redis keeps a small hash as a list, and would search it for each group; a long value forbids.
+  -- Redis keeps a small hash as a list, and would search it for each ordering key; a long value forbids.
   redis.call('HSET', KEYS[5], '', string.rep('-', 65))
 end
 local clock = redis.call('TIME')

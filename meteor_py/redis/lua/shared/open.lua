@@ -1,12 +1,13 @@
 #!lua flags=allow-oom
--- Begin a shared group, or tell how the one of that name is set up.
+-- Create a shared group, or return the settings of the one of that name.
 --
--- KEYS  1 meta  2 state  3 shared, the names  4 the subscriber group of that name  5 groups
+-- KEYS  1 meta  2 state  3 shared, the names  4 the subscriber group of that name  5 groups (of its
+--       ordering keys)
 -- ARGV  1 incarnation  2 name  3 'create', or '' if it must exist  4 where it begins, '' for the end
---       5 a life of the group that nobody else has or had  6... settings: field, value, ...
+--       5 incarnation of the group, never used twice  6... settings: field, value, ...
 -- Returns {'OK', fields and values of the state}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
 --   {'EXCLUSIVE'}: a subscriber group has that name
--- Atomic because of two who begin it, with different settings, one must win whole.
+-- Atomic because if two clients create it with different settings, one of them must win entirely.
 
 local m = redis.call('HMGET', KEYS[1], 'incarnation', 'next')
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end

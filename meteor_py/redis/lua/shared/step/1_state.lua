@@ -1,35 +1,38 @@
 #!lua flags=allow-oom
--- One step of a consumer of a shared group: renew its lease, settle, see to the others, claim.
+-- One step of a consumer of a shared group: renew its lease, settle, reap dead consumers, claim.
 --
 -- KEYS  1 meta  2 index  3 state  4 groups  5 ready  6 blocked  7 delayed  8 leases  9 consumers
 --       10 failures  11 dying  12 letters  13 bell  14 held, and 15 more, of this consumer
 --       16 suspects
--- ARGV  1 what the keys of the shared group begin with: those of other consumers, and the lists of
+-- ARGV  1 the prefix of all keys of the shared group: those of other consumers, and the lists of
 --         waiting records, are found by what is in the state
 --       2 incarnation of stream and group  3 consumer, '' to only look ahead
 --       4 number of this step, one above the last
 --       5 'leave', 'wake' to ring the bell if this consumer may have more, else ''  6 records wanted
---       7 records to look at, at most  8 records to take of a group at a time
+--       7 records to look at, at most  8 records to take of an ordering key at a time
 --       9 first offset of an entry for the index that it does not have any more, '' for none
---       10 how many strings that has, 'lost' if nobody has it: then 11 is the offset behind what is
---       lost, else 11... are the strings
---       then n, and n times a group and the offsets of it that are acknowledged: 'o,o,...'
---       then triples: 'R' group 'o:ms' rewinds to o, a failure, not to be given out again for so
---       long; 'U' the same, but no failure; 'Q' group 'o' returns only o, a failure; 'X' group
---       'o:reason' rejects; 'G' group 'o': its payload is gone; 'D' '' 'o': its letter is published
+--       10 how many strings that has, 'lost' if neither ring nor store has it: then 11 is the offset
+--       after what is lost, else 11... are the strings
+--       then n, and n times an ordering key and its offsets that are acknowledged: 'o,o,...'
+--       then triples: 'R' key 'o:ms' rewinds to o, a failure, not to be granted again for so long;
+--       'U' the same, but no failure; 'Q' key 'o' returns only o, a failure; 'X' key 'o:reason'
+--       rejects; 'G' key 'o': the record is gone; 'D' '' 'o': its dead letter is published; 'L' '' 'o':
+--       the record of a dead letter is lost
 -- Returns {'OK', next, end of the stream, records waiting, bell, ms until there may be something,
 --     offsets granted: the first, and how far from it each lies; 'o:failures,...' of those that
 --     failed before; end of what only the store has, 0 if the index has it; refused: 'o,...';
 --     lost: 'first:last,...'; dropped: 'o:failures,...'; offsets and details of dead letters to
 --     publish, in turn; epoch of the stream}
---   or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED'}: it was taken for dead
+--   or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED'}: its lease has expired
 --   {'REPEAT', number}: that is the last step, and this is not the one after it
--- Atomic because a record must be with one consumer, waiting, or settled, and a group with one.
+-- Atomic because a record must be with one consumer, waiting, or settled, and an ordering key with one
+-- consumer.
 --
--- A group is free, or with whoever holds records of it; nothing else is ever assigned. Each entry of
--- the index is looked at once: a record is granted there and then, or its offset is appended to the
--- waiting list of its group, which is found again through 'ready' (free groups), 'more' (those of a
--- consumer who may have more) or 'blocked' (delayed or parked), by the offset of its head.
+-- An ordering key is free, or with the consumer that holds records of it; nothing else is ever
+-- assigned. Each entry of the index is looked at once: a record is granted there and then, or its
+-- offset is appended to the waiting list of its ordering key, which is found again through 'ready'
+-- (free keys), 'more' (keys of a consumer that may have more) or 'blocked' (delayed or parked), by the
+-- offset of its head.
 
 local call, format, floor, min, max = redis.call, string.format, math.floor, math.min, math.max
 local find, match, gmatch, sub = string.find, string.match, string.gmatch, string.sub
@@ -56,7 +59,8 @@ end
 local clock = call('TIME')
 local now = clock[1] * 1000 + floor(clock[2] / 1000)
 if not looking then
-  -- If nobody was heard of for long, the server was away, or its clock was set: all keep their time.
+  -- If no consumer was heard of for long, the server was away, or its clock was set: all leases are
+  -- moved by as much.
   local gap = now - (tonumber(s[13] or nil) or now)
   if math.abs(gap) > lease / 2 then
     local leases = call('ZRANGE', KEYS[8], 0, -1, 'WITHSCORES')
@@ -94,11 +98,11 @@ end
 local counters = {}
 local function add(counter, n) counters[counter] = (counters[counter] or 0) + n end
 
--- Groups. 'owner[:waiting:state:head]' in the hash; here: c owner, w waiting, st state ('d' delayed,
+-- Ordering keys. 'owner[:waiting:state:head]' in the hash; here: c owner, w waiting, st state ('d' delayed,
 -- 'p' parked), head the first that waits, if it is known, raw as it was read, at the set that it is
 -- in; of this consumer also: held as a string, known as it was read, n how many, fresh those granted
 -- now.
-local groups, dirty = {}, {}
+local states, dirty = {}, {}
 local sets = {r = KEYS[5], b = KEYS[6], m = KEYS[15]}
 
 local function place_of(t)
@@ -114,7 +118,7 @@ local function read(raw)
     c, w, st, head = match(raw, '^(.-):(%d+):(.-):(%d*)$')
     w, head = tonumber(w), tonumber(head) or false
   end
-  -- All fields at once: a table that grows is made anew.
+  -- All fields at once: a table that grows is allocated again.
   return {c = c, w = w, st = st, head = head, raw = raw, n = 0, held = '', known = false,
           fresh = false, at = false, moved = false, reserved = false, passed = false,
           others = false}
@@ -123,10 +127,10 @@ end
 local function load(names)
   local asked, mine = {}, {}
   for i = 1, #names do
-    local g = names[i]
-    if not groups[g] then
-      groups[g] = true
-      asked[#asked + 1] = g
+    local k = names[i]
+    if not states[k] then
+      states[k] = true
+      asked[#asked + 1] = k
     end
   end
   for low = 1, #asked, 1000 do
@@ -134,7 +138,7 @@ local function load(names)
     local values = call('HMGET', KEYS[4], unpack(asked, low, high))
     for i = low, high do
       local t = read(values[i - low + 1])
-      groups[asked[i]] = t
+      states[asked[i]] = t
       if t.c == '' then
         if t.w > 0 then t.at = place_of(t) end
       elseif t.c == cid then
@@ -148,7 +152,7 @@ local function load(names)
     local high = min(low + 999, #mine)
     local values = call('HMGET', KEYS[14], unpack(mine, low, high))
     for i = low, high do
-      local t, held = groups[mine[i]], values[i - low + 1]
+      local t, held = states[mine[i]], values[i - low + 1]
       t.held, t.known, t.reserved = held or '', held, held == ''
       t.n = count(t.held)
       if t.w > 0 then t.at = place_of(t) end
@@ -160,10 +164,10 @@ local function disown(t)
   if t.n == 0 and not t.reserved then t.c = '' end
 end
 
-local function list_of(g) return prefix .. 'waiting:' .. g end
+local function list_of(k) return prefix .. 'waiting:' .. k end
 
-local function head_of(g, t)
-  if not t.head then t.head = tonumber(call('LINDEX', list_of(g), 0)) end
+local function head_of(k, t)
+  if not t.head then t.head = tonumber(call('LINDEX', list_of(k), 0)) end
   return text(t.head)
 end
 
@@ -171,14 +175,14 @@ end
 local woken, freed = false, false  -- others have work: surely; unless it is claimed here
 local function place_all()
   local out, into = {r = {}, b = {}, m = {}}, {r = {}, b = {}, m = {}}
-  for g, t in pairs(dirty) do
+  for k, t in pairs(dirty) do
     if not t.others then
       local at = place_of(t)
-      if t.at and t.at ~= at then local list = out[t.at]; list[#list + 1] = g end
+      if t.at and t.at ~= at then local list = out[t.at]; list[#list + 1] = k end
       if at and (at ~= t.at or t.moved) then
         local list = into[at]
-        list[#list + 1] = head_of(g, t)
-        list[#list + 1] = g
+        list[#list + 1] = head_of(k, t)
+        list[#list + 1] = k
         if at == 'r' then freed = true end
       end
       t.at, t.moved = at, false
@@ -191,10 +195,10 @@ local function place_all()
   end
 end
 
--- Put what this consumer holds into its hash.
+-- Write what this consumer holds into its hash.
 local function write_held()
   local set, gone = {}, {}
-  for g, t in pairs(groups) do
+  for k, t in pairs(states) do
     if t.fresh then
       local list = join(t.fresh)
       if t.held ~= '' then
@@ -210,11 +214,11 @@ local function write_held()
     end
     local here = t.c == cid and (t.n > 0 or t.reserved)
     if here and t.held ~= t.known then
-      set[#set + 1] = g
+      set[#set + 1] = k
       set[#set + 1] = t.held
       t.known = t.held
     elseif not here and t.known then
-      gone[#gone + 1] = g
+      gone[#gone + 1] = k
       t.known = false
     end
   end
@@ -222,10 +226,10 @@ local function write_held()
   many('HDEL', KEYS[14], gone)
 end
 
--- Offsets, rising, go back to where they were in the waiting list of their group.
-local function put_back(g, t, offsets)
+-- Offsets, rising, go back to where they were in the waiting list of their ordering key.
+local function put_back(k, t, offsets)
   if #offsets == 0 then return end
-  local key, last, all = list_of(g), offsets[#offsets], {}
+  local key, last, all = list_of(k), offsets[#offsets], {}
   while t.w > #all do  -- only those that were returned before lie below
     local heads = call('LRANGE', key, #all, #all + 255)
     for _, head in ipairs(heads) do
@@ -252,10 +256,10 @@ end
 local any_failures = call('EXISTS', KEYS[10]) == 1
 local any_suspects = call('EXISTS', KEYS[16]) == 1
 local dropped = {}
-local function give_up(o, g, t, reason, failures)  -- whether it leaves its group
+local function give_up(o, k, t, reason, failures)  -- whether it leaves its key
   if parks then t.st = 'p' end
   if letters then
-    call('HSET', KEYS[12], text(o), format('%d:%d:', failures, #g) .. g .. reason)
+    call('HSET', KEYS[12], text(o), format('%d:%d:', failures, #k) .. k .. reason)
     call('ZADD', KEYS[11], 0, text(o))
     return true
   end
@@ -266,10 +270,10 @@ local function give_up(o, g, t, reason, failures)  -- whether it leaves its grou
   add('dead', 1)
   return true
 end
-local function fail(o, g, t, reason)
+local function fail(o, k, t, reason)
   local failures = call('HINCRBY', KEYS[10], text(o), 1)
   any_failures = true
-  return tries > 0 and failures >= tries and give_up(o, g, t, reason, failures)
+  return tries > 0 and failures >= tries and give_up(o, k, t, reason, failures)
 end
 
 local function take_back(owner, reason)
@@ -277,27 +281,27 @@ local function take_back(owner, reason)
   local names = {}
   for i = 1, #held, 2 do if held[i] ~= '' then names[#names + 1] = held[i] end end
   load(names)
-  local by_group = {}
-  for i = 1, #held, 2 do by_group[held[i]] = held[i + 1] end
-  for _, g in ipairs(names) do
-    local t, offsets, suspects = groups[g], split(by_group[g]), {}
+  local by_key = {}
+  for i = 1, #held, 2 do by_key[held[i]] = held[i + 1] end
+  for _, k in ipairs(names) do
+    local t, offsets, suspects = states[k], split(by_key[k]), {}
     t.c, t.n, t.held, t.known, t.reserved, t.others = '', 0, '', false, false, false
     t.at = t.w > 0 and t.st ~= '' and 'b'
     if reason and offsets[1] then
-      -- What was done and not yet said is not known, so it may have died of a later one: from now
-      -- on they come one at a time.
+      -- What it processed and did not acknowledge is not known, so it may have died of a later one:
+      -- from now on they are granted one at a time.
       local number = text(offsets[1])
       local suspected = call('SISMEMBER', KEYS[16], number) == 1
       for i, o in ipairs(offsets) do suspects[i] = text(o) end
       many('SADD', KEYS[16], suspects)
       any_suspects = true
-      -- It is not given up for a death before it has travelled alone.
+      -- It is not given up for a death before it was granted alone.
       if suspected or (tonumber(call('HGET', KEYS[10], number) or 0) or 0) + 1 ~= tries then
-        if fail(offsets[1], g, t, reason) then table.remove(offsets, 1) end
+        if fail(offsets[1], k, t, reason) then table.remove(offsets, 1) end
       end
     end
-    put_back(g, t, offsets)
-    t.moved, dirty[g] = true, t
+    put_back(k, t, offsets)
+    t.moved, dirty[k] = true, t
   end
   call('DEL', prefix .. 'held:' .. owner, prefix .. 'more:' .. owner)
   call('ZREM', KEYS[8], owner)

@@ -10,8 +10,8 @@ for i = at + 2 * acked + 1, #ARGV, 3 do
 end
 load(names)
 for i = at + 1, at + 2 * acked, 2 do
-  local g, list = ARGV[i], ARGV[i + 1]
-  local t = groups[g]
+  local k, list = ARGV[i], ARGV[i + 1]
+  local t = states[k]
   if t.c == cid and t.held == list then
     add('acked', t.n)
     if any_failures or any_suspects then
@@ -35,29 +35,29 @@ for i = at + 1, at + 2 * acked, 2 do
   end
   if t.c == cid then
     disown(t)
-    if t.w > 0 then dirty[g] = t end
+    if t.w > 0 then dirty[k] = t end
   end
 end
 
--- What is done to records of a group is gathered, and written once for the group.
+-- What is done to records of an ordering key is gathered, and written once for the key.
 local works = {}
-local function work_on(g, t)
+local function work_on(k, t)
   local work = {offsets = t.c == cid and split(t.held) or {}, has = {}, back = {}, delay = 0}
   for _, o in ipairs(work.offsets) do work.has[o] = true end
   work.last = #work.offsets
-  works[g] = work
+  works[k] = work
   return work
 end
-local function settle(op, g, number, rest)
-  local o, t = tonumber(number), groups[g]
-  local work = works[g] or work_on(g, t)
+local function settle(op, k, number, rest)
+  local o, t = tonumber(number), states[k]
+  local work = works[k] or work_on(k, t)
   if not work.has[o] then
     refused[#refused + 1] = number
     return
   end
   local back = work.back
   if op == 'R' or op == 'U' or (op == 'X' and parks) then
-    while work.last > 0 and work.offsets[work.last] > o do  -- those behind it go with it
+    while work.last > 0 and work.offsets[work.last] > o do  -- later ones go with it
       local behind = work.offsets[work.last]
       if work.has[behind] then
         work.has[behind] = nil
@@ -73,10 +73,10 @@ local function settle(op, g, number, rest)
     add('lost', 1)
     healed[#healed + 1] = number
   elseif op == 'X' then
-    leaves = give_up(o, g, t, rest, call('HINCRBY', KEYS[10], number, 1))
+    leaves = give_up(o, k, t, rest, call('HINCRBY', KEYS[10], number, 1))
     any_failures = true
   elseif op ~= 'U' then
-    leaves = fail(o, g, t, 'It was delivered as often as it may be.')
+    leaves = fail(o, k, t, 'It was delivered as often as it may be.')
   end
   if not leaves then back[#back + 1] = o end
 end
@@ -96,19 +96,19 @@ for i = at + 2 * acked + 1, #ARGV, 3 do
     settle(ARGV[i], ARGV[i + 1], number, rest)
   end
 end
-for g, work in pairs(works) do
-  local t, left = groups[g], {}
+for k, work in pairs(works) do
+  local t, left = states[k], {}
   if t.c == cid then
     for _, o in ipairs(work.offsets) do if work.has[o] then left[#left + 1] = o end end
     t.n, t.held = #left, join(left)
     table.sort(work.back)
-    put_back(g, t, work.back)
+    put_back(k, t, work.back)
     if work.delay > 0 and #work.back > 0 and t.st ~= 'p' then
-      t.st, woken = 'd', true  -- others shall know when to come
-      call('ZADD', KEYS[7], max(now + work.delay, call('ZSCORE', KEYS[7], g) or 0), g)
+      t.st, woken = 'd', true  -- others must know when to ask
+      call('ZADD', KEYS[7], max(now + work.delay, call('ZSCORE', KEYS[7], k) or 0), k)
     end
     disown(t)
-    dirty[g] = t
+    dirty[k] = t
   end
 end
 many('HDEL', KEYS[10], healed)

@@ -1,4 +1,4 @@
--- 2. See to a consumer that is dead, and to groups whose delay is over.
+-- 2. Reap a consumer whose lease has expired, and free ordering keys whose delay is over.
 if not looking then
   local dead = call('ZRANGEBYSCORE', KEYS[8], '-inf', format('(%.0f', now), 'LIMIT', 0, 1)[1]
   if dead and dead ~= cid then
@@ -6,13 +6,13 @@ if not looking then
     add('reaped', 1)
   end
 end
--- Groups of another have something for him.
+-- Ordering keys of another consumer have something for it.
 local function offer(owner, names)
   local held, more = call('HMGET', prefix .. 'held:' .. owner, unpack(names)), {}
-  for i, g in ipairs(names) do
+  for i, k in ipairs(names) do
     if count(held[i] or '') < cap then
-      more[#more + 1] = head_of(g, groups[g])
-      more[#more + 1] = g
+      more[#more + 1] = head_of(k, states[k])
+      more[#more + 1] = k
     end
   end
   many('ZADD', prefix .. 'more:' .. owner, more)
@@ -20,23 +20,23 @@ local function offer(owner, names)
 end
 local due = call('ZRANGEBYSCORE', KEYS[7], '-inf', format('%.0f', now), 'LIMIT', 0, 64)
 load(due)
-for _, g in ipairs(due) do
-  local t = groups[g]
-  call('ZREM', KEYS[7], g)
+for _, k in ipairs(due) do
+  local t = states[k]
+  call('ZREM', KEYS[7], k)
   if t.st == 'd' then
     t.st = ''
-    t.moved, dirty[g] = true, t
+    t.moved, dirty[k] = true, t
     if t.others and t.w > 0 then
-      call('ZREM', KEYS[6], g)
-      offer(t.c, {g})
+      call('ZREM', KEYS[6], k)
+      offer(t.c, {k})
     end
   end
 end
 place_all()
 
--- 3. Claim what waits, the oldest first. The last try of a suspect travels alone: if its consumer
--- dies of it, nothing else is blamed. Who meets one keeps its group, and gets nothing more
--- before all else it holds is settled.
+-- 3. Claim what waits, the oldest first. The last try of a suspect is granted alone: if its consumer
+-- dies of it, nothing else is blamed. A consumer that meets one keeps its ordering key, and gets nothing
+-- more before all else it holds is settled.
 local granted, got, failed, stop = {}, 0, {}, want == 0 and not looking
 local function grant(o, t)
   got = got + 1
@@ -49,7 +49,7 @@ if not stop and (any_failures or alone ~= '') then
   write_held()
   holding = call('HLEN', KEYS[14]) - 1  -- there is a field that makes it a table
   if alone == 'reserved' then
-    alone = ''  -- unless its group is still kept, and not purged
+    alone = ''  -- unless its ordering key is still kept, and not purged
     for _, list in ipairs(call('HVALS', KEYS[14])) do
       if list == '' then alone, holding = 'reserved', holding - 1 end
     end
@@ -59,21 +59,21 @@ if not stop and (any_failures or alone ~= '') then
 end
 
 -- From i on, they go back to where they were.
-local function leave_rest(g, t, offsets, i)
+local function leave_rest(k, t, offsets, i)
   local rest = {}
   for j = i, #offsets do rest[#rest + 1] = tonumber(offsets[j]) end
-  put_back(g, t, rest)
+  put_back(k, t, rest)
   add('returned', -#rest)
 end
 
-local function take(g, t)
-  local offsets = call('LPOP', list_of(g), min(quantum, want - got, cap - t.n))
+local function take(k, t)
+  local offsets = call('LPOP', list_of(k), min(quantum, want - got, cap - t.n))
   if not offsets then
     t.passed, passed = true, passed + 1
     return
   end
   t.w, waiting = t.w - #offsets, waiting - #offsets
-  t.head, t.moved, dirty[g] = false, true, t
+  t.head, t.moved, dirty[k] = false, true, t
   local failures = any_failures and call('HMGET', KEYS[10], unpack(offsets)) or {}
   local suspects = any_suspects and call('SMISMEMBER', KEYS[16], unpack(offsets)) or {}
   for i, number in ipairs(offsets) do
@@ -81,10 +81,10 @@ local function take(g, t)
     local last_try = suspects[i] == 1 and tries > 0 and times >= tries - 1
     if suspects[i] == 1 and t.n > 0 then  -- not before what it may be blamed for is settled
       t.passed, passed = true, passed + 1
-      return leave_rest(g, t, offsets, i)
+      return leave_rest(k, t, offsets, i)
     end
     if last_try and (got > 0 or holding > 0) then
-      leave_rest(g, t, offsets, i)
+      leave_rest(k, t, offsets, i)
       if i == 1 then
         stop = true
         if alone == '' and t.n == 0 and got == 0 then
@@ -98,7 +98,7 @@ local function take(g, t)
     t.reserved = false
     if last_try then
       alone, stop = 'alone', true
-      return leave_rest(g, t, offsets, i + 1)
+      return leave_rest(k, t, offsets, i + 1)
     end
     if alone == 'reserved' then alone = '' end
   end
@@ -118,11 +118,11 @@ while got < want and not stop do
   end
   load(order)
   local taken = false
-  for _, g in ipairs(order) do
+  for _, k in ipairs(order) do
     if got >= want or stop then break end
-    if not groups[g].passed then
+    if not states[k].passed then
       taken = true
-      take(g, groups[g])
+      take(k, states[k])
     end
   end
   if not taken then break end

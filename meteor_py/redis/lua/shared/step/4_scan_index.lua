@@ -1,5 +1,5 @@
 -- 4. Then look at new records, each once.
-local cold, lost = 0, {}
+local stored_stop, lost = 0, {}
 local function lose(to)
   lost[#lost + 1] = text(nxt) .. ':' .. text(to - 1)
   add('lost', to - nxt)
@@ -8,7 +8,7 @@ local function lose(to)
 end
 if ARGV[10] == 'lost' and tonumber(ARGV[9]) == nxt then lose(tonumber(ARGV[11])) end
 
--- Entries of the index from nxt on: those that are at hand, or more.
+-- Entries of the index from nxt on: those that are loaded, or more.
 local entries, at_entry, per_entry = {}, 1, 4096
 local function span(entry)
   local last, size = match(entry[1], '^(%d+)-(%d+)$')
@@ -21,7 +21,8 @@ if strings > 1 then
   if nxt < first or nxt > last then entries = {} end
 end
 
--- The groups of up to so many records from nxt on; none, and where to go on, if nxt is a gap.
+-- The ordering keys of up to so many records from nxt on; none, and the end of the gap, if nxt is in
+-- one.
 local function row_of(limit)
   if not entries[at_entry] then
     local wanted = min(64, floor((limit - 1) / per_entry) + 1)
@@ -38,9 +39,9 @@ local function row_of(limit)
     local size = min(last + 1 - o, limit - #row)
     local bytes, from = {string.byte(entry[1], 2 * (o - first) + 1, 2 * (o - first + size))}, #row
     for i = 1, size do
-      local g = entry[bytes[2 * i - 1] + 256 * bytes[2 * i] + 2]
-      if g == '' then g = free and '\0' .. text(o + i - 1) or default end
-      row[from + i] = g
+      local k = entry[bytes[2 * i - 1] + 256 * bytes[2 * i] + 2]
+      if k == '' then k = free and '\0' .. text(o + i - 1) or default end
+      row[from + i] = k
     end
     o = o + size
     if o > last then at_entry = at_entry + 1 end
@@ -53,33 +54,33 @@ local function look_at(row)
   local pushed, offered = {}, {}
   for i = 1, #row do
     if got >= want and not looking then break end
-    local g = row[i]
-    local t = groups[g]
+    local k = row[i]
+    local t = states[k]
     if t.w == 0 and t.st == '' and (t.c == '' or (t.c == cid and t.n < cap)) and not looking then
       grant(nxt, t)
     else
-      local list = pushed[g]
+      local list = pushed[k]
       if not list then
         list = {}
-        pushed[g] = list
+        pushed[k] = list
         if t.w == 0 then t.head, t.moved = nxt, true end
       end
       list[#list + 1] = text(nxt)
       t.w, waiting = t.w + 1, waiting + 1
-      dirty[g] = t
+      dirty[k] = t
     end
     nxt = nxt + 1
   end
-  for g, list in pairs(pushed) do
-    many('RPUSH', list_of(g), list)
-    local t = groups[g]
+  for k, list in pairs(pushed) do
+    many('RPUSH', list_of(k), list)
+    local t = states[k]
     if t.others and t.moved then
       t.moved = false
       if t.st ~= '' then
-        call('ZADD', KEYS[6], head_of(g, t), g)
+        call('ZADD', KEYS[6], head_of(k, t), k)
       else
         local names = offered[t.c] or {}
-        names[#names + 1] = g
+        names[#names + 1] = k
         offered[t.c] = names
       end
     end
@@ -94,7 +95,7 @@ while (got < want or looking) and not stop and scan > 0 and waiting < room and n
   scan = scan - #row
   if #row == 0 then
     if m[3] then
-      cold = gap
+      stored_stop = gap
       break
     end
     lose(gap)

@@ -1,5 +1,5 @@
--- 5. Letters of records that were given up: for whoever comes, again if they are not published in
--- the time of a lease.
+-- 5. Dead letters of records that were given up: for any consumer, and again if they are not published
+-- within a lease.
 local letters_out = {}
 if not looking and ARGV[5] ~= 'leave' and call('EXISTS', KEYS[11]) == 1 then
   local found = call('ZRANGEBYSCORE', KEYS[11], '-inf', format('%.0f', now), 'LIMIT', 0, 16)
@@ -13,18 +13,18 @@ end
 -- 6. Write back.
 write_held()
 local set, gone = {}, {}
-for g, t in pairs(groups) do
+for k, t in pairs(states) do
   local raw = t.c
   if t.w > 0 then
-    raw = raw .. ':' .. t.w .. ':' .. t.st .. ':' .. head_of(g, t)
+    raw = raw .. ':' .. t.w .. ':' .. t.st .. ':' .. head_of(k, t)
   elseif t.st ~= '' then
     raw = raw .. ':0:' .. t.st .. ':'
   end
   if raw ~= (t.raw or '') then
     if raw == '' then
-      gone[#gone + 1] = g
+      gone[#gone + 1] = k
     else
-      set[#set + 1] = g
+      set[#set + 1] = k
       set[#set + 1] = raw
     end
   end
@@ -71,5 +71,5 @@ end
 local base, steps = granted[1] or 0, {}
 for i = 1, got do steps[i] = granted[i] - base end
 return {'OK', nxt, stream_end, waiting, bell, wait, base, table.concat(steps, ','),
-        table.concat(failed, ','), cold, table.concat(refused, ','), table.concat(lost, ','),
+        table.concat(failed, ','), stored_stop, table.concat(refused, ','), table.concat(lost, ','),
         table.concat(dropped, ','), letters_out, tonumber(m[4])}

@@ -1,4 +1,4 @@
-"""The payloads of a shared group: from the ring, from the store, or named as lost."""
+"""The frames of a shared group: from the ring, from the store, or named as lost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.shared import admin, stored_frames
+from meteor_py.shared import admin, frame_cache, prefetcher
 from meteor_py.shared.frame_cache import FrameCache
+from meteor_py.shared.record import Standing
 from tests.conftest import ServerFactory
-from tests.support.sharing import Queue, die, drain, offsets
+from tests.shared.test_unreadable import archive as drop_from_ring
+from tests.support.sharing import Queue, Steps, die, drain, offsets
 from tests.support.waiting import eventually
 
 
@@ -21,10 +23,10 @@ def in_order(records: list[meteor.SharedRecord]) -> bool:
     """Whether each group came in order, with the values that it was published with."""
     last: dict[bytes, int] = {}
     for record in records:
-        assert record.value == record.group
-        if last.get(record.group, -1) >= record.offset:
+        assert record.value == record.ordering_key
+        if last.get(record.ordering_key, -1) >= record.offset:
             return False
-        last[record.group] = record.offset
+        last[record.ordering_key] = record.offset
     return True
 
 
@@ -48,7 +50,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_frame_is_fetched_once_by_each_consumer_that_has_records_of_it(
     any_url: str, asked: list[str]
 ) -> None:
-    with Queue(any_url, group_cap=2) as queue:
+    with Queue(any_url, max_per_key=2) as queue:
         queue.publish("ABCD" * 25, frame=100)
         c1, c2 = queue.consumers(2, prefetch=4)
         found: list[meteor.SharedRecord] = []
@@ -85,9 +87,9 @@ def test_a_consumer_does_not_keep_all_frames(any_url: str) -> None:
         queue.publish("AB" * 500, frame=10)
         c1 = queue.consumer(prefetch=20)
         assert len(drain(c1)) == 1000
-        payloads = c1._supply._payloads
-        assert len(payloads._frames) <= 40
-        assert payloads._firsts == sorted(payloads._frames)
+        frames = c1._prefetcher._frame_cache
+        assert len(frames._frames) <= 40
+        assert frames._firsts == sorted(frames._frames)
 
 
 def test_values_are_decoded_and_what_cannot_be_is_the_application_s(any_url: str) -> None:
@@ -144,11 +146,11 @@ def test_what_was_dropped_before_anybody_looked_is_named_once_and_the_rest_is_de
         assert (found.lost, found.lost_last, found.confirmed) == (first, (0, first - 1), 100)
 
 
-def test_what_was_dropped_while_it_waited_is_named_and_its_group_goes_on(any_url: str) -> None:
+def test_what_was_dropped_while_it_waited_is_named_and_its_key_goes_on(any_url: str) -> None:
     with Queue(any_url, settings={"capacity": 20}) as queue:
         publish(queue, "AAAAAAAAAA", 2)
         c1 = queue.consumer()
-        queue.shared.groups(look_ahead=True)
+        queue.shared.keys(look_ahead=True)
         publish(queue, "AAAAAAAAAA", 2)
         first = queue.stream.bounds()[0]
         assert first == 20
@@ -208,7 +210,7 @@ def test_the_letter_of_a_record_that_is_gone_cannot_be_written_and_it_is_named_l
         assert (found.lost, found.dead, found.dying) == (21, 0, 0)
 
 
-def test_a_letter_whose_key_is_too_long_for_a_group_is_in_none_and_keeps_its_key(
+def test_a_letter_whose_key_is_too_long_to_order_by_has_none_and_keeps_its_key(
     any_url: str,
 ) -> None:
     with Queue(any_url, ordering_key="header:cart", dead_letter="dead") as queue:
@@ -222,7 +224,7 @@ def test_a_letter_whose_key_is_too_long_for_a_group_is_in_none_and_keeps_its_key
         c1.flush()
         c1.poll(0)
         with letters.shared_subscriber("readers") as sub:
-            found = {len(record.key or b""): record.group for record in drain(sub)}
+            found = {len(record.key or b""): record.ordering_key for record in drain(sub)}
             assert found == {
                 256: b"k" * 256,
                 257: b"meteor.no-group",
@@ -281,7 +283,7 @@ def test_records_that_wait_come_from_the_store_when_the_ring_has_dropped_them(
     publish(archived, "ABABABABAB", 10)
     c1, c2 = archived.consumers(2)
     first = c1.poll(5, max_records=1)[0]
-    archived.shared.groups(look_ahead=True)
+    archived.shared.keys(look_ahead=True)
     archive(archived, "CCCCCCCCCC", 50)
     first.release()
     c1.close()
@@ -304,8 +306,8 @@ def test_what_a_dead_consumer_held_comes_from_the_store(archived: Queue) -> None
 def test_looking_back_into_the_store_is_done_in_parts(
     archived: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_frames, "_COLD", 7)
-    c1 = archived.consumer(prefetch=5, group_cap=3)
+    monkeypatch.setattr(frame_cache, "_STORED_MAX", 7)
+    c1 = archived.consumer(prefetch=5, max_per_key=3)
     archive(archived, "ABABCDCDEE", 30)
     found = drain(c1)
     assert sorted(offsets(found)) == [*range(300)]
@@ -329,15 +331,15 @@ def test_what_has_expired_from_the_store_is_named_and_the_rest_comes(archived: Q
 def test_purging_and_looking_ahead_reach_what_only_the_store_has(
     archived: Queue, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(stored_frames, "_COLD", size)
+    monkeypatch.setattr(frame_cache, "_STORED_MAX", size)
     monkeypatch.setattr(admin, "_AHEAD", size)
     c1 = archived.consumer(prefetch=10)
     archive(archived, "ABABABABAC", 50)
     records = c1.poll(5)
     assert archived.shared.describe().looked < 100
-    held = [record.group for record in records].count(b"B")
+    held = [record.ordering_key for record in records].count(b"B")
     assert archived.shared.purge("B") == 200 - held > 0
-    counts = {name: state.count for name, state in archived.groups().items()}
+    counts = {name: state.count for name, state in archived.keys().items()}
     assert counts == {"A": 250, "B": held, "C": 50}
     assert archived.shared.describe().lost == 0
     c1.commit()
@@ -370,3 +372,52 @@ def test_it_works_on_a_server_that_keeps_all_on_disk(private_server: ServerFacto
         for thread in threads:
             thread.join(30)
         assert sorted(offsets(found)) == [*range(200)]
+
+
+def test_of_many_frames_only_a_few_are_in_memory_at_a_time(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = [0]
+    keep = FrameCache._keep
+
+    def keeping(self: FrameCache, chunk: Any) -> None:
+        keep(self, chunk)
+        most[0] = max(most[0], sum(map(len, self._frames.values())))
+
+    monkeypatch.setattr(FrameCache, "_keep", keeping)
+    with Queue(url, max_per_key=1, settings={"capacity": 100_000}) as queue:
+        for number in range(60):
+            queue.publish(["A"] * 399 + [f"b{number}"], frame=400)
+        owner, other = queue.consumers(2)
+        assert queue.get(owner) == "A-0"
+        queue.shared.keys(look_ahead=True)
+        assert offsets(other.poll(10)) == [400 * number + 399 for number in range(60)]
+        assert most[0] <= 33 * 400  # those that are kept, and those that were asked for
+
+
+def test_a_piece_of_the_store_that_overlaps_a_frame_is_replaced_by_it(any_url: str) -> None:
+    with Queue(any_url) as queue:
+        queue.publish("ABCDEFGHIJ", frame=10)
+        frames = queue.consumer()._prefetcher._frame_cache
+        chunk = frames.read_stored(0, 10)
+        frames._keep(chunk.slice(5, 8))
+        frames._keep(chunk.slice(2, 3))
+        assert [*frames.fetch([2, 6, 8, 9]).found] == [2, 6, 8, 9]
+        assert frames._firsts == [0]
+
+
+def test_a_poll_that_only_looks_does_not_go_through_all_of_the_store(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame_cache, "_STORED_MAX", 2)
+    settings = {"capacity": 20, "store": str(tmp_path), "max_unarchived": 200_000}
+    with Queue(url, max_per_key=1, settings=settings) as queue:
+        queue.publish("A" * 100 + "B", frame=10)
+        drop_from_ring(queue)
+        owner, other = queue.consumers(2, prefetch=1)
+        (first,) = owner.poll(5)
+        steps = Steps(monkeypatch, other)
+        assert other.poll(0) == []
+        assert 0 < len(steps.wants) <= prefetcher._ROUNDS_MIN
+        eventually(lambda: offsets(other.poll(0)) == [100])  # it goes on where it was
+        assert first.standing is Standing.HELD
