@@ -205,8 +205,8 @@ class FrameCache:
         if self._cursor is None:
             self._cursor = self._stream.open_reader()
         try:
-            self._cursor.move(offset)
-            return self._until_there(records)
+            self._cursor.seek(offset)
+            return self._until_there(offset, records)
         except (RecordsLost, CorruptSegment):
             raise
         except BaseException:
@@ -214,10 +214,10 @@ class FrameCache:
             self._cursor = None
             raise
 
-    def _until_there(self, records: int) -> list[Chunk]:
+    def _until_there(self, offset: int, records: int) -> list[Chunk]:
         assert self._cursor is not None, "it was opened"
         while True:  # ends: it is there, or lost; the stream may have changed while it was read
-            chunks = self._cursor.fetch(records=records)
+            chunks = self._cursor.fetch(offset, records=records)
             if chunks:
                 return chunks
 
