@@ -119,10 +119,10 @@ class Archive:
         max_bytes: int = COMPACT_BYTES,
         progress: Progress | None = None,
     ) -> int:
-        """Merge small files into larger ones. Nobody who reads notices.
+        """Merge small files into larger ones. Readers do not notice.
 
-        The small ones stay for ten minutes at least, for whoever has a list of them; an archiver
-        removes them then.
+        The small ones stay for ten minutes at least, for readers that have a list of them. Then an
+        archiver removes them.
 
         Args:
             max_records: The largest file to make, in records.

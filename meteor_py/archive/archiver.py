@@ -73,7 +73,7 @@ class Archiver(Closeable):
         store: RingbufferStore,
         config: ArchiverConfig,
         *,
-        by_itself: bool = False,
+        automatic: bool = False,
     ) -> None:
         self.stream = stream
         self.config = config
@@ -83,12 +83,12 @@ class Archiver(Closeable):
         #: What went wrong last; None again once nothing waits to be archived.
         self.error: Exception | None = None
         self._store = store
-        self._by_itself = by_itself  # nobody has asked for it
+        self._automatic = automatic  # started by the client, not by the user
         self._begun = False
         self._stopped = threading.Event()
         self._ended = threading.Event()
         self._runner: int | None = None  # the thread that it runs in
-        self._failure: Exception | None = None  # what has ended it, and nobody was told
+        self._failure: Exception | None = None  # what has ended it, until close() raises it
         self._thread: JoinableThread | None = None
         self._session: GroupSession | None = None
         self._archive_term: ArchiveTerm | None = None
@@ -102,7 +102,7 @@ class Archiver(Closeable):
         """Archive until ``close()`` is called elsewhere; failures that may pass are survived.
 
         Raises:
-            StreamNotFound, LogTruncated: The stream was deleted, or created anew.
+            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
             AccessDenied: The server does not let this user do it.
             MeteorError: It was run or started before.
         """
@@ -117,7 +117,7 @@ class Archiver(Closeable):
                 "another with stream.archiver()."
             )
         self._begun = True
-        if not self._by_itself:
+        if not self._automatic:
             stop_archiver(self._handle)
         _begun.add(self)
 
@@ -132,7 +132,7 @@ class Archiver(Closeable):
                         break
                     if self._is_fatal(error):
                         self.error = error
-                        self._stopped.set()  # at once: who opens the stream again needs another
+                        self._stopped.set()  # at once: opening the stream again needs another
                         raise
                     self._note(error)
                     self._leave()
@@ -268,7 +268,7 @@ class Archiver(Closeable):
             session.close(0.0)
 
     def _is_fatal(self, error: BaseException) -> bool:
-        if isinstance(error, LogTruncated):  # by a fail-over, or because it was created anew
+        if isinstance(error, LogTruncated):  # by a fail-over, or because it was recreated
             try:
                 found = self._handle.connector.call(
                     "HGET", keys.meta(self._handle.name), "incarnation"
@@ -308,7 +308,7 @@ def start_archiver(stream: Stream, handle: StreamHandle, store: RingbufferStore)
         found = _running.get(key)
         if found is not None and found.is_of(handle, store):
             return
-        archiver = Archiver(stream, handle, store, ArchiverConfig(), by_itself=True)
+        archiver = Archiver(stream, handle, store, ArchiverConfig(), automatic=True)
         _running[key] = archiver.start()
     if found is not None:
         found.close()

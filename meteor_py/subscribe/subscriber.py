@@ -104,7 +104,7 @@ class Subscriber(Closeable):
         Raises:
             RecordsLost: The next record is gone; at each poll until ``skip_gap()`` or ``seek()``.
             LogTruncated: The server lost what was read; as ``RecordsLost``.
-            LeaseLost: A confirm was refused, and nobody looked at its Ack; raised once.
+            LeaseLost: A confirm was refused and its Ack was never checked; raised once.
             CorruptFrame, UnsupportedFrame, CorruptStream: The next frame is unreadable.
             StreamNotFound, GroupNotFound: It was deleted.
             ConnectionFailed: The server could not be reached until the timeout.
@@ -151,7 +151,7 @@ class Subscriber(Closeable):
 
         Raises:
             LeaseLost: Another member has the lease; if that is not known yet, the Ack raises it,
-                and the next ``poll`` if nobody looks at the Ack.
+                and the next ``poll`` if the Ack is never checked.
             ValueError: A record that was not handed out.
             NotGrouped: There is no group.
         """
@@ -204,7 +204,7 @@ class Subscriber(Closeable):
             timeout: Seconds to wait for the last confirm.
 
         Raises:
-            MeteorError: A confirm failed, and nobody looked at its Ack.
+            MeteorError: A confirm failed and its Ack was never checked.
         """
         session = self._grouped("deactivate")
         session.deactivate(check_seconds("timeout", timeout, zero=True))
@@ -315,7 +315,7 @@ class Subscriber(Closeable):
             timeout: Seconds to wait for the last confirm, and for the handler to return.
 
         Raises:
-            MeteorError: A confirm failed and nobody looked at its Ack; or what ended the receiver.
+            MeteorError: A confirm failed and its Ack was never checked; or what ended the receiver.
             TimeoutError: The handler does not return.
         """
         check_seconds("timeout", timeout, zero=True)
@@ -393,7 +393,7 @@ def _on_assigned(subscriber: weakref.ref[Subscriber]) -> Callable[[], Position |
 
 def _at_exit(subscribers: Sequence[Subscriber]) -> None:
     """Let other members have the leases at once."""
-    # All at once: a server or a handler that does not answer delays us only once.
+    # All at once: a server or a handler that does not reply delays us only once.
     receivers = [s._receiver for s in subscribers if s._receiver is not None]
     for subscriber in subscribers:
         subscriber._fetcher.interrupt()

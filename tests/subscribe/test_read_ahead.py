@@ -1,6 +1,6 @@
 """Reading ahead: what was asked for in advance is handed out in order, or not at all.
 
-After a few fetches in a row the cursor asks for the next records before these were looked at. The
+After a few fetches in a row the reader asks for the next records before these were looked at. The
 answer then waits in the connection: whatever happens meanwhile must not mix it up with another.
 """
 
