@@ -7,8 +7,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from meteor_py.archive.archiver import error_of
-from meteor_py.archive.flush import flush, run_archive_script
+from meteor_py.archive.archiver import flush, run_archive_script
 from meteor_py.errors import RecordsLost, StoreUnavailable
 from meteor_py.records.config import OFFSET_MAX, check_int, check_seconds
 from meteor_py.redis import keys
@@ -69,10 +68,10 @@ class Archive:
                 archiver has put things in order yet.
             RecordsLost: A file is missing.
         """
-        store, life = self._parquet("files()"), self._stream.incarnation
+        store, incarnation = self._parquet("files()"), self._stream.incarnation
         for _ in range(_LOOKS):
             try:
-                return store.files(life, *self.bounds())
+                return store.files(incarnation, *self.bounds())
             except (StoreUnavailable, RecordsLost) as error:
                 # A commit may be under way, or the last files were merged since.
                 self._stream.check_store()
@@ -103,7 +102,7 @@ class Archive:
             StoreUnavailable: It was not done within ``timeout`` seconds.
         """
         check_seconds("timeout", timeout, zero=True)
-        return flush(self._stream, timeout, lambda: error_of(self._stream))
+        return flush(self._stream, timeout)
 
     def verify(self, progress: Progress | None = None) -> list[Flaw]:
         """Read everything, compare all checksums; return what is wrong, nothing if all is well.
@@ -120,10 +119,10 @@ class Archive:
         max_bytes: int = COMPACT_BYTES,
         progress: Progress | None = None,
     ) -> int:
-        """Merge small files into larger ones. Nobody who reads notices.
+        """Merge small files into larger ones. Readers do not notice.
 
-        The small ones stay for ten minutes at least, for whoever has a list of them; an archiver
-        removes them then.
+        The small ones stay for ten minutes at least, for readers that have a list of them. Then an
+        archiver removes them.
 
         Args:
             max_records: The largest file to make, in records.

@@ -1,4 +1,4 @@
-"""The duty of an archiver: what it does in one term.
+"""One term of an archiver: gathering records and committing them to the store.
 
 Records are gathered from where the stream is archived up to; when there are enough of them, they
 are appended to the store, and then the stream is told, which is the commit. The order makes a
@@ -7,7 +7,7 @@ store from there on does not count.
 
 After a fail-over the old server may live on, and its archiver with it: a lease cannot keep that
 one from appending. So the store is given terms that begin with the epoch, which is later on the new
-server: whatever the old one appends counts for less. Who sees that a later epoch has come stops.
+server: whatever the old one appends counts for less. An archiver that sees a later epoch stops.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _MEMORY_S = 1.0
 _PRESSURE = 0.8
 #: Seconds between two looks at what lies about in the store.
 _TIDY_S = 600.0
-#: Seconds for which it is certain that nobody else has moved the end of what counts.
+#: Seconds for which it is certain that no other archiver has moved the end of what counts.
 _CERTAIN_S = 60.0
 
 
@@ -92,7 +92,7 @@ class ArchiverConfig:
         return max(min(self.segment_records, room // 2), 1)
 
 
-class Outnumbered(Exception):
+class TermTooLow(Exception):
     """The store has appends of this epoch in a term that is not older: begin a later one."""
 
     def __init__(self, term: int) -> None:
@@ -104,7 +104,7 @@ class ArchiveTerm:
 
     Raises:
         StoreMismatch, StoreUnavailable: The store is another, or cannot be reached.
-        Outnumbered: What is appended in this term would not count.
+        TermTooLow: What is appended in this term would not count.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class ArchiveTerm:
         stream: StreamHandle,
         store: RingbufferStore,
         config: ArchiverConfig,
-        keeper: GroupSession,
+        session: GroupSession,
         term: Term,
     ) -> None:
         self._stream = stream
         self._store = store
         self._config = config
-        self._keeper = keeper
+        self._session = session
         self._term = term
         #: Records that were gathered and are not archived yet.
         self.records = 0
@@ -131,17 +131,17 @@ class ArchiveTerm:
         self._flush = 0
         self._pressed = False
         self._connection = stream.connector.open_connection()
-        self._cursor: LogReader | None = None
+        self._log: LogReader | None = None
         try:
             self._begin()
         except BaseException:
             self.close()
             raise
 
-    def go_on(self) -> None:
+    def step(self) -> None:
         """Wait for records, up to a short time, and write a segment if there are enough."""
-        assert self._cursor is not None, "closed"
-        self._keeper.alive_at = now()
+        assert self._log is not None, "closed"
+        self._session.alive_at = now()
         self._look()
         block_s = (
             min(_LOOK_S, self._connection.block_max_s)
@@ -150,7 +150,7 @@ class ArchiveTerm:
         )
         wanted = max(self._config.segment_records - self.records, 1)
         try:
-            chunks = self._cursor.fetch(block_s, records=wanted)
+            chunks = self._log.fetch(self._position, block_s, records=wanted)
         except (CorruptStream, CorruptFrame, UnsupportedFrame, RecordsLost):
             if self.records:
                 self._commit()  # what lies before it is whole, and nothing will follow
@@ -168,14 +168,14 @@ class ArchiveTerm:
 
     def interrupt(self) -> None:
         """End a wait in another thread."""
-        cursor = self._cursor
-        if cursor is not None:
-            cursor.interrupt()
+        log = self._log
+        if log is not None:
+            log.interrupt()
 
     def close(self) -> None:
         self._connection.close()
-        if self._cursor is not None:
-            self._cursor.close()
+        if self._log is not None:
+            self._log.close()
 
     # -- beginning -----------------------------------------------------------------------------
 
@@ -184,24 +184,24 @@ class ArchiveTerm:
         self._certain_at = now()
         self._begin_epoch()
         fields = ("incarnation", "epoch", "next", "archived", "store")
-        answer = self._connection.call("HMGET", keys.meta(stream.name), *fields)
-        reply_errors.check_incarnation(stream.name, stream.incarnation, answer[0])
-        if answer[3] is None:
+        reply = self._connection.call("HMGET", keys.meta(stream.name), *fields)
+        reply_errors.check_incarnation(stream.name, stream.incarnation, reply[0])
+        if reply[3] is None:
             raise reply_errors.no_store(stream.name)
-        epoch, end, self._archived = map(int, answer[1:4])
+        epoch, end, self._archived = map(int, reply[1:4])
         self._epoch = epoch
-        self._identity = answer[4].decode()
+        self._identity = reply[4].decode()
         check_identity(self._store, stream.name, self._identity)
         self._number = epoch * TERMS + self._term.number
         highest = self._store.bounds(stream.incarnation).term
         if highest >= self._number:
             if highest // TERMS > epoch:
                 raise reply_errors.store_continued_elsewhere(stream.name)
-            raise Outnumbered(highest % TERMS)
+            raise TermTooLow(highest % TERMS)
         self._tidy()
         position = Position(stream.incarnation, epoch, self._archived)
-        self._cursor = LogReader(stream.connector.open_connection(), stream.name, position)
-        self._cursor.start(position, end, keys.ARCHIVERS, self._term.nonce)
+        self._log = LogReader(stream.connector.open_connection(), stream.name, position)
+        self._log.start_term(position, end, keys.ARCHIVERS, self._term.nonce)
 
     def _begin_epoch(self) -> None:
         """If this is another server than the one that was last written to, say so first."""
@@ -216,23 +216,28 @@ class ArchiveTerm:
         self._tidy_at = time.monotonic() + _TIDY_S
         certain_until = self._certain_at + _CERTAIN_S
         try:
-            life, number = self._stream.incarnation, self._number
-            self._store.tidy(life, number, self._archived, lambda: now() < certain_until)
+            incarnation, number = self._stream.incarnation, self._number
+            self._store.tidy(incarnation, number, self._archived, lambda: now() < certain_until)
         except MeteorError as error:
             _log.warning("The store cannot be put in order now: %s", error)
 
     # -- gathering -----------------------------------------------------------------------------
 
+    @property
+    def _position(self) -> int:
+        """The offset of the next record to gather."""
+        return self._archived + self.records
+
     def _look(self) -> None:
-        """See what the settings are, and whether somebody is waiting."""
+        """Read the stream's settings, and whether a flush was requested."""
         at = time.monotonic()
         if at < self._looked_at + _LOOK_S:
             return
         self._looked_at = at
         fields = ("incarnation", "capacity", "max_unarchived", "flush")
-        answer = self._connection.call("HMGET", keys.meta(self._stream.name), *fields)
-        reply_errors.check_incarnation(self._stream.name, self._stream.incarnation, answer[0])
-        capacity, most, flush = answer[1:]
+        reply = self._connection.call("HMGET", keys.meta(self._stream.name), *fields)
+        reply_errors.check_incarnation(self._stream.name, self._stream.incarnation, reply[0])
+        capacity, most, flush = reply[1:]
         self._settings = replace(self._settings, capacity=int(capacity), max_unarchived=int(most))
         self._flush = int(flush or 0)
         if self.records and at >= self._memory_at + _MEMORY_S:
@@ -249,15 +254,15 @@ class ArchiveTerm:
         return most > 0 and int(facts.get("used_memory", 0)) >= _PRESSURE * most
 
     def _is_enough(self) -> bool:
-        assert self._cursor is not None, "closed"
-        at = self._cursor.position.offset
-        caught_up = at >= self._cursor.next
+        assert self._log is not None, "closed"
+        end = self._log.end_offset
+        caught_up = self._position >= end
         return (
             self.records >= self._config.segment_records
             or (caught_up and self.records >= self._config.room(self._settings))
             or self._bytes >= self._config.segment_bytes
             or time.monotonic() - self._since >= self._config.segment_age
-            or (self._flush > self._archived and at >= min(self._flush, self._cursor.next))
+            or (self._flush > self._archived and self._position >= min(self._flush, end))
             or (caught_up and self._pressed)
         )
 
@@ -288,21 +293,21 @@ class ArchiveTerm:
         ]
         args: list[Any] = [stream.incarnation, self._connection.history, term.nonce, term.number]
         sent_at = now()
-        # The epoch of the duty, not that of the cursor, which may have seen a later one: the number
-        # under which all was appended begins with it. And never sent twice: a late repeat could
-        # find a new epoch.
-        answer = self._connection.run(
+        # The epoch in which this term began; the log reader may have seen a later
+        # one. The number under which all was appended begins with it. And never sent twice: a late
+        # repeat could find a new epoch.
+        reply = self._connection.run(
             ADVANCE_ARCHIVED, script_keys, [*args, self._epoch, self._archived, to]
         )
-        if answer[0] == b"OK":
+        if reply[0] == b"OK":
             self._archived, self._certain_at = to, sent_at
             return
-        if answer[0] in (b"NOSTREAM", b"INCARNATION"):
-            raise reply_errors.stream_gone(stream.name, answer[0])
-        if answer[0] == b"FENCED":
-            raise reply_errors.lease_lost(stream.name, keys.ARCHIVERS, answer[1])
-        if answer[0] == b"HISTORY":
-            begin_epoch(self._connection, stream.name, stream.incarnation, answer[1].decode())
+        if reply[0] in (b"NOSTREAM", b"INCARNATION"):
+            raise reply_errors.stream_gone(stream.name, reply[0])
+        if reply[0] == b"FENCED":
+            raise reply_errors.lease_lost(stream.name, keys.ARCHIVERS, reply[1])
+        if reply[0] == b"HISTORY":
+            begin_epoch(self._connection, stream.name, stream.incarnation, reply[1].decode())
         # The next term begins at what is archived now, in what is left of the stream.
         raise MeteorError(f"Stream {stream.name!r} has changed while it was archived.")
 

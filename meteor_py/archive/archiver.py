@@ -13,11 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meteor_py.archive.archive_term import ArchiverConfig, ArchiveTerm, Outnumbered
-from meteor_py.archive.flush import flush
+from meteor_py.archive.archive_term import ArchiverConfig, ArchiveTerm, TermTooLow
 from meteor_py.errors import (
     AccessDenied,
     LeaseLost,
@@ -26,16 +26,17 @@ from meteor_py.errors import (
     StreamNotFound,
 )
 from meteor_py.log.handle import StreamHandle
-from meteor_py.log.log_reader import Overtaken
+from meteor_py.log.ring_reader import OwnerChanged
 from meteor_py.records.config import InitialOffset
-from meteor_py.redis import keys
+from meteor_py.redis import keys, reply_errors
+from meteor_py.redis.scripts import REQUEST_FLUSH, Script
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
 from meteor_py.runtime.threads import JoinableThread
 from meteor_py.subscribe.group_admin import open_group
 from meteor_py.subscribe.group_session import GroupSession
-from meteor_py.subscribe.lease import Lease, member_name
+from meteor_py.subscribe.lease import member_name
 
 if TYPE_CHECKING:
     from meteor_py.store.base import RingbufferStore
@@ -51,6 +52,8 @@ _HANG_S = 600.0
 #: many, up to the third: each try is a term, and an epoch has a million of them.
 _BACKOFF_S = (0.1, 5.0, 60.0)
 _MANY = 1_000
+#: Seconds between two looks whether a flush is done.
+_FLUSH_LOOK_S = 0.02
 #: What will not get better by itself. A store that is another may: it was the right one when the
 #: stream was opened, and its disk may be mounted again.
 _FATAL = (StreamNotFound, AccessDenied)
@@ -70,7 +73,7 @@ class Archiver(Closeable):
         store: RingbufferStore,
         config: ArchiverConfig,
         *,
-        by_itself: bool = False,
+        automatic: bool = False,
     ) -> None:
         self.stream = stream
         self.config = config
@@ -80,15 +83,15 @@ class Archiver(Closeable):
         #: What went wrong last; None again once nothing waits to be archived.
         self.error: Exception | None = None
         self._store = store
-        self._by_itself = by_itself  # nobody has asked for it
+        self._automatic = automatic  # started by the client, not by the user
         self._begun = False
         self._stopped = threading.Event()
         self._ended = threading.Event()
         self._runner: int | None = None  # the thread that it runs in
-        self._failure: Exception | None = None  # what has ended it, and nobody was told
+        self._failure: Exception | None = None  # what has ended it, until close() raises it
         self._thread: JoinableThread | None = None
-        self._keeper: GroupSession | None = None
-        self._duty: ArchiveTerm | None = None
+        self._session: GroupSession | None = None
+        self._archive_term: ArchiveTerm | None = None
         self._above = 0  # terms up to this one are in the store already
         self._failures = 0  # in a row
         self._pid = os.getpid()
@@ -99,7 +102,7 @@ class Archiver(Closeable):
         """Archive until ``close()`` is called elsewhere; failures that may pass are survived.
 
         Raises:
-            StreamNotFound, LogTruncated: The stream was deleted, or created anew.
+            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
             AccessDenied: The server does not let this user do it.
             MeteorError: It was run or started before.
         """
@@ -114,7 +117,7 @@ class Archiver(Closeable):
                 "another with stream.archiver()."
             )
         self._begun = True
-        if not self._by_itself:
+        if not self._automatic:
             stop_archiver(self._handle)
         _begun.add(self)
 
@@ -124,12 +127,12 @@ class Archiver(Closeable):
             while not self._stopped.is_set():
                 try:
                     self._serve_term()
-                except (Exception, Overtaken) as error:
+                except (Exception, OwnerChanged) as error:
                     if self._stopped.is_set():
                         break
                     if self._is_fatal(error):
                         self.error = error
-                        self._stopped.set()  # at once: who opens the stream again needs another
+                        self._stopped.set()  # at once: opening the stream again needs another
                         raise
                     self._note(error)
                     self._leave()
@@ -177,7 +180,7 @@ class Archiver(Closeable):
         if not self._handle.connector.is_private or self._stopped.is_set():
             return
         try:
-            flush(self._handle, timeout, lambda: error_of(self._handle))
+            flush(self._handle, timeout)
         except (MeteorError, ValueError) as error:
             _log.warning(
                 "What is not archived of stream %r is lost with its private server: %s",
@@ -187,11 +190,11 @@ class Archiver(Closeable):
     def stop(self) -> None:
         """Let it end soon, without waiting for that."""
         self._stopped.set()
-        keeper, duty = self._keeper, self._duty
-        if keeper is not None:
-            keeper.interrupt()
-        if duty is not None:
-            duty.interrupt()
+        session, archive_term = self._session, self._archive_term
+        if session is not None:
+            session.interrupt()
+        if archive_term is not None:
+            archive_term.interrupt()
 
     @property
     def alive(self) -> bool:
@@ -221,50 +224,51 @@ class Archiver(Closeable):
 
     def _serve_term(self) -> None:
         """Wait a little for the lease, and archive while it is ours."""
-        keeper = self._join()
-        keeper.alive_at = now()  # who has waited for long does not hang
-        term = keeper.hold(_HOLD_S)
+        session = self._join()
+        session.alive_at = now()  # a long wait is not a hang
+        term = session.hold(_HOLD_S)
         if term is None:
             return
         try:
-            duty = ArchiveTerm(self._handle, self._store, self.config, keeper, term)
-        except Outnumbered as error:  # the server has forgotten terms: what we write must count
+            archive_term = ArchiveTerm(self._handle, self._store, self.config, session, term)
+        except TermTooLow as error:  # the server has forgotten terms: what we write must count
             self._above = error.term
             self._leave()
             return
-        self._duty = duty
+        self._archive_term = archive_term
         try:
-            while not self._stopped.is_set() and keeper.hold(0.0) is term:
-                duty.go_on()
-                if not duty.records:  # all that there was is archived
+            while not self._stopped.is_set() and session.hold(0.0) is term:
+                archive_term.step()
+                if not archive_term.records:  # all that there was is archived
                     if self._failures:
                         _log.info("Stream %r is archived again.", self.stream.name)
                     self.error, self._failures = None, 0
         finally:
-            self._duty = None
-            duty.close()
-            # A duty is a term: what is appended twice in one must be the same.
+            self._archive_term = None
+            archive_term.close()
+            # One ArchiveTerm per term: what is appended twice in one must be the same.
             self._leave()
 
     def _join(self) -> GroupSession:
         """Become one of the archivers."""
-        if self._keeper is None:
-            stream = self._handle
-            confirmed = open_group(stream, keys.ARCHIVERS, InitialOffset.LATEST)
-            life, ttl_s = stream.incarnation, self.config.lease_ttl
-            lease = Lease(stream.name, life, keys.ARCHIVERS, self.member, ttl_s)
-            lease.above = self._above
-            self._keeper = GroupSession(stream.connector, lease, confirmed, _HANG_S)
-        return self._keeper
+        if self._session is None:
+            self._session = GroupSession.join(
+                *(self._handle, keys.ARCHIVERS, self.member),
+                confirmed=open_group(self._handle, keys.ARCHIVERS, InitialOffset.LATEST),
+                lease_ttl_s=self.config.lease_ttl,
+                max_poll_interval_s=_HANG_S,
+                above=self._above,
+            )
+        return self._session
 
     def _leave(self) -> None:
         """Give up the lease: what fails here may work for another."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.close(0.0)
+        session, self._session = self._session, None
+        if session is not None:
+            session.close(0.0)
 
     def _is_fatal(self, error: BaseException) -> bool:
-        if isinstance(error, LogTruncated):  # by a fail-over, or because it was created anew
+        if isinstance(error, LogTruncated):  # by a fail-over, or because it was recreated
             try:
                 found = self._handle.connector.call(
                     "HGET", keys.meta(self._handle.name), "incarnation"
@@ -276,7 +280,7 @@ class Archiver(Closeable):
 
     def _note(self, error: BaseException) -> None:
         """Remember a failure, and say so: once, until something works again."""
-        if isinstance(error, (Overtaken, LeaseLost)):
+        if isinstance(error, (OwnerChanged, LeaseLost)):
             _log.info("Another archiver of stream %r has taken over.", self.stream.name)
             return
         if isinstance(error, Exception):
@@ -304,7 +308,7 @@ def start_archiver(stream: Stream, handle: StreamHandle, store: RingbufferStore)
         found = _running.get(key)
         if found is not None and found.is_of(handle, store):
             return
-        archiver = Archiver(stream, handle, store, ArchiverConfig(), by_itself=True)
+        archiver = Archiver(stream, handle, store, ArchiverConfig(), automatic=True)
         _running[key] = archiver.start()
     if found is not None:
         found.close()
@@ -318,7 +322,42 @@ def stop_archiver(handle: StreamHandle) -> None:
         found.close()
 
 
-def error_of(handle: StreamHandle) -> Exception | None:
+def flush(stream: StreamHandle, timeout_s: float) -> int:
+    """Ask the stream's archiver, wherever it runs, to archive all records now, and wait for it.
+
+    Returns:
+        The end of the archived records.
+
+    Raises:
+        StoreUnavailable: The archiver did not finish within ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    end = int(run_archive_script(stream, REQUEST_FLUSH)[1])
+    while (archived := stream.archived_bounds()[1]) < end:
+        if time.monotonic() >= deadline:
+            error = _error_of(stream)
+            raise reply_errors.not_archived(stream.name, archived, end, timeout_s, error)
+        time.sleep(_FLUSH_LOOK_S)
+    return archived
+
+
+def run_archive_script(
+    stream: StreamHandle, script: Script, *args: int, group_keys: list[str] | None = None
+) -> list[bytes]:
+    """Run a script that works on the archive of a stream and return its reply.
+
+    Raises:
+        StoreMismatch: The stream has no store.
+        StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+    """
+    script_keys = [keys.meta(stream.name), *(group_keys or [])]
+    reply: list[bytes] = stream.run(script, [stream.incarnation, *args], script_keys)
+    if reply[0] == b"NOSTORE":
+        raise reply_errors.no_store(stream.name)
+    return reply
+
+
+def _error_of(handle: StreamHandle) -> Exception | None:
     """What keeps an archiver of this process from archiving the stream, if something does."""
     errors = (x.error for x in _begun.objects() if x._handle.incarnation == handle.incarnation)
     return next((error for error in errors if error is not None), None)

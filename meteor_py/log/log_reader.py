@@ -1,213 +1,215 @@
-"""A cursor: reads a stream from a position on, and notices whatever is missing.
+"""Reading a stream as one log: from its ring, and from its store what the ring has dropped.
 
 A fetch asks for frames and then, in the same pipeline, for the stream's incarnation, epoch and
-end, and in a group for the nonce of its owner. These are answered after the frames, and a new
-epoch is begun before anything is written in it: so whatever was read belongs to the epoch that was
-seen, or an older one; and the group's owner was still the same when it was read.
+end, and in a group for the nonce of its owner. The server replies to these after the frames, and a
+new epoch begins before anything is written in it. So the records belong to the epoch that was seen,
+or to an older one, and the group still had the same owner when they were read.
 
-What the ring has dropped is read from the store, if there is one, in the same order: first the
-records, then the look at the stream. Nothing is trimmed before it is archived, and ``archived`` is
-looked at after the ring: so what is missing there is in the store.
+The store is read in the same order: first the records, then the look at the stream. Nothing is
+trimmed before it is archived, and ``archived`` is looked at after the ring, so a record that is
+missing in the ring is in the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from meteor_py.errors import (
-    ConnectionFailed,
-    MeteorError,
-    RecordsLost,
-)
+from meteor_py.errors import MeteorError, RecordsLost
+from meteor_py.log.ring_reader import RingReader
+from meteor_py.log.store_reader import StoreReader
 from meteor_py.records.frame import decode, entry_span
 from meteor_py.records.position import Position, diverged_at
-from meteor_py.records.record import Chunk, TableChunk
+from meteor_py.records.record import Chunk
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import Connection
 from meteor_py.store.read_ahead import StoreReadAhead
 
-#: What a fetch aims at, in bytes and in frames. Frames may turn from small to large between two
-#: fetches, so the second bounds the memory: 256 frames of 1 MiB at the very worst.
-FETCH_BYTES = 1024 * 1024
-FETCH_FRAMES_MAX = 256
-
-_ID_MAX = 2**64 - 1
-#: Fetches in a row after which the next one is asked for in advance.
-_STRAIGHT = 3
-
-
-class Overtaken(Exception):
-    """Somebody else reads for the group now, or it was moved or deleted."""
+_FIELDS = ("incarnation", "epoch", "next")
 
 
 class LogReader:
-    """Where a reader stands. Owns its connection; for one thread at a time."""
+    """Fetches records from any offset of a stream, and notices whatever is missing.
+
+    The caller owns the offset; the reader knows the incarnation and epoch that all records fetched
+    so far are part of. Owns its connection. For one thread at a time.
+    """
 
     def __init__(
         self,
         connection: Connection,
         stream: str,
-        position: Position,
-        cold: StoreReadAhead | None = None,
+        end: Position,
+        batches: StoreReadAhead | None = None,
     ) -> None:
-        self._connection = connection
         self._stream = stream
-        self._log = keys.log(stream)
-        self._meta = keys.meta(stream)
-        self._frames = 16  # to ask for; follows their size
-        self._straight = 0  # fetches since the last jump
-        self._ahead: int | None = None  # the offset that was asked for in advance
-        self._guard: tuple[str, bytes] | None = None
-        self._cold = cold
-        # As last seen: what is archived, what of that has expired, and the first offset in the
-        # ring; all below the last is read from the store.
-        self._archived = self._expired = self._ring = 0
-        self._epoch = position.epoch  # in which that was seen
-        self._seen = _SEEN if cold is None else (*_SEEN, "archived", "expired", "capacity")
-        self.position = position
+        self._incarnation = end.incarnation
+        self._store = None if batches is None else StoreReader(batches, stream, end.epoch)
+        fields = _FIELDS if batches is None else (*_FIELDS, *StoreReader.FIELDS)
+        self._ring = RingReader(connection, stream, fields)
+        #: The epoch of the stream that everything fetched so far is part of.
+        self.epoch = end.epoch
         #: The end of the stream when last seen.
-        self.next = position.offset
+        self.end_offset = end.offset
 
     @property
     def block_max_s(self) -> float:
         """As ``Connection.block_max_s``."""
-        return self._connection.block_max_s
+        return self._ring.block_max_s
 
-    def fetch(self, block_s: float = 0.0, *, records: int, anywhere: bool = False) -> list[Chunk]:
-        """Return records from the position on, without a hole, and move past them.
+    def position(self, offset: int) -> Position:
+        """Return ``offset`` with the incarnation and epoch that it was read in."""
+        return Position(self._incarnation, self.epoch, offset)
+
+    # -- fetching ------------------------------------------------------------------------------
+
+    def fetch(
+        self, offset: int, block_s: float = 0.0, *, records: int, anywhere: bool = False
+    ) -> list[Chunk]:
+        """Return consecutive records from ``offset`` on; none if the time is up.
+
+        Also none if the stream has changed while it was read.
 
         Args:
+            offset: The first record that is wanted, at most the end of the stream.
             block_s: Seconds to wait for a record if there is none.
             records: How many are wanted: a hint, there may be more.
-            anywhere: Take the first that is there, if the one at the position is gone.
+            anywhere: Begin with the first record there is, if the one at ``offset`` is gone.
 
         Raises:
-            Overtaken: The group has another nonce: what was read is not for us.
-            RecordsLost: The record at the position is not in the ring any more.
-            LogTruncated: The server lost what lies below the position.
+            OwnerChanged: The group has another nonce: what was read is not for us.
+            RecordsLost: The record is neither in the ring nor in the store any more.
+            LogTruncated: The server lost what lies below ``offset``.
             StreamNotFound: The stream was deleted.
             CorruptFrame, UnsupportedFrame, CorruptStream: As ``frame.decode``.
-            ConnectionFailed: No answer.
+            ConnectionFailed: No reply.
         """
         while True:
-            chunks = self._fetch(block_s, records, anywhere)
-            if chunks is not None:
-                return chunks
-
-    def _fetch(self, block_s: float, records: int, anywhere: bool) -> list[Chunk] | None:
-        """The same; None if the position was moved over a gap."""
-        wanted = self.position.offset
-        if self._expired <= wanted < self._cold_below:
             try:
-                return self._fetch_cold(anywhere=False)
+                return self._fetch(offset, block_s, records, anywhere)
+            except RecordsLost as lost:
+                expired = 0 if self._store is None else self._store.expired
+                if not anywhere or lost.last >= expired:
+                    raise
+                # Expired: so what "the first there is" means has moved. Else they are lost.
+                offset = lost.last + 1
+
+    def _fetch(self, offset: int, block_s: float, records: int, anywhere: bool) -> list[Chunk]:
+        store = self._store
+        if store is not None and store.holds(offset):
+            try:
+                return self._fetch_from_store(store, offset)
             except RecordsLost:
                 pass  # the ring may have more than it must: perhaps this one, or some behind it
-        known_end = self.next
-        entries = self._ask(block_s, records)
-        found = entry_span(self._stream, entries[0][0])[0] if entries else self.next
-        if found > wanted and self._cold is not None and wanted < self._archived:
-            self._ring = found
-            return self._fetch_cold(anywhere)
+        known_end = self.end_offset
+        if offset < known_end:
+            block_s = 0.0  # it is there, or in the store, or lost
+        entries, meta = self._ring.fetch(offset, block_s, records)
+        self._check(meta, self.position(offset))
+        found = entry_span(self._stream, entries[0][0])[0] if entries else self.end_offset
+        if found > offset and store is not None and offset < store.archived:
+            store.ring_start = found
+            return self._fetch_from_store(store, offset)
         if not entries:
-            if known_end > wanted and not anywhere:
-                raise self.lost(known_end - 1)  # it was there, and so must be its successors
+            if known_end > offset and not anywhere:
+                raise self._lost(offset, known_end - 1)  # it was there, and so were its successors
             return []
-        if found > wanted and not anywhere:
-            raise self.lost(found - 1)
+        if found > offset and not anywhere:
+            raise self._lost(offset, found - 1)
         chunks = decode(self._stream, entries)
-        if found < wanted:
-            chunks[0] = chunks[0].slice(wanted - found, len(chunks[0]))
-        whole = self._without_holes(chunks)
-        self.position = self.position._replace(offset=whole[-1].first + len(whole[-1]))
-        self._read_ahead()
+        if found < offset:
+            chunks[0] = chunks[0].slice(offset - found, len(chunks[0]))
+        whole = _without_holes(chunks)
+        self._ring.read_ahead(whole[-1].first + len(whole[-1]), self.end_offset)
         return whole
 
-    @property
-    def _cold_below(self) -> int:
-        """Where the ring begins, or what is archived ends: below it the store is read."""
-        return min(self._archived, self._ring)
-
-    def _fetch_cold(self, anywhere: bool) -> list[Chunk] | None:
-        """The same from the store; nothing if the stream has changed meanwhile: ask again."""
-        assert self._cold is not None, "only with a store is anything archived"
-        self._forget_ahead()  # another answer must not be taken for what the stream is like
-        epoch, archived, start = self._epoch, self._archived, self.position.offset
+    def _fetch_from_store(self, store: StoreReader, offset: int) -> list[Chunk]:
+        """The same from the store; none if the stream has changed meanwhile: ask again."""
+        self._ring.forget_ahead()  # its replies must not be taken for the present stream
+        epoch, archived = store.epoch, store.archived
+        chunks: list[Chunk] = []
         failure: MeteorError | None = None
         try:
-            if start < self._expired:  # and yet some of these may be in the ring
-                last = min(self._expired, self._cold_below) - 1
-                raise reply_errors.records_lost(self._stream, start, last)
-            batch = self._cold.read(start, self._cold_below, epoch)
+            chunks.append(store.read(offset))
         except MeteorError as error:
             failure = error
-        self._look()
-        if self._epoch != epoch or self._archived < archived:
-            self._cold.forget()
+        self._check(self._ring.look(guarded=True), self.position(offset))
+        if store.epoch != epoch or store.archived < archived:
+            store.forget()
             return []  # that may have been read from a branch that is lost
-        if failure is None:
-            self.position = self.position._replace(offset=start + len(batch))
-            return [TableChunk(start, batch)]
-        if anywhere and isinstance(failure, RecordsLost) and failure.last < self._expired:
-            # Expired: so what is meant by "the first there is" has moved. Else they are lost.
-            self.position = self.position._replace(offset=failure.last + 1)
-            return None
-        raise failure
+        if failure is not None:
+            raise failure
+        return chunks
 
-    def _look(self) -> None:
-        """Look at the stream, and at the group if we read for one."""
-        commands: list[Sequence[Any]] = [("HMGET", self._meta, *self._seen)]
-        if self._guard is not None:
-            commands.append(("HGET", self._guard[0], "nonce"))
-        seen, *nonce = self._pipeline(commands)
-        if self._guard is not None and nonce != [self._guard[1]]:
-            raise Overtaken
-        self._check(seen, self.position)
+    # -- jumping -------------------------------------------------------------------------------
 
-    def move(self, offset: int) -> None:
-        """Stand before ``offset``, in the present epoch."""
-        self._forget_ahead()
-        (seen,) = self._pipeline([("HMGET", self._meta, *self._seen)])
-        before = self.position
-        self._check(seen, self.position._replace(offset=0))
-        if offset > self.next:
-            self.position = before  # it stays where it was, in its own epoch
+    def seek(self, offset: int) -> None:
+        """Prepare to read from ``offset`` on, in the present epoch.
+
+        Raises:
+            ValueError: It is beyond the end.
+        """
+        self._ring.forget_ahead()
+        meta = self._ring.look(guarded=False)
+        epoch = self.epoch
+        self._check(meta, self.position(0))
+        if offset > self.end_offset:
+            self.epoch = epoch  # the caller stays where it was, in its own epoch
             raise ValueError(
                 f"Offset {offset} is beyond the end of stream {self._stream!r}, which is "
-                f"{self.next}; seek there, or wait."
+                f"{self.end_offset}; seek there, or wait."
             )
-        self.position = self.position._replace(offset=offset)
 
     def resume(self, position: Position) -> None:
-        """Stand at a position that was kept elsewhere.
+        """Prepare to read from a position that was kept elsewhere.
 
         Raises:
             LogTruncated: The server has lost records before it.
             StreamNotFound: The stream was deleted.
         """
-        self._forget_ahead()
-        (seen,) = self._pipeline([("HMGET", self._meta, *self._seen)])
-        self._check(seen, position)
-        self.position = Position(position.incarnation, int(seen[1]), position.offset)
+        self._ring.forget_ahead()
+        meta = self._ring.look(guarded=False)
+        self._check(meta, position)
+        self._incarnation, self.epoch = position.incarnation, int(meta[1])
 
-    def stand_at(self, offset: int) -> None:
-        """The same without a look at the server, for an offset that was passed before."""
-        if self.position.offset != offset:
-            self.position = self.position._replace(offset=offset)
+    def start_term(self, start: Position, end_offset: int, group: str, nonce: str) -> None:
+        """Prepare to read where a group's term starts, as the server has just replied.
 
-    def start(self, position: Position, end: int, group: str, nonce: str) -> None:
-        """Stand where the term of a group begins, as the server has just said.
-
-        From here on each fetch looks whether the group still has that nonce.
+        From here on each fetch checks that the group still has that nonce.
         """
-        self._forget_ahead()
-        self.position = position
-        self.next = end
-        self._archived = 0  # not known: the epoch may be a new one
-        self._guard = (keys.group(self._stream, group), nonce.encode())
+        self._ring.forget_ahead()
+        self._incarnation, self.epoch = start.incarnation, start.epoch
+        self.end_offset = end_offset
+        if self._store is not None:
+            self._store.archived = 0  # not known: the epoch may be a new one
+        self._ring.guard(keys.group(self._stream, group), nonce)
 
-    def lost(self, last: int) -> RecordsLost:
-        first = self.position.offset
+    def interrupt(self) -> None:
+        """End a wait in another thread."""
+        self._ring.interrupt()
+
+    def close(self) -> None:
+        self._ring.close()
+        if self._store is not None:
+            self._store.close()
+
+    # -- what the server says ------------------------------------------------------------------
+
+    def _check(self, meta: list[Any], position: Position) -> None:
+        """Compare a position with the server's stream; raise if the server knows less."""
+        reply_errors.check_incarnation(
+            self._stream, position.incarnation, meta[0], position.offset - 1
+        )
+        epoch, end_offset = int(meta[1]), int(meta[2])
+        if epoch != position.epoch or end_offset < position.offset:
+            first = diverged_at(position, self._ring.epochs(), end_offset)
+            if first is not None:
+                raise reply_errors.log_truncated(self._stream, first, position.offset - 1)
+            self.epoch = epoch
+        self.end_offset = end_offset
+        if self._store is not None:
+            self._store.update(epoch, end_offset, meta[3:6])
+
+    def _lost(self, first: int, last: int) -> RecordsLost:
         return RecordsLost(
             f"Records {first} to {last} of stream {self._stream!r} are gone: the ring has dropped "
             "them before they were read. skip_gap() goes on behind them; a larger capacity gives "
@@ -217,126 +219,12 @@ class LogReader:
             last=last,
         )
 
-    def interrupt(self) -> None:
-        """End a wait in another thread."""
-        self._connection.interrupt()
 
-    def close(self) -> None:
-        self._connection.close()
-        if self._cold is not None:
-            self._cold.close()
-
-    def _ask(self, block_s: float, records: int) -> list[Any]:
-        answers = self._collect_ahead()
-        if answers is None:
-            frames = min(self._frames, records)
-            if self.position.offset < self.next:
-                block_s = 0.0  # it is there, or in the store, or lost
-            answers = self._pipeline(self._request(frames, block_s), block_s)
-        answer, seen, *nonce = answers
-        if self._guard is not None and nonce != [self._guard[1]]:
-            raise Overtaken
-        self._check(seen, self.position)
-        if not answer:
-            return []
-        entries: list[Any] = answer[0][1]
-        self._adapt(entries)
-        return entries
-
-    def _request(self, frames: int, block_s: float = 0.0) -> list[Sequence[Any]]:
-        offset = self.position.offset
-        after = f"{offset - 1}-{_ID_MAX}" if offset else "0-0"
-        block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
-        read = ("XREAD", "COUNT", frames, *block, "STREAMS", self._log, after)
-        look: list[Sequence[Any]] = [read, ("HMGET", self._meta, *self._seen)]
-        if self._guard is not None:
-            look.append(("HGET", self._guard[0], "nonce"))
-        return look
-
-    def _read_ahead(self) -> None:
-        """Let the server fetch the next records while these are looked at.
-
-        Only for who reads straight on, and only what is known to be there: nothing waits.
-        """
-        self._straight += 1
-        if self._straight < _STRAIGHT or self.next <= self.position.offset:
-            return
-        try:
-            self._connection.send(self._request(self._frames))
-            self._ahead = self.position.offset
-        except ConnectionFailed:
-            pass  # the next fetch connects again, or says so
-        except BaseException:  # Ctrl-C: the next fetch must not read the answer to this
-            self._connection.close()
-            raise
-
-    def _collect_ahead(self) -> list[Any] | None:
-        """The answers to what was asked in advance; None if that was nothing, or not this."""
-        if self._ahead is None:
-            return None
-        try:
-            if self._ahead == self.position.offset and self._connection.connected:
-                count = 2 if self._guard is None else 3
-                return self._connection.read_all(count, self._connection.timeout_s)
-            self._connection.close()
-        except ConnectionFailed:
-            pass  # tried again in the ordinary way
-        except MeteorError:
-            raise  # all answers were read
-        except BaseException:  # Ctrl-C: the next fetch must not read the answer to this
-            self._connection.close()
-            raise
-        finally:
-            self._ahead = None
-        return None
-
-    def _forget_ahead(self) -> None:
-        self._straight = 0
-        if self._ahead is not None:
-            self._ahead = None
-            self._connection.close()
-
-    def _pipeline(self, commands: list[Sequence[Any]], block_s: float = 0.0) -> list[Any]:
-        """Once more on a new connection, where there is no waiting: an idle one may have died."""
-        timeout_s = block_s + self._connection.timeout_s
-        if block_s:
-            return self._connection.pipeline(commands, timeout_s)
-        return self._connection.retry_idle(lambda: self._connection.pipeline(commands, timeout_s))
-
-    def _adapt(self, entries: list[Any]) -> None:
-        """Ask for as many frames next time as make a good fetch, growing by steps."""
-        size = sum(len(fields[3]) for _, fields in entries if len(fields) > 3) + len(entries)
-        fitting = FETCH_BYTES * len(entries) // size
-        self._frames = max(1, min(fitting, self._frames * 4, FETCH_FRAMES_MAX))
-
-    def _check(self, seen: list[Any], position: Position) -> None:
-        """Compare with what the server says of the stream; raise if it knows less than we."""
-        reply_errors.check_incarnation(
-            self._stream, position.incarnation, seen[0], position.offset - 1
-        )
-        epoch, end = int(seen[1]), int(seen[2])
-        if epoch != position.epoch or end < position.offset:
-            epochs = self._connection.call("HGET", self._meta, "epochs")
-            first = diverged_at(position, (epochs or b"0:0").decode(), end)
-            if first is not None:
-                raise reply_errors.log_truncated(self._stream, first, position.offset - 1)
-            self.position = self.position._replace(epoch=epoch)
-        self.next = end
-        if self._cold is not None:
-            if epoch != self._epoch:
-                self._epoch, self._ring = epoch, 0
-                self._cold.forget()
-            self._archived, self._expired, capacity = map(int, seen[3:6])
-            self._ring = max(self._ring, end - capacity)
-
-    def _without_holes(self, chunks: list[Chunk]) -> list[Chunk]:
-        """The chunks up to the first hole; the next fetch begins at it and names it."""
-        end = chunks[0].first
-        for index, chunk in enumerate(chunks):
-            if chunk.first != end:
-                return chunks[:index]
-            end += len(chunk)
-        return chunks
-
-
-_SEEN = ("incarnation", "epoch", "next")
+def _without_holes(chunks: list[Chunk]) -> list[Chunk]:
+    """The chunks up to the first hole; the next fetch begins at it and reports it."""
+    end = chunks[0].first
+    for index, chunk in enumerate(chunks):
+        if chunk.first != end:
+            return chunks[:index]
+        end += len(chunk)
+    return chunks

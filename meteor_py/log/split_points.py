@@ -1,4 +1,4 @@
-"""Where a stream can be cut without any frame or row group being fetched twice."""
+"""Offsets at which parallel readers can split a stream without fetching anything twice."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
 
 
-def borders(stream: StreamHandle, offsets: Sequence[int]) -> list[int]:
-    """For each offset the next border: the end of the frame, or row group, that holds it.
+def split_points(stream: StreamHandle, offsets: Sequence[int]) -> list[int]:
+    """Return for each offset the end of the frame, or row group, that holds it.
 
-    An offset that is nowhere, or in a store that does not say, is its own border.
+    An offset that is nowhere, or in a store that does not tell, is its own split point.
     """
     if not offsets:
         return []
     ends = stream.connector.run(SPLIT_POINTS, [keys.log(stream.name)], list(offsets))
     return [
-        int(end) or _border_in_store(stream, offset)
+        int(end) or _split_point_in_store(stream, offset)
         for offset, end in zip(offsets, ends, strict=True)
     ]
 
 
-def _border_in_store(stream: StreamHandle, offset: int) -> int:
+def _split_point_in_store(stream: StreamHandle, offset: int) -> int:
     if stream.config.store is None:
         return offset
     try:
@@ -37,5 +37,5 @@ def _border_in_store(stream: StreamHandle, offset: int) -> int:
         if isinstance(store, ParquetStore):
             return store.row_group_end(stream.incarnation, offset, stream.archived_bounds()[1])
     except MeteorError:
-        pass  # whoever reads there will be told
+        pass  # the reader of these records will be told
     return offset

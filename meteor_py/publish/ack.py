@@ -117,12 +117,12 @@ def forget_waiters() -> None:
 
 #: Names of the threads that send; what runs in one must not wait for it.
 SENDER_PREFIX = "meteor-sender"
-KEEPER_PREFIX = "meteor-keeper"
+SESSION_PREFIX = "meteor-session"
 
 
 def in_callback() -> bool:
     """Whether this thread is one that sends."""
-    return threading.current_thread().name.startswith((SENDER_PREFIX, KEEPER_PREFIX))
+    return threading.current_thread().name.startswith((SENDER_PREFIX, SESSION_PREFIX))
 
 
 def forbid_waiting() -> None:

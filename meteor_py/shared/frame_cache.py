@@ -210,8 +210,8 @@ class FrameCache:
         if self._log_reader is None:
             self._log_reader = self._stream.open_reader()
         try:
-            self._log_reader.move(offset)
-            return self._read_some(records)
+            self._log_reader.seek(offset)
+            return self._read_some(offset, records)
         except (RecordsLost, CorruptSegment):
             raise
         except BaseException:
@@ -219,10 +219,10 @@ class FrameCache:
             self._log_reader = None
             raise
 
-    def _read_some(self, records: int) -> list[Chunk]:
+    def _read_some(self, offset: int, records: int) -> list[Chunk]:
         assert self._log_reader is not None, "it was opened"
         while True:  # ends: it is there, or lost; the stream may have changed while it was read
-            chunks = self._log_reader.fetch(records=records)
+            chunks = self._log_reader.fetch(offset, records=records)
             if chunks:
                 return chunks
 

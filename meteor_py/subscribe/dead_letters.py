@@ -1,8 +1,8 @@
 """Dead letters: a record that could not be handled goes to another stream, exactly once.
 
-Whoever gives a record up may crash before that is noted anywhere, and the next one gives it up
-again. So a letter is the only batch of a producer whose id follows from the record: the server
-remembers it and takes no second one, whoever sends it and however often.
+A member that gives a record up may crash before that is noted anywhere, and the next one gives it
+up again. So a letter is the only batch of a producer whose id follows from the record: the server
+remembers it and takes no second one, from any sender and however often.
 
 A letter has the value, key, timestamp and headers of its record, and the headers named below, all
 text. Where the record had one of the same name, as a letter that is buried again, it is replaced.
@@ -79,7 +79,7 @@ def bury(
         ConnectionFailed, OutOfMemory, StreamFull: Not confirmed in time, or not before ``stop``;
             a copy may be there all the same.
         StreamNotFound: The target was deleted.
-        LogTruncated: The target was deleted and created anew: open it again.
+        LogTruncated: The target was deleted and recreated: open it again.
         ServerRefused: For a reason that trying again will not cure.
     """
     producer = keys.producer(target.name, _producer_id(source, group or member, record.offset))
@@ -97,10 +97,10 @@ def bury(
     failures = 0
     while True:
         try:
-            answer = target.connector.use(
+            reply = target.connector.use(
                 lambda connection: _send(connection, target, names, frame, index)
             )
-            return _check(target, answer)
+            return _check(target, reply)
         except MeteorError as error:
             left_s = deadline - time.monotonic()
             if not error.retriable or left_s <= 0 or stop():
@@ -126,7 +126,7 @@ def _send(
     frame: tuple[str, Any],
     index: list[bytes],
 ) -> list[Any]:
-    """Send the letter and return the answer; its numbers are always the same: safe to repeat."""
+    """Send the letter and return the reply; its numbers are always the same: safe to repeat."""
     form, payload = frame
     epoch, sequence, count = 0, 0, 1
     numbers = (epoch, sequence, count, fingerprint(payload), PRODUCER_TTL_MS)
@@ -134,22 +134,22 @@ def _send(
     connection.refresh_history()  # a server can be demoted and promoted under an idle connection
     for _ in range(2):
         args = (target.incarnation, connection.history, *numbers, form, payload, checksum, *index)
-        answer: list[Any] = connection.run(PUBLISH, names, args)
-        if answer[0] != b"HISTORY":
+        reply: list[Any] = connection.run(PUBLISH, names, args)
+        if reply[0] != b"HISTORY":
             break
-        begin_epoch(connection, target.name, target.incarnation, answer[1].decode())
-    return answer
+        begin_epoch(connection, target.name, target.incarnation, reply[1].decode())
+    return reply
 
 
-def _check(target: StreamHandle, answer: list[Any]) -> None:
+def _check(target: StreamHandle, reply: list[Any]) -> None:
     """Raise what kept the letter out, if it is not in the log."""
-    code = answer[0]
-    if code == b"OK" or answer == [b"OUTOFSEQ", 1]:
+    code = reply[0]
+    if code == b"OK" or reply == [b"OUTOFSEQ", 1]:
         return  # out of sequence: a copy with other bytes, say another reason, was there first
     if code in (b"NOSTREAM", b"INCARNATION"):
         raise reply_errors.stream_gone(target.name, code)
     if code == b"FULL":
-        raise reply_errors.stream_full(target.name, answer[1])
+        raise reply_errors.stream_full(target.name, reply[1])
     if code == b"HISTORY":
         raise ConnectionFailed(f"The server of stream {target.name!r} is just failing over.")
     raise ServerRefused(f"Stream {target.name!r} does not take a dead letter: {code.decode()}.")

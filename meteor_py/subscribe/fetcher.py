@@ -1,4 +1,4 @@
-"""The feed: what a subscriber reads from. A reader, and in a group the keeper of its lease."""
+"""Fetching records for a subscriber: from its read buffer, and in a group under a lease."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meteor_py.errors import (
     RecordsLost,
     StoreUnavailable,
 )
-from meteor_py.log.log_reader import Overtaken
+from meteor_py.log.ring_reader import OwnerChanged
 from meteor_py.records.codec import Codec
 from meteor_py.records.config import OFFSET_MAX, SubscriberConfig, check_int
 from meteor_py.records.position import Position
@@ -23,7 +23,7 @@ from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
 from meteor_py.subscribe.group_admin import open_group
 from meteor_py.subscribe.group_session import GroupSession
-from meteor_py.subscribe.lease import Lease, Term
+from meteor_py.subscribe.lease import Term
 from meteor_py.subscribe.read_buffer import Gap, ReadBuffer
 
 if TYPE_CHECKING:
@@ -35,14 +35,18 @@ _T = TypeVar("_T")
 
 #: Seconds between two tries, doubled each time up to the second figure.
 _BACKOFF_S = (0.02, 0.64)
-#: Records that iterating takes at a time.
+#: Records that an iterator takes from the buffer at a time.
 _ITERATE = 10_000
-#: How long iterating goes on without a server before it gives up.
+#: Seconds that an iterator waits for a server that is away.
 _RECONNECT_S = 30.0
 
 
 class Fetcher:
-    """For one thread at a time, except ``halt`` and ``close``."""
+    """What a subscriber reads from. For one thread at a time, except ``interrupt`` and ``close``.
+
+    The session owns the term that this member has; the buffer owns the position, and the term in
+    which the records handed out were read.
+    """
 
     def __init__(
         self,
@@ -52,133 +56,137 @@ class Fetcher:
         on_assigned: Callable[[], Position | int | None],
     ) -> None:
         self.stream = stream
-        self.keeper: GroupSession | None = None
-        self.reader = ReadBuffer(stream, self._call_on_gap_skipped)
-        #: Set by another thread to end what waits here, and iterating.
-        self.halted = False
-        #: The end of what was handed out in any term.
-        self.handed = 0
+        self.session: GroupSession | None = None
+        self.buffer = ReadBuffer(stream, self._call_on_gap_skipped)
+        #: Set by another thread to end a wait here, and iterators.
+        self.interrupted = False
+        #: The end of the records handed out in any term.
+        self.handed_out = 0
         self._config = config
         self._member = member
         self._on_assigned = on_assigned
-        #: The term in which records are handed out.
-        self.term: Term | None = None
-        self._begun = False
+        self._announced: Term | None = None  # the last term whose ``on_assigned`` has returned
         try:
             if config.group is not None:
-                self.keeper = self._join(config.group, stream, self.reader)
+                self.session = self._join(config.group, stream, self.buffer)
         except BaseException:
-            self.reader.close()
+            self.buffer.close()
             raise
 
-    def _join(self, group: str, stream: StreamHandle, reader: ReadBuffer) -> GroupSession:
+    def _join(self, group: str, stream: StreamHandle, buffer: ReadBuffer) -> GroupSession:
         """Become a member of the group, which begins here if it is new."""
-        confirmed = open_group(stream, group, self._config.starts_at)
-        reader.position = confirmed
-        name, life = stream.name, stream.incarnation
-        lease = Lease(name, life, group, self._member, self._config.lease_ttl)
-        return GroupSession(stream.connector, lease, confirmed, self._config.max_poll_interval)
+        config = self._config
+        buffer.position = confirmed = open_group(stream, group, config.starts_at)
+        return GroupSession.join(
+            *(stream, group, self._member),
+            confirmed=confirmed,
+            lease_ttl_s=config.lease_ttl,
+            max_poll_interval_s=config.max_poll_interval,
+        )
 
     # -- reading -------------------------------------------------------------------------------
 
     def fetch(self, timeout_s: float, records: int, *, endless: bool = False) -> None:
-        """Have something to hand out, if it comes in time; in a group, with the lease in hand.
+        """Fetch records until some are available or the timeout expires.
 
-        ``endless``: the time runs only while the server is away.
+        In a group, acquire the lease first.
+
+        Args:
+            endless: The time runs only while the server is away.
         """
-        if self.keeper is not None:
-            self.keeper.check_process()
+        if self.session is not None:
+            self.session.check_process()
             try:
-                self.keeper.raise_refusal()
+                self.session.raise_refusal()
             except LogTruncated as error:
-                self.reader.note_gap(error)
+                self.buffer.note_gap(error)
                 raise
-        self.patiently(lambda: self._fetch(timeout_s, records, endless))
+        self.run_blocking(lambda: self._fetch(timeout_s, records, endless))
 
-    def patiently(self, work: Callable[[], _T]) -> _T:
-        """Do what the application waits for: it does not hang meanwhile, and keeps its lease."""
-        keeper = self.keeper
-        if keeper is None:
+    def run_blocking(self, work: Callable[[], _T]) -> _T:
+        """Run a blocking call without letting max_poll_interval expire."""
+        session = self.session
+        if session is None:
             return work()
-        keeper.alive_at = now()
-        keeper.reading = True
+        session.alive_at = now()
+        session.polling = True
         try:
             return work()
         finally:
             try:
-                keeper.alive_at = now()
-            finally:  # whatever interrupts: who only seems to read would keep its lease for ever
-                keeper.reading = False
+                session.alive_at = now()
+            finally:  # whatever interrupts: a poll that seems to last would keep the lease forever
+                session.polling = False
 
-    def _call(self, callback: Callable[[], _T]) -> _T:
-        """Call the application in the middle of what it waits for; this it may hang in."""
-        keeper = self.keeper
-        if keeper is None:
+    def _call_back(self, callback: Callable[[], _T]) -> _T:
+        """Call the application in the middle of a blocking call: here it may hang."""
+        session = self.session
+        if session is None:
             return callback()
-        was_reading, keeper.reading = keeper.reading, False
-        keeper.alive_at = now()
+        was_polling, session.polling = session.polling, False
+        session.alive_at = now()
         try:
             return callback()
         finally:
-            keeper.reading = was_reading
+            session.polling = was_polling
 
     def _call_on_gap_skipped(self, first: int, last: int) -> None:
         callback = self._config.on_gap_skipped
         if callback is not None:
-            self._call(lambda: callback(first, last))
+            self._call_back(lambda: callback(first, last))
 
-    def walk(self, codec: Codec | None) -> Iterator[Record]:
-        """Records one by one, the position following each, until it is halted."""
-        while not self.halted:
+    def iterate(self, codec: Codec | None) -> Iterator[Record]:
+        """Yield records one by one, the position following each, until it is interrupted."""
+        while not self.interrupted:
             self.fetch(_RECONNECT_S, _ITERATE, endless=True)
-            reader = self.reader
-            jumps = reader.jumps
-            for record in reader.peek(_ITERATE, codec):
-                reader.position = record.offset + 1
+            buffer = self.buffer
+            jumps = buffer.jumps
+            for record in buffer.peek(_ITERATE, codec):
+                buffer.position = record.offset + 1
                 yield record
-                if self.reader.jumps != jumps or reader.position != record.offset + 1:
+                if self.buffer.jumps != jumps or buffer.position != record.offset + 1:
                     break  # by the caller: seek() or poll() inside the loop
-                if not self._go_on() or self.halted:
+                if not self._may_continue() or self.interrupted:
                     break
 
-    def confirm_handed(self) -> None:
-        """What was handed out is handled: the caller has come back for more."""
-        assert self.keeper is not None, "checked with the settings"
-        self.keeper.check_process()
+    def confirm_handed_out(self) -> None:
+        """Confirm what was handed out: the caller has processed it, and asks for more."""
+        assert self.session is not None, "checked with the settings"
+        self.session.check_process()
         try:
-            self.keeper.confirm(self.reader.position, self.term)
+            self.session.confirm(self.buffer.position, self.buffer.term)
         except LeaseLost as error:
             _log.info("%s", error)
 
-    def _go_on(self) -> bool:
-        """A record was handled; tell whether the next may be handed out without a look."""
-        keeper = self.keeper
-        if keeper is None:
+    def _may_continue(self) -> bool:
+        """A record was processed; tell whether the next may be handed out without a look."""
+        session = self.session
+        if session is None:
             return True
         if self._config.auto_confirm:
-            self.confirm_handed()
-        keeper.alive_at = at = now()
-        return at < keeper.valid_until
+            self.confirm_handed_out()
+        session.alive_at = at = now()
+        return at < session.valid_until
 
     def _fetch(self, timeout_s: float, records: int, endless: bool) -> None:
         deadline = time.monotonic() + timeout_s
         failure: ConnectionFailed | StoreUnavailable | None = None
         failures = 0  # in a row
         looked = False
-        while not self.halted:
+        while not self.interrupted:
             left = max(deadline - time.monotonic(), 0.0)
             if left == 0 and looked:
                 if failure is not None:
                     raise failure
-                if not self.reader.ready():
+                if not self.buffer.ready():
                     return
             looked = True
             try:
-                if self._may_read(left):
-                    if self.reader.ready():
+                if self._hold_lease(left):
+                    if self.buffer.ready():
                         return  # it was read before the lease was looked at
                     left = max(deadline - time.monotonic(), 0.0)
-                    self._read(min(left, self.reader.block_max_s), records)
+                    self._read(min(left, self.buffer.block_max_s), records)
                 failure, failures = None, 0
                 if endless:
                     deadline = time.monotonic() + timeout_s
@@ -186,133 +194,132 @@ class Fetcher:
                 failure = error
                 failures += 1
                 left = max(deadline - time.monotonic(), 0.0)
-                if not self.halted:
+                if not self.interrupted:
                     time.sleep(min(left, pause_s(failures, *_BACKOFF_S)))
-        self.reader.close()  # halted by another thread, while this one may have connected again
+        self.buffer.close()  # interrupted by another thread; this one may have connected again
 
-    def _may_read(self, timeout_s: float) -> bool:
-        """In a group: hold its lease, and start at what is confirmed if the term is new."""
-        if self.keeper is None:
+    def _hold_lease(self, timeout_s: float) -> bool:
+        """In a group, hold its lease, and start at the confirmed offset if the term is new."""
+        if self.session is None:
             return True
         try:
-            term = self.keeper.hold(timeout_s)
-        except LogTruncated as error:  # the stream was created anew
-            error.last = max(error.last, self.reader.position - 1)
-            self.reader.note_gap(error)
+            term = self.session.hold(timeout_s)
+        except LogTruncated as error:  # the stream was recreated
+            error.last = max(error.last, self.buffer.position - 1)
+            self.buffer.note_gap(error)
             raise
         if term is None:
-            self.reader.close()  # what was read is for whoever has the lease, and that may last
+            self.buffer.close()  # what was read is for the lease's owner, and the wait may be long
             return False
-        if term is not self.term or not self._begun:
-            self._begin(term)
+        if term is not self._announced:
+            self._start_term(term)
         return True
 
-    def _begin(self, term: Term) -> None:
-        self._begun = False
-        self.handed = max(self.handed, self.reader.position)
+    def _start_term(self, term: Term) -> None:
+        self._announced = None
+        self.handed_out = max(self.handed_out, self.buffer.position)
         assert self._config.group is not None, "only groups have terms"
-        self.reader.start(self._config.group, term)
-        self.term = term  # not before: a confirm in another thread is for what it was given then
-        start = self._call(self._on_assigned)
+        self.buffer.start_term(self._config.group, term)
+        start = self._call_back(self._on_assigned)
         if isinstance(start, Position):
-            self.reader.resume(start)
+            self.buffer.resume(start)
         elif start is not None:
-            self.reader.seek(check_int("what on_assigned returns", start, 0, OFFSET_MAX))
-        self._begun = True  # not before: a callback that raised is called again
+            self.buffer.seek(check_int("what on_assigned returns", start, 0, OFFSET_MAX))
+        self._announced = term  # not before: a callback that raised is called again
 
     def _read(self, block_s: float, records: int) -> None:
         """Fetch once; skip a gap if that is wanted."""
         try:
-            self._ask(block_s, records)
+            self._fill(block_s, records)
         except RecordsLost as gap:
             if self._config.on_gap == "raise":
                 raise
             self._skip_gaps(gap, records)
 
     def _skip_gaps(self, gap: RecordsLost, records: int) -> None:
-        """Go on behind a gap, and behind those that follow it."""
+        """Continue after a gap, and after those that follow it."""
         while True:
             _log.warning("Skipping a gap: %s", gap)
             self.skip_gap()
             try:
-                return self._ask(0.0, records)
+                return self._fill(0.0, records)
             except RecordsLost as another:
                 gap = another
 
-    def _ask(self, block_s: float, records: int) -> None:
+    def _fill(self, block_s: float, records: int) -> None:
         try:
-            self.reader.fetch(block_s, records)
-        except Overtaken:
-            assert self.keeper is not None, "only groups are guarded"
-            self.keeper.doubt()
+            self.buffer.fetch(block_s, records)
+        except OwnerChanged:
+            assert self.session is not None, "only groups are guarded"
+            self.session.distrust()
         finally:
-            if self.keeper is not None:  # confirms name the epoch that the records are of
-                self.keeper.epoch = self.reader.epoch
+            if self.session is not None:  # confirms name the epoch of the records
+                self.session.epoch = self.buffer.epoch
 
     # -- gaps ----------------------------------------------------------------------------------
 
     def skip_gap(self) -> None:
-        """Go on behind the gap that the last fetch named; without one nothing happens."""
-        reader, keeper, gap = self.reader, self.keeper, self.reader.gap
+        """Continue after the gap that the last fetch found; without one nothing happens."""
+        buffer, session, gap = self.buffer, self.session, self.buffer.gap
         if gap is None:
             return
         if gap.truncated:
             self._reopen(gap)
-            self.reader.count_skipped(gap.first, gap.last)
+            self.buffer.count_skipped(gap.first, gap.last)
             return
-        behind = min(gap.last + 1, reader.end)
-        # What was handed out and not confirmed is not confirmed by a gap behind it.
-        all_confirmed = keeper is not None and keeper.wanted == gap.first
-        reader.skip_to(behind)
-        reader.count_skipped(gap.first, gap.last)  # first: a gap is not done before it is told
-        if keeper is not None and all_confirmed:
-            keeper.want(behind, self.term)
+        behind = min(gap.last + 1, buffer.end_offset)
+        # Records that were handed out and not confirmed are not confirmed by a gap after them.
+        all_confirmed = session is not None and session.wanted == gap.first
+        buffer.skip_to(behind)
+        buffer.count_skipped(gap.first, gap.last)  # first: a gap is confirmed after it was reported
+        if session is not None and all_confirmed:
+            session.confirm_silently(behind, buffer.term)
 
     def _reopen(self, gap: Gap) -> None:
-        """Go on in what is left of the stream, or in the one that has its name now."""
+        """Continue in what is left of the stream, or in the one that has its name now."""
         stream = self.stream.reopen()
-        reader = ReadBuffer(stream, self._call_on_gap_skipped)
-        keeper: GroupSession | None = None
+        buffer = ReadBuffer(stream, self._call_on_gap_skipped)
+        session: GroupSession | None = None
         try:
-            if self.keeper is None:
-                reader.skip_to(min(gap.first, reader.end))
+            if self.session is None:
+                buffer.skip_to(min(gap.first, buffer.end_offset))
             else:
-                # First of all: if that fails, the old ones stay, and the next poll tells so.
-                keeper = self._join(self.keeper.lease.group, stream, reader)
-                self.keeper.close(0.0)
+                # First of all: if that fails, the old ones stay, and the next poll reports it.
+                session = self._join(self.session.lease.group, stream, buffer)
+                self.session.close(0.0)
         except BaseException:
-            reader.close()
+            buffer.close()
             raise
-        self.reader.close()
-        reader.skipped = self.reader.skipped
-        reader.jumps = self.reader.jumps + 1
-        self.stream, self.reader, self.keeper, self.term = stream, reader, keeper, None
+        self.buffer.close()
+        buffer.skipped = self.buffer.skipped
+        buffer.jumps = self.buffer.jumps + 1
+        self.stream, self.buffer, self.session = stream, buffer, session
 
     # -- the end -------------------------------------------------------------------------------
 
-    def halt(self) -> None:
-        """End a wait in another thread."""
-        self.halted = True
-        self.reader.interrupt()
-        if self.keeper is not None:
-            self.keeper.interrupt()
-
-    def disown(self) -> None:
-        """In a forked child: hand out nothing more."""
-        if self.keeper is not None:
-            self.keeper.disown()
+    def interrupt(self) -> None:
+        """End a wait in another thread, and iterators."""
+        self.interrupted = True
+        self.buffer.interrupt()
+        if self.session is not None:
+            self.session.interrupt()
 
     def abandon(self) -> None:
-        """Let the keeper's thread end by itself, and give up the lease."""
-        self.halted = True
-        if self.keeper is not None:
-            self.keeper.abandon()
+        """In a forked child: hand out nothing more."""
+        if self.session is not None:
+            self.session.abandon()
+
+    def stop(self) -> None:
+        """Let the session's thread end by itself, and give up the lease."""
+        self.interrupted = True
+        if self.session is not None:
+            self.session.stop()
 
     def close(self, timeout_s: float) -> None:
         """Send the last confirm, give up the lease, close the connections."""
-        self.halted = True
+        self.interrupted = True
         try:
-            if self.keeper is not None:
-                self.keeper.close(timeout_s)
+            if self.session is not None:
+                self.session.close(timeout_s)
         finally:
-            self.reader.close()
+            self.buffer.close()

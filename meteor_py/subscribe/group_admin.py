@@ -40,8 +40,8 @@ def open_group(stream: StreamHandle, group: str, start: InitialOffset) -> int:
         keys.lease(stream.name, group),
         keys.groups(stream.name),
     ]
-    answer = stream.connector.run(OPEN_GROUP, script_keys, args)
-    if answer[0] == b"NOOFFSET":
+    reply = stream.connector.run(OPEN_GROUP, script_keys, args)
+    if reply[0] == b"NOOFFSET":
         raise NoConfirmedOffset(
             f"Group {group!r} of stream {stream.name!r} has not confirmed anything, so "
             "InitialOffset.NONE leaves it nowhere to start; use EARLIEST or LATEST, or "
@@ -49,9 +49,9 @@ def open_group(stream: StreamHandle, group: str, start: InitialOffset) -> int:
             stream=stream.name,
             group=group,
         )
-    if answer[0] != b"OK":
-        raise reply_errors.stream_gone(stream.name, answer[0])
-    return int(answer[1])
+    if reply[0] != b"OK":
+        raise reply_errors.stream_gone(stream.name, reply[0])
+    return int(reply[1])
 
 
 def list_groups(stream: StreamHandle, end: int) -> list[GroupDescription]:
@@ -65,8 +65,8 @@ def list_groups(stream: StreamHandle, end: int) -> list[GroupDescription]:
         fields = ("incarnation", "confirmed", "start", "term")
         commands = [("HMGET", keys.group(stream.name, name), *fields) for name in part]
         leases = [("GET", keys.lease(stream.name, name)) for name in part]
-        answers = stream.connector.pipeline([*commands, *leases])
-        for name, group, lease in zip(part, answers, answers[len(part) :], strict=False):
+        replies = stream.connector.pipeline([*commands, *leases])
+        for name, group, lease in zip(part, replies, replies[len(part) :], strict=False):
             incarnation, confirmed, began, term = group
             if incarnation is None or incarnation.decode() != stream.incarnation:
                 continue  # deleted since, or left behind by an earlier stream
@@ -90,7 +90,7 @@ def _check_exclusive(stream: StreamHandle, group: str) -> None:
 
 
 def find_archiver(stream: StreamHandle) -> str | None:
-    """The member that archives the stream now; None if nobody does."""
+    """The member that archives the stream now; None if there is none."""
     return owner_of(stream.connector.call("GET", keys.lease(stream.name, keys.ARCHIVERS)))
 
 
@@ -102,7 +102,7 @@ def owner_of(lease: bytes | None) -> str | None:
 def seek_group(
     stream: StreamHandle, group: str, offset: int, *, floating: bool, force: bool
 ) -> None:
-    """Let a group go on at ``offset``; whoever owns it is fenced.
+    """Let a group continue at ``offset``, and fence its owner.
 
     Raises:
         GroupActive: A member has the lease, and ``force`` is False.
@@ -125,24 +125,24 @@ def seek_group(
         "force" if force else "",
         secrets.token_hex(8),
     ]
-    answer = stream.connector.run(SEEK_GROUP, script_keys, args)
-    if answer[0] == b"ACTIVE":
-        raise reply_errors.group_active(stream.name, group, answer[1])
-    if answer[0] == b"BEYOND":
+    reply = stream.connector.run(SEEK_GROUP, script_keys, args)
+    if reply[0] == b"ACTIVE":
+        raise reply_errors.group_active(stream.name, group, reply[1])
+    if reply[0] == b"BEYOND":
         raise ValueError(
-            f"Offset {offset} is beyond the end of stream {stream.name!r}, which is {answer[1]}."
+            f"Offset {offset} is beyond the end of stream {stream.name!r}, which is {reply[1]}."
         )
-    if answer[0] != b"OK":
-        raise reply_errors.stream_gone(stream.name, answer[0])
+    if reply[0] != b"OK":
+        raise reply_errors.stream_gone(stream.name, reply[0])
 
 
 def delete_group(stream: StreamHandle, group: str, *, force: bool) -> None:
-    """Delete a group; whoever owns it is fenced.
+    """Delete a group, and fence its owner.
 
     Raises:
         GroupActive: A member has the lease, and ``force`` is False.
         GroupNotFound: There is none.
-        StreamNotFound, LogTruncated: The stream was deleted, or created anew.
+        StreamNotFound, LogTruncated: The stream was deleted, or recreated.
     """
     key = keys.group(stream.name, group)
     was_there = stream.connector.call("EXISTS", key)
@@ -154,11 +154,11 @@ def delete_group(stream: StreamHandle, group: str, *, force: bool) -> None:
         keys.groups(stream.name),
     ]
     args = [stream.incarnation, group, "force" if force else ""]
-    answer = stream.connector.run(DELETE_GROUP, script_keys, args)
-    if answer[0] == b"ACTIVE":
-        raise reply_errors.group_active(stream.name, group, answer[1])
-    # Not found, though it was there: deleted by a first try whose answer was lost.
-    if answer[0] == b"NOGROUP" and not was_there:
+    reply = stream.connector.run(DELETE_GROUP, script_keys, args)
+    if reply[0] == b"ACTIVE":
+        raise reply_errors.group_active(stream.name, group, reply[1])
+    # Not found, though it was there: deleted by a first try whose reply was lost.
+    if reply[0] == b"NOGROUP" and not was_there:
         raise reply_errors.group_not_found(stream.name, group)
-    if answer[0] in (b"NOSTREAM", b"INCARNATION"):
-        raise reply_errors.stream_gone(stream.name, answer[0])
+    if reply[0] in (b"NOSTREAM", b"INCARNATION"):
+        raise reply_errors.stream_gone(stream.name, reply[0])

@@ -59,7 +59,7 @@ _DONE.settled = True
 
 
 class OffsetConfirms:
-    """Guarded by the keeper's lock, ``state``, which is notified of every change."""
+    """Guarded by the session's lock, ``state``, which is notified of every change."""
 
     def __init__(self, state: SignalSafeCondition, confirmed: int) -> None:
         #: The next offset to process, as far as the server has said.
@@ -151,7 +151,7 @@ class OffsetConfirms:
         for confirmation in failed:
             confirmation.settle(error)
 
-    def disown(self, state: SignalSafeCondition, error: MeteorError) -> None:
+    def abandon(self, state: SignalSafeCondition, error: MeteorError) -> None:
         """In a forked child: the answers go to the parent."""
         self._state = state
         waiting, self._waiting = self._waiting, []

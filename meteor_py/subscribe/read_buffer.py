@@ -1,4 +1,4 @@
-"""A reader: what a subscriber has fetched and not handed out yet, and where it stands."""
+"""The records that a subscriber has fetched and not handed out yet, and its position."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ class ReadBuffer:
     ) -> None:
         self._stream = stream.name
         self._on_gap_skipped = on_gap_skipped
-        self._cursor = stream.open_reader()
+        self._log = stream.open_reader()
         self._chunks: deque[Chunk] = deque()  # the first may begin before the position
         # Whether the position means "the first there is": until a record is found, that moves.
         self._floating = False
         # Whether what is missed by that is part of a gap.
         self._skipping = False
-        #: The offset of the next record to hand out; the owner moves it over what was.
-        self.position = self._cursor.position.offset
+        #: The offset of the next record to hand out; the caller moves it past those that it took.
+        self.position = self._log.end_offset
+        #: The term in which the records are read; None without a group.
+        self.term: Term | None = None
         #: What the last fetch found missing.
         self.gap: Gap | None = None
         #: Rises with every move that is not reading on.
@@ -49,19 +51,19 @@ class ReadBuffer:
         self.skipped = 0
 
     @property
-    def end(self) -> int:
+    def end_offset(self) -> int:
         """The end of the stream when it was last seen."""
-        return self._cursor.next
+        return self._log.end_offset
 
     @property
     def epoch(self) -> int:
-        """The epoch of the stream that all which was fetched is part of."""
-        return self._cursor.position.epoch
+        """As ``LogReader.epoch``."""
+        return self._log.epoch
 
     @property
     def block_max_s(self) -> float:
         """As ``Connection.block_max_s``."""
-        return self._cursor.block_max_s
+        return self._log.block_max_s
 
     def ready(self) -> bool:
         """Whether there is something to hand out."""
@@ -75,12 +77,12 @@ class ReadBuffer:
 
         Raises:
             RecordsLost, LogTruncated: Kept as ``gap``.
-            Overtaken: As ``LogReader.fetch``.
+            OwnerChanged: As ``LogReader.fetch``.
         """
-        # An interrupt may have come between a fetch and the keeping of what it brought.
-        self._cursor.stand_at(self.position)
         try:
-            chunks = self._cursor.fetch(block_s, records=records, anywhere=self._floating)
+            chunks = self._log.fetch(
+                self.position, block_s, records=records, anywhere=self._floating
+            )
         except (RecordsLost, LogTruncated) as error:
             self.note_gap(error)
             raise
@@ -118,17 +120,17 @@ class ReadBuffer:
         Raises:
             ValueError: It is beyond the end.
         """
-        self._cursor.move(offset)
+        self._log.seek(offset)
         self._jump(offset, floating)
 
     def resume(self, position: Position) -> None:
-        """Stand at a position that somebody has kept.
+        """Stand at a position that was kept elsewhere.
 
         Raises:
             LogTruncated: The server has lost records before it; kept as ``gap``.
         """
         try:
-            self._cursor.resume(position)
+            self._log.resume(position)
         except LogTruncated as error:
             self.note_gap(error)
             raise
@@ -136,16 +138,17 @@ class ReadBuffer:
 
     @property
     def checkpoint(self) -> Position:
-        """The position together with the life and the epoch of the stream that it is of."""
-        return self._cursor.position._replace(offset=self.position)
+        """The position, with the incarnation and epoch of the stream that it belongs to."""
+        return self._log.position(self.position)
 
-    def start(self, group: str, term: Term) -> None:
-        """Stand where a term of the group begins."""
-        self._cursor.start(term.position, term.end, group, term.nonce)
-        self._jump(term.position.offset, term.floating)
+    def start_term(self, group: str, term: Term) -> None:
+        """Stand where a term of the group starts."""
+        self._log.start_term(term.start, term.end_offset, group, term.nonce)
+        self._jump(term.start.offset, term.floating)
+        self.term = term  # not before: a confirm in another thread is for what it was given then
 
     def skip_to(self, offset: int) -> None:
-        """Stand before the first record there is from ``offset`` on: what is missed is a gap."""
+        """Stand before the first record from ``offset`` on; those missing before it are a gap."""
         self.seek(offset, floating=True)
         self._skipping = True
 
@@ -161,11 +164,11 @@ class ReadBuffer:
 
     def interrupt(self) -> None:
         """End a wait in another thread."""
-        self._cursor.interrupt()
+        self._log.interrupt()
 
     def close(self) -> None:
         self.forget()
-        self._cursor.close()
+        self._log.close()
 
     def _jump(self, offset: int, floating: bool) -> None:
         self._chunks = deque()

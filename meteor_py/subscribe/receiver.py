@@ -1,4 +1,4 @@
-"""The receiver: hands a subscriber's records to a function, in a thread of its own."""
+"""A background thread that passes a subscriber's records to a handler."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Receiver:
     def __init__(
         self,
         subscriber: Subscriber,
-        feed: Fetcher,
+        fetcher: Fetcher,
         codec: Codec | None,
         handler: Handler,
         on_error: OnError,
@@ -70,7 +70,7 @@ class Receiver:
         elif on_error != "retry":
             tries = _TRIES if self._letters is not None else 1
         self._subscriber = subscriber
-        self._feed = feed
+        self._fetcher = fetcher
         self._codec = codec
         self._handler = handler
         self._skips = on_error == "skip"
@@ -135,7 +135,7 @@ class Receiver:
     def stop(self) -> None:
         """Let it end after its record, without waiting for that."""
         self._stop.set()
-        self._feed.halt()
+        self._fetcher.interrupt()
 
     def is_current_thread(self) -> bool:
         return threading.current_thread() is self._thread
@@ -152,34 +152,34 @@ class Receiver:
         failures = 0  # in a row
         while not self._stop.is_set():
             try:
-                for record in self._feed.walk(None):
+                for record in self._fetcher.iterate(None):
                     failures = 0
                     handled = False
                     try:
                         handled = self._handle(record)
                     finally:
                         if not handled:
-                            self._feed.reader.position = record.offset
+                            self._fetcher.buffer.position = record.offset
                     if not handled:
                         break
             except BaseException as error:
                 # The server will come back, or another member has the lease: wait for either.
                 if not isinstance(error, LeaseLost) and not getattr(error, "retriable", False):
-                    self._end(error)
+                    self._fail(error)
                     return
                 _log.warning("The receiver of stream %r: %s", self._subscriber.stream.name, error)
                 failures += 1
                 self._stop.wait(pause_s(failures, *_BACKOFF_S))
 
     def _leave(self) -> None:
-        """Nobody will read here any more: let another member do so."""
-        keeper = self._feed.keeper
-        if keeper is None:
+        """Give up the lease: this member reads no more."""
+        session = self._fetcher.session
+        if session is None:
             return
         try:
-            keeper.deactivate(_FLUSH_S)
+            session.deactivate(_FLUSH_S)
         except Exception as error:
-            _log.warning("The receiver of %s ended badly: %s", keeper.lease, error)
+            _log.warning("The receiver of %s ended badly: %s", session.lease, error)
 
     def _handle(self, raw: Record) -> bool:
         """Have one record handled, or see to it that it is not; False if it is to be left."""
@@ -197,7 +197,7 @@ class Receiver:
             if failures == self._tries:
                 return self._give_up(raw, error, failures)
             pause = partial(self._stop.wait, pause_s(failures, *_BACKOFF_S))
-            if self._feed.patiently(pause):
+            if self._fetcher.run_blocking(pause):
                 return False
 
     def _call(self, raw: Record) -> Exception | None:
@@ -214,7 +214,7 @@ class Receiver:
         if self._letters is not None:
             self._bury(raw, error, failures)
         elif not self._skips:
-            self._end(error)
+            self._fail(error)
             return False
         self._confirm_failed(raw)
         self.failed += 1
@@ -238,9 +238,9 @@ class Receiver:
             tries=failures,
             stop=self._stop.is_set,
         )
-        self._feed.patiently(letter)
+        self._fetcher.run_blocking(letter)
 
-    def _end(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         name = self._subscriber.stream.name
         _log.error("The receiver of stream %r has ended.", name, exc_info=error)
         self._error = error
@@ -248,17 +248,17 @@ class Receiver:
 
     def _confirm_failed(self, raw: Record) -> None:
         """It is done, unless the application has something before it to confirm."""
-        keeper = self._feed.keeper
-        if keeper is not None and keeper.wanted == raw.offset:
-            keeper.want(raw.offset + 1, self._feed.term)
+        session = self._fetcher.session
+        if session is not None and session.wanted == raw.offset:
+            session.confirm_silently(raw.offset + 1, self._fetcher.buffer.term)
 
     def _ours(self) -> bool:
         """Whether this record is still ours to handle."""
-        keeper = self._feed.keeper
-        if keeper is None:
+        session = self._fetcher.session
+        if session is None:
             return True
-        term = keeper.term
+        term = session.term
         try:
-            return term is not None and keeper.hold(0.0) is term
+            return term is not None and session.hold(0.0) is term
         except ConnectionFailed:
             return True  # not known; if it was lost, the confirm will be refused

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meteor_py.errors import GroupError, InvalidInitialOffset, LeaseLost, MeteorError, NotGrouped
 from meteor_py.log.handle import StreamHandle
-from meteor_py.publish.ack import KEEPER_PREFIX, Ack, forbid_waiting
+from meteor_py.publish.ack import SESSION_PREFIX, Ack, forbid_waiting
 from meteor_py.records.codec import Codec
 from meteor_py.records.config import (
     OFFSET_MAX,
@@ -75,16 +75,16 @@ class Subscriber(Closeable):
         self._closed = False
         self._pid = os.getpid()
         self._receiver: Receiver | None = None
-        self._feed = Fetcher(handle, config, self.member, _on_assigned(weakref.ref(self)))
+        self._fetcher = Fetcher(handle, config, self.member, _on_assigned(weakref.ref(self)))
         try:
             if config.group is not None:
                 # For one that is dropped without a close(): it must not keep its lease.
-                weakref.finalize(self, self._feed.abandon).atexit = False
+                weakref.finalize(self, self._fetcher.stop).atexit = False
                 _open_subscribers.add(self)
             elif config.starts_at is InitialOffset.EARLIEST:
                 self.seek("earliest")
         except BaseException:
-            self._feed.close(0.0)
+            self._fetcher.close(0.0)
             raise
 
     # -- reading -------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Subscriber(Closeable):
         Raises:
             RecordsLost: The next record is gone; at each poll until ``skip_gap()`` or ``seek()``.
             LogTruncated: The server lost what was read; as ``RecordsLost``.
-            LeaseLost: A confirm was refused, and nobody looked at its Ack; raised once.
+            LeaseLost: A confirm was refused and its Ack was never checked; raised once.
             CorruptFrame, UnsupportedFrame, CorruptStream: The next frame is unreadable.
             StreamNotFound, GroupNotFound: It was deleted.
             ConnectionFailed: The server could not be reached until the timeout.
@@ -112,12 +112,12 @@ class Subscriber(Closeable):
         check_seconds("timeout", timeout, zero=True)
         check_int("max_records", max_records, 1, OFFSET_MAX)
         self._check_reader()
-        feed = self._feed
+        fetcher = self._fetcher
         if self.config.auto_confirm:
-            feed.confirm_handed()
-        feed.fetch(timeout, max_records)
-        batch = feed.reader.peek(max_records, self._codec)
-        feed.reader.position += len(batch)
+            fetcher.confirm_handed_out()
+        fetcher.fetch(timeout, max_records)
+        batch = fetcher.buffer.peek(max_records, self._codec)
+        fetcher.buffer.position += len(batch)
         return batch
 
     def __iter__(self) -> Iterator[Record]:
@@ -127,10 +127,12 @@ class Subscriber(Closeable):
         """
         if not self._closed:
             self._check_reader()
-        return self._walk()
+        return self._iterate()
 
-    def _walk(self) -> Iterator[Record]:
-        yield from self._feed.walk(self._codec)  # holds us: a loop must not lose its subscriber
+    def _iterate(self) -> Iterator[Record]:
+        yield from self._fetcher.iterate(
+            self._codec
+        )  # holds us: a loop must not lose its subscriber
 
     # -- confirming ----------------------------------------------------------------------------
 
@@ -149,29 +151,29 @@ class Subscriber(Closeable):
 
         Raises:
             LeaseLost: Another member has the lease; if that is not known yet, the Ack raises it,
-                and the next ``poll`` if nobody looks at the Ack.
+                and the next ``poll`` if the Ack is never checked.
             ValueError: A record that was not handed out.
             NotGrouped: There is no group.
         """
-        keeper = self._grouped("confirm")
-        term = self._feed.term  # before the position: a new term may begin meanwhile
+        session = self._grouped("confirm")
+        term = self._fetcher.buffer.term  # before the position: a new term may begin meanwhile
         if record is None:
-            return keeper.confirm(self.position, term)
+            return session.confirm(self.position, term)
         if isinstance(record, (Record, RecordBatch)):
             record = record.offset if isinstance(record, Record) else record.last_offset
         offset = check_int("offset", record, 0, OFFSET_MAX) + 1
         if offset > self.position:
-            if offset > self._feed.handed:
+            if offset > self._fetcher.handed_out:
                 raise ValueError(
                     f"Record {record} was not handed out: the position is {self.position}."
                 )
             raise LeaseLost(
-                f"Record {record} was handed out in an earlier term of {keeper.lease}; the lease "
+                f"Record {record} was handed out in an earlier term of {session.lease}; the lease "
                 "was lost since, and it will be handed out again.",
                 stream=self.stream.name,
-                group=keeper.lease.group,
+                group=session.lease.group,
             )
-        return keeper.confirm(offset, term)
+        return session.confirm(offset, term)
 
     @property
     def confirmed(self) -> int:
@@ -181,8 +183,8 @@ class Subscriber(Closeable):
     @property
     def is_assigned(self) -> bool:
         """Whether this member holds the group's lease."""
-        keeper = self._grouped("is_assigned")
-        return keeper.term is not None and now() < keeper.valid_until
+        session = self._grouped("is_assigned")
+        return session.term is not None and now() < session.valid_until
 
     @property
     def term(self) -> int | None:
@@ -202,11 +204,11 @@ class Subscriber(Closeable):
             timeout: Seconds to wait for the last confirm.
 
         Raises:
-            MeteorError: A confirm failed, and nobody looked at its Ack.
+            MeteorError: A confirm failed and its Ack was never checked.
         """
-        keeper = self._grouped("deactivate")
-        keeper.deactivate(check_seconds("timeout", timeout, zero=True))
-        keeper.raise_refusal()
+        session = self._grouped("deactivate")
+        session.deactivate(check_seconds("timeout", timeout, zero=True))
+        session.raise_refusal()
 
     def reactivate(self) -> None:
         """Compete for the lease again, at the next ``poll``."""
@@ -217,21 +219,21 @@ class Subscriber(Closeable):
     @property
     def position(self) -> int:
         """The offset of the next record that will be handed out."""
-        return self._feed.reader.position
+        return self._fetcher.buffer.position
 
     @property
     def checkpoint(self) -> Position:
-        """The position in a form to keep outside: with the stream's life and its epoch.
+        """The position in a form to keep outside: with the stream's incarnation and epoch.
 
         ``on_assigned`` may return it: should the server have lost records before it since, that
         is a ``LogTruncated``, where a bare offset would now mean another record.
         """
-        return self._feed.reader.checkpoint
+        return self._fetcher.buffer.checkpoint
 
     @property
     def skipped(self) -> int:
         """Records that were gone and skipped, with ``on_gap="skip"`` or by ``skip_gap()``."""
-        return self._feed.reader.skipped
+        return self._fetcher.buffer.skipped
 
     @property
     def lag(self) -> int:
@@ -239,9 +241,9 @@ class Subscriber(Closeable):
 
         From the position on; in a group, from what is confirmed.
         """
-        keeper = self._feed.keeper
-        done = self.position if keeper is None else keeper.confirmed
-        return max(self._feed.reader.end - done, 0)
+        session = self._fetcher.session
+        done = self.position if session is None else session.confirmed
+        return max(self._fetcher.buffer.end_offset - done, 0)
 
     def seek(self, to: int | str | datetime | Position) -> None:
         """Go on from somewhere else.
@@ -256,7 +258,7 @@ class Subscriber(Closeable):
             GroupError: In a group the confirmed offset decides.
         """
         self._check_reader()
-        if self._feed.keeper is not None:
+        if self._fetcher.session is not None:
             raise GroupError(
                 "A subscriber of a group goes on where the group is; move that with "
                 "stream.seek_group(), or start each term elsewhere with on_assigned=.",
@@ -264,10 +266,10 @@ class Subscriber(Closeable):
                 group=self.config.group,
             )
         if isinstance(to, Position):
-            self._feed.reader.resume(to)
+            self._fetcher.buffer.resume(to)
             return
         offset, floating = self._handle.resolve(to)
-        self._feed.reader.seek(offset, floating=floating)
+        self._fetcher.buffer.seek(offset, floating=floating)
 
     def skip_gap(self) -> None:
         """Go on behind the gap that the last poll named, with the first record there is.
@@ -276,9 +278,9 @@ class Subscriber(Closeable):
         from what is confirmed there. Without a gap nothing happens.
         """
         self._check_reader()
-        self._feed.skip_gap()
-        if self._feed.stream is not self._handle:  # the stream was recreated
-            self._handle = self._feed.stream
+        self._fetcher.skip_gap()
+        if self._fetcher.stream is not self._handle:  # the stream was recreated
+            self._handle = self._fetcher.stream
             self.stream = self.stream._at(self._handle)
 
     # -- the end -------------------------------------------------------------------------------
@@ -301,7 +303,7 @@ class Subscriber(Closeable):
         self._check_open()
         if self._receiver is not None:
             raise MeteorError("This subscriber has a receiver already; open another subscriber.")
-        self._receiver = Receiver(self, self._feed, self._codec, handler, on_error, tries)
+        self._receiver = Receiver(self, self._fetcher, self._codec, handler, on_error, tries)
         _open_subscribers.add(self)
         self._receiver.start()
         return self._receiver
@@ -313,24 +315,24 @@ class Subscriber(Closeable):
             timeout: Seconds to wait for the last confirm, and for the handler to return.
 
         Raises:
-            MeteorError: A confirm failed and nobody looked at its Ack; or what ended the receiver.
+            MeteorError: A confirm failed and its Ack was never checked; or what ended the receiver.
             TimeoutError: The handler does not return.
         """
         check_seconds("timeout", timeout, zero=True)
         if self._pid != os.getpid():
             self._closed = True
             return
-        if self._feed.keeper is not None:
+        if self._fetcher.session is not None:
             forbid_waiting()  # before anything is changed
         try:
             if self._receiver is not None:
                 self._receiver.close(timeout)
         finally:
             self._closed = True
-            self._feed.close(timeout)
+            self._fetcher.close(timeout)
             _open_subscribers.discard(self)
-        if self._feed.keeper is not None:
-            self._feed.keeper.raise_refusal()
+        if self._fetcher.session is not None:
+            self._fetcher.session.raise_refusal()
 
     @property
     def closed(self) -> bool:
@@ -349,15 +351,15 @@ class Subscriber(Closeable):
 
     def _grouped(self, what: str) -> GroupSession:
         self._check_open()
-        keeper = self._feed.keeper
-        if keeper is None:
+        session = self._fetcher.session
+        if session is None:
             raise NotGrouped(
                 f"{what} is for subscribers of a group; open this one with "
                 "stream.subscriber(group=...).",
                 stream=self.stream.name,
                 group=None,
             )
-        return keeper
+        return session
 
     def _check_reader(self) -> None:
         """Records go to one reader: the receiver, if there is one."""
@@ -374,8 +376,8 @@ class Subscriber(Closeable):
                 f"This subscriber of stream {self.stream.name!r} is closed; open another with "
                 "stream.subscriber()."
             )
-        if self._feed.keeper is not None:
-            self._feed.keeper.check_process()
+        if self._fetcher.session is not None:
+            self._fetcher.session.check_process()
 
 
 def _on_assigned(subscriber: weakref.ref[Subscriber]) -> Callable[[], Position | int | None]:
@@ -391,10 +393,10 @@ def _on_assigned(subscriber: weakref.ref[Subscriber]) -> Callable[[], Position |
 
 def _at_exit(subscribers: Sequence[Subscriber]) -> None:
     """Let other members have the leases at once."""
-    # All at once: a server or a handler that does not answer delays us only once.
+    # All at once: a server or a handler that does not reply delays us only once.
     receivers = [s._receiver for s in subscribers if s._receiver is not None]
     for subscriber in subscribers:
-        subscriber._feed.halt()
+        subscriber._fetcher.interrupt()
     for receiver in receivers:
         receiver.stop()
     deadline = time.monotonic() + _EXIT_S
@@ -402,14 +404,14 @@ def _at_exit(subscribers: Sequence[Subscriber]) -> None:
         if not receiver.join(max(deadline - time.monotonic(), 0.0)):
             _log.error("At the end of %r: it is still at work.", receiver)
     for subscriber in subscribers:
-        subscriber._feed.abandon()
+        subscriber._fetcher.stop()
     # Those that were dropped a moment ago have leases too, and their threads would just stop.
-    join_named(KEEPER_PREFIX, _EXIT_S)
+    join_named(SESSION_PREFIX, _EXIT_S)
 
 
 def _after_fork(subscribers: Sequence[Subscriber]) -> None:
     for subscriber in subscribers:
-        subscriber._feed.disown()
+        subscriber._fetcher.abandon()
 
 
 #: Those with a lease or a thread.

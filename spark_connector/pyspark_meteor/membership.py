@@ -1,7 +1,7 @@
 """Reading for a group: the driver of a query holds the group's lease, and confirms for it.
 
-The checkpoint of the query is what counts for where it goes on; the group shows others how far it
-is, keeps the archiver from expiring what it has not read, and gives a new query its start.
+The checkpoint of the query decides where it continues. The group shows its progress to others,
+keeps the archiver from expiring what it has not read, and gives a new query its start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from meteor_py import GroupActive, GroupNotFound, LeaseLost, Position, Stream
 from meteor_py.runtime.clock import now
 from meteor_py.subscribe.group_session import GroupSession
-from meteor_py.subscribe.lease import Lease, Term
+from meteor_py.subscribe.lease import Term
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,13 +30,13 @@ class Membership:
     def __init__(self, stream: Stream, group: str) -> None:
         self._stream = stream
         self._group = group
-        self._keeper: GroupSession | None = None
+        self._session: GroupSession | None = None
         self._term: Term | None = None
 
     def start(self, resolve: Callable[[], int]) -> int:
-        """Where the group is, and begin it at what ``resolve`` says if it is new.
+        """Return the group's position; a new group starts at what ``resolve`` returns.
 
-        So the start of a query is the same when it is asked for again, after a crash, too.
+        So the start of a query stays the same, also after a crash.
         """
         try:
             return self._stream.group(self._group).confirmed
@@ -45,20 +45,21 @@ class Membership:
             return self._stream.group(self._group).confirmed
 
     def hold(self) -> None:
-        """Have the lease.
+        """Hold the lease, waiting for it if need be.
 
         Raises:
-            GroupActive: Somebody else has it, and has not given it up in twice its life.
+            GroupActive: Another member has held it for twice its TTL.
         """
-        if self._keeper is None:
-            name, life = self._stream.name, self._stream.incarnation
-            member = f"spark:{self._group}:{os.getpid()}"
-            lease = Lease(name, life, self._group, member, LEASE_S)
-            confirmed = self._stream.group(self._group).confirmed
-            self._keeper = GroupSession(self._stream.client._connector, lease, confirmed, _BUSY_S)
-        self._term = self._keeper.hold(2 * LEASE_S)
+        if self._session is None:
+            self._session = GroupSession.join(
+                *(self._stream._handle, self._group, f"spark:{self._group}:{os.getpid()}"),
+                confirmed=self._stream.group(self._group).confirmed,
+                lease_ttl_s=LEASE_S,
+                max_poll_interval_s=_BUSY_S,
+            )
+        self._term = self._session.hold(2 * LEASE_S)
         if self._term is None:
-            owner = self._stream.group(self._group).owner or "somebody"
+            owner = self._stream.group(self._group).owner or "another member"
             raise GroupActive(
                 f"The query reads for group {self._group!r} of stream {self._stream.name!r}, and "
                 f"{owner} has its lease; stop that one, or read for another group.",
@@ -68,27 +69,27 @@ class Membership:
             )
 
     def confirm(self, position: Position) -> None:
-        """Tell the group that all before this is done. It never goes back.
+        """Confirm all records before this position. The confirmed offset never goes back.
 
         Raises:
             LeaseLost: Another member has taken over.
         """
-        keeper = self._keeper
-        assert keeper is not None, "held before"
-        keeper.alive_at = now()  # else the lease would lapse, after a week
-        keeper.raise_refusal()
-        if position.offset > keeper.confirmed:
-            if keeper.term is not self._term:
+        session = self._session
+        assert session is not None, "held before"
+        session.alive_at = now()  # else the lease would lapse, after a week
+        session.raise_refusal()
+        if position.offset > session.confirmed:
+            if session.term is not self._term:
                 raise LeaseLost(
                     f"Another member reads for group {self._group!r} of stream "
                     f"{self._stream.name!r} now.",
                     stream=self._stream.name,
                     group=self._group,
                 )
-            keeper.epoch = position.epoch
-            keeper.confirm(position.offset, self._term)
+            session.epoch = position.epoch
+            session.confirm(position.offset, self._term)
 
     def close(self) -> None:
         """Send the last confirm, and give up the lease."""
-        if self._keeper is not None:
-            self._keeper.close(_CLOSE_S)
+        if self._session is not None:
+            self._session.close(_CLOSE_S)

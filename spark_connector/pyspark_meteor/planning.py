@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from meteor_py import Client, LogTruncated, Position, Stream, StreamNotFound
-from meteor_py.log.split_points import borders
+from meteor_py.log.split_points import split_points
 from meteor_py.records.times import EPOCH
 from meteor_py.redis import keys
 from pyspark_meteor.offsets import Offsets
@@ -139,7 +139,8 @@ class Planner:
     def _aligned(self, whole: Range, parts: list[Range]) -> list[Range]:
         own = [part for part in parts if part.stream == whole.stream]
         try:
-            found = borders(self.open(whole.stream)._handle, [part.first for part in own[1:]])
+            handle = self.open(whole.stream)._handle
+            found = split_points(handle, [part.first for part in own[1:]])
         except (StreamNotFound, LogTruncated):
             return own  # whoever reads it will be told, or go on without
         inner = sorted({end for end in found if whole.first < end < whole.end.offset})

@@ -168,12 +168,12 @@ def test_when_an_archiver_is_killed_another_goes_on_after_its_lease(depot: Depot
 
 def test_an_archiver_that_waits_for_its_turn_is_not_taken_for_one_that_hangs(depot: Depot) -> None:
     first = depot.archiver()
-    eventually(lambda: first._duty)
+    eventually(lambda: first._archive_term)
     second = depot.archiver()
-    keeper = eventually(lambda: second._keeper)
-    assert keeper is not None
-    keeper.alive_at = now() - 10_000  # it has waited for hours
-    eventually(lambda: keeper.alive_at > now() - 100)
+    session = eventually(lambda: second._session)
+    assert session is not None
+    session.alive_at = now() - 10_000  # it has waited for hours
+    eventually(lambda: session.alive_at > now() - 100)
     first.close()
     depot.check(depot.fill(500))
     assert [event.what for event in depot.events()] == ["assigned", "released", "assigned"]
@@ -280,7 +280,9 @@ def test_a_lower_limit_lets_a_running_archiver_write_sooner(url: str, tmp_path: 
     with Depot(url, tmp_path, max_unarchived=1_000_000) as depot:
         archiver = depot.archiver(segment_age=LONG_S)
         depot.fill(2000)
-        eventually(lambda: archiver._duty is not None and archiver._duty.records == 2000)
+        eventually(
+            lambda: archiver._archive_term is not None and archiver._archive_term.records == 2000
+        )
         assert depot.archived == 0
         depot.stream.configure(max_unarchived=1000)
         depot.wait_archived(2000)
@@ -320,7 +322,7 @@ def test_the_ring_never_drops_what_is_not_archived(url: str, tmp_path: Path) -> 
 def test_the_archiver_of_a_deleted_stream_ends_and_leaves_nothing_behind(depot: Depot) -> None:
     end = depot.fill(300)
     archiver = depot.archiver(segment_age=LONG_S)
-    eventually(lambda: archiver._duty is not None and archiver._duty.records == end)
+    eventually(lambda: archiver._archive_term is not None and archiver._archive_term.records == end)
     depot.another_client().stream(STREAM).delete()
     eventually(lambda: not archiver.alive)
     assert isinstance(archiver.error, meteor.StreamNotFound)
@@ -432,7 +434,7 @@ def test_an_archiver_that_cannot_ask_what_became_of_its_stream_asks_again(
             cut.set()
             raise reply_errors.log_truncated("orders", 0, 0)
 
-        monkeypatch.setattr(ArchiveTerm, "go_on", cut_off)
+        monkeypatch.setattr(ArchiveTerm, "step", cut_off)
         archiver = bench.through.stream("orders", create=False).archiver(lease_ttl=SHORT_S)
         with archiver.start():
             assert cut.wait(10)

@@ -226,7 +226,7 @@ def test_advance_works_in_a_full_server_and_makes_room_in_it(
         with pytest.raises(meteor.OutOfMemory):
             bench.publish(sequence, payload=b"x" * 100_000)
         assert bench.snapshot() == before
-        assert bench.touch("a", bench.term) == ("OK",)
+        assert bench.renew("a", bench.term) == ("OK",)
         assert bench.flush() == ("OK", sequence)
         assert bench.advance(sequence) == ("OK",)
         assert bench.drop_below(1) == ("OK", 1)

@@ -66,7 +66,7 @@ MUTANTS = {
         (("if g[2] ~= ARGV[3] or g[3] ~= ARGV[4] then", "if false then"),),
         frozenset({Wrong.STALE_CONFIRM, Wrong.WENT_BACK}),
         {
-            # A keeper renews before it confirms, so one that was paused soon learns that it has
+            # A session renews before it confirms, so one that was paused soon learns that it has
             # lost the lease. One whose application hangs has let it go, and renews no more.
             "kinds": ("pause_owner",),
             "hang": 0.1,

@@ -104,7 +104,7 @@ def test_a_member_can_take_a_group_over_from_a_dead_one_and_by_force(guarded: Se
         life = stream.incarnation
         bench.open(3, life=life)
         _, term, *_ = bench.acquire("dead", ttl_ms=100, life=life)
-        assert bench.touch("dead", term, ttl_ms=100, life=life) == ("OK",)
+        assert bench.renew("dead", term, ttl_ms=100, life=life) == ("OK",)
         with stream.subscriber(group="g", lease_ttl=0.6) as sub:
             assert sub.poll(timeout=20).first_offset == 3
             assert (sub.term or 0) > term

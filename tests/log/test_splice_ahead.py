@@ -145,11 +145,12 @@ def test_an_answer_that_was_asked_of_the_server_in_advance_is_not_mixed_up_with_
         fill(stream, *[1] * 400)
         archive(stream)
         with stream.subscriber(initial_offset="earliest") as sub:
-            cursor = sub._feed.reader._cursor
-            while cursor._ahead is None:
+            log = sub._fetcher.buffer._log
+            while log._ring._ahead is None:
                 check_values(sub.poll(timeout=0))
             # As if the ring had moved on between the answers to the last fetch.
-            cursor._ring = 400
+            assert log._store is not None
+            log._store.ring_start = 400
             position = sub.position
             assert drain(sub) == list(range(position, 400))
 

@@ -102,17 +102,18 @@ def test_a_member_that_is_fenced_while_it_reads_the_store_hands_nothing_out(
 READER = """
 import random, sys
 import meteor_py as meteor
-from meteor_py.log.log_reader import LogReader
+from meteor_py.log.ring_reader import RingReader
+from meteor_py.log.store_reader import StoreReader
 from tests.support.readers import check_values
 
 places = []  # from which records came
 
-def note(name, place):
-    fetch = getattr(LogReader, name)
-    setattr(LogReader, name, lambda *args, **how: places.append(place) or fetch(*args, **how))
+def note(reader, name, place):
+    read = getattr(reader, name)
+    setattr(reader, name, lambda *args, **how: places.append(place) or read(*args, **how))
 
-note("_fetch_cold", "store")
-note("_without_holes", "ring")
+note(StoreReader, "read", "store")
+note(RingReader, "read_ahead", "ring")  # called when records came from there
 url, end, rng = sys.argv[1], int(sys.argv[2]), random.Random(sys.argv[3])
 with meteor.connect(url) as m:
     with m.stream("orders", create=False).subscriber(initial_offset="earliest") as sub:

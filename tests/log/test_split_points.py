@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import meteor_py as meteor
-from meteor_py.log.split_points import borders
+from meteor_py.log.split_points import split_points
 from tests.support.proxied_stream import Pair
 
 
@@ -21,16 +21,16 @@ def stream(any_url: str) -> meteor.Stream:
     return stream
 
 
-def test_the_border_of_a_record_is_the_end_of_its_frame(stream: meteor.Stream) -> None:
-    assert borders(stream._handle, [3, 4, 5, 7]) == [4, 8, 8, 8]
-    assert borders(stream._handle, []) == []
+def test_the_split_point_of_a_record_is_the_end_of_its_frame(stream: meteor.Stream) -> None:
+    assert split_points(stream._handle, [3, 4, 5, 7]) == [4, 8, 8, 8]
+    assert split_points(stream._handle, []) == []
 
 
-def test_what_is_not_in_the_ring_is_its_own_border(stream: meteor.Stream) -> None:
-    assert borders(stream._handle, [0, 2, 8, 99]) == [0, 2, 8, 99]
+def test_what_is_not_in_the_ring_is_its_own_split_point(stream: meteor.Stream) -> None:
+    assert split_points(stream._handle, [0, 2, 8, 99]) == [0, 2, 8, 99]
 
 
-def test_in_the_store_row_groups_have_the_borders(url: str, tmp_path: Path) -> None:
+def test_in_the_store_row_groups_have_the_split_points(url: str, tmp_path: Path) -> None:
     with meteor.connect(url) as m:
         stream = m.stream("old", capacity=100, store=str(tmp_path))
         with stream.publisher() as pub:
@@ -38,12 +38,12 @@ def test_in_the_store_row_groups_have_the_borders(url: str, tmp_path: Path) -> N
                 pub.publish_many([b"x" * 10] * 1_000).result()
                 stream.store.flush()
         ends = [segment.last + 1 for segment in stream.store.segments()]
-        assert borders(stream._handle, [0, 999, 1_000, 1_700]) == [
+        assert split_points(stream._handle, [0, 999, 1_000, 1_700]) == [
             min(end for end in ends if end > offset) for offset in (0, 999, 1_000, 1_700)
         ]
         for path in tmp_path.rglob("*.parquet"):
             path.unlink()
-        assert borders(stream._handle, [0]) == [0], "whoever reads there is told"
+        assert split_points(stream._handle, [0]) == [0], "the reader of these records is told"
 
 
 def test_a_position_that_was_kept_is_where_reading_goes_on(url: str) -> None:

@@ -56,14 +56,14 @@ def test_a_test_that_leaves_a_meteor_thread_running_fails(tmp_path: Path) -> Non
 import threading
 
 def test_leaks():
-    threading.Thread(target=threading.Event().wait, name="meteor-keeper", daemon=True).start()
+    threading.Thread(target=threading.Event().wait, name="meteor-session", daemon=True).start()
 
 def test_is_innocent():
     threading.Thread(target=threading.Event().wait, name="other", daemon=True).start()
 """
     output = run_pytest(tmp_path, program)
     assert "2 passed, 1 error" in output
-    assert "The test left the thread 'meteor-keeper' running" in output
+    assert "The test left the thread 'meteor-session' running" in output
 
 
 def test_a_thread_that_ends_within_the_grace_is_no_leak(tmp_path: Path) -> None:

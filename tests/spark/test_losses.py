@@ -230,13 +230,13 @@ def test_a_query_keeps_its_lease_for_longer_than_a_batch_may_take(
     fill(stream, 3)
     with Engine(Checkpoint(), url=url, group="g") as engine:
         engine.batch()
-        keeper = engine.reader._members[NAME]._keeper
-        assert keeper is not None
-        assert keeper.term is not None
-        keeper.reading = True  # its thread must not look before the query has spoken again
-        keeper.alive_at = now() - membership._BUSY_S - 1
+        session = engine.reader._members[NAME]._session
+        assert session is not None
+        assert session.term is not None
+        session.polling = True  # its thread must not look before the query has spoken again
+        session.alive_at = now() - membership._BUSY_S - 1
         assert not engine.plan()
-        keeper.reading = False
-        term = keeper.term
-        keeper._line.use(lambda link: keeper._lapse(link, term))  # as its thread does
+        session.polling = False
+        term = session.term
+        session.connection.use(lambda link: session.lapse(link, term))  # as its thread does
         assert stream.group("g").owner == f"spark:g:{os.getpid()}"

@@ -221,8 +221,8 @@ def test_what_is_done_is_confirmed_to_the_group_and_the_lease_given_up(
         engine.batch()
         member = engine.reader._members["orders"]
         assert engine.batch() == []  # its start says that the last one is done
-        assert member._keeper is not None
-        assert member._keeper.wanted == 30
+        assert member._session is not None
+        assert member._session.wanted == 30
     found = stream.group("g")
     assert (found.confirmed, found.lag, found.owner) == (30, 0, None)
 

@@ -48,7 +48,7 @@ class Graveyard:
         target = options.pop("target", self.target)
         group = options.pop("group", GROUP)
         settings: dict[str, Any] = {"reason": "why", "tries": 3} | options
-        bury(target, self.source._handle, group, record, **settings)
+        bury(target._handle, self.source._handle, group, record, **settings)
 
     def letters(self) -> list[meteor.Record]:
         return [record for batch in self.target.read() for record in batch]

@@ -169,16 +169,16 @@ def test_a_late_confirm_of_what_is_confirmed_leaves_those_of_the_present_term_al
     sub.poll(5, max_records=5)
     assert sub.confirm().result(10) == 5
     monkeypatch.setattr(offset_confirms, "MERGE_S", 600.0)
-    former = sub._feed.term
+    former = sub._fetcher.buffer.term
     sub.deactivate()
     sub.reactivate()
     assert len(sub.poll(5)) == 5
-    assert sub._feed.term is not former
+    assert sub._fetcher.buffer.term is not former
     sub.confirm(5).result(10)
     ack = sub.confirm(6)  # waits for more to come
-    keeper = sub._feed.keeper
-    assert keeper is not None
-    assert keeper.confirm(5, former).result(0) == 5
+    session = sub._fetcher.session
+    assert session is not None
+    assert session.confirm(5, former).result(0) == 5
     assert not ack.done()
     assert ack.result(10) == 7
 

@@ -148,7 +148,7 @@ def test_a_subscriber_that_is_dropped_gives_up_its_lease(crew: Crew) -> None:
     subs = [crew.stream.subscriber(group=GROUP, lease_ttl=30)]
     subs[0].poll(5)
     subs[0].confirm(2)
-    walk = subs[0]._feed.walk(None)
+    walk = subs[0]._fetcher.iterate(None)
     subs.clear()
     gc.collect()
     eventually(lambda: crew.owner is None, message="the dropped member kept its lease")

@@ -237,7 +237,7 @@ def test_members_of_a_stream_that_was_deleted_are_told_so(crew: Crew) -> None:
         discard(sub)
 
 
-@pytest.mark.parametrize("noticed_by", ["reader", "keeper"])
+@pytest.mark.parametrize("noticed_by", ["reader", "session"])
 def test_members_of_a_stream_that_was_created_anew_are_told_and_join_its_group(
     crew: Crew, noticed_by: str
 ) -> None:
@@ -248,7 +248,7 @@ def test_members_of_a_stream_that_was_created_anew_are_told_and_join_its_group(
     waiter.poll(0)
     crew.stream.delete()
     crew.stream = crew.client.stream(STREAM, capacity=10)
-    if noticed_by == "keeper":
+    if noticed_by == "session":
         eventually(lambda: owner.term is None)
     for sub in (owner, waiter, owner, waiter):
         truncated(sub)

@@ -1,7 +1,7 @@
 """Whatever members do in whatever order, a group is what a simple model says.
 
 Hypothesis drives the scripts of groups: members that open, acquire with and without patience,
-touch, lapse, release and confirm, with credentials of present and former terms; leases that run
+renew, lapse, release and confirm, with credentials of present and former terms; leases that run
 out; seeks and deletions by others. A failure is shrunk to the shortest story.
 """
 
@@ -130,9 +130,9 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.ever)
     @rule(data=st.data())
-    def touch(self, data: st.DataObject) -> None:
+    def renew(self, data: st.DataObject) -> None:
         credential, name = self.draw(data)
-        answer = self.bench.touch(credential.nonce, credential.term, member=name)
+        answer = self.bench.renew(credential.nonce, credential.term, member=name)
         if self.refused(credential, answer):
             return
         assert self.group is not None

@@ -46,7 +46,7 @@ def ok(answer: Answer) -> int:
 CALLS: dict[str, Callable[..., Answer]] = {
     "open": lambda bench, life: bench.open(life=life),
     "acquire": lambda bench, life: bench.acquire("a", life=life),
-    "touch": lambda bench, life: bench.touch("a", 1, life=life),
+    "renew": lambda bench, life: bench.renew("a", 1, life=life),
     "confirm": lambda bench, life: bench.confirm("a", 1, 1, life=life),
     "seek": lambda bench, life: bench.seek(0, life=life),
     "delete": lambda bench, life: bench.delete(life=life),
@@ -65,7 +65,7 @@ def test_no_stream_or_another_is_told_and_nothing_written(bench: GroupBench, cal
 
 
 @pytest.mark.parametrize("left_behind", [False, True])
-@pytest.mark.parametrize("call", ["acquire", "touch", "confirm", "delete"])
+@pytest.mark.parametrize("call", ["acquire", "renew", "confirm", "delete"])
 def test_no_group_or_one_of_a_former_stream_is_told(
     bench: GroupBench, call: str, left_behind: bool
 ) -> None:
@@ -162,7 +162,7 @@ def test_after_a_release_the_next_gets_it_at_once_and_a_higher_term(ten: GroupBe
     assert (ten.field("owner"), ten.field("nonce")) == ("", "")
     later = ok(ten.acquire("b"))
     assert later > term
-    assert ten.touch("a", term) == ("FENCED", later)
+    assert ten.renew("a", term) == ("FENCED", later)
     assert ten.confirm("a", term, 1) == ("FENCED", later)
     stored = ten.snapshot()
     assert ten.release("a") == ("FENCED",)
@@ -176,7 +176,7 @@ def test_a_lease_that_ran_out_is_left_to_its_owner_for_a_while(ten: GroupBench) 
     assert ten.acquire("b") == ("EXPIRED", 0, ten.last_event(), "m-a", term)
     assert ten.acquire("b", expired=term - 1) == ("EXPIRED", 0, ten.last_event(), "m-a", term)
     assert ten.snapshot() == stored
-    assert ten.touch("a", term) == ("OK",)  # it comes back
+    assert ten.renew("a", term) == ("OK",)  # it comes back
     assert ten.acquire("b", expired=term)[0] == "HELD"
     ten.expire()
     later = ok(ten.acquire("b", expired=term))  # it does not
@@ -231,21 +231,21 @@ def test_only_the_first_term_floats_and_a_repeat_of_its_question(bench: GroupBen
     assert bench.acquire("d")[-1] == ""
 
 
-# touch and lapse
+# renew and lapse
 
 
 def test_touch_lengthens_the_lease_of_its_owner_only(ten: GroupBench) -> None:
     term = ok(ten.acquire("a", ttl_ms=1000))
-    assert ten.touch("a", term, ttl_ms=50_000) == ("OK",)
+    assert ten.renew("a", term, ttl_ms=50_000) == ("OK",)
     stored = ten.snapshot()
     assert ten.plain.pttl(ten.lease) > 1000
-    assert ten.touch("b", term) == ("FENCED", term)
-    assert ten.touch("a", term - 1) == ("FENCED", term)
+    assert ten.renew("b", term) == ("FENCED", term)
+    assert ten.renew("a", term - 1) == ("FENCED", term)
     assert ten.snapshot() == stored
 
 
 def test_touch_of_a_group_without_terms_is_fenced(ten: GroupBench) -> None:
-    assert ten.touch("a", 1) == ("FENCED", 0)
+    assert ten.renew("a", 1) == ("FENCED", 0)
     assert ten.confirm("a", 1, 1) == ("FENCED", 0)
     assert ten.holder() is None
 
@@ -256,19 +256,19 @@ def test_a_lapsed_lease_is_there_for_everybody_and_its_owner_gets_it_back(
     term = ok(ten.acquire("a"))
     assert ten.release("a", lapse=True) == ("OK",)
     assert ten.holder() is None
-    assert ten.touch("a", term) == ("OK",)
+    assert ten.renew("a", term) == ("OK",)
     assert ten.holder() == f"m-a {term}"
     assert ten.field("owner") == "m-a"
     assert [event["event"] for event in ten.happened()] == ["assigned", "released", "assigned"]
     assert ten.release("a", lapse=True) == ("OK",)
     later = ok(ten.acquire("b"))  # at once: it was given up
-    assert ten.touch("a", term) == ("FENCED", later)
+    assert ten.renew("a", term) == ("FENCED", later)
     assert ten.release("a", lapse=True) == ("FENCED",)
 
 
 def test_a_lapse_that_arrives_after_the_next_renewal_changes_nothing(ten: GroupBench) -> None:
     term = ok(ten.acquire("a"))
-    assert ten.touch("a", term) == ("OK",)
+    assert ten.renew("a", term) == ("OK",)
     assert ten.release("a", lapse=True, lease=f"m-a {term} 0") == ("FENCED",)
     assert ten.holder() == f"m-a {term}"
 
@@ -332,7 +332,7 @@ def test_offsets_and_terms_stay_exact_up_to_the_last(bench: GroupBench) -> None:
     assert bench.seek(end - 1, force=True) == ("OK",)
     assert bench.acquire("b")[2] == end - 1
     bench.plain.hset(bench.group, mapping={"term": 2**53 - 2, "nonce": "b"})
-    assert bench.touch("b", 2**53 - 2) == ("OK",)
+    assert bench.renew("b", 2**53 - 2) == ("OK",)
     bench.release("b")
     assert ok(bench.acquire("c")) == 2**53 - 1
     assert bench.field("term") == str(2**53 - 1)
@@ -361,7 +361,7 @@ def test_a_seek_of_an_active_group_needs_force_and_fences_its_owner(ten: GroupBe
     fence = int(ten.field("term") or 0)
     assert fence > term
     assert ten.confirm("a", term, 6) == ("FENCED", fence)
-    assert ten.touch("a", term) == ("FENCED", fence)
+    assert ten.renew("a", term) == ("FENCED", fence)
     assert ten.release("a") == ("FENCED",)
     answer = ten.acquire("a")
     assert ok(answer) > fence
@@ -398,7 +398,7 @@ def test_an_active_group_is_deleted_by_force_only(ten: GroupBench) -> None:
     assert ten.delete(force=True) == ("OK",)
     assert ten.delete(force=True) == ("NOGROUP",)
     assert ten.happened()[-1] == {"event": "deleted", "group": "g"}
-    for late in (ten.touch("a", term), ten.confirm("a", term, 5), ten.acquire("a")):
+    for late in (ten.renew("a", term), ten.confirm("a", term, 5), ten.acquire("a")):
         assert late == ("NOGROUP",)
     assert ten.release("a") == ("FENCED",)
     assert not ten.plain.exists(ten.group, ten.lease, ten.groups)
@@ -408,7 +408,7 @@ def test_a_group_begun_anew_does_not_know_its_former_owner(ten: GroupBench) -> N
     term = ok(ten.acquire("a"))
     ten.delete(force=True)
     ten.open(0)
-    assert ten.touch("a", term)[0] == ten.confirm("a", term, 5)[0] == "FENCED"
+    assert ten.renew("a", term)[0] == ten.confirm("a", term, 5)[0] == "FENCED"
     assert ten.release("a") == ("FENCED",)
     assert ten.acquire("b")[2] == 0
 
@@ -421,7 +421,7 @@ def test_groups_do_not_know_each_other(ten: GroupBench) -> None:
     assert ten.confirm("a", first, 3) == ("OK", 3)
     assert other.confirm("b", second, 7) == ("OK", 7)
     assert ten.delete(force=True) == ("OK",)
-    assert other.touch("b", second) == ("OK",)
+    assert other.renew("b", second) == ("OK",)
     assert ten.plain.smembers(ten.groups) == {b"h"}
 
 
@@ -478,7 +478,7 @@ def test_only_what_was_read_in_a_lost_branch_cannot_be_confirmed(url: str, lost:
             assert len(sub.poll()) == 10
             lose_tail(GroupBench(client), 10 - lost)
             fill(stream, 10)
-            assert sub.confirm(4).result(20) == 5  # by which the keeper hears of the epoch
+            assert sub.confirm(4).result(20) == 5  # by which the session hears of the epoch
             if lost:
                 with pytest.raises(meteor.LogTruncated) as caught:
                     sub.confirm(9).result(20)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.publish.ack import KEEPER_PREFIX
+from meteor_py.publish.ack import SESSION_PREFIX
 from meteor_py.redis import keys
 from meteor_py.runtime.clock import now
 from meteor_py.subscribe import fetcher
@@ -83,14 +83,14 @@ class Closing:
         return wait
 
 
-def keeper_of(sub: meteor.Subscriber) -> GroupSession:
-    keeper = sub._feed.keeper
-    assert keeper is not None
-    return keeper
+def session_of(sub: meteor.Subscriber) -> GroupSession:
+    session = sub._fetcher.session
+    assert session is not None
+    return session
 
 
-def keepers_alive() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith(KEEPER_PREFIX)]
+def session_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith(SESSION_PREFIX)]
 
 
 # A handler that closes
@@ -115,7 +115,7 @@ def test_a_handler_may_close_at_any_moment_of_a_loop_that_confirms(
         assert closing.took_s < 3
         assert closing.error is None or isinstance(closing.error, meteor.MeteorError)
         assert all(ack.done() for ack in acks)
-        eventually(lambda: not keepers_alive(), message="the thread goes on")
+        eventually(lambda: not session_threads(), message="the thread goes on")
         assert crew.redis.get(keys.lease(STREAM, group)) is None
 
 
@@ -124,24 +124,24 @@ def test_a_handler_may_close_in_a_poll_that_asks_a_server_which_does_not_answer(
 ) -> None:
     sub = bench.subscriber(group=GROUP, lease_ttl=1.5)
     sub.poll(5)
-    keeper = keeper_of(sub)
+    session = session_of(sub)
     bench.proxy.stall()
     eventually(lambda: not sub.is_assigned)  # so that the poll itself asks
     begun = time.monotonic()
-    with Closing(sub) as closing, background(closing.when(keeper_is_asked_here(keeper))):
+    with Closing(sub) as closing, background(closing.when(session_is_asked_here(session))):
         with contextlib.suppress(meteor.MeteorError):
             sub.poll(20)
         assert time.monotonic() - begun < 8
         assert closing.error is None
         bench.proxy.resume()
     assert sub.closed
-    eventually(lambda: not keepers_alive(), message="the thread goes on")
+    eventually(lambda: not session_threads(), message="the thread goes on")
     eventually(lambda: not bench.direct.exists(keys.lease(STREAM, GROUP)))
 
 
-def keeper_is_asked_here(keeper: GroupSession) -> Callable[[], bool]:
+def session_is_asked_here(session: GroupSession) -> Callable[[], bool]:
     main = threading.main_thread().ident
-    return lambda: keeper._line._user == main
+    return lambda: session.connection._user == main
 
 
 def test_a_handler_may_close_in_the_middle_of_a_confirm(
@@ -151,7 +151,7 @@ def test_a_handler_may_close_in_the_middle_of_a_confirm(
     for offset in (None, 1):  # with another on its way, and without
         with crew.stream.subscriber(group=f"{GROUP}{offset}") as sub:
             sub.poll(5)
-            state, confirming = keeper_of(sub)._state, keeper_of(sub)._confirms
+            state, confirming = session_of(sub).condition, session_of(sub).confirms
             if offset is not None:
                 confirming._send_at = now() + 1
                 sub.confirm(offset)
@@ -184,12 +184,12 @@ def test_a_handler_may_close_in_a_confirm_while_the_lease_is_renewed(
     crew.fill(5)
     sub = crew.subscriber(lease_ttl=0.6)
     sub.poll(5)
-    keeper = keeper_of(sub)
+    session = session_of(sub)
     in_handler, renewing = threading.Event(), threading.Event()
-    touch = keeper.lease.touch
+    renew = session.lease.renew
 
     def slow(link: Any, term: Any) -> None:
-        touch(link, term)
+        renew(link, term)
         renewing.set()
         in_handler.wait(10)
 
@@ -199,15 +199,15 @@ def test_a_handler_may_close_in_a_confirm_while_the_lease_is_renewed(
         in_handler.set()
         closing.handle()
 
-    monkeypatch.setattr(keeper.lease, "touch", slow)
-    monkeypatch.setattr(keeper._confirms, "want", closes)
+    monkeypatch.setattr(session.lease, "renew", slow)
+    monkeypatch.setattr(session.confirms, "want", closes)
     assert renewing.wait(10)
     with contextlib.suppress(meteor.MeteorError):
         sub.confirm(4)
     assert closing.error is None
     assert closing.took_s is not None
     assert closing.took_s < 3
-    eventually(lambda: not keepers_alive(), message="the thread goes on")
+    eventually(lambda: not session_threads(), message="the thread goes on")
     assert crew.owner is None
 
 
@@ -231,7 +231,7 @@ def test_ctrl_c_while_closing_leaves_neither_a_thread_nor_a_lease(bench: Bench) 
         sub.close()
     timer.join()
     bench.proxy.resume()
-    eventually(lambda: not keepers_alive(), message="the thread goes on")
+    eventually(lambda: not session_threads(), message="the thread goes on")
     eventually(lambda: not bench.direct.exists(keys.lease(STREAM, GROUP)), 2)
     with contextlib.suppress(meteor.MeteorError):  # the confirm may have been too late
         sub.close()
@@ -241,7 +241,7 @@ def test_ctrl_c_in_a_poll_leaves_nobody_reading(crew: Crew) -> None:
     crew.fill(5)
     sub = crew.subscriber(lease_ttl=30)
     sub.poll(5)
-    keeper = keeper_of(sub)
+    session = session_of(sub)
     codes = {fetcher.__file__, now.__code__}
     interrupts = 0
     while True:
@@ -264,10 +264,10 @@ def test_ctrl_c_in_a_poll_leaves_nobody_reading(crew: Crew) -> None:
             kept = error  # as a prompt does: what it holds is not freed
         finally:
             sys.settrace(before)
-        assert not keeper.reading, f"interrupted at call {interrupts}: {kept!r}"
+        assert not session.polling, f"interrupted at call {interrupts}: {kept!r}"
         interrupts += 1
     assert interrupts > 5
-    assert not keeper.reading
+    assert not session.polling
 
 
 @pytest.mark.parametrize("work", ["confirm", "poll"])
@@ -275,7 +275,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_locked(crew: Crew, work: str) -> No
     crew.fill(10_000)
     sub = crew.subscriber(lease_ttl=30)
     sub.poll(5, 5_000)  # so that the polls below have something without asking
-    state = keeper_of(sub)._state
+    state = session_of(sub).condition
     interrupts = 0
     while True:
         left = interrupts
@@ -352,14 +352,14 @@ def test_an_ack_of_the_parent_is_an_error_in_a_forked_child(bench: Bench, droppe
 def test_a_loop_that_goes_on_in_a_forked_child_is_refused_whoever_has_the_lock(crew: Crew) -> None:
     crew.fill(5)
     sub = crew.subscriber(lease_ttl=30, auto_confirm=True)
-    keeper = sub._feed.keeper
-    assert keeper is not None
+    session = sub._fetcher.session
+    assert session is not None
     loop = iter(sub)
     next(loop)
     held = threading.Event()
 
     def hold(stop: threading.Event) -> None:
-        with keeper._state:
+        with session.condition:
             held.set()
             stop.wait(20)
 

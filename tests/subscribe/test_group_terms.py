@@ -230,7 +230,7 @@ def test_reactivate_wakes_a_poll(crew: Crew) -> None:
     sub.deactivate()
 
     def reactivate(stop: threading.Event) -> None:
-        eventually(lambda: sub._feed.keeper and sub._feed.keeper.reading)
+        eventually(lambda: sub._fetcher.session and sub._fetcher.session.polling)
         sub.reactivate()
 
     with background(reactivate):
@@ -287,16 +287,16 @@ def test_members_come_and_go_quickly(crew: Crew) -> None:
             sub.confirm()
 
 
-def test_a_keeper_that_is_ended_while_it_looks_for_work_does_not_wait_for_more(
+def test_a_session_that_is_stopped_while_it_looks_for_work_does_not_wait_for_more(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = GroupSession._next_job
+    look = GroupSession.next_job
 
-    def end_and_look(keeper: GroupSession) -> Any:
-        keeper.abandon()
-        return look(keeper)
+    def stop_and_look(session: GroupSession, retry_at: float) -> Any:
+        session.stop()
+        return look(session, retry_at)
 
-    monkeypatch.setattr(GroupSession, "_next_job", end_and_look)
+    monkeypatch.setattr(GroupSession, "next_job", stop_and_look)
     crew.subscriber(lease_ttl=60).poll(0)
     eventually(lambda: crew.events("released"))
     assert crew.owner is None

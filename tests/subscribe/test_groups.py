@@ -12,7 +12,7 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import keys
-from meteor_py.subscribe.lease import Lease, Standing, Term
+from meteor_py.subscribe.lease import Lease, LeaseUnavailable, Term
 from tests.support.group_members import GROUP, STREAM, Crew
 from tests.support.readers import background, check_values, drain, entries, fill, replace_frame
 from tests.support.waiting import eventually
@@ -66,7 +66,7 @@ def test_a_long_poll_returns_the_records_once_the_lease_of_another_is_gone(crew:
     assert not sub.is_assigned
 
     def free_it(stop: threading.Event) -> None:
-        eventually(lambda: sub._feed.keeper and sub._feed.keeper.reading)
+        eventually(lambda: sub._fetcher.session and sub._fetcher.session.polling)
         crew.redis.delete(keys.lease(STREAM, GROUP))
 
     with background(free_it):
@@ -303,7 +303,7 @@ class Candidate:
         self.link = crew.client._connector.open_connection()
         self.lease = Lease(STREAM, crew.stream.incarnation, GROUP, name, 60.0)
 
-    def acquire(self, expired: int | None = None) -> Term | Standing:
+    def acquire(self, expired: int | None = None) -> Term | LeaseUnavailable:
         return self.lease.acquire(self.link, self.nonce, expired)
 
     def win(self) -> Term:
@@ -342,7 +342,7 @@ def test_a_vacant_lease_is_won_renewed_and_given_up(
     term = one.win()
     assert crew.owner == "one"
     crew.redis.pexpire(keys.lease(STREAM, GROUP), 20_000)
-    one.lease.touch(one.link, term)
+    one.lease.renew(one.link, term)
     assert crew.lease_left_ms > 20_000
     one.lease.release(one.link, term.nonce)
     assert crew.lease_left_ms == -2
@@ -366,9 +366,11 @@ def test_of_two_who_ask_one_wins_and_the_other_changes_nothing(
     one, two = candidates
     term = one.win()
     answer = two.acquire()
-    assert isinstance(answer, Standing)
+    assert isinstance(answer, LeaseUnavailable)
     assert answer.owner == "one"
-    assert isinstance(two.acquire(term.number), Standing)  # though he says that it has ended
+    assert isinstance(
+        two.acquire(term.number), LeaseUnavailable
+    )  # though he says that it has ended
     assert (crew.owner, crew.field("nonce"), len(crew.events())) == ("one", one.nonce, 1)
 
 
@@ -379,9 +381,9 @@ def test_an_expired_lease_is_taken_over_by_who_has_waited_it_out(
     old = one.win()
     crew.redis.delete(keys.lease(STREAM, GROUP))
     first_answer = two.acquire()
-    assert isinstance(first_answer, Standing)
+    assert isinstance(first_answer, LeaseUnavailable)
     assert first_answer.expired == old.number
-    assert isinstance(two.acquire(old.number - 1), Standing)  # of another term
+    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # of another term
     new = two.acquire(first_answer.expired)
     assert isinstance(new, Term)
     assert new.number > old.number
@@ -394,9 +396,9 @@ def test_who_comes_back_in_time_keeps_an_expired_lease(
     one, two = candidates
     term = one.win()
     crew.redis.delete(keys.lease(STREAM, GROUP))
-    assert isinstance(two.acquire(), Standing)
-    one.lease.touch(one.link, term)
-    assert isinstance(two.acquire(term.number), Standing)
+    assert isinstance(two.acquire(), LeaseUnavailable)
+    one.lease.renew(one.link, term)
+    assert isinstance(two.acquire(term.number), LeaseUnavailable)
     assert crew.owner == "one"
 
 
@@ -407,7 +409,7 @@ def test_a_confirm_below_what_is_confirmed_is_answered_with_that(
     one, _ = candidates
     term = one.win()
     for offset, confirmed in ((6, 6), (4, 6), (6, 6), (9, 9)):
-        assert one.lease.confirm(one.link, term, term.position.epoch, offset) == confirmed
+        assert one.lease.confirm(one.link, term, term.start.epoch, offset) == confirmed
         assert crew.confirmed == confirmed
 
 
@@ -429,7 +431,7 @@ def test_who_does_not_hold_the_lease_can_neither_renew_it_nor_give_it_up(
         owner = "two"
     events = crew.events()
     with pytest.raises(meteor.LeaseLost):
-        one.lease.touch(one.link, old)
+        one.lease.renew(one.link, old)
     with pytest.raises(meteor.LeaseLost):
         one.lease.confirm(one.link, old, 1, 0)
     one.lease.release(one.link, old.nonce)

@@ -187,12 +187,12 @@ def test_a_loop_over_an_idle_stream_waits_its_full_time_for_a_server_that_goes_a
     monkeypatch.setattr("meteor_py.subscribe.fetcher.time.sleep", pass_time)
     fetch = LogReader.fetch
 
-    def fetch_from_afar(cursor: LogReader, block_s: float = 0.0, **options: Any) -> Any:
+    def fetch_from_afar(log: LogReader, offset: int, block_s: float = 0.0, **options: Any) -> Any:
         if clock["down_from"] <= clock["now"] < clock["down_until"]:
             pass_time(0.1)
             raise meteor.ConnectionFailed("The server is away.")
         if clock["now"] > clock["down_until"]:
-            return fetch(cursor, 0.0, **options)
+            return fetch(log, offset, 0.0, **options)
         pass_time(block_s)
         return []
 

@@ -221,13 +221,13 @@ def test_a_seek_that_fails_does_not_hide_a_loss(ahead: meteor.Subscriber) -> Non
 def test_skip_gap_that_fails_can_be_repeated(
     ahead: meteor.Subscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(cursor: LogReader, offset: int) -> None:
+    def gone(log: LogReader, offset: int) -> None:
         raise meteor.ConnectionFailed("It is gone just now.")
 
     with pytest.raises(meteor.LogTruncated):
         ahead.poll()
     with monkeypatch.context() as patch:
-        patch.setattr(LogReader, "move", gone)
+        patch.setattr(LogReader, "seek", gone)
         with pytest.raises(meteor.ConnectionFailed):
             ahead.skip_gap()
     ahead.skip_gap()

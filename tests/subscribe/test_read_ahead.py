@@ -1,6 +1,6 @@
 """Reading ahead: what was asked for in advance is handed out in order, or not at all.
 
-After a few fetches in a row the cursor asks for the next records before these were looked at. The
+After a few fetches in a row the reader asks for the next records before these were looked at. The
 answer then waits in the connection: whatever happens meanwhile must not mix it up with another.
 """
 
@@ -43,7 +43,7 @@ def read_straight(sub: meteor.Subscriber) -> None:
     """Read on until something was asked for in advance."""
     for _ in range(10):
         read(sub)
-        if sub._feed.reader._cursor._ahead is not None:
+        if sub._fetcher.buffer._log._ring._ahead is not None:
             return
     pytest.fail("Nothing was asked for in advance, so this test shows nothing.")
 
@@ -74,7 +74,7 @@ def test_jumping_about_asks_for_nothing_in_advance(stream: meteor.Stream) -> Non
         for target in range(0, RECORDS, 500):
             sub.seek(target)
             assert sub.poll(max_records=1).values() == [b"%d" % target]
-            assert sub._feed.reader._cursor._ahead is None
+            assert sub._fetcher.buffer._log._ring._ahead is None
 
 
 def test_the_ring_moving_on_behind_what_was_asked_is_a_gap(stream: meteor.Stream) -> None:

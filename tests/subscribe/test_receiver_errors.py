@@ -123,7 +123,7 @@ def test_an_error_that_comes_while_it_is_closed_is_raised(stream: meteor.Stream)
     closing = threading.Thread(target=close)
     with gate.hold():
         closing.start()
-        eventually(lambda: sub._feed.halted)
+        eventually(lambda: sub._fetcher.interrupted)
     closing.join(20)
     assert [str(error) for error in errors] == ["no 1"]
     assert confirmed(stream) == 1

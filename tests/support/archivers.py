@@ -245,9 +245,9 @@ class _Child:
     def _note_refusals(self) -> None:
         advance = ArchiveTerm._advance
 
-        def noting(duty: ArchiveTerm, to: int) -> None:
+        def noting(archive_term: ArchiveTerm, to: int) -> None:
             try:
-                advance(duty, to)
+                advance(archive_term, to)
             except Exception as error:
                 self.refusals.append(type(error).__name__)
                 raise

@@ -41,7 +41,7 @@ class GroupBench(Bench):
         args = (life, self.g, member or f"m-{nonce}", nonce, ttl_ms, expired)
         return self.answer(scripts.ACQUIRE_LEASE, self.owned, *args, 0)
 
-    def touch(
+    def renew(
         self, nonce: str, term: int, *, ttl_ms: int = TTL_MS, life: str = LIFE, member: str = ""
     ) -> Answer:
         args = (life, self.g, member or f"m-{nonce}", nonce, ttl_ms, term, 1)

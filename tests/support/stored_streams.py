@@ -66,9 +66,9 @@ def segments(root: Path) -> list[Path]:
 
 def read_ahead_of(sub: meteor.Subscriber) -> StoreReadAhead:
     """What reads the store for a subscriber."""
-    cold = sub._feed.reader._cursor._cold
-    assert cold is not None, "its stream has no store"
-    return cold
+    store = sub._fetcher.buffer._log._store
+    assert store is not None, "its stream has no store"
+    return store._batches
 
 
 def read_straight(sub: meteor.Subscriber) -> list[int]:

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Ask the archiver, whoever it is, to archive all that there is without waiting for more.
+-- Ask the archiver to archive all that there is without waiting for more.
 --
 -- KEYS  1 meta
 -- ARGV  1 incarnation

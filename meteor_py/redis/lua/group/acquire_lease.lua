@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Take the lease of a group, if nobody has it.
+-- Take the lease of a group, if it is free.
 --
 -- KEYS  1 meta  2 group  3 lease  4 events
 -- ARGV  1 incarnation  2 name of the group  3 name of the member  4 nonce  5 lifetime of the lease, ms
@@ -12,7 +12,7 @@
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
 -- Atomic because there must be one owner, and a waiter must not miss the event that frees the lease.
 --
--- A nonce that the group has already belongs to a caller who lost the answer: it gets it again.
+-- A nonce that the group has already belongs to a caller that lost the reply: it gets it again.
 -- 'floating' is for the first term only: what that one was given and did not confirm must not be
 -- passed over in silence by the next. The field then holds the term that had it.
 
@@ -41,7 +41,7 @@ elseif g[4] and g[4] ~= '' and g[2] ~= ARGV[6] then
   return {'EXPIRED', 0, last_event(), g[4], tonumber(g[2])}
 end
 
--- The terms of archivers are counted: beside the epoch, which follows the clock (see duty.py).
+-- The terms of archivers are counted: beside the epoch, which follows the clock (see archive_term.py).
 local now = 0
 if string.sub(ARGV[2], 1, 1) ~= '.' then
   local clock = redis.call('TIME')

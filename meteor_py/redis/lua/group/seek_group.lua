@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Set where a group goes on, and fence whoever owns it.
+-- Set where a group continues, and fence its owner.
 --
 -- KEYS  1 meta  2 group  3 lease  4 events  5 groups
 -- ARGV  1 incarnation  2 name of the group  3 offset  4 'floating' if it means "the first there is"

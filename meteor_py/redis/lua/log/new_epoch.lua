@@ -28,8 +28,8 @@ for number, first in string.gmatch(m[4], '(%d+):(%-?%d+)') do
 end
 kept[#kept + 1] = int(epoch) .. ':' .. int(next)
 if #kept > 1000 then
-  -- Forget the oldest. Whoever comes from before the second can no longer be judged: -1 tells
-  -- him that all he knows may be lost.
+  -- Forget the oldest. A reader from before the second can no longer be judged: -1 tells it that
+  -- everything it has read may be lost.
   table.remove(kept, 1)
   kept[1] = string.match(kept[1], '^%d+') .. ':-1'
 end

@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- Find where frames end, for who wants to divide the ring among several readers.
+-- Return frame boundaries, so that callers can split the ring among parallel readers.
 --
 -- KEYS  1 log
 -- ARGV  offsets
