@@ -69,9 +69,9 @@ class Publisher(Closeable):
         settings = handle.config
         records_max = min(FRAME_RECORDS_MAX, settings.capacity)
         self._plain_max = config.max_record_bytes
-        self._grouping = settings.grouping
+        self._ordering = settings.ordering_rule
         self._intake = RecordValidator(
-            stream.name, records_max, config.max_record_bytes, self._grouping
+            stream.name, records_max, config.max_record_bytes, self._ordering
         )
         self._outbox = Accumulator(
             stream=stream.name,
@@ -90,7 +90,7 @@ class Publisher(Closeable):
                 compression=config.compression or settings.compression,
                 checksum=settings.checksum,
                 acks=config.acks,
-                grouping=self._grouping,
+                ordering=self._ordering,
             ),
         )
         self._closed = False
@@ -120,8 +120,8 @@ class Publisher(Closeable):
 
         Raises:
             TypeError: The value, key, headers or timestamp are of the wrong type.
-            ValueError: The timestamp has no timezone, or is not from 1970 to 9999; or the group of
-                the record (``ordering_key`` of the stream) has more than 256 bytes.
+            ValueError: The timestamp has no timezone, or is not from 1970 to 9999; or the
+                ordering key of the record has more than 256 bytes.
             RecordTooLarge: Over ``max_record_bytes`` in all (1 MiB).
             PublisherFull: ``max_pending_bytes`` are waiting, and none left for
                 ``delivery_timeout`` seconds.
@@ -143,8 +143,8 @@ class Publisher(Closeable):
         if timestamp is not None:
             timestamp = to_ms(timestamp)
         self._intake.check_size(size)
-        if self._grouping is not None:
-            self._grouping.check(key, headers)
+        if self._ordering is not None:
+            self._ordering.check(key, headers)
         return self._outbox.put(value, key, headers, timestamp, size)
 
     def publish_many(

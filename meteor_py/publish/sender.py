@@ -38,7 +38,7 @@ from meteor_py.publish.accumulator import Accumulator, closed_error
 from meteor_py.publish.ack import SENDER_PREFIX, Batch
 from meteor_py.records.config import Compression
 from meteor_py.records.frame import encode, fingerprint
-from meteor_py.records.ordering_index import Grouping
+from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.records.position import Position, diverged_at
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import Connection, ScriptMissing
@@ -73,7 +73,7 @@ class Route:
     checksum: bool
     acks: int
     #: The rule for the index, if the stream has one.
-    grouping: Grouping | None
+    ordering: OrderingRule | None
 
 
 class Sender:
@@ -89,7 +89,7 @@ class Sender:
             keys.meta(route.stream),
             keys.producer(route.stream, self._id),
         ]
-        if route.grouping is not None:
+        if route.ordering is not None:
             self._keys.append(keys.index(route.stream))
         self._epoch = 0
         self._sequence = 0
@@ -145,8 +145,8 @@ class Sender:
             try:
                 assert batch.columns is not None
                 batch.encoded = encode(batch.columns, self._route.compression)
-                if self._route.grouping is not None:
-                    batch.index = self._route.grouping.index(batch.columns)
+                if self._route.ordering is not None:
+                    batch.index = self._route.ordering.index(batch.columns)
             except Exception as error:
                 self._outbox.settle(self.window.pop(), reply_errors.bug(self._route.stream, error))
                 continue

@@ -90,7 +90,7 @@ class Stage:
         self._stream = stream
         self._name = name
         self._key = keys.stage(stream.name, name)
-        self._grouping = stream.config.grouping
+        self._ordering = stream.config.ordering_rule
         self._frames = 0
         self._records = 0
         self._fields: list[Any] = []
@@ -102,8 +102,8 @@ class Stage:
         kind, payload = encode(columns, config.compression)
         frame = self._frames
         crc = zlib.crc32(payload) if config.checksum else ""
-        if self._grouping is not None:
-            self._fields += [f"{frame}g", packed(self._grouping.index(columns))]
+        if self._ordering is not None:
+            self._fields += [f"{frame}g", packed(self._ordering.index(columns))]
         data = bytes(payload)  # of which the stage needs a copy anyway
         self._fields += [f"{frame}n", len(columns), f"{frame}f", kind]
         self._fields += [f"{frame}p", data, f"{frame}c", crc]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meteor_py.records.ordering_index import Grouping
+from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.records.position import Position
 from meteor_py.redis import keys
 
@@ -62,8 +62,8 @@ class StreamConfig:
     checksum: bool = False
     #: How values become bytes: "bytes", "text", "json" or "msgpack". Cannot be changed later.
     codec: str = "bytes"
-    #: What makes groups for shared subscribers of its records: "key" or "header:NAME"; None: the
-    #: stream has no groups, and no shared subscribers. Cannot be changed later.
+    #: What shared subscribers order its records by: "key" or "header:NAME"; None: the stream has no
+    #: shared subscribers. Cannot be changed later.
     ordering_key: str | None = None
     #: The address of the store, without secrets; None: no store, or one that has no address.
     store: str | None = None
@@ -79,7 +79,7 @@ class StreamConfig:
             raise TypeError(f"checksum must be True or False, not {self.checksum!r}.")
         check_choice("codec", self.codec, ("bytes", "text", "json", "msgpack"))
         if self.ordering_key is not None:
-            Grouping(self.ordering_key)  # raises
+            OrderingRule(self.ordering_key)  # raises
 
     def check_room(self) -> StreamConfig:
         """Return it, if publishers will find room.
@@ -94,9 +94,9 @@ class StreamConfig:
         return self
 
     @property
-    def grouping(self) -> Grouping | None:
+    def ordering_rule(self) -> OrderingRule | None:
         """The rule that ``ordering_key`` names."""
-        return None if self.ordering_key is None else Grouping(self.ordering_key)
+        return None if self.ordering_key is None else OrderingRule(self.ordering_key)
 
     def to_fields(self) -> dict[str, str]:
         """As fields of the hash ``meta``."""

@@ -5,8 +5,8 @@ parsing, and sets every option itself: the defaults of redis-py (a 5 s socket ti
 retries) would publish records twice and break blocking reads. Nothing is retried here unless the
 caller asks for it with ``retry_idle``.
 
-A connection belongs to one thread at a time. It connects when first used, and again after an error or
-in a forked child.
+A connection belongs to one thread at a time. It connects when first used, and again after an error
+or in a forked child.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ key                            type    what, who writes it, who deletes it
                                        ``appended``, the last append time in ms; ``epoch``,
                                        ``history`` and ``epochs`` (see history.py); settings:
                                        ``capacity``, ``compression``, ``checksum``, ``codec``, and
-                                       ``group_by`` if it has groups.
+                                       ``group_by`` if it has an ordering key.
                                        Only with a store: its id ``store`` (``store_before``: until
                                        the stream was resumed) and address ``store_uri``;
                                        ``archived``: all below is in it; ``expired``: all below was
@@ -51,7 +51,7 @@ key                            type    what, who writes it, who deletes it
 ``meteor:{s}:stage:<id>``      hash    Frames that wait for a commit (see transaction.py): for frame
                                        i the fields ``in`` records, ``if`` format, ``ip`` payload,
                                        ``ic`` crc, and ``ig`` its entry of the index if the stream
-                                       has one (``grouping.packed``).
+                                       has one (``ordering_index.packed``).
                                        Written by a worker; emptied by ``move``,
                                        deleted by ``discard``; else expires after six hours, or a
                                        week if it is part of a plan.
@@ -63,9 +63,9 @@ key                            type    what, who writes it, who deletes it
                                        by ``plan`` and ``move``; kept, so that nothing is written
                                        twice, but for writers that will not come again.
 ``meteor:{s}:index``           stream  Only with an ordering key: for each frame of the log an entry
-                                       of the same ID, with the groups of its records (grouping.py)
-                                       and no payload. Written and trimmed with the log, by
-                                       ``publish``, ``move``, ``configure`` and
+                                       of the same ID, with the ordering keys of its records (see
+                                       ordering_index.py) and no payload. Written and trimmed with
+                                       the log, by ``publish``, ``move``, ``configure`` and
                                        ``advance_archived``.
 ``meteor:{s}:shared``          set     The names of the shared groups. Written by ``shared_open``;
                                        a name leaves with ``SharedGroup.delete``.

@@ -13,7 +13,7 @@ from meteor_py.errors import GroupActive, GroupConfigMismatch, GroupNotFound, Me
 from meteor_py.log.handle import StreamHandle
 from meteor_py.records.config import InitialOffset, check_int
 from meteor_py.records.descriptions import GroupDescription
-from meteor_py.records.ordering_index import GROUP_BYTES_MAX
+from meteor_py.records.ordering_index import ORDERING_KEY_BYTES_MAX
 from meteor_py.redis import keys
 from meteor_py.redis.scripts import (
     DELETE_STREAM,
@@ -344,7 +344,7 @@ class SharedGroup:
         Returns:
             Whether all were looked at; if not, as many wait as may.
         """
-        grouping = self.stream.config.grouping
+        grouping = self.stream.config.ordering_rule
         assert grouping is not None, "else there is no shared group"
         entry: Entry | None = None
         before = -1
@@ -452,8 +452,10 @@ def check_group(group: bytes | str) -> bytes:
         group = group.encode()
     if not isinstance(group, bytes):
         raise TypeError(f"A group is named by bytes or str, not {type(group).__name__}.")
-    if not 1 <= len(group) <= GROUP_BYTES_MAX:
-        raise ValueError(f"The id of a group has 1 to {GROUP_BYTES_MAX} bytes, not {len(group)}.")
+    if not 1 <= len(group) <= ORDERING_KEY_BYTES_MAX:
+        raise ValueError(
+            f"The id of a group has 1 to {ORDERING_KEY_BYTES_MAX} bytes, not {len(group)}."
+        )
     return group
 
 

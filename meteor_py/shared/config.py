@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from meteor_py.records.config import LEASE_TTL_S, OnGap, check_choice, check_int, check_seconds
-from meteor_py.records.ordering_index import GROUP_BYTES_MAX
+from meteor_py.records.ordering_index import ORDERING_KEY_BYTES_MAX
 from meteor_py.redis import keys
 
 OnPoison = Literal["skip", "park"]
@@ -59,8 +59,8 @@ class SharedConfig:
         check_choice("ungrouped", self.ungrouped, ("default", "free"))
         if not isinstance(self.default_group, str):
             raise TypeError("default_group must be a str.")
-        if not 1 <= len(self.default_group.encode()) <= GROUP_BYTES_MAX:
-            raise ValueError(f"default_group must have 1 to {GROUP_BYTES_MAX} bytes.")
+        if not 1 <= len(self.default_group.encode()) <= ORDERING_KEY_BYTES_MAX:
+            raise ValueError(f"default_group must have 1 to {ORDERING_KEY_BYTES_MAX} bytes.")
         if self.ungrouped == "free" and self.default_group != DEFAULT_GROUP:
             raise ValueError(
                 'With ungrouped="free" no record is in a default group; leave default_group out.'

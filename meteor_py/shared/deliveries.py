@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from meteor_py.errors import ConnectionFailed, MeteorError
 from meteor_py.records.config import check_seconds
-from meteor_py.records.ordering_index import Grouping
+from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.redis import reply_errors
 from meteor_py.redis.shared_connection import SharedConnection
 from meteor_py.runtime.clock import now
@@ -61,7 +61,7 @@ class Deliveries:
         self,
         books: SharedProtocol,
         config: SharedConfig,
-        grouping: Grouping,
+        grouping: OrderingRule,
         codec: Codec | None,
         name: str,
     ) -> None:
@@ -434,7 +434,7 @@ class Deliveries:
             self.state.notify_all()
 
     def _group_of(self, record: Record) -> bytes:
-        group = self._grouping.of(record)
+        group = self._grouping.key_of(record)
         if group:
             return group
         if self.config.ungrouped == "free":

@@ -209,7 +209,7 @@ def _check_index(books: SharedProtocol, found: Snapshot, config: SharedConfig | 
 def _group_of(
     strings: list[Any], place: int, offset: int, config: SharedConfig | None
 ) -> bytes | None:
-    """The group of a record of an entry of the index (grouping.py); None if nobody can tell."""
+    """The group of a record in an entry of ordering_index.py; None if nobody can tell."""
     number = int.from_bytes(strings[0][2 * place : 2 * place + 2], "little")
     group: bytes = strings[number + 1] if number + 1 < len(strings) else b""
     if group:

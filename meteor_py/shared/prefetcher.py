@@ -67,7 +67,7 @@ class Prefetcher:
         codec: Codec | None,
         name: str,
     ) -> None:
-        grouping = books.stream.config.grouping
+        grouping = books.stream.config.ordering_rule
         assert grouping is not None, "checked when the group was opened"
         self.stream = books.stream
         self.group = books.group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meteor_py.errors import RecordsLost
-from meteor_py.records.ordering_index import Grouping
+from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.shared.frame_cache import FrameCache
 from meteor_py.shared.protocol import Answer, Entry
 
@@ -12,7 +12,7 @@ _COLD = 4_096
 
 
 def cold_entry(
-    payloads: FrameCache, grouping: Grouping, answer: Answer, before: Entry | None
+    payloads: FrameCache, grouping: OrderingRule, answer: Answer, before: Entry | None
 ) -> Entry:
     """What the next step needs to go on from where one met what only the store has.
 

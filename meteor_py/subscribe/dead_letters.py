@@ -91,7 +91,7 @@ def bury(
         timestamps=[record.timestamp],
     )
     frame = encode(letter, target.config.compression)
-    grouping = target.config.grouping
+    grouping = target.config.ordering_rule
     index = [] if grouping is None else grouping.index(letter)
     deadline = time.monotonic() + timeout_s
     failures = 0

@@ -35,7 +35,7 @@ class Hand:
     """One consumer: it does what the walk says."""
 
     def __init__(self, shared: SharedGroup, settings: Any, name: str) -> None:
-        grouping = shared.stream.config.grouping
+        grouping = shared.stream.config.ordering_rule
         assert grouping is not None
         self.name = name
         self.desk = Deliveries(shared.books, settings, grouping, None, name)
