@@ -1,6 +1,6 @@
-"""The intake: what a user wants to publish, checked whole and brought into columns.
+"""Validation: checks what the application publishes, and brings it into columns.
 
-Nothing is taken before everything was looked at, so an error means that nothing was published.
+All records are checked before the first is taken, so an error means that nothing was published.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from meteor_py.errors import RecordTooLarge
-from meteor_py.publish.accumulator import RECORD_OVERHEAD
+from meteor_py.publish.fast_path import RECORD_OVERHEAD
 from meteor_py.records.config import FRAME_BYTES_MAX
 from meteor_py.records.frame import Columns
 from meteor_py.records.ordering_index import OrderingRule
@@ -25,10 +25,10 @@ class RecordValidator:
     """The rules for the records of one publisher.
 
     Args:
-        stream: Its name, for errors.
-        records_max: Records that a frame may have.
-        record_bytes_max: Bytes that a record may have, key and headers included.
-        ordering: The rule of a stream with groups.
+        stream: Name of the stream, for errors.
+        records_max: The most records of a frame.
+        record_bytes_max: The most bytes of a record, key and headers included.
+        ordering: Where the ordering keys of the records come from, if the stream has them.
     """
 
     def __init__(

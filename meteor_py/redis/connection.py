@@ -55,6 +55,8 @@ _NOT_NOW = (
 )
 #: The same, where redis-py has no class for the first word.
 _NOT_NOW_WORDS = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
+#: What XADD says of an ID that is not above all others.
+_ID_TAKEN = "equal or smaller than the target stream top item"
 
 
 class DataSafetyWarning(UserWarning):
@@ -65,6 +67,10 @@ class ScriptMissing(MeteorError):
     """The server does not know a script; it did not run."""
 
     retriable = True
+
+
+class EntryIdTaken(ServerRefused):
+    """The Redis stream has an entry whose ID is not below the one that was to be added."""
 
 
 class Connection:
@@ -354,7 +360,8 @@ def translate(error: Exception, address: Address) -> MeteorError:
         )
     if isinstance(error, _NOT_NOW) or words.startswith(_NOT_NOW_WORDS):
         return _not_now(f"The server at {address} cannot do this now: {words}")
-    return ServerRefused(f"The server at {address} refused: {words}")
+    refused = EntryIdTaken if _ID_TAKEN in words else ServerRefused
+    return refused(f"The server at {address} refused: {words}")
 
 
 def _not_now(message: str) -> ConnectionFailed:

@@ -20,11 +20,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, MeteorError
-from meteor_py.publish.ack import KEEPER_PREFIX, Ack, forbid_waiting
+from meteor_py.publish.ack import Ack
 from meteor_py.redis import reply_errors
 from meteor_py.redis.shared_connection import SharedConnection
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
+from meteor_py.runtime.completion import KEEPER_PREFIX, forbid_waiting
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
 from meteor_py.subscribe.lease import BELIEF, Lease, Standing, Term
