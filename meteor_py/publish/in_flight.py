@@ -41,7 +41,6 @@ class InFlightWindow:
 
     # -- batches come and go -------------------------------------------------------------------
 
-    @property
     def has_room(self) -> bool:
         return len(self._batches) < WINDOW_BATCHES
 

@@ -130,7 +130,7 @@ class Sender:
 
     def _fill(self) -> None:
         """Take batches until the window is full; wait for one only if it is empty."""
-        while self.window.has_room:
+        while self.window.has_room():
             batch = self._accumulator.take(busy=bool(self.window))
             if batch is None:
                 return

@@ -360,7 +360,7 @@ import os, signal, sys, threading, contextlib, meteor_py as meteor
 m = meteor.connect("embedded://")
 with m if sys.argv[1] == "client" else contextlib.nullcontext(), m.stream("s").publisher() as pub:
     pub.publish(b"x").result()
-    os.kill(m._server.pid, signal.SIGSTOP)
+    os.kill(m._connector._server.pid, signal.SIGSTOP)
     pub.publish(b"y")
     threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
 """
