@@ -1,4 +1,4 @@
-"""The publisher: gives records to its outbox, from which its sender takes them."""
+"""The publisher: puts records into its accumulator, from which its sender takes batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from meteor_py.errors import MeteorError, PublisherClosed
 from meteor_py.log.handle import StreamHandle
-from meteor_py.publish import ack
 from meteor_py.publish.accumulator import Accumulator, closed_error
 from meteor_py.publish.ack import Ack, ManyAck
 from meteor_py.publish.sender import Route, Sender
@@ -33,12 +32,13 @@ from meteor_py.records.config import (
     check_seconds,
 )
 from meteor_py.records.times import to_ms
+from meteor_py.runtime.completion import forbid_waiting
 from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
 
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
-#: So many values at once are made an Arrow array of; fewer join what else is waiting.
+#: This many values at once become an Arrow array; fewer join the open batch.
 _ARROW_MIN = 256
 #: Seconds that closing waits for the thread, beyond the wait for records.
 JOIN_TIMEOUT_S = 6.0
@@ -56,7 +56,7 @@ class Publisher(Closeable):
     0
 
     ``publish`` returns at once; a thread sends. Close it, or use ``with``: closing waits for what
-    is still on its way and raises if something failed that nobody was told of.
+    is still on its way, and raises the first error that the application has not seen.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Publisher(Closeable):
         settings = handle.config
         records_max = min(FRAME_RECORDS_MAX, settings.capacity)
         self._plain_max = config.max_record_bytes
-        self._grouping = settings.grouping
-        self._intake = RecordValidator(
-            stream.name, records_max, config.max_record_bytes, self._grouping
+        self._ordering = settings.ordering_rule
+        self._validator = RecordValidator(
+            stream.name, records_max, config.max_record_bytes, self._ordering
         )
-        self._outbox = Accumulator(
+        self._accumulator = Accumulator(
             stream=stream.name,
             records_max=records_max,
             bytes_max=FRAME_BYTES_MAX,
@@ -83,20 +83,20 @@ class Publisher(Closeable):
         )
         self._sender = Sender(
             handle.connector.open_connection(),
-            self._outbox,
+            self._accumulator,
             Route(
                 stream=stream.name,
                 incarnation=stream.incarnation,
                 compression=config.compression or settings.compression,
                 checksum=settings.checksum,
                 acks=config.acks,
-                grouping=self._grouping,
+                ordering=self._ordering,
             ),
         )
         self._closed = False
         self._ended = False
         self._close_lock = threading.RLock()  # a signal handler may close what is being closed
-        self._put_value = self._outbox.put_value
+        self._put_value = self._accumulator.put_value
         self._sender.start()
         _open_publishers.add(self)
 
@@ -120,8 +120,8 @@ class Publisher(Closeable):
 
         Raises:
             TypeError: The value, key, headers or timestamp are of the wrong type.
-            ValueError: The timestamp has no timezone, or is not from 1970 to 9999; or the group of
-                the record (``ordering_key`` of the stream) has more than 256 bytes.
+            ValueError: The timestamp has no timezone, or is not from 1970 to 9999; or the
+                ordering key of the record has more than 256 bytes.
             RecordTooLarge: Over ``max_record_bytes`` in all (1 MiB).
             PublisherFull: ``max_pending_bytes`` are waiting, and none left for
                 ``delivery_timeout`` seconds.
@@ -142,10 +142,10 @@ class Publisher(Closeable):
             size += headers_size(headers)
         if timestamp is not None:
             timestamp = to_ms(timestamp)
-        self._intake.check_size(size)
-        if self._grouping is not None:
-            self._grouping.check(key, headers)
-        return self._outbox.put(value, key, headers, timestamp, size)
+        self._validator.check_size(size)
+        if self._ordering is not None:
+            self._ordering.check(key, headers)
+        return self._accumulator.put(value, key, headers, timestamp, size=size)
 
     def publish_many(
         self,
@@ -169,9 +169,13 @@ class Publisher(Closeable):
             if self._codec is not None:
                 values = [self._codec.encode(value) for value in values]
         if isinstance(values, list) and len(values) < _ARROW_MIN:
-            parts = self._outbox.put_rows(*self._intake.rows(values, keys, headers, timestamps))
+            parts = self._accumulator.put_rows(
+                *self._validator.rows(values, keys, headers, timestamps)
+            )
         else:
-            parts = self._outbox.put_frames(self._intake.frames(values, keys, headers, timestamps))
+            parts = self._accumulator.put_frames(
+                self._validator.frames(values, keys, headers, timestamps)
+            )
         return ManyAck(parts[-1][0], parts)
 
     def flush(self, timeout: float | None = None) -> None:
@@ -182,10 +186,10 @@ class Publisher(Closeable):
 
         Raises:
             TimeoutError: Something is still on its way.
-            MeteorError: Something failed that nobody was told of.
+            MeteorError: Something failed, and the application has not seen the error.
         """
         limit = self._time_limit(timeout)
-        if not self._outbox.wait_empty(limit):
+        if not self._accumulator.wait_empty(limit):
             raise TimeoutError(f"Records were still on their way after {limit:g} seconds.")
         self._raise_failure()
 
@@ -196,7 +200,7 @@ class Publisher(Closeable):
             timeout: Seconds; None waits as long as the publisher tries (``delivery_timeout``).
 
         Raises:
-            MeteorError: Something failed that nobody was told of.
+            MeteorError: Something failed, and the application has not seen the error.
             TimeoutError: The sending thread could not be ended.
         """
         limit = self._time_limit(timeout)
@@ -205,8 +209,8 @@ class Publisher(Closeable):
         try:
             if not self._ended:  # closed and not ended: an interrupt came while it waited
                 self._closed = True
-                self._outbox.close(closed_error(self.stream.name))
-                if not self._outbox.wait_empty(limit):
+                self._accumulator.close(closed_error(self.stream.name))
+                if not self._accumulator.wait_empty(limit):
                     self._sender.abandon()
                 if not self._sender.join(JOIN_TIMEOUT_S):
                     raise TimeoutError(
@@ -230,13 +234,13 @@ class Publisher(Closeable):
     # -- small parts ---------------------------------------------------------------------------
 
     def _time_limit(self, timeout: float | None) -> float:
-        ack.forbid_waiting()
+        forbid_waiting()
         if timeout is None:
             return self.config.delivery_timeout + JOIN_TIMEOUT_S
         return check_seconds("timeout", timeout, zero=True)
 
     def _raise_failure(self) -> None:
-        failure = self._outbox.take_failure()
+        failure = self._accumulator.take_failure()
         if failure is not None:
             raise failure.with_traceback(None)
 
@@ -245,7 +249,7 @@ class Publisher(Closeable):
         self.close(_INTERRUPTED_S if self._closed else None)
 
     def _abandon(self) -> None:
-        """In a forked child: the thread is not here, and what waits is the parent's to send."""
+        """In a forked child, which has no sender: the parent sends what waits."""
         reason = PublisherClosed(
             f"This publisher of stream {self.stream.name!r} belongs to the parent process; open "
             "another here with stream.publisher().",
@@ -253,8 +257,8 @@ class Publisher(Closeable):
         )
         self._closed = self._ended = True
         self._close_lock = threading.RLock()
-        for batch in [*self._sender.window, *self._outbox.forget(reason)]:
-            batch.disown(reason)
+        for batch in [*self._sender.window, *self._accumulator.abandon(reason)]:
+            batch.abandon(reason)
 
 
 def _at_exit(publishers: Sequence[Publisher]) -> None:
@@ -267,7 +271,6 @@ def _at_exit(publishers: Sequence[Publisher]) -> None:
 
 
 def _after_fork(publishers: Sequence[Publisher]) -> None:
-    ack.forget_waiters()
     for publisher in publishers:
         publisher._abandon()
 

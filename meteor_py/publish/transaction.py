@@ -1,17 +1,17 @@
-"""Writing many frames to a stream exactly once, by several processes, each of which may die.
+"""Transactions: several processes, each of which may die, write many frames exactly once.
 
-Workers put their frames into *stages*, keys beside the stream that nobody reads; any number of them
-may do the same work. Then one, the committer, says which stages make up a *version* of a *writer*
-(a batch of a query): the first plan that is made for it counts, and its frames are moved into the
-log in order, some megabytes at a time, each being counted as it is moved. A committer that is
-asked for a version again finishes the plan there is, or learns that it is done.
+Workers put their frames into *stages*, keys beside the stream that readers do not see; any number
+of them may do the same work. Then one process, the committer, says which stages make up a *version*
+of a *writer* (a batch of a query). The first plan that is made for a version counts. Its frames are
+moved into the log in order, some megabytes at a time, and each is counted as it is moved. If a
+committer is asked for a version again, it finishes the existing plan, or learns that it is done.
 
     worker      Stage(stream, "q.17.0").write(frames)  ->  its name and number of frames
     committer   commit(stream, "q", 17, [those])
 
-What is not committed expires. A version never goes back: one below the last is refused, as nobody
-can tell whether its records are the same that were written under that number. The last one is known
-by its number of records: with another number, it is not the same.
+Stages that are not committed expire. Versions never go back: one below the last is refused, because
+its records may differ from those that were written under that number. The last one is known by its
+number of records: with another number, it is not the same.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class Staged(NamedTuple):
 
 
 class Stage:
-    """Frames that wait for a commit. ``name`` must be nobody else's; for one thread."""
+    """Frames that wait for a commit. ``name`` must be unique; for one thread."""
 
     def __init__(self, stream: StreamHandle, name: str) -> None:
         self._stream = stream
         self._name = name
         self._key = keys.stage(stream.name, name)
-        self._grouping = stream.config.grouping
+        self._ordering = stream.config.ordering_rule
         self._frames = 0
         self._records = 0
         self._fields: list[Any] = []
@@ -102,8 +102,8 @@ class Stage:
         kind, payload = encode(columns, config.compression)
         frame = self._frames
         crc = zlib.crc32(payload) if config.checksum else ""
-        if self._grouping is not None:
-            self._fields += [f"{frame}g", packed(self._grouping.index(columns))]
+        if self._ordering is not None:
+            self._fields += [f"{frame}g", packed(self._ordering.index(columns))]
         data = bytes(payload)  # of which the stage needs a copy anyway
         self._fields += [f"{frame}n", len(columns), f"{frame}f", kind]
         self._fields += [f"{frame}p", data, f"{frame}c", crc]
@@ -119,7 +119,7 @@ class Stage:
         return Staged(self._name, self._frames, self._records)
 
     def abandon(self) -> None:
-        """Delete what was sent, as nobody will commit it; else it expires."""
+        """Delete what was sent, because it will not be committed; else it expires."""
         try:
             self._stream.connector.call("UNLINK", self._key)
         except MeteorError:
@@ -169,30 +169,25 @@ def commit(
     names = [stage.name for stage in mine]
     moved = False
     while True:
-        answer = _plan(stream, writer, version, mine, begun, replicas)
-        match answer[0]:
+        reply = _plan(stream, writer, version, mine, begun, replicas)
+        match reply[0]:
             case b"DONE":
-                known = int(answer[1])
+                known = int(reply[1])
                 break
             case b"PASSED":
                 discard(stream, writer, names)
-                raise VersionPassed(stream.name, writer, version, int(answer[1]))
+                raise VersionPassed(stream.name, writer, version, int(reply[1]))
             case b"UNFINISHED":  # by a committer that died, and was not asked again
-                _carry_out(stream, writer, *map(int, answer[1:]))
+                _carry_out(stream, writer, *map(int, reply[1:]))
             case b"OK":
                 moved = True
-                _carry_out(stream, writer, version, *map(int, answer[1:]))
+                _carry_out(stream, writer, version, *map(int, reply[1:]))
             case b"UNKNOWN":
-                raise PublishError(
-                    f"Version {version} of the writer {writer} was in stream {stream.name!r}, and "
-                    "the server has lost it, by a fail-over to a replica that lagged. Nothing was "
-                    "written; write all of it again.",
-                    stream=stream.name,
-                )
+                raise _version_lost(stream, writer, version)
             case b"LOST":
-                raise _lost(stream, answer[1].decode(), "Write them again.")
+                raise _lost(stream, reply[1].decode(), "Write them again.")
             case _:
-                raise reply_errors.stream_gone(stream.name, answer[0])
+                raise reply_errors.stream_gone(stream.name, reply[0])
     discard(stream, writer, names)  # of another try; ours are empty
     if records is not None and known not in (records, _UNCOUNTED):
         raise VersionDiffers(stream.name, writer, version, known, records)
@@ -200,7 +195,7 @@ def commit(
 
 
 def is_done(stream: StreamHandle, writer: str, version: int, records: int | None = None) -> bool:
-    """Whether a version is in the log; False also if nobody knows yet.
+    """Return whether a version is in the log; False also if that is not known yet.
 
     Args:
         records: How many it has, to compare with what was written; None: do not.
@@ -240,7 +235,7 @@ def _last(stream: StreamHandle, writer: str) -> _Last:
 
 
 def discard(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
-    """Delete stages that nobody will commit; those in a plan stay, as that must be finished."""
+    """Delete stages that will not be committed; those in a plan stay, for it must be finished."""
     gone = list(names)
     if gone:
         script_keys = [keys.stage(stream.name, name) for name in gone]
@@ -250,7 +245,7 @@ def discard(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
 def abandon(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
     """Forget a writer that failed and will not come again, with its plan and these stages, too.
 
-    What it has moved into the log stays there. Nobody may be at it.
+    What it has moved into the log stays there. No committer may be running for it.
     """
     plan = keys.plan(stream.name, writer)
     planned = [name for name, _, _ in _spans(stream.connector.call("LRANGE", plan, 0, -1))]
@@ -282,12 +277,11 @@ def _plan(
         args += [stage.name, stage.frames]
 
     def plan(connection: Connection) -> list[Any]:
-        answer: list[Any] = connection.run(PLAN_COMMIT, script_keys, args)
-        if replicas and answer[0] == b"DONE":
-            _wait(
-                connection, name, replicas
-            )  # on this connection: it waits for what that has written
-        return answer
+        reply: list[Any] = connection.run(PLAN_COMMIT, script_keys, args)
+        if replicas and reply[0] == b"DONE":
+            # On this connection, because WAIT is about what the connection has written.
+            _wait(connection, name, replicas)
+        return reply
 
     return stream.connector.use(plan)
 
@@ -305,7 +299,7 @@ def _wait(connection: Connection, stream: str, replicas: int) -> None:
 
 
 def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total: int) -> None:
-    """Move what is left of a plan, as far as the server knows it; others may be at it, too."""
+    """Move what is left of a plan; other committers may be doing the same."""
     plan = stream.connector.call("LRANGE", keys.plan(stream.name, writer), 0, -1)
     spans = _spans(plan)
     full_until: float | None = None
@@ -314,28 +308,28 @@ def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total
         found = next(((name, at, size) for name, at, size in spans if at <= done < at + size), None)
         if found is None:
             if _last(stream, writer)[:2] >= (version, True):
-                return  # it was done by another, who has deleted the plan
+                return  # another committer has done it, and deleted the plan
             stream.end()  # raises if it was deleted, too
             raise _lost(stream, writer, _stuck(writer, version, done, total))
         name, at, size = found
-        answer = _move(stream, writer, version, done, name, (done - at, size))
-        match answer[0]:
+        reply = _move(stream, writer, version, done, name, (done - at, size))
+        match reply[0]:
             case b"OK" | b"AT":
-                done, full_until, tries = int(answer[1]), None, 0
+                done, full_until, tries = int(reply[1]), None, 0
             case b"FULL":
                 full_until = full_until or time.monotonic() + _FULL_S
                 if time.monotonic() >= full_until:
-                    raise reply_errors.stream_full(stream.name, int(answer[1]))
+                    raise reply_errors.stream_full(stream.name, int(reply[1]))
                 tries += 1
                 time.sleep(pause_s(tries, *_BACKOFF_S))
             case b"FENCED":
-                return  # done by another; or a fail-over has lost the plan: the next one tells
+                return  # another one did it; or a fail-over has lost the plan: the next one tells
             case b"LOST":
                 raise _lost(stream, name, _stuck(writer, version, done, total))
             case b"EXHAUSTED":
                 raise ServerRefused(f"Stream {stream.name!r} has used up its offsets.")
             case _:
-                raise reply_errors.stream_gone(stream.name, answer[0])
+                raise reply_errors.stream_gone(stream.name, reply[0])
 
 
 def _move(
@@ -358,11 +352,11 @@ def _move(
                 *frames,
                 MOVE_BYTES,
             ]
-            answer: list[Any] = connection.run(MOVE_STAGED, script_keys, args)
-            if answer[0] != b"HISTORY":
-                return answer
-            begin_epoch(connection, names, stream.incarnation, answer[1].decode())
-        return answer
+            reply: list[Any] = connection.run(MOVE_STAGED, script_keys, args)
+            if reply[0] != b"HISTORY":
+                return reply
+            begin_epoch(connection, names, stream.incarnation, reply[1].decode())
+        return reply
 
     return stream.connector.use(move)
 
@@ -380,6 +374,15 @@ def _spans(plan: list[bytes]) -> list[tuple[str, int, int]]:
         spans.append((name, at, int(size)))
         at += int(size)
     return spans
+
+
+def _version_lost(stream: StreamHandle, writer: str, version: int) -> PublishError:
+    return PublishError(
+        f"Version {version} of the writer {writer} was in stream {stream.name!r}, and the server "
+        "has lost it, by a fail-over to a replica that lagged. Nothing was written; write all of "
+        "it again.",
+        stream=stream.name,
+    )
 
 
 def _lost(stream: StreamHandle, what: str, remedy: str) -> PublishError:

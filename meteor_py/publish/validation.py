@@ -1,6 +1,6 @@
-"""The intake: what a user wants to publish, checked whole and brought into columns.
+"""Validation: checks what the application publishes, and brings it into columns.
 
-Nothing is taken before everything was looked at, so an error means that nothing was published.
+All records are checked before the first is taken, so an error means that nothing was published.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow as pa
 
 from meteor_py.errors import RecordTooLarge
-from meteor_py.publish.accumulator import RECORD_OVERHEAD
+from meteor_py.publish.fast_path import RECORD_OVERHEAD
 from meteor_py.records.config import FRAME_BYTES_MAX
 from meteor_py.records.frame import Columns
-from meteor_py.records.ordering_index import Grouping
+from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.records.times import to_ms, to_ms_column
 
 _HEADER_MAP = pa.map_(pa.string(), pa.binary())
@@ -25,10 +25,10 @@ class RecordValidator:
     """The rules for the records of one publisher.
 
     Args:
-        stream: Its name, for errors.
-        records_max: Records that a frame may have.
-        record_bytes_max: Bytes that a record may have, key and headers included.
-        grouping: The rule of a stream with groups.
+        stream: Name of the stream, for errors.
+        records_max: The most records of a frame.
+        record_bytes_max: The most bytes of a record, key and headers included.
+        ordering: Where the ordering keys of the records come from, if the stream has them.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class RecordValidator:
         stream: str,
         records_max: int,
         record_bytes_max: int,
-        grouping: Grouping | None = None,
+        ordering: OrderingRule | None = None,
     ) -> None:
         self._stream = stream
         self._records_max = records_max
         self._record_bytes_max = record_bytes_max
-        self._grouping = grouping
+        self._ordering = ordering
 
     def rows(
         self, values: list[Any], keys: Any, headers: Any, timestamps: Any
@@ -66,8 +66,8 @@ class RecordValidator:
         if not values:
             raise ValueError("There is nothing to publish: values is empty.")
         self.check_size(max(sizes))
-        if self._grouping is not None:
-            self._grouping.check_columns(columns)
+        if self._ordering is not None:
+            self._ordering.check_columns(columns)
         return columns, sizes
 
     def frames(
@@ -103,9 +103,9 @@ class RecordValidator:
         for start in range(0, size, self._records_max):
             stop = min(start + self._records_max, size)
             self._cut({n: c.slice(start, stop - start) for n, c in columns.items()}, frames)
-        if self._grouping is not None:
+        if self._ordering is not None:
             for frame, _ in frames:
-                self._grouping.check_columns(frame)
+                self._ordering.check_columns(frame)
         return frames
 
     def _cut(self, columns: dict[str, Any], frames: list[tuple[Columns, int]]) -> None:

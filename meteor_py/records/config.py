@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meteor_py.records.ordering_index import Grouping
+from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.records.position import Position
 from meteor_py.redis import keys
 
-#: Records that a ring keeps if nobody says otherwise (as in Meteor).
+#: Default ring capacity in records (the same as Meteor's).
 DEFAULT_CAPACITY = 10_000
 #: Records that may wait for the archiver, in multiples of the capacity.
 UNARCHIVED_CAPACITIES = 10
-#: Limits of one frame, the unit of transport: an answer stays small, a script short.
+#: Limits of one frame, the unit of transport: a reply stays small, a script short.
 FRAME_RECORDS_MAX = 4_096
 FRAME_BYTES_MAX = 1_048_576
 #: The largest record by default, key and headers included, and what may be asked for.
@@ -33,12 +33,12 @@ COMPRESSIONS: tuple[Compression, ...] = ("none", "lz4", "zstd")
 
 OnGap = Literal["raise", "skip"]
 
-#: Bounds of a lease's life in seconds: it is renewed three times in it.
+#: Bounds of a lease's TTL in seconds; its owner renews it every third of that.
 LEASE_TTL_S = (0.1, 86_400.0)
 
 
 class InitialOffset(enum.StrEnum):
-    """Where a subscriber starts; a group that exists goes on where it is."""
+    """Where a subscriber starts; an existing group continues where it is."""
 
     #: At the first record that can be read.
     EARLIEST = "earliest"
@@ -58,12 +58,12 @@ class StreamConfig:
     capacity: int = DEFAULT_CAPACITY
     #: Compression of frames of several records; a publisher may choose another.
     compression: Compression = "none"
-    #: Whether each frame carries a crc32, for those who fear flipped bits in memory.
+    #: Whether each frame carries a crc32, which detects bits that flipped in memory.
     checksum: bool = False
     #: How values become bytes: "bytes", "text", "json" or "msgpack". Cannot be changed later.
     codec: str = "bytes"
-    #: What makes groups for shared subscribers of its records: "key" or "header:NAME"; None: the
-    #: stream has no groups, and no shared subscribers. Cannot be changed later.
+    #: What shared subscribers order its records by: "key" or "header:NAME"; None: the stream has no
+    #: shared subscribers. Cannot be changed later.
     ordering_key: str | None = None
     #: The address of the store, without secrets; None: no store, or one that has no address.
     store: str | None = None
@@ -79,12 +79,12 @@ class StreamConfig:
             raise TypeError(f"checksum must be True or False, not {self.checksum!r}.")
         check_choice("codec", self.codec, ("bytes", "text", "json", "msgpack"))
         if self.ordering_key is not None:
-            Grouping(self.ordering_key)  # raises
+            OrderingRule(self.ordering_key)  # raises
 
     def check_room(self) -> StreamConfig:
         """Return it, if publishers will find room.
 
-        Not checked when it is read: two who change settings at a time may have come to this.
+        Not checked when it is read: two clients that change settings at once may cause this.
         """
         if self.max_unarchived is not None and self.max_unarchived < self.capacity:
             raise ValueError(
@@ -94,9 +94,9 @@ class StreamConfig:
         return self
 
     @property
-    def grouping(self) -> Grouping | None:
+    def ordering_rule(self) -> OrderingRule | None:
         """The rule that ``ordering_key`` names."""
-        return None if self.ordering_key is None else Grouping(self.ordering_key)
+        return None if self.ordering_key is None else OrderingRule(self.ordering_key)
 
     def to_fields(self) -> dict[str, str]:
         """As fields of the hash ``meta``."""
@@ -132,7 +132,7 @@ class StreamConfig:
 class PublisherConfig:
     """Settings of a publisher."""
 
-    #: Seconds that the first record of a frame waits for company when the line is free.
+    #: Seconds that the first record of a frame waits for more when nothing is in flight.
     linger: float = 0.0
     #: Compression of frames of several records; None = as the stream says.
     compression: Compression | None = None
@@ -169,7 +169,7 @@ class SubscriberConfig:
     initial_offset: InitialOffset = InitialOffset.AUTO
     #: Seconds that a group waits for a member that has died.
     lease_ttl: float = 10.0
-    #: Seconds between two polls after which the lease is let go.
+    #: Seconds between two polls after which the lease is released.
     max_poll_interval: float = 60.0
     #: What to do about records that are gone: "raise" ``RecordsLost``, or "skip" them.
     on_gap: OnGap = "raise"

@@ -1,4 +1,4 @@
-"""What is known of a stream at one moment."""
+"""Snapshots of a stream and its groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Meta:
 
     @classmethod
     def parse(cls, name: str, flat: list[bytes]) -> Meta:
-        """From the answer of HGETALL.
+        """From the reply of HGETALL.
 
         Raises:
             CorruptStream: It is not the meta of a stream, or of a newer version.
@@ -75,7 +75,7 @@ class GroupDescription:
     confirmed: int
     #: Records between that and the end of the stream.
     lag: int
-    #: The member that holds the lease; None if nobody does, and of a shared group.
+    #: The member that holds the lease; None if no member does, and of a shared group.
     owner: str | None
     #: The number of the last term; 0 if there was none.
     term: int
@@ -104,13 +104,13 @@ class Description:
     appended: int
     #: All records below are in the store; None without a store.
     archived: int | None
-    #: The member that archives it now; None if nobody does, or without a store.
+    #: The member that archives it now; None if no member does, or without a store.
     archiver: str | None
     config: StreamConfig
     incarnation: str
     #: Changes when the server fails over or is restarted.
     epoch: int
-    #: Where the epoch began: whoever knew records from there on has seen some that were lost.
+    #: Where the epoch began: a reader that was beyond it then has seen records that were lost.
     epoch_first: int
     #: The subscriber groups, by name.
     groups: tuple[GroupDescription, ...]

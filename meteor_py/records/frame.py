@@ -207,7 +207,7 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
 
 
 def _append_bare(chunk: ListChunk, entry_id: bytes, fields: list[bytes]) -> bool:
-    """The short way for record after record without key, headers and time: add it to the last."""
+    """Fast path for a record without key, headers and time: append it to the last chunk."""
     if (
         len(fields) != 4
         or fields[2] != b"0v"
@@ -242,7 +242,7 @@ def _open(
 
 def _decode(stream: str, name: bytes, payload: bytes, first: int, last: int, time: int) -> Chunk:
     n = last - first + 1
-    if name == b"0v" and n == 1:  # the short way for the most common small frame
+    if name == b"0v" and n == 1:  # fast path for the most common small frame
         return ListChunk(first, [payload], None, None, None, [time])
     match = _NAME.fullmatch(name)
     assert match is not None, "checked in _open"

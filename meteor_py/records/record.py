@@ -1,4 +1,4 @@
-"""Records, and batches of them that stay in Arrow until somebody asks for objects.
+"""Records, and batches of them that stay in Arrow until the application asks for objects.
 
 A :class:`RecordBatch` is a run of consecutive offsets in one or more chunks. A chunk is a frame
 as it came (Arrow, not copied), a number of small frames put together (lists), or a part of a store.

@@ -1,9 +1,10 @@
 """The Lua scripts: constant package data, called by hash.
 
 Each script is the file ``lua/<name>.lua``, or the parts in ``lua/<name>/`` joined in order. Its
-header states the purpose, keys, arguments, replies, and why it must be atomic. The scripts of peer
-groups start with ``lua/peers/_group_state.lua``. A script replies with a list whose first item is a
-fixed code. An error reply therefore always comes from the server, before or instead of the script.
+header states the purpose, keys, arguments, replies, and why it must be atomic. Libraries, whose
+names start with ``_``, are put before the scripts that use them. A script replies with a list whose
+first item is a fixed code. An error reply therefore always comes from the server, before or instead
+of the script.
 
 ``shared/step`` is far longer than the others. Settling, reaping dead consumers, claiming and
 scanning the index change the same ordering keys and must appear as one change to every client. As
@@ -23,9 +24,9 @@ class Script:
     def __init__(self, name: str, library: str = "") -> None:
         self.name = name
         self.source = _read(name)
-        if library:  # after the line with the flags
-            flags, body = self.source.split(b"\n", 1)
-            self.source = b"\n".join((flags, _read(library), body))
+        if library:  # after the first line, which may have flags
+            first, body = self.source.split(b"\n", 1)
+            self.source = b"\n".join((first, _read(library), body))
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
         #: The script can run by EVALSHA_RO: on replicas, and for users with read-only rights.
         self.read_only = self.source.startswith(b"#!lua flags=no-writes")
@@ -47,6 +48,7 @@ def _read(name: str) -> bytes:
     return b"\n".join(part.read_bytes() for part in parts)
 
 
+_APPEND = "log/_append"
 _PEER_STATE = "peers/_group_state"
 
 CONFIGURE_STREAM = Script("log/configure_stream")
@@ -55,11 +57,11 @@ DELETE_STREAM = Script("log/delete_stream")
 DESCRIBE_STREAM = Script("log/describe_stream")
 NEW_EPOCH = Script("log/new_epoch")
 OFFSET_AT_TIME = Script("log/offset_at_time")
-PUBLISH = Script("log/publish")
+PUBLISH = Script("log/publish", _APPEND)
 SPLIT_POINTS = Script("log/split_points")
 
 DISCARD_STAGES = Script("transaction/discard_stages")
-MOVE_STAGED = Script("transaction/move_staged")
+MOVE_STAGED = Script("transaction/move_staged", _APPEND)
 PLAN_COMMIT = Script("transaction/plan_commit")
 
 ACQUIRE_LEASE = Script("group/acquire_lease")

@@ -13,7 +13,7 @@ from meteor_py.errors import GroupActive, GroupConfigMismatch, GroupNotFound, Me
 from meteor_py.log.handle import StreamHandle
 from meteor_py.records.config import InitialOffset, check_int
 from meteor_py.records.descriptions import GroupDescription
-from meteor_py.records.ordering_index import GROUP_BYTES_MAX
+from meteor_py.records.ordering_index import ORDERING_KEY_BYTES_MAX
 from meteor_py.redis import keys
 from meteor_py.redis.scripts import (
     DELETE_STREAM,
@@ -342,8 +342,8 @@ class SharedGroup:
         Returns:
             Whether all were looked at; if not, as many wait as may.
         """
-        grouping = self.stream.config.grouping
-        assert grouping is not None, "else there is no shared group"
+        ordering_rule = self.stream.config.ordering_rule
+        assert ordering_rule is not None, "else there is no shared group"
         entry: Entry | None = None
         before = -1
         with ExitStack() as opened:
@@ -365,7 +365,7 @@ class SharedGroup:
                     entry = None
                     continue
                 frames = frames or opened.enter_context(closing(FrameCache(self._handle)))
-                entry = entry_from_store(frames, grouping, reply, entry)
+                entry = entry_from_store(frames, ordering_rule, reply, entry)
 
     def _look(self, entry: Entry | None, connection: Connection) -> StepReply:
         return self._protocol.step(connection, "", 0, want=0, acks={}, entry=entry, scan=_AHEAD)
@@ -451,8 +451,10 @@ def check_key(key: bytes | str) -> bytes:
         key = key.encode()
     if not isinstance(key, bytes):
         raise TypeError(f"An ordering key must be bytes or str, not {type(key).__name__}.")
-    if not 1 <= len(key) <= GROUP_BYTES_MAX:
-        raise ValueError(f"An ordering key has 1 to {GROUP_BYTES_MAX} bytes, not {len(key)}.")
+    if not 1 <= len(key) <= ORDERING_KEY_BYTES_MAX:
+        raise ValueError(
+            f"An ordering key has 1 to {ORDERING_KEY_BYTES_MAX} bytes, not {len(key)}."
+        )
     return key
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from meteor_py.records.config import LEASE_TTL_S, OnGap, check_choice, check_int, check_seconds
-from meteor_py.records.ordering_index import GROUP_BYTES_MAX
+from meteor_py.records.ordering_index import ORDERING_KEY_BYTES_MAX
 from meteor_py.redis import keys
 
 OnPoison = Literal["skip", "park"]
@@ -62,8 +62,8 @@ class SharedConfig:
         check_choice("keyless", self.keyless, ("default", "free"))
         if not isinstance(self.default_key, str):
             raise TypeError("default_key must be a str.")
-        if not 1 <= len(self.default_key.encode()) <= GROUP_BYTES_MAX:
-            raise ValueError(f"default_key must have 1 to {GROUP_BYTES_MAX} bytes.")
+        if not 1 <= len(self.default_key.encode()) <= ORDERING_KEY_BYTES_MAX:
+            raise ValueError(f"default_key must have 1 to {ORDERING_KEY_BYTES_MAX} bytes.")
         if self.keyless == "free" and self.default_key != DEFAULT_KEY:
             raise ValueError(
                 'With keyless="free" no record gets the default key; leave default_key out.'

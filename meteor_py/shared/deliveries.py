@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from meteor_py.errors import ConnectionFailed, MeteorError
 from meteor_py.records.config import check_seconds
-from meteor_py.records.ordering_index import Grouping
+from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.redis import reply_errors
 from meteor_py.redis.shared_connection import SharedConnection
 from meteor_py.runtime.clock import now
@@ -66,14 +66,14 @@ class Deliveries:
         self,
         protocol: SharedProtocol,
         config: SharedConfig,
-        grouping: Grouping,
+        ordering_rule: OrderingRule,
         codec: Codec | None,
         name: str,
     ) -> None:
         self.protocol = protocol
         self.config = config
         self.name = name
-        self._grouping = grouping
+        self._ordering_rule = ordering_rule
         self._codec = codec
         self._connection = SharedConnection(protocol.stream.connector.open_connection)
         #: Guards ``holdings``; notified when something is settled.
@@ -359,7 +359,7 @@ class Deliveries:
             self.condition.notify_all()
 
     def _key_of(self, record: Record) -> bytes:
-        key = self._grouping.of(record)
+        key = self._ordering_rule.key_of(record)
         if key:
             return key
         if self.config.keyless == "free":

@@ -20,7 +20,7 @@ from meteor_py.errors import (
 from meteor_py.log.log_reader import LogReader
 from meteor_py.records.config import FRAME_RECORDS_MAX
 from meteor_py.records.frame import decode, entry_span
-from meteor_py.records.ordering_index import Grouping
+from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.records.record import Chunk, Record
 from meteor_py.redis import keys
 from meteor_py.redis.connection import Connection
@@ -271,7 +271,7 @@ def _between(offsets: Sequence[int], start: int, stop: int | None) -> Sequence[i
 
 
 def entry_from_store(
-    frames: FrameCache, grouping: Grouping, reply: StepReply, before: Entry | None
+    frames: FrameCache, ordering_rule: OrderingRule, reply: StepReply, before: Entry | None
 ) -> Entry:
     """Return the index entry that the next step needs for records that only the store has.
 
@@ -294,4 +294,4 @@ def entry_from_store(
         return Entry(reply.next, (), min(gap.last + 1, reply.stored_stop))
     size = min(len(chunk), reply.stored_stop - reply.next, _STORED_MAX)
     rows = chunk.slice(0, size).to_arrow()
-    return Entry(reply.next, grouping.index_rows(rows), reply.next + size)
+    return Entry(reply.next, ordering_rule.index_rows(rows), reply.next + size)

@@ -62,14 +62,14 @@ class Prefetcher:
         codec: Codec | None,
         name: str,
     ) -> None:
-        grouping = protocol.stream.config.grouping
-        assert grouping is not None, "checked when the group was opened"
+        ordering_rule = protocol.stream.config.ordering_rule
+        assert ordering_rule is not None, "checked when the group was opened"
         self.stream = protocol.stream
         self.group = protocol.group
         self.config = config
         self.settings = settings
-        self.deliveries = Deliveries(protocol, settings, grouping, codec, name)
-        self._grouping = grouping
+        self.deliveries = Deliveries(protocol, settings, ordering_rule, codec, name)
+        self._ordering_rule = ordering_rule
         self._frame_cache = FrameCache(protocol.stream)
         self._buffer: deque[SharedRecord] = deque()  # not handed out yet
         #: Handed out, and perhaps not settled.
@@ -159,7 +159,7 @@ class Prefetcher:
 
     def _entry_from_store(self, reply: StepReply) -> Entry:
         try:
-            return entry_from_store(self._frame_cache, self._grouping, reply, self._entry)
+            return entry_from_store(self._frame_cache, self._ordering_rule, reply, self._entry)
         except CorruptSegment as error:  # their ordering keys are not known, so they are given up
             stop = min(max(error.last, reply.next) + 1, reply.stored_stop)
             return Entry(reply.next, (), stop, error)

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     """What the index does not have any more: an entry made from the store, or that it is lost."""
 
     first: int
-    #: As ``Grouping.index`` makes them; empty if neither ring nor store has the records.
+    #: As ``OrderingRule.index`` makes them; empty if neither ring nor store has the records.
     strings: Sequence[bytes]
     #: The offset behind the records.
     stop: int

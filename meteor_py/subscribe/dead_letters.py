@@ -91,8 +91,8 @@ def bury(
         timestamps=[record.timestamp],
     )
     frame = encode(letter, target.config.compression)
-    grouping = target.config.grouping
-    index = [] if grouping is None else grouping.index(letter)
+    ordering_rule = target.config.ordering_rule
+    index = [] if ordering_rule is None else ordering_rule.index(letter)
     deadline = time.monotonic() + timeout_s
     failures = 0
     while True:

@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from meteor_py.errors import LeaseLost, LogTruncated, MeteorError
-from meteor_py.publish.ack import Ack, forbid_waiting
+from meteor_py.publish.ack import Ack
 from meteor_py.redis import reply_errors
 from meteor_py.redis.shared_connection import SharedConnection
 from meteor_py.runtime.clock import now
+from meteor_py.runtime.completion import forbid_waiting
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.subscribe.lease import BELIEF, Lease, LeaseUnavailable, Term
 from meteor_py.subscribe.offset_confirms import OffsetConfirms

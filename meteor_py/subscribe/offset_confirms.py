@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 
 from meteor_py.errors import MeteorError
-from meteor_py.publish.ack import Ack, Batch
+from meteor_py.publish.ack import Ack
 from meteor_py.runtime.clock import now
+from meteor_py.runtime.completion import Completion
 from meteor_py.runtime.locks import SignalSafeCondition
 
 #: Confirms that come within this many seconds of the last one sent go together.
@@ -21,16 +22,16 @@ MERGE_S = 0.05
 TIMEOUT_S = 30.0
 
 
-class Confirmation(Batch):
+class Confirmation(Completion):
     """Confirms that are sent together. Whoever waits for one makes it go at once."""
 
-    __slots__ = ("_pid", "hurry", "offset", "sent")
+    __slots__ = ("_pid", "deadline", "hurry", "offset", "sent")
 
     def __init__(self, hurry: Callable[[], None]) -> None:
-        started = time.monotonic()
-        super().__init__(started, started + TIMEOUT_S)
+        super().__init__()
+        self.deadline = time.monotonic() + TIMEOUT_S
         self.hurry = hurry
-        self.first = 0  # an Ack adds its own offset to it
+        self.base_offset = 0  # an Ack adds its own offset to it
         self.offset = 0
         self.sent = False
         self._pid = os.getpid()
@@ -47,14 +48,14 @@ class Confirmation(Batch):
         if self.settled:
             return
         if self._pid != os.getpid():  # a forked child, and its subscriber was dropped before
-            self.disown(MeteorError("This confirm belongs to the parent process."))
+            self.abandon(MeteorError("This confirm belongs to the parent process."))
         else:
             self.hurry()
 
 
 # What the Ack of a confirm stands on that changes nothing.
-_DONE = Batch(0.0, 0.0)
-_DONE.first = 0
+_DONE = Completion()
+_DONE.base_offset = 0
 _DONE.settled = True
 
 
@@ -156,7 +157,7 @@ class OffsetConfirms:
         self._state = state
         waiting, self._waiting = self._waiting, []
         for confirmation in waiting:
-            confirmation.disown(error)
+            confirmation.abandon(error)
 
     def report(self, error: MeteorError) -> None:
         """Let the next ``raise_refusal`` raise ``error``, whoever was told."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from meteor_py.errors import ConnectionFailed, MeteorError
-from meteor_py.publish.ack import SESSION_PREFIX
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
+from meteor_py.runtime.completion import SESSION_PREFIX
 from meteor_py.runtime.threads import JoinableThread
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meteor_py.errors import GroupError, InvalidInitialOffset, LeaseLost, MeteorError, NotGrouped
 from meteor_py.log.handle import StreamHandle
-from meteor_py.publish.ack import SESSION_PREFIX, Ack, forbid_waiting
+from meteor_py.publish.ack import Ack
 from meteor_py.records.codec import Codec
 from meteor_py.records.config import (
     OFFSET_MAX,
@@ -24,6 +24,7 @@ from meteor_py.records.config import (
 from meteor_py.records.position import Position
 from meteor_py.records.record import Record, RecordBatch
 from meteor_py.runtime.clock import now
+from meteor_py.runtime.completion import SESSION_PREFIX, forbid_waiting
 from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
 from meteor_py.runtime.threads import join_named
 from meteor_py.subscribe.fetcher import Fetcher

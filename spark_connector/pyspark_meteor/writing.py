@@ -56,7 +56,7 @@ def stage_all(
                 stream = open_stream(options, stream_name)
                 records = min(FRAME_RECORDS_MAX, stream.config.capacity)
                 intake = RecordValidator(
-                    stream_name, records, _RECORD_BYTES, stream.config.grouping
+                    stream_name, records, _RECORD_BYTES, stream.config.ordering_rule
                 )
                 stages[stream_name] = Stage(stream._handle, name), intake
             stage, intake = stages[stream_name]

@@ -124,7 +124,7 @@ MUTANTS = {
     "careless-publish": Mutant(
         "the ring is trimmed to its capacity, archived or not",
         "PUBLISH",
-        (("floor = math.min(floor, tonumber(m[7]))", "floor = floor"),),
+        (("floor = math.min(floor, meta.archived)", "floor = floor"),),
         frozenset({Wrong.UNARCHIVED}),
         LATE_ARCHIVERS,
     ),

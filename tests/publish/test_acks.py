@@ -197,7 +197,7 @@ def test_closing_again_after_an_interrupt_still_delivers(
     bench.proxy.stall("replies")
     ack = pub.publish(b"x")
     with monkeypatch.context() as patch:
-        patch.setattr(pub._outbox, "wait_empty", interrupt)
+        patch.setattr(pub._accumulator, "wait_empty", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pub.close()
     bench.proxy.resume()
@@ -209,7 +209,7 @@ def test_closing_in_vain_fails_what_is_left_and_says_so(bench: Bench) -> None:
     pub = bench.warm_publisher()
     bench.proxy.stall()
     sent = pub.publish(b"sent")
-    eventually(lambda: sent._batch.encoded)
+    eventually(lambda: pub._sender.window.sent)
     unsent = pub.publish(b"unsent")
     begun = time.monotonic()
     with pytest.raises(meteor.OutcomeUnknown, match="may double it"):
@@ -360,7 +360,7 @@ import os, signal, sys, threading, contextlib, meteor_py as meteor
 m = meteor.connect("embedded://")
 with m if sys.argv[1] == "client" else contextlib.nullcontext(), m.stream("s").publisher() as pub:
     pub.publish(b"x").result()
-    os.kill(m._server.pid, signal.SIGSTOP)
+    os.kill(m._connector._server.pid, signal.SIGSTOP)
     pub.publish(b"y")
     threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
 """

@@ -255,7 +255,7 @@ def test_at_the_deadline_what_was_sent_is_unknown_and_what_was_not_failed(bench:
     pub = bench.warm_publisher(delivery_timeout=0.4)
     bench.proxy.stall("requests")
     sent = pub.publish(b"sent")
-    eventually(lambda: sent._batch.encoded)
+    eventually(lambda: pub._sender.window.sent)
     unsent = pub.publish(b"unsent")
     begun = time.monotonic()
     assert isinstance(failure(sent), meteor.OutcomeUnknown)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.publish.ack import SESSION_PREFIX
 from meteor_py.redis import keys
 from meteor_py.runtime.clock import now
+from meteor_py.runtime.completion import SESSION_PREFIX
 from meteor_py.subscribe import fetcher
 from meteor_py.subscribe.group_session import GroupSession
 from tests.conftest import ServerFactory

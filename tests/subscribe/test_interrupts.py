@@ -19,7 +19,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.log.log_reader import LogReader
 from meteor_py.publish.accumulator import Accumulator
-from meteor_py.publish.ack import Batch
+from meteor_py.publish.batch import Batch
 from meteor_py.records.position import Position, diverged_at
 from meteor_py.redis import keys
 from meteor_py.redis.connection import Connection
@@ -236,7 +236,7 @@ def test_skip_gap_that_fails_can_be_repeated(
 
 
 def test_a_failure_does_not_hide_a_loss() -> None:
-    outbox = Accumulator(
+    accumulator = Accumulator(
         stream="s",
         records_max=10,
         bytes_max=1_000,
@@ -246,9 +246,9 @@ def test_a_failure_does_not_hide_a_loss() -> None:
     )
     unknown = meteor.OutcomeUnknown("Unknown.", stream="s")
     loss = meteor.LogTruncated("Lost.", stream="s", first=3, last=5)
-    outbox.settle(Batch(0, 1), unknown)
-    outbox.report_loss(loss)
-    assert [outbox.take_failure() for _ in range(3)] == [unknown, loss, None]
+    accumulator.settle(Batch(0, 1), unknown)
+    accumulator.report_loss(loss)
+    assert [accumulator.take_failure() for _ in range(3)] == [unknown, loss, None]
 
 
 def test_an_epoch_that_the_server_does_not_know_is_a_lost_one() -> None:

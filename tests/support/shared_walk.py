@@ -35,10 +35,10 @@ class Hand:
     """One consumer: it does what the walk says."""
 
     def __init__(self, shared: SharedGroup, settings: Any, name: str) -> None:
-        grouping = shared.stream.config.grouping
-        assert grouping is not None
+        ordering_rule = shared.stream.config.ordering_rule
+        assert ordering_rule is not None
         self.name = name
-        self.deliveries = Deliveries(shared._protocol, settings, grouping, None, name)
+        self.deliveries = Deliveries(shared._protocol, settings, ordering_rule, None, name)
         self.frames = FrameCache(shared.stream._handle)
         self.deliveries.exchange()
         self.held: dict[int, SharedRecord] = {}

@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- Delete stages that nobody will commit, but for those that are part of the writer's plan.
+-- Delete stages that will not be committed, except those that are part of the writer's plan.
 --
 -- KEYS  1 plan  2... the stages
 -- ARGV  1... the name of each stage
 -- Returns how many were deleted
--- Atomic because a plan that is made in between would be one that nobody can carry out.
+-- Atomic because a plan that is made in between could not be carried out.
 
 local planned = {}
 for _, entry in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do

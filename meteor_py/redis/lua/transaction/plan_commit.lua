@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Begin to move staged frames into the log, once per (writer, version); or tell how far that is.
+-- Begin to move staged frames into the log, once per (writer, version); or report its progress.
 --
 -- KEYS  1 meta  2 fences  3 plan  4... the stages, in order
 -- ARGV  1 incarnation  2 writer  3 version  4 lifetime of a plan and its stages, ms
@@ -7,7 +7,7 @@
 --       7 records in all stages  8... name and number of frames of each stage
 -- Returns {'OK', frames moved, frames in all}: move the rest, by what the plan says, which may be
 --   that of an earlier try; {'DONE', records}: this version is in the log, with so many records, -1
---   if nobody counted them; {'PASSED', version}: a later one is; {'UNFINISHED', version, frames
+--   if they were not counted; {'PASSED', version}: a later one is; {'UNFINISHED', version, frames
 --   moved, frames in all}: an earlier one has to be finished first; {'UNKNOWN'}: there is no plan,
 --   and none was to be made; {'LOST', stage}; {'NOSTREAM'}; {'INCARNATION'}
 -- Atomic because of two tries of one version, only one plan may be carried out.

@@ -1,0 +1,57 @@
+"""The batch: records that travel as one frame and share one outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meteor_py.records.frame import Columns
+from meteor_py.runtime.completion import Completion
+
+
+class Batch(Completion):
+    """Records on their way into the log. ``base_offset`` is the offset of the first one.
+
+    Args:
+        created_at: When its first record was published, by the monotonic clock in seconds.
+        deadline: When it fails at the latest, by the same clock.
+    """
+
+    __slots__ = (
+        "columns",
+        "count",
+        "created_at",
+        "deadline",
+        "encoded",
+        "in_doubt",
+        "index",
+        "nbytes",
+        "sequence",
+    )  # fmt: skip
+
+    def __init__(self, created_at: float, deadline: float) -> None:
+        super().__init__()
+        self.columns: Columns | None = Columns([])
+        #: Name of the format and payload, once it is in the window.
+        self.encoded: tuple[str, Any] | None = None
+        #: Its entry in the index, if the stream has one.
+        self.index: Sequence[bytes] = ()
+        self.count = 0
+        self.nbytes = 0
+        self.created_at = created_at
+        self.deadline = deadline
+        self.sequence = -1
+        #: It was sent, and the reply was lost: it may be in the log.
+        self.in_doubt = False
+
+    @property
+    def acknowledged(self) -> bool:
+        """Whether the server has replied that it is in the log."""
+        return self.base_offset >= 0
+
+    def settle(self, error: Exception | None = None) -> None:
+        """Publish the outcome, and free the memory of the records."""
+        self.columns = None
+        self.encoded = None
+        self.index = ()
+        super().settle(error)
