@@ -11,8 +11,7 @@ from meteor_py.log.catalog import check_settings, create_stream, find_stream, li
 from meteor_py.log.handle import StreamHandle
 from meteor_py.peers.codec import Format, PeerCodec, find_codec
 from meteor_py.peers.config import UNSET, Election, Unset
-from meteor_py.peers.group import PeerGroup
-from meteor_py.peers.opening import open_group
+from meteor_py.peers.group import PeerGroup, open_group
 from meteor_py.records.config import (
     OFFSET_MAX,
     Compression,

@@ -8,14 +8,14 @@ import threading
 import pytest
 
 import meteor_py as meteor
-from meteor_py.peers import event_reader, listening
+from meteor_py.peers import listeners
 from tests.support.waiting import eventually
 
 
 def test_who_watches_and_falls_behind_is_told_and_gets_no_more(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "_QUEUE_MAX", 3)
+    monkeypatch.setattr(listeners, "_QUEUE_MAX", 3)
     with meteor.connect(url) as m, m.peer_group("g", election=None) as group:
         events = group.watch(timeout=20)
         for number in range(6):
@@ -29,7 +29,7 @@ def test_who_watches_and_falls_behind_is_told_and_gets_no_more(
 def test_calls_that_are_left_out_while_one_hangs_are_counted(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(event_reader, "_CALLS_MAX", 2)
+    monkeypatch.setattr(listeners, "_CALLS_MAX", 2)
     hangs, goes_on, seen = threading.Event(), threading.Event(), []
     with meteor.connect(url) as m, m.peer_group("g", election=None) as group:
 

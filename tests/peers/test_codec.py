@@ -169,7 +169,7 @@ def test_a_message_of_an_unknown_type_goes_to_the_dead_letters(post: Post, verb:
     assert (letter.member, letter.queue, letter.verb, letter.sender) == ("a", "q", verb, None)
     assert letter.type == "1"
     assert "register it" in letter.reason
-    assert letter.sent_at <= letter.buried_at <= group.now() + group.clock.error_bound
+    assert letter.sent_at <= letter.buried_at <= group.now() + group._handle.clock.error_bound
     assert msgspec.json.decode(letter.body) == {"name": "Ada", "age": 36}
     assert inbox_length(group, "a") == 0
     assert result(group.member("a").ask("q", "still there")) == "still there"

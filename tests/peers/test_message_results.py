@@ -15,7 +15,7 @@ from meteor_py.errors import (
     MeteorError,
     PartialFailure,
 )
-from meteor_py.peers.messaging import requests as mail_module
+from meteor_py.peers.messaging import requests as requests_module
 from meteor_py.peers.messaging.message import Message
 from tests.support.mailing import Gate, Post, Record, abandon, failure, inbox_length, result, say
 from tests.support.mailing import post as post
@@ -217,7 +217,7 @@ def test_a_future_cannot_be_cancelled(post: Post) -> None:
 def test_sending_waits_while_too_many_answers_are_pending(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mail_module, "PENDING_MAX", 2)
+    monkeypatch.setattr(requests_module, "PENDING_MAX", 2)
     group, gate = post.group(), Gate(lambda message: message.body)
     group.join("a").on("q")(gate)
     first = [group.member("a").ask("q", n, timeout=60) for n in range(2)]
@@ -242,6 +242,6 @@ def test_an_answer_is_found_at_the_deadline_though_the_word_of_it_was_lost(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, other = post.group(), post.group()
-    monkeypatch.setattr(group.mail, "answered", lambda message: None)
+    monkeypatch.setattr(group._handle.requests, "reply_arrived", lambda message: None)
     other.join("a").on("q")(lambda message: "here")
     assert result(group.member("a").ask("q", timeout=0.5)) == "here"

@@ -225,9 +225,9 @@ def test_for_anybody_is_spread_evenly(post: Post, members: int, rng: random.Rand
     for _ in range(count):
         # As Mail does, with a number that the seed of the test gives.
         message = f"{rng.getrandbits(64):x}"
-        args: list[Any] = [message, group.session, "", "q", "tell", "any", ""]
+        args: list[Any] = [message, group._handle.reply_session, "", "q", "tell", "any", ""]
         args += [rng.randrange(2**31), "0", "128", "10000", "1000", "json", "1", "", ""]
-        assert group.books.run(PEERS_SEND, args)[0] == b"OK"
+        assert group._handle.protocol.run(PEERS_SEND, args)[0] == b"OK"
     lengths = [inbox_length(group, f"m{n}") for n in range(members)]
     assert sum(lengths) == count
     square = sum((length - 100) ** 2 / 100 for length in lengths)

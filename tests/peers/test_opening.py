@@ -78,7 +78,7 @@ def test_a_group_is_deleted_by_who_may_and_listed_no_more(url: str, open_group: 
     one.delete()
     assert one.closed
     assert peer_groups(one) == []
-    eventually(lambda: observer.picture.life == "" and not observer.members)
+    eventually(lambda: observer._handle.view.incarnation == "" and not observer.members)
     with plain_client(url) as redis:  # who looks on does not begin it anew
         assert redis.keys("meteor:group:*") == []
     two.join("c")  # who joins does

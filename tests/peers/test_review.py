@@ -16,17 +16,15 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.errors import HandlerFailed, MemberTaken, MemberUnknown, MessageExpired, PeerError
-from meteor_py.peers import event_reader
-from meteor_py.peers import group as group_module
-from meteor_py.peers import membership as membership_module
+from meteor_py.peers import group_handle, listeners, member_handle
 from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.group import PeerGroup
 from meteor_py.peers.leadership import Term
 from meteor_py.peers.membership import Membership
-from meteor_py.peers.messaging import inbox as inbox_module
+from meteor_py.peers.messaging import inbox as ininbox_module
 from meteor_py.peers.messaging import requests
+from meteor_py.peers.messaging.inbox import QueueState
 from meteor_py.peers.messaging.message import Message
-from meteor_py.peers.messaging.queue_state import QueueState
 from meteor_py.peers.voting.actions import Action
 from meteor_py.peers.voting.proposal import Outcome
 from meteor_py.runtime.clock import now
@@ -39,9 +37,9 @@ from tests.support.waiting import eventually
 def beat(group: PeerGroup, me: Membership) -> None:
     """Return when the heart has beaten for a member, and done what follows from it."""
     for _ in range(2):  # what follows from the first is done before the second
-        before = me.valid_until
-        group.hurry()
-        eventually(lambda before=before: me.valid_until > before, SOON_S)  # type: ignore[misc]
+        before = me._handle.valid_until
+        group._handle.heartbeat.hurry()
+        eventually(lambda before=before: me._handle.valid_until > before, SOON_S)  # type: ignore[misc]
 
 
 def leader_threads() -> int:
@@ -60,7 +58,7 @@ def lead_for_a_moment(me: Membership) -> None:
 def test_nobody_else_is_elected_while_the_work_of_one_who_resigns_goes_on(
     open_group: Open, monkeypatch: pytest.MonkeyPatch, way: Callable[[Membership], object]
 ) -> None:
-    monkeypatch.setattr(membership_module, "WORK_S", LONG_S)
+    monkeypatch.setattr(member_handle, "LEAVE_S", LONG_S)
     one, two = open_group(ttl=LONG_S), open_group()
     me, other = one.join(), two.join()
     begun, ending, finish = threading.Event(), threading.Event(), threading.Event()
@@ -77,7 +75,7 @@ def test_nobody_else_is_elected_while_the_work_of_one_who_resigns_goes_on(
     resigning.start()
     assert ending.wait(SOON_S)
     beat(one, me)
-    assert two.books.look().leader == me.id
+    assert two._handle.protocol.look().leader == me.id
     assert other.term is None
     finish.set()
     resigning.join(SOON_S)
@@ -87,7 +85,7 @@ def test_nobody_else_is_elected_while_the_work_of_one_who_resigns_goes_on(
 def test_work_that_goes_on_after_its_term_has_one_thread_and_is_called_with_the_last_one(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership_module, "WORK_S", 0.01)
+    monkeypatch.setattr(member_handle, "LEAVE_S", 0.01)
     me = open_group(ttl=LONG_S).join()
     finish = threading.Event()
     terms: list[Term] = []
@@ -213,7 +211,7 @@ def test_numbers_that_json_has_not_are_refused(open_group: Open, value: object) 
 
 def test_the_reader_waits_for_what_is_left_of_a_handler_s_time(open_group: Open) -> None:
     me = open_group(ttl=LONG_S).join()
-    inbox = inbox_module.Inbox(me)
+    inbox = ininbox_module.Inbox(me._handle)
     timeout = inbox._connection.block_max_s / 2
     box = QueueState(inbox, "q", print, timeout=timeout)
     box.live = True
@@ -268,16 +266,16 @@ def test_answers_are_read_from_the_beginning_when_they_may_have_begun_anew(
     group = open_group(ttl=LONG_S)
     group.join("a").on("q")(Record(lambda message: message.body))
     assert result(group.member("a").ask("q", 1)) == 1
-    watcher = group._watch
-    watcher._answers = "9999999999999-0"  # by the clock of a server that is gone
+    watcher = group._handle.event_reader
+    watcher._reply_position = "9999999999999-0"  # by the clock of a server that is gone
 
     def lost() -> bool:
         if how == "resync":
-            group.resync(reset=True)
+            group._handle.resync(reset=True)
             group.join().leave()  # the watch is woken
         else:
             watcher._connection.interrupt()
-        return watcher._answers != "9999999999999-0"
+        return watcher._reply_position != "9999999999999-0"
 
     eventually(lost, SOON_S)
     assert result(group.member("a").ask("q", 2, timeout=LONG_S)) == 2
@@ -289,7 +287,7 @@ def test_answers_are_read_from_the_beginning_when_they_may_have_begun_anew(
 def test_all_members_of_a_handle_leave_though_their_handlers_are_busy(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_module, "_LEAVE_S", 0.3)  # for all of them together
+    monkeypatch.setattr(group_handle, "_LEAVE_S", 0.3)  # for all of them together
     one, two = open_group(ttl=LONG_S), open_group()
     gates = [Gate() for _ in range(3)]
     for gate in gates:
@@ -310,17 +308,17 @@ def test_a_member_that_cannot_come_back_does_not_keep_others_from_being_heard_of
     group = open_group(ttl=LONG_S)
     first, second = group.join(), group.join()
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(membership_module, "MEMBERS_MAX", 1)
+        patch.setattr(member_handle, "MEMBERS_MAX", 1)
         expel(group, first.id)
-        group.hurry()
-        eventually(lambda: first.recovering, SOON_S)
+        group._handle.heartbeat.hurry()
+        eventually(lambda: first._handle.recovering, SOON_S)
         beat(group, second)
         beat(group, second)
-        assert first.recovering
+        assert first._handle.recovering
         assert caplog.text.count("may not have more") >= 1
         assert sum("is not heard of" in record.message for record in caplog.records) == 1
-    group.hurry()
-    eventually(lambda: not first.recovering, SOON_S)
+    group._handle.heartbeat.hurry()
+    eventually(lambda: not first._handle.recovering, SOON_S)
     assert not first.lost.is_set()
 
 
@@ -420,13 +418,13 @@ def test_who_is_another_member_since_the_vote_misses_the_action(open_group: Open
     me.on_missed(missed.append)
     before = me.id
     expel(group, me.id)
-    group.hurry()
-    eventually(lambda: me.id != before and not me.recovering, SOON_S)
+    group._handle.heartbeat.hurry()
+    eventually(lambda: me.id != before and not me._handle.recovering, SOON_S)
     facts: dict[str, Any] = {"no": (), "abstained": (), "missing": (), "topic": 7, "by": None}
     facts |= {"passed": True, "reason": "passed", "kind": "majority", "decided": group.now()}
     at = group.now() + LONG_S
-    me.voter.act(Outcome(poll="p1", yes=("other",), action="go", at=at, **facts))
-    me.voter.act(Outcome(poll="p2", yes=(before,), action="go", at=at, **facts))
+    me._handle.voter.act(Outcome(poll="p1", yes=("other",), action="go", at=at, **facts))
+    me._handle.voter.act(Outcome(poll="p2", yes=(before,), action="go", at=at, **facts))
     eventually(lambda: missed, SOON_S)
     assert [(action.poll, action.params) for action in missed] == [("p2", 7)]
     assert not done
@@ -435,7 +433,7 @@ def test_who_is_another_member_since_the_vote_misses_the_action(open_group: Open
 def test_who_was_not_told_of_all_is_told_to_look_anew(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_reader, "_CALLS_MAX", 3)
+    monkeypatch.setattr(listeners, "_CALLS_MAX", 3)
     group = open_group(ttl=LONG_S, election=None)
     hangs, goes_on = threading.Event(), threading.Event()
     told: list[str] = []

@@ -14,7 +14,7 @@ import pytest
 
 from meteor_py.errors import StaleTerm
 from meteor_py.peers.membership import Membership
-from meteor_py.peers.protocol import Beat, Here
+from meteor_py.peers.protocol import HeartbeatReply, Presence
 from meteor_py.redis.scripts import PEERS_GUARDED_WRITE, PEERS_UPDATE_MEMBER
 from meteor_py.runtime.clock import now
 from tests.conftest import ServerFactory
@@ -46,13 +46,13 @@ def test_an_old_leader_cannot_write(open_group: Open, how: str) -> None:
     one, two = open_group(ttl=LONG_S), open_group()
     me = one.join("a")
     other = two.join("b")
-    term, session = me.term, me.session
+    term, session = me.term, me._handle.session
     assert term is not None
-    with one.lock:  # the news do not come to it
+    with one._handle.lock:  # the news do not come to it
         match how:
             case "resign":
                 args = ["a", session, "resign", term.number, 0]
-                two.books.run(PEERS_UPDATE_MEMBER, args)
+                two._handle.protocol.run(PEERS_UPDATE_MEMBER, args)
             case "removed":
                 two.remove("a")
             case "taken over":
@@ -71,7 +71,7 @@ def test_an_old_leader_cannot_write(open_group: Open, how: str) -> None:
     with pytest.raises(StaleTerm, match="given it up"):
         term.guard.delete("x")
     args = [term.number, session, "set", "x", "old"]
-    assert two.books.run(PEERS_GUARDED_WRITE, args)[0] == b"STALE"
+    assert two._handle.protocol.run(PEERS_GUARDED_WRITE, args)[0] == b"STALE"
 
 
 # What a term knows
@@ -132,16 +132,16 @@ def test_a_leader_that_was_cut_off_with_all_others_gets_its_term_back_as_another
     assert [event.kind for event in events] == ["joined"]  # nobody was expelled
 
 
-def beat_of(me: Membership, leader: Membership | None, term: int) -> Beat:
-    return Beat(
-        life=me.group.picture.life,
+def reply_of(me: Membership, leader: Membership | None, term: int) -> HeartbeatReply:
+    return HeartbeatReply(
+        incarnation=me.group._handle.view.incarnation,
         view=me.group.view,
-        mark=me.group.picture.mark,
+        mark=me.group._handle.view.mark,
         term=term,
         leader=leader.id if leader else "",
-        session=leader.session if leader else "",
+        session=leader._handle.session if leader else "",
         time=0.0,
-        here=[Here.YES],
+        presence=[Presence.MEMBER],
         overdue_s=LONG_S,
         has_orphans=False,
         ttl=me.group.config.ttl,
@@ -161,13 +161,15 @@ def test_late_news_of_an_election_do_not_bring_back_a_term_that_was_laid_down(
     term = me.term
     assert term is not None
     me.resign()
-    me.elected(term.number)  # the event comes after it
+    me._handle.leadership.elected(term.number)  # the event comes after it
     assert me.term is None
-    assert me.heard(now(), beat_of(me, me, term.number))  # so does an answer; it is told again
+    assert me._handle.renewed(
+        now(), reply_of(me, me, term.number)
+    )  # so does an answer; it is told again
     assert me.term is None
     eventually(lambda: other.term is not None)
-    me.deposed(term.number)
-    me.elected(term.number)
+    me._handle.leadership.deposed(term.number)
+    me._handle.leadership.elected(term.number)
     assert me.term is None
 
 
@@ -181,11 +183,11 @@ def test_an_answer_that_is_older_than_an_election_does_not_end_the_term(
     eventually(lambda: other.term is not None)
     assert other.term is not None
     term = other.term
-    other.heard(now(), beat_of(other, me, before.number))
-    other.heard(now(), beat_of(other, None, before.number))
+    other._handle.renewed(now(), reply_of(other, me, before.number))
+    other._handle.renewed(now(), reply_of(other, None, before.number))
     assert other.term is term
     assert term.valid
-    other.heard(now(), beat_of(other, None, term.number))
+    other._handle.renewed(now(), reply_of(other, None, term.number))
     assert not term.valid
 
 
@@ -195,9 +197,9 @@ def test_an_answer_ends_a_term_that_is_over_before_the_event_comes(
     me, other = two_members
     term = me.term
     assert term is not None
-    me.heard(now(), beat_of(me, other, term.number + 1))
+    me._handle.renewed(now(), reply_of(me, other, term.number + 1))
     assert (me.term, term.lost.is_set()) == (None, True)
-    me.elected(term.number)
+    me._handle.leadership.elected(term.number)
     assert me.term is None
 
 
@@ -207,8 +209,8 @@ def test_a_term_that_was_not_valid_for_a_moment_never_is_again(
     me, _ = two_members
     term = me.term
     assert term is not None
-    me.valid_until = now() - 1  # stopped for too long; nobody has looked yet
-    me.heard(now(), beat_of(me, me, term.number))
+    me._handle.valid_until = now() - 1  # stopped for too long; nobody has looked yet
+    me._handle.renewed(now(), reply_of(me, me, term.number))
     assert not term.valid
     assert term.lost.is_set()
     assert me.term is not None
@@ -220,7 +222,7 @@ def test_a_term_that_nobody_looks_at_is_lost_in_time(open_group: Open) -> None:
     me = group.join()
     term = me.term
     assert term is not None
-    me.valid_until = now() + 0.05
+    me._handle.valid_until = now() + 0.05
     eventually(lambda: term.remaining == 0)
     assert not term.valid
     assert term.lost.is_set()
@@ -234,7 +236,7 @@ def test_a_resignation_that_does_not_reach_the_server_is_said_again(
     me, other = one.join(), two.join()
     term = me.term
     assert term is not None
-    one.books.connector.call("PING")
+    one._handle.protocol.connector.call("PING")
     proxy.refuse()
     proxy.cut()
     assert me.resign()
@@ -280,20 +282,23 @@ def test_a_term_below_one_that_was_seen_is_not_believed_in(open_group: Open) -> 
     one, two = open_group(ttl=0.9), open_group()
     me, other = one.join("a"), two.join("b")
     seen = 10**15
-    me.deposed(seen)  # it knows of a term far ahead
+    me._handle.leadership.deposed(seen)  # it knows of a term far ahead
     eventually(lambda: one.term > seen and two.term > seen)
     assert (me.term is None) != (other.term is None)
 
 
-def test_a_beat_is_read_as_it_is_sent(open_group: Open) -> None:
+def test_a_heartbeat_reply_is_decoded(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     me = group.join("a")
     with ExitStack() as stack:
-        link = group.books.connector.open_connection()
+        link = group._handle.protocol.connector.open_connection()
         stack.callback(link.close)
-        beat = group.books.beat(link, me.session, ["a", "nobody"])
-    assert beat.here == [Here.YES, Here.EXPELLED]
+        reply = group._handle.protocol.heartbeat(link, me._handle.session, ["a", "nobody"])
+    assert reply.presence == [Presence.MEMBER, Presence.EXPELLED]
     expected = replace(
-        beat_of(me, me, group.term), time=beat.time, here=beat.here, overdue_s=beat.overdue_s
+        reply_of(me, me, group.term),
+        time=reply.time,
+        presence=reply.presence,
+        overdue_s=reply.overdue_s,
     )
-    assert beat == expected
+    assert reply == expected

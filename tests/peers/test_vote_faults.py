@@ -82,7 +82,7 @@ def test_a_future_ends_though_the_event_of_the_decision_is_lost(
 ) -> None:
     with Panel(url) as panel:
         (member,) = panel.members(1)
-        monkeypatch.setattr(panel.peer_group.ballots, "decided", lambda event: None)
+        monkeypatch.setattr(panel.peer_group._handle.polls, "decided", lambda event: None)
         told: list[Outcome] = []
         panel.peer_group.on_decision(told.append)
         member.on_vote(always(True))
@@ -128,4 +128,6 @@ def test_who_only_looks_on_has_no_thread_for_votes(url: str) -> None:
     with Panel(url) as panel:
         panel.members(1)
         running = {thread.name for thread in threading.enumerate()}
-        assert not {name for name in running if name.startswith(("meteor-b", "meteor-caller-v"))}
+        assert not {
+            name for name in running if name.startswith(("meteor-polls", "meteor-callbacks-v"))
+        }
