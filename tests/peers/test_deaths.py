@@ -5,6 +5,7 @@ Several handles in one process: who is told of it, and who they are then.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
@@ -12,10 +13,15 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.errors import MemberTaken, MeteorError
+from meteor_py.errors import (
+    MemberTaken,
+    MeteorError,
+)
+from meteor_py.peers import member_handle
 from meteor_py.peers.member import Status
 from meteor_py.redis.scripts import PEERS_JOIN
-from tests.support.peering import LONG_S, Heard, Open, expel, ids, on_key, watching
+from tests.support.mailing import SOON_S, result
+from tests.support.peering import LONG_S, Heard, Open, await_heartbeat, expel, ids, on_key, watching
 from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
@@ -197,3 +203,38 @@ def test_a_callback_that_raises_or_hangs_stops_neither_heart_nor_events(open_gro
             assert not [event for event in events if event.member == me.id]
     finally:
         release.set()
+
+
+def test_a_member_that_cannot_rejoin_does_not_stop_the_heartbeats_of_others(
+    open_group: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = open_group(ttl=LONG_S)
+    first, second = group.join(), group.join()
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(member_handle, "MEMBERS_MAX", 1)
+        expel(group, first.id)
+        group._handle.heartbeat.hurry()
+        eventually(lambda: first._handle.recovering, SOON_S)
+        await_heartbeat(group, second)
+        await_heartbeat(group, second)
+        assert first._handle.recovering
+        assert caplog.text.count("may not have more") >= 1
+        assert sum("is not heard of" in record.message for record in caplog.records) == 1
+    group._handle.heartbeat.hurry()
+    eventually(lambda: not first._handle.recovering, SOON_S)
+    assert not first.lost.is_set()
+
+
+def test_an_expelled_member_updates_and_proposes_while_it_rejoins(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    me = group.join()
+    me.on_vote(lambda proposal: True)
+    expel(group, me.id)
+    me.update({"x": 1})
+    eventually(lambda: [member.metadata for member in group.members] == [{"x": 1}], SOON_S)
+    expel(group, me.id)
+    assert result(me.propose("lunch", timeout=SOON_S)).passed
+    assert me.reason is None
+    group.remove(me.id)
+    with pytest.raises(meteor.MembershipLost, match="removed"):
+        me.update({"x": 2})

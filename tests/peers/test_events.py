@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from meteor_py.errors import PeerError
 from meteor_py.peers.event import Event
+from tests.support.mailing import SOON_S
 from tests.support.peering import LONG_S, Heard, Open, ids, on_key, watching
 from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
@@ -122,3 +124,16 @@ def test_who_missed_events_that_are_gone_misses_no_member(open_group: Open) -> N
     assert two.leader.id == "stays"
     one.join("after")
     eventually(lambda: heard.count("join", "after") == 1)
+
+
+def test_a_callback_that_exits_is_logged_and_the_next_is_called(
+    open_group: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = open_group(ttl=LONG_S, election=None)
+    told: list[str] = []
+    group.on_join(lambda member: sys.exit(1))
+    group.on_join(lambda member: told.append(member.id))
+    group.join("a")
+    group.join("b")
+    eventually(lambda: told == ["a", "b"], SOON_S)
+    assert "A callback of a group failed" in caplog.text

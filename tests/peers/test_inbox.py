@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 
-from meteor_py.errors import HandlerFailed, MembershipLost, MessageExpired
+from meteor_py.errors import (
+    HandlerFailed,
+    MembershipLost,
+    MessageExpired,
+)
 from meteor_py.peers.messaging import inbox as inbox_module
+from meteor_py.peers.messaging import inbox as ininbox_module
+from meteor_py.peers.messaging.inbox import QueueState
 from meteor_py.peers.messaging.message import Message
+from meteor_py.runtime.clock import now
 from tests.support.mailing import Gate, Post, Record, failure, inbox_length, result
 from tests.support.mailing import post as post
+from tests.support.peering import LONG_S, Open
+from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
 
@@ -373,3 +382,18 @@ def test_instances_of_a_group_do_not_hear_each_other(post: Post) -> None:
         result(two.all.send("q", 2))
         assert got[one.name].bodies == [1]
         assert got[two.name].bodies == [2]
+
+
+def test_the_inbox_reader_waits_for_the_rest_of_a_handler_timeout(open_group: Open) -> None:
+    me = open_group(ttl=LONG_S).join()
+    inbox = ininbox_module.Inbox(me._handle)
+    timeout = inbox._connection.block_max_s / 2
+    box = QueueState(inbox, "q", print, timeout=timeout)
+    box.live = True
+    message = Message("m", "q", "tell", None, False, 1, 1, 0.0, 0.0, 0.0)
+    box.held[(0, 1), "m"] = message
+    assert inbox._block_s([box]) == timeout  # it may be taken at once
+    message.overdue_at = now() + timeout / 2
+    assert inbox._block_s([box]) <= timeout / 2
+    message.overdue_at = now()
+    assert 0 < inbox._block_s([box]) < timeout / 2

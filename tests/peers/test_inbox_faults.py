@@ -70,7 +70,7 @@ def test_the_answer_of_a_superseded_member_is_refused_and_logged(
     new.wait_for(1)
     with caplog.at_level(logging.WARNING):
         assert not message.reply("old")
-    assert "not in these hands any more" in caplog.text
+    assert "is not in this process any more" in caplog.text
     assert not future.done()
     assert inbox_length(group, "a") == 1
     assert new.messages[0].reply("new")

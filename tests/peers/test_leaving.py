@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.peers import member_handle
+from meteor_py.peers import group_handle, member_handle
 from meteor_py.peers.group import PeerGroup
 from meteor_py.peers.group_handle import GroupHandle
 from meteor_py.peers.member_handle import MemberHandle
@@ -27,8 +27,17 @@ from meteor_py.redis.scripts import PEERS_SEND
 from tests.conftest import ServerFactory
 from tests.support.mailing import SOON_S, Gate, Post, Record, failure, inbox_length, result
 from tests.support.mailing import post as post
-from tests.support.peering import LONG_S, Peers, expel, ids, on_key, peer_groups
+from tests.support.peering import (
+    LONG_S,
+    Open,
+    Peers,
+    expel,
+    ids,
+    on_key,
+    peer_groups,
+)
 from tests.support.peering import build as build
+from tests.support.peering import open_group as open_group
 from tests.support.peering import peers as peers
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server
@@ -444,3 +453,21 @@ def test_for_anybody_goes_to_one_who_has_room(post: Post) -> None:
         result(group.any.tell("q"))
     assert (inbox_length(group, "a"), inbox_length(group, "b")) == (5, 5)
     assert isinstance(failure(group.any.tell("q")), meteor.InboxFull)
+
+
+def test_all_members_of_a_handle_leave_though_their_handlers_are_busy(
+    open_group: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_handle, "_LEAVE_S", 0.3)  # for all of them together
+    one, two = open_group(ttl=LONG_S), open_group()
+    gates = [Gate() for _ in range(3)]
+    for gate in gates:
+        me = one.join()
+        me.on("q")(gate)
+        two.member(me.id).tell("q").result(SOON_S)
+        gate.wait_until_entered()
+    one.close()
+    eventually(lambda: not two.members, SOON_S)
+    assert not any(gate.messages for gate in gates)
+    for gate in gates:
+        gate.open.set()

@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.errors import MembershipLost, MeteorError, PeerError
+from meteor_py.errors import (
+    MembershipLost,
+    MemberTaken,
+    MeteorError,
+    PeerError,
+)
 from meteor_py.peers import member_handle
 from meteor_py.redis.scripts import PEERS_JOIN, PEERS_LEAVE
 from tests.support.peering import GROUP, LONG_S, Heard, Open, ids, watching
@@ -342,3 +347,13 @@ def test_nothing_waits_for_a_thread_that_hangs_for_ever(open_group: Open) -> Non
     group.join()
     assert closed.wait(20)
     assert time.monotonic() - started < 20
+
+
+def test_the_id_of_a_member_without_a_name_cannot_be_taken_over(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    me = group.join()
+    with pytest.raises(MemberTaken, match="joined without a name; choose another"):
+        group.join(me.id)
+    group.join("a")
+    with pytest.raises(MemberTaken, match="take it over"):
+        group.join("a", on_conflict="fail")

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
-from meteor_py.errors import MembershipLost, MemberUnknown, MessageExpired, NoLeader
+from meteor_py.errors import (
+    MembershipLost,
+    MemberUnknown,
+    MessageExpired,
+    NoLeader,
+)
 from meteor_py.peers.messaging.message import Message
 from meteor_py.redis.scripts import PEERS_SEND
 from tests.support.mailing import (
+    SOON_S,
     VERBS,
     Post,
     Record,
@@ -23,6 +29,8 @@ from tests.support.mailing import (
     wait_until_expired,
 )
 from tests.support.mailing import post as post
+from tests.support.peering import LONG_S, Open
+from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
 TARGETS = ("member", "any", "all", "leader_proxy")
@@ -241,3 +249,14 @@ def test_two_messages_of_a_handle_for_anybody_may_go_to_different_members(post: 
         group.join(name).on("q")(lambda message, name=name: name)
     counts = Counter(result(group.any.ask("q")) for _ in range(60))
     assert set(counts) == {"a", "b"}  # 1 : 2^59 that it fails
+
+
+def test_a_message_to_a_group_of_dead_members_says_so(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    assert str(failure(group.any.tell("q"))) == "Nobody is in group 'workers'."
+    group.join("a").close()
+    eventually(lambda: [member.alive for member in group.members] == [False], SOON_S)
+    for target in (group.any, group.all):
+        error = failure(target.tell("q"))
+        assert isinstance(error, MemberUnknown)
+        assert str(error) == "Nobody in group 'workers' is alive."

@@ -6,20 +6,27 @@ threads would call, in an order that they rarely come in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
-from meteor_py.errors import StaleTerm
+from meteor_py.errors import (
+    StaleTerm,
+)
+from meteor_py.peers import leadership
+from meteor_py.peers.leadership import Term
 from meteor_py.peers.membership import Membership
 from meteor_py.peers.protocol import HeartbeatReply, Presence
 from meteor_py.redis.scripts import PEERS_GUARDED_WRITE, PEERS_UPDATE_MEMBER
 from meteor_py.runtime.clock import now
 from tests.conftest import ServerFactory
 from tests.support.bench import Pair
-from tests.support.peering import LONG_S, Heard, Open, expel, ids, watching
+from tests.support.mailing import SOON_S
+from tests.support.peering import LONG_S, Heard, Open, await_heartbeat, expel, ids, watching
 from tests.support.peering import open_group as open_group
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server
@@ -302,3 +309,86 @@ def test_a_heartbeat_reply_is_decoded(open_group: Open) -> None:
         overdue_s=reply.overdue_s,
     )
     assert reply == expected
+
+
+def leader_threads() -> int:
+    return sum(thread.name.startswith("meteor-leader") for thread in threading.enumerate())
+
+
+def lead_for_a_moment(me: Membership) -> None:
+    with me.leadership(SOON_S):
+        pass
+
+
+@pytest.mark.parametrize("way", [Membership.resign, lead_for_a_moment])
+def test_no_other_member_is_elected_before_the_leader_task_of_a_resigning_one_ends(
+    open_group: Open, monkeypatch: pytest.MonkeyPatch, way: Callable[[Membership], object]
+) -> None:
+    monkeypatch.setattr(leadership, "TASKS_S", LONG_S)
+    one, two = open_group(ttl=LONG_S), open_group()
+    me, other = one.join(), two.join()
+    begun, ending, finish = threading.Event(), threading.Event(), threading.Event()
+
+    @me.as_leader
+    def lead(term: Term) -> None:
+        begun.set()
+        term.lost.wait(SOON_S)
+        ending.set()
+        finish.wait(SOON_S)
+
+    assert begun.wait(SOON_S)
+    resigning = threading.Thread(target=way, args=(me,))
+    resigning.start()
+    assert ending.wait(SOON_S)
+    await_heartbeat(one, me)
+    assert two._handle.protocol.look().leader == me.id
+    assert other.term is None
+    finish.set()
+    resigning.join(SOON_S)
+    eventually(lambda: other.term is not None, SOON_S)
+
+
+def test_a_leader_task_that_outlives_its_term_has_one_thread_and_gets_the_last_term(
+    open_group: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leadership, "TASKS_S", 0.01)
+    me = open_group(ttl=LONG_S).join()
+    finish = threading.Event()
+    terms: list[Term] = []
+
+    @me.as_leader
+    def lead(term: Term) -> None:
+        terms.append(term)
+        finish.wait(SOON_S)
+
+    eventually(lambda: terms, SOON_S)
+    numbers = []
+    for _ in range(5):
+        eventually(lambda: me.term is not None, SOON_S)
+        assert me.term is not None
+        numbers.append(me.term.number)
+        me.resign()
+    eventually(lambda: me.term is not None, SOON_S)
+    assert leader_threads() == 1
+    finish.set()
+    eventually(lambda: len(terms) == 2, SOON_S)
+    assert terms[0].number == numbers[0]
+    assert terms[1] is me.term
+    eventually(lambda: leader_threads() == 0, SOON_S)
+
+
+def test_a_function_is_a_leader_task_once(open_group: Open) -> None:
+    me = open_group(ttl=LONG_S).join()
+    terms: list[Term] = []
+    me.as_leader(terms.append)
+    me.as_leader(terms.append)
+    eventually(lambda: len(terms) == 1 and leader_threads() == 0, SOON_S)
+    me.resign()
+    eventually(lambda: len(terms) == 2 and leader_threads() == 0, SOON_S)
+
+
+def test_a_leader_task_that_exits_lets_others_lead(open_group: Open) -> None:
+    group = open_group(ttl=1.5)
+    first, second = group.join(), group.join()
+    first.as_leader(lambda term: sys.exit("fatal"))
+    eventually(lambda: second.term is not None, SOON_S)

@@ -27,11 +27,13 @@ from meteor_py.log.catalog import list_names
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.event import Event
 from meteor_py.peers.group import PeerGroup
+from meteor_py.peers.membership import Membership
 from meteor_py.peers.protocol import PARTS
 from meteor_py.redis import keys, scripts
 from meteor_py.redis.scripts import PEERS_GUARDED_WRITE, Script
 from meteor_py.runtime.clock import now
 from tests.support.members import ANSWER_S, Process, Refused, answer, serve
+from tests.support.waiting import eventually
 
 GROUP = "workers"
 #: The ttl of `Peers` that is not told another.
@@ -235,6 +237,14 @@ def on_key(group: PeerGroup, command: str, part: str, *args: Any) -> Any:
     """Run a command on one of the keys of a group."""
     protocol = group._handle.protocol
     return protocol.connector.call(command, protocol.key(part), *args)
+
+
+def await_heartbeat(group: PeerGroup, me: Membership) -> None:
+    """Return when a heartbeat of a member was sent and processed."""
+    for _ in range(2):  # the effects of the first are complete before the second
+        before = me._handle.valid_until
+        group._handle.heartbeat.hurry()
+        eventually(lambda before=before: me._handle.valid_until > before, 20)  # type: ignore[misc]
 
 
 def expel(group: PeerGroup, *members: str) -> None:
