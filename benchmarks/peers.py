@@ -27,7 +27,7 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 
 def run(bench: Bench) -> list[Row]:
-    return [fail_over(bench), asking(bench), *beating(bench)]
+    return [fail_over(bench), asking(bench), *heartbeats(bench)]
 
 
 # -- another leads -----------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def killed(lead_it: Any, url: Any) -> float:
         assert isinstance(first.get(timeout=_STUCK_S), float)
         heir.start()
         assert second.get(timeout=_STUCK_S) == "waits"
-        time.sleep(_TTL_S / 2 + time.monotonic() % 1)  # somewhere between two signs of life
+        time.sleep(_TTL_S / 2 + time.monotonic() % 1)  # somewhere between two heartbeats
         assert leader.pid is not None
         at = time.monotonic()
         os.kill(leader.pid, signal.SIGKILL)
@@ -186,8 +186,8 @@ def answer(url: str, told: Any) -> None:
 # -- being alive -------------------------------------------------------------------------------
 
 
-def beating(bench: Bench) -> list[Row]:
-    """What one sign of life costs the server, in groups of different size."""
+def heartbeats(bench: Bench) -> list[Row]:
+    """What one heartbeat costs the server, in groups of different size."""
     from meteor_py.peers.config import PeersConfig
     from meteor_py.peers.protocol import PeerProtocol
     from meteor_py.redis.scripts import PEERS_JOIN
@@ -195,20 +195,20 @@ def beating(bench: Bench) -> list[Row]:
     rows: list[Row] = []
     first: float | None = None
     for size in (10, 100, 1_000):
-        bench.step(f"signs of life of {size:,} members")
+        bench.step(f"heartbeats of {size:,} members")
         bench.clear()
         with connected(bench.url) as client, plain_client(bench.url) as plain:
-            books = PeerProtocol(client._connector, "bench")
-            books.open(PeersConfig(ttl=600))
+            protocol = PeerProtocol(client._connector, "bench")
+            protocol.open(PeersConfig(ttl=600))
             for number in range(size):
-                books.run(PEERS_JOIN, [f"m{number}", "s", "0", 0, b"null", "fail", size])
+                protocol.run(PEERS_JOIN, [f"m{number}", "s", "0", 0, b"null", "fail", size])
             connection = client._connector.open_connection()
             count, before = bench.pick(5_000, 1_000), used(plain)
             for number in range(count):
-                books.beat(connection, "s", [f"m{number % size}"])
+                protocol.heartbeat(connection, "s", [f"m{number % size}"])
             cost = (used(plain) - before) / count * 1e6
             connection.close()
-        what = f"peers: a sign of life, server CPU, {size:,} members"
+        what = f"peers: a heartbeat, server CPU, {size:,} members"
         if first is None:
             first = cost
             rows.append(within(what, "us", cost))

@@ -9,8 +9,7 @@ from meteor_py.log.catalog import list_names
 from meteor_py.log.handle import open_stream
 from meteor_py.peers.codec import Format, PeerCodec, find_codec
 from meteor_py.peers.config import UNSET, Election, Unset
-from meteor_py.peers.group import PeerGroup
-from meteor_py.peers.opening import open_group
+from meteor_py.peers.group import PeerGroup, open_group
 from meteor_py.records.config import Compression, check_seconds
 from meteor_py.redis import keys
 from meteor_py.redis.address import Address, parse

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.member import Member, Status
 from meteor_py.peers.messaging.message import Message
-from meteor_py.peers.messaging.target import PRIORITY, TIMEOUT_S, Sending, Target
+from meteor_py.peers.messaging.target import PRIORITY, TIMEOUT_S, Target
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup
@@ -86,11 +86,11 @@ class Messaging:
 
     def __init__(
         self,
-        sending: Sending | None = None,
+        sender: PeerGroup | Membership | None = None,
         target: Target | None = None,
         membership: Membership | None = None,
     ) -> None:
-        self._sending = sending
+        self._sender = sender
         self._target = target
         self._membership = membership
 
@@ -106,9 +106,9 @@ class Messaging:
             if delivery is not None:
                 raise ValueError("A message to one member has no delivery; leave it out.")
             return Producer(self._target, queue, execution or Execution.REQUEST_REPLY)
-        assert self._sending is not None, "it is of a group"
+        assert self._sender is not None, "it is of a group"
         which = delivery or Delivery.BROADCAST
-        target = self._sending.any if which is Delivery.RANDOM else self._sending.all
+        target = self._sender.any if which is Delivery.RANDOM else self._sender.all
         return Producer(target, queue, execution or Execution.SYNC)
 
     def consumer(self, queue: str) -> Consumer:
@@ -150,7 +150,7 @@ class LocalMember:
 
     def messaging(self) -> Messaging:
         """Its own queues, and producers to the group whose messages name it as the sender."""
-        return Messaging(sending=self._membership, membership=self._membership)
+        return Messaging(sender=self._membership, membership=self._membership)
 
     def leave(self) -> None:
         self._membership.leave()
@@ -221,11 +221,11 @@ class DistributedGroup:
         return GroupElection(self.group)
 
     def messaging(self) -> Messaging:
-        return Messaging(sending=self.group)
+        return Messaging(sender=self.group)
 
     def serializer(self) -> PeerCodec:
         """Where types get their numbers: ``register(User, id=1)``."""
-        return self.group.mail.codec
+        return self.group._handle.requests.codec
 
     def close(self) -> None:
         self.group.close()

@@ -1,4 +1,4 @@
-"""Events of a peer group: all who watch see the same ones, in the same order."""
+"""Events of a peer group: all processes see the same ones, in the same order."""
 
 from __future__ import annotations
 

@@ -1,410 +1,439 @@
-"""A peer group: who is in it, who leads it, and the way to all of them."""
+"""A peer group: its members, its leader, and the ways to reach them."""
 
 from __future__ import annotations
 
-import logging
-import os
-import secrets
-import threading
 import time
-import weakref
-from collections.abc import Sequence
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from meteor_py.errors import ConnectionFailed, MeteorError, PeerError, PeerGroupNotFound
+from meteor_py.errors import MemberTaken, PeerError
 from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.config import PeersConfig
-from meteor_py.peers.event import Event
-from meteor_py.peers.event_reader import CallbackThread, EventReader
-from meteor_py.peers.heartbeat import Heartbeat
-from meteor_py.peers.joining import Joining
-from meteor_py.peers.listening import Listening
-from meteor_py.peers.member import Member, Status
+from meteor_py.peers.event import Event, read_event
+from meteor_py.peers.group_handle import GroupHandle
+from meteor_py.peers.member import Member, dump_metadata
+from meteor_py.peers.member_handle import MemberHandle
 from meteor_py.peers.membership import Membership
 from meteor_py.peers.messaging.dead_letter import PeerLetter, read_letter
-from meteor_py.peers.messaging.requests import Requests
-from meteor_py.peers.messaging.target import Sending
-from meteor_py.peers.opening import delete_group
-from meteor_py.peers.protocol import NOTHING, Beat, PeerProtocol
-from meteor_py.peers.view import GroupView, Moment, View
-from meteor_py.peers.voting.clock import GroupClock
-from meteor_py.peers.voting.polls import Polls
-from meteor_py.peers.voting.proposal import Outcome
-from meteor_py.peers.voting.proposing import Proposing
-from meteor_py.records.config import check_int
+from meteor_py.peers.messaging.target import Everybody, Target, Targets
+from meteor_py.peers.protocol import PeerProtocol
+from meteor_py.peers.view import View
+from meteor_py.peers.voting.proposal import Kind, Outcome
+from meteor_py.peers.voting.proposing import Proposer
+from meteor_py.records.config import check_choice, check_function, check_int, check_seconds
+from meteor_py.redis import keys
 from meteor_py.redis.scripts import PEERS_LEAVE
-from meteor_py.runtime.clock import now
-from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
+from meteor_py.runtime.lifecycle import Closeable
 
 if TYPE_CHECKING:
-    from meteor_py.redis.connection import Connection
     from meteor_py.redis.connector import Connector
 
-_log = logging.getLogger(__name__)
+OnConflict = Literal["takeover", "fail", "wait"]
+_F = TypeVar("_F", bound=Callable[..., object])
 
-#: Seconds that closing waits for what is at work, then for its threads, and at least for the last.
-_LEAVE_S, _JOIN_S, _LAST_S = 5.0, 4.0, 1.0
-#: Seconds after which somebody who gets no events looks for himself.
-_STUCK_S = 5.0
-#: Looks at a group that changes meanwhile, at most.
-_LOOKS = 10
+#: Seconds between two tries to join under a name that is taken.
+_WAIT_S = 0.1
+#: The largest number of an event: more cannot be counted.
+_VIEW_MAX = 2**53
 
 
-class PeerGroup(Closeable, Proposing, Sending, Listening, Joining):
+class PeerGroup(Closeable):
     """One group, watched by this process. Get it with ``client.peer_group(name)``.
 
     >>> with m.peer_group("workers") as group, group.join() as me:      # doctest: +SKIP
     ...     print(me.id, [member.id for member in group.members], group.leader)
 
-    Nobody has to join to look on, or to send messages. Safe for several threads.
+    A process need not join to look on, or to send messages. Safe for several threads.
     """
 
-    def __init__(
-        self, connector: Connector, name: str, config: PeersConfig, codec: PeerCodec | None = None
-    ) -> None:
-        super().__init__()
-        self.name = name
-        #: The settings of the group.
-        self.config = config
-        self.books = PeerProtocol(connector, name)
-        #: Under which answers to messages of this handle come back.
-        self.session = secrets.token_hex(8)
-        #: The server's clock, as it is known here.
-        self.clock = GroupClock()
-        self.picture = GroupView(self.books.look())
-        #: Held while the picture is changed, and what follows from it is said.
-        self.lock = threading.RLock()
-        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        #: Where the picture was, and since when, if the server was ahead of it.
-        self._behind: tuple[Moment, float] | None = None
-        self._closed = False
-        self._ended = False
-        self._pid = os.getpid()
-        self.caller = CallbackThread(name, self._look_anew)
-        self.mail = Requests(self, codec or PeerCodec())
-        self.ballots = Polls(self)
-        self._heart = Heartbeat(self)
-        self._watch = EventReader(self)
-        for thread in (self.caller, self._heart, self._watch):
-            thread.start()
-        _open_groups.add(self)
+    def __init__(self, handle: GroupHandle) -> None:
+        self.name = handle.name
+        self._handle = handle
+        self._targets = Targets(handle.requests)
+        self._proposer = Proposer(handle)
 
-    # -- who is there --------------------------------------------------------------------------
+    # -- members -----------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> PeersConfig:
+        """The settings of the group."""
+        return self._handle.config
 
     @property
     def members(self) -> list[Member]:
         """All members, in the order in which they joined; dead ones too, if they have a name."""
-        return self.picture.in_order
+        return self._handle.view.in_order
 
     def find(self, member: str) -> Member | None:
         """One of them; None if there is no such member."""
-        return self.picture.members.get(member)
+        return self._handle.view.members.get(member)
 
     @property
     def view(self) -> int:
         """The number of the last event that is known here."""
-        return self.picture.view
+        return self._handle.view.number
 
     @property
     def leader(self) -> Member | None:
-        """The member that leads; None if nobody does now."""
-        return self.picture.members.get(self.picture.leader or "")
+        """The member that leads; None if there is no leader now."""
+        view = self._handle.view
+        return view.members.get(view.leader or "")
 
     @property
     def term(self) -> int:
         """The number of the last term; 0 if there was none."""
-        return self.picture.term
+        return self._handle.view.term
 
     def snapshot(self) -> View:
-        """All of these at one instant; ``watch(since=snapshot.number)`` goes on from there."""
-        with self.lock:
+        """All of these at one instant; ``watch(since=snapshot.number)`` continues from there."""
+        with self._handle.lock:
             return View(self.view, self.members, self.leader, self.term)
 
     def guarded(self, name: str) -> bytes | None:
         """A value that a leader wrote with ``term.guard``; None if there is none."""
-        self._check_open()
-        value: bytes | None = self.books.connector.call("HGET", self.books.key("guarded"), name)
+        self._handle.check_open()
+        protocol = self._handle.protocol
+        value: bytes | None = protocol.connector.call("HGET", protocol.key("guarded"), name)
         return value
 
     def dead_letters(self, limit: int = 1_000) -> list[PeerLetter]:
-        """The last messages that nobody could take, the oldest first: of a type that their receiver
-        does not know, or whose receivers left again and again. A thousand or so are kept."""
-        self._check_open()
+        """The last messages that no member could take, the oldest first: of a type that their
+        receiver does not know, or whose receivers left again and again. About 1,000 are kept."""
+        self._handle.check_open()
         check_int("limit", limit, 1, 1_000_000)
-        command = ("XREVRANGE", self.books.key("dead"), "+", "-", "COUNT", limit)
-        return [read_letter(*entry) for entry in reversed(self.books.connector.call(*command))]
+        protocol = self._handle.protocol
+        command = ("XREVRANGE", protocol.key("dead"), "+", "-", "COUNT", limit)
+        return [read_letter(*entry) for entry in reversed(protocol.connector.call(*command))]
 
     def now(self) -> float:
         """The time by the clock of the group, its server's, in seconds since 1970."""
-        if not self.clock.known:
-            self._heart.hurry()
-            deadline = time.monotonic() + _JOIN_S
-            while not self.clock.known:
-                if time.monotonic() > deadline:
-                    raise MeteorError(f"The server of group {self.name!r} has not told its time.")
-                time.sleep(0.005)
-        return self.clock.now()
+        return self._handle.now()
 
-    # -- leaving -------------------------------------------------------------------------------
+    def join(
+        self,
+        name: str | None = None,
+        *,
+        metadata: Any = None,
+        priority: int = 0,
+        on_conflict: OnConflict = "takeover",
+        timeout: float | None = None,
+    ) -> Membership:
+        """Become a member.
+
+        Args:
+            name: A name makes it persistent: it stays a member when its process dies, messages to
+                it wait, and it continues when it joins again, here or elsewhere.
+            metadata: Whatever it wants to say of itself: JSON, up to 4 KiB.
+            priority: Members with a higher one lead before others: -1,000 to 1,000.
+            on_conflict: If a live member has the name: "takeover" replaces it, which is what a
+                restart wants; "fail", or "wait" until it is free.
+            timeout: Seconds to wait then; None for as long as it takes.
+
+        The callbacks for it are called when it has joined, and others have to wait for that.
+
+        Raises:
+            MemberTaken: A live member has the name, or a member without a name has that id.
+            PeerError: The group has as many members as it can.
+            TimeoutError: It was not free in time.
+            ValueError, TypeError: A name or a setting that is not valid.
+        """
+        handle = self._handle
+        handle.check_open()
+        check_choice("on_conflict", on_conflict, ("takeover", "fail", "wait"))
+        check_int("priority", priority, -1_000, 1_000)
+        if name is not None:
+            keys.check_name(name, "member")
+        data = dump_metadata(metadata)
+        membership = Membership(self, MemberHandle(handle, name, priority))
+        deadline = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout)
+        while True:
+            with handle.listeners.thread.held():
+                how = "takeover" if on_conflict == "takeover" else "fail"
+                if handle.join(membership._handle, how, data):
+                    return membership
+            if on_conflict != "wait":
+                raise self._taken(name, on_conflict)
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"The name {name!r} was not free within {timeout:g} seconds.")
+            time.sleep(_WAIT_S)
+            handle.check_open()
+
+    def _taken(self, name: str | None, on_conflict: str) -> MemberTaken:
+        if on_conflict == "takeover":
+            why = "That is the id of a member that joined without a name; choose another."
+        else:
+            why = 'Choose another, or take it over with on_conflict="takeover".'
+        text = f"A live member of group {self.name!r} has the name {name!r}. {why}"
+        return MemberTaken(text, group=self.name)
 
     def remove(self, member: str) -> bool:
-        """Take a member out, whosever it is; it will not join again by itself.
+        """Remove a member, wherever it joined; it will not join again by itself.
 
         Returns:
             Whether there was such a member.
         """
-        self._check_open()
-        return bool(self.books.run(PEERS_LEAVE, [member, "", ""])[1])
+        self._handle.check_open()
+        return bool(self._handle.protocol.run(PEERS_LEAVE, [member, "", ""])[1])
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- messages and votes ------------------------------------------------------------------------
 
-    def delete(self, *, force: bool = False) -> None:
-        """Delete the group, with its members, their messages, and what is guarded; and close this.
+    def member(self, member: str) -> Target:
+        """One member, alive or (if it has a name) dead: then the message waits."""
+        return self._targets.member(member)
 
-        Whoever has joined elsewhere, and is alive, joins again, and so begins it anew.
+    @property
+    def any(self) -> Target:
+        """A random member that is alive; if that one leaves before it is done, another."""
+        return self._targets.any
+
+    @property
+    def all(self) -> Everybody:
+        """All members that are alive."""
+        return self._targets.all
+
+    @property
+    def leader_proxy(self) -> Target:
+        """The member that leads when the message is stored."""
+        return self._targets.leader
+
+    def propose(
+        self,
+        topic: Any,
+        *,
+        kind: Kind | int = "majority",
+        timeout: float = 5.0,
+        require_leader: bool = False,
+    ) -> Future[Outcome]:
+        """Ask all members that are alive now to vote (``@me.on_vote``).
+
+        The server decides as soon as the outcome is certain, even if the proposer dies: others
+        learn of it by ``on_decision``. A member that abstains, does not vote in time, or leaves
+        before it has voted, has not said yes.
+
+        >>> group.propose({"limit": 7}, kind="consensus").result().passed  # doctest: +SKIP
 
         Args:
-            force: Also if there are members alive.
+            topic: What it is about, for the codec of the group: up to 64 KiB.
+            kind: How many must say yes: a "majority" of those asked, all of them ("consensus"),
+                or a number of them.
+            timeout: Seconds to vote in.
+            require_leader: Whether there must be a leader.
+
+        Returns:
+            A future that ends, with an outcome, at the latest a moment after the time is over; with
+            a ``PeerError`` if it cannot be known, as the server is away or has lost the vote.
 
         Raises:
-            PeerError: Some are.
+            NoLeader: There must be a leader, and is none.
+            PeerError: No member is alive to vote, or a hundred votes are open.
+            MembershipLost: The proposer is not a member any more.
+            ConnectionFailed: The server was away for ``timeout``.
+            ValueError, TypeError: A setting that is not valid.
         """
-        self._check_open()
-        delete_group(self, force=force)
+        self._handle.check_open()
+        return self._proposer.propose(topic, kind, timeout, require_leader)
+
+    def propose_action(
+        self,
+        name: str,
+        params: Any = None,
+        *,
+        at: float,
+        kind: Kind | int = "consensus",
+        timeout: float = 1.0,
+        max_error: float | None = None,
+        require_leader: bool = False,
+    ) -> Future[Outcome]:
+        """Have all members vote on doing something together at a time; if it passes, they do.
+
+        Each member that was asked, and has a handler for it (``@me.on_action``), runs it then,
+        however it voted. Members vote by their ``on_vote``, or else yes if they have that handler.
+
+        >>> group.propose_action("open", {"relay": 3}, at=group.now() + 2)  # doctest: +SKIP
+
+        Args:
+            name: Of the action: 1 to 128 of A-Z a-z 0-9 . _ -
+            params: As a topic.
+            at: When, in seconds by ``group.now()``; whole milliseconds count.
+            kind, timeout, require_leader: As of ``propose``. The vote ends 0.2 s before ``at`` at
+                the latest, so the decision surprises no member.
+            max_error: Seconds that the clocks may be wrong by: a member that knows the time less
+                well says no.
+
+        Raises:
+            ActionRefused: It is too late to vote on that, or the same action is pending already.
+            ClockTooUncertain: This process knows the time less well than ``max_error``.
+            And what ``propose`` raises.
+        """
+        self._handle.check_open()
+        return self._proposer.propose_action(
+            name, params, at, kind, timeout, max_error, require_leader
+        )
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def on_join(self, function: _F) -> _F:
+        """Call a function with each ``Member`` that joins, also one that comes back from the dead.
+
+        Like all of these it is called in the order of the events, in one thread of the group; the
+        members are as they were after the event, or later.
+        """
+        return self._listen("join", function)
+
+    def on_leave(self, function: _F) -> _F:
+        """Call a function with each ``Member`` that leaves, and "left", "expired" or "removed"."""
+        return self._listen("leave", function)
+
+    def on_status(self, function: _F) -> _F:
+        """Call a function with a named ``Member`` that dies or comes back, and its ``Status``."""
+        return self._listen("status", function)
+
+    def on_elected(self, function: _F) -> _F:
+        """Call a function with the leader and the number of its term; at once if there is one."""
+        check_function("on_elected", function)
+        with self._handle.lock:
+            leader = self.leader
+            if leader is not None:
+                self._handle.listeners.thread.call(function, leader, self.term)
+            return self._listen("elected", function)
+
+    def on_resigned(self, function: _F) -> _F:
+        """Call a function with the id, term, and reason of each leader that leads no more."""
+        return self._listen("resigned", function)
+
+    def on_decision(self, function: _F) -> _F:
+        """Call a function with the ``Outcome`` of each vote, whichever member proposed it."""
+        self._handle.polls.use()
+        return self._listen("decision", function)
+
+    def on_event(self, function: _F) -> _F:
+        """Call a function with each ``Event``."""
+        return self._listen("event", function)
+
+    def on_reset(self, function: _F) -> _F:
+        """Call a function, without arguments, when the whole group has to be looked at again.
+
+        The server has lost what was known of the group: the changes are told after it, and members
+        that joined here join again. Or callbacks took so long that 10,000 calls waited, and further
+        ones were left out.
+        """
+        return self._listen("reset", function)
+
+    def _listen(self, what: str, function: _F) -> _F:
+        with self._handle.lock:
+            return self._handle.listeners.add(what, function)
+
+    def watch(self, timeout: float | None = None, *, since: int | None = None) -> Iterator[Event]:
+        """Iterate over the events from now on; ends when none arrives for ``timeout`` seconds, or
+        when the group is closed.
+
+        All processes see the same events in the same order, their ``view`` rising by one.
+
+        Args:
+            timeout: Seconds; None waits for as long as it takes.
+            since: Begin after the event of that number, as ``snapshot()`` or ``view`` told it.
+
+        Raises:
+            PeerError: The server does not have all events since then any more: it keeps 10,000.
+        """
+        handle = self._handle
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
+        if since is not None and check_int("since", since, 0, _VIEW_MAX) > self.view:
+            handle.catch_up()  # another process may have learned of it first
+        with handle.lock:
+            handle.check_open()
+            last = self.view
+            events = handle.listeners.open_queue()
+        if since is not None and since > last:
+            raise ValueError(f"Group {self.name!r} has no event {since} yet; the last is {last}.")
+        past = self._read_events(last if since is None else since, last)
+        return handle.listeners.iterate(past, events, timeout)
+
+    def _read_events(self, since: int, until: int) -> list[Event]:
+        if since >= until:
+            return []
+        protocol = self._handle.protocol
+        command = ("XRANGE", protocol.key("events"), f"{since + 1}-0", f"{until}-0")
+        found = [read_event(*entry) for entry in protocol.connector.call(*command)]
+        if [event.view for event in found] != list(range(since + 1, until + 1)):
+            raise PeerError(
+                f"Group {self.name!r} has no longer all events since number {since}; take another "
+                "snapshot.",
+                group=self.name,
+            )
+        return found
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def delete(self, *, force: bool = False) -> None:
+        """Delete the group, with its members, their messages, and guarded values; and close this.
+
+        Live members that joined elsewhere join again, and so start it again.
+
+        Args:
+            force: Delete it even if there are live members.
+
+        Raises:
+            PeerError: There are.
+        """
+        handle = self._handle
+        handle.check_open()
+        mine = {member.session for member in handle.local_members()}
+        members = handle.protocol.look().members.values()
+        alive = sum(member.alive and member.session not in mine for member in members)
+        if not alive or force:
+            for member in handle.local_members():
+                if member.leave(""):
+                    handle.catch_up()
+            alive = handle.protocol.delete(force=force)  # some may have joined since
+        if alive:
+            raise PeerError(
+                f"Group {self.name!r} has {alive} members that are alive; have them leave, or "
+                "delete it with force=True.",
+                group=self.name,
+            )
+        self.close()
 
     def close(self) -> None:
-        """Leave with all who joined here (named ones may come back), and look on no more.
+        """Leave with all members that joined here (named ones may come back), and look on no more.
 
-        What is at work is waited for, up to 10 seconds. If that is interrupted, closing again, or
-        the end of the process, goes on with it.
+        Waits for handlers and leader tasks, up to 10 seconds. If that is interrupted, closing
+        again, or the end of the process, continues it.
         """
-        self._closed = True
-        if self._ended or self._pid != os.getpid():
-            return
-        self._leave_all(now() + _LEAVE_S)
-        deadline = now() + _JOIN_S
-        self.mail.close(deadline)
-        self.ballots.close(deadline)
-        parts = (self._heart, self._watch, self.caller)
-        for part in parts:
-            part.end()
-        self._end_watching()
-        for part in parts:
-            if not part.join(max(deadline - now(), _LAST_S)):
-                _log.warning("A thread of group %r does not end.", self.name)
-        self._ended = True
-        _open_groups.discard(self)
-
-    def _leave_all(self, deadline: float) -> None:
-        """All at once: nobody stays a member because another one's handler takes its time."""
-        going = [
-            membership
-            for membership in self.memberships()
-            if membership.begin_to_go("stay" if membership.persistent else "")
-        ]
-        patience = now() + self.books.connector.timeout_s
-        is_away = not all(membership.announce() for membership in going) and now() > patience
-        for membership in sorted(going, key=attrgetter("busy")):
-            if is_away:
-                membership.lose("left")  # it is missed in time
-            else:
-                is_away = not membership.finish_going(deadline) and now() > patience
-        for thread in list(self._threads):
-            if thread is not threading.current_thread():
-                thread.join(max(deadline - now(), 0.0))
-                if thread.is_alive():
-                    _log.warning("What leads group %r does not end.", self.name)
+        self._handle.close()
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self._handle.closed
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self.picture.members)} members"
-        return f"<PeerGroup {self.name!r} ({state})>"
-
-    # -- for its threads and parts -------------------------------------------------------------
-
-    def own(self, thread: threading.Thread) -> None:
-        """A thread of one of its members, to be joined at the end."""
-        self._threads.add(thread)
-
-    def recovered(self, membership: Membership) -> None:
-        """A member has joined again by itself."""
-        membership.receiver_rejoined()
-
-    def read_settings(self, connection: Connection | None = None) -> None:
-        """It may have been begun anew, with other settings."""
-        try:
-            found = self.books.settings(connection)
-        except PeerGroupNotFound:
-            return
-        if found != self.config:
-            _log.warning("Group %r was begun anew with other settings: %s.", self.name, found)
-            self.config = found
-
-    def moment(self) -> Moment:
-        """Which event the picture shows."""
-        with self.lock:
-            return self.picture.moment
-
-    def compare(self, beat: Beat, seen: Moment, connection: Connection) -> None:
-        """If the server knows less than we did when it was asked, it has lost something."""
-        same = beat.view == seen.view and beat.mark == seen.mark
-        lost = beat.life != seen.life or beat.view < seen.view
-        if lost or (beat.view == seen.view and not same):
-            if self.moment() == seen:
-                if seen.life:
-                    _log.warning("The server has lost state of group %r: looking anew.", self.name)
-                self.resync(reset=True, connection=connection)
-        elif same:
-            self._behind = None
-        elif self._behind is None or self._behind[0] != seen:
-            self._behind = (seen, time.monotonic())
-        elif time.monotonic() > self._behind[1] + _STUCK_S:
-            _log.warning("Group %r goes on, but no event comes: looking anew.", self.name)
-            self._behind = None
-            self.resync(connection=connection)
-
-    def resync(self, *, reset: bool = False, connection: Connection | None = None) -> None:
-        """Look at the group as it is; tell what has changed.
-
-        Args:
-            reset: The server is known to have lost something.
-        """
-        for _ in range(_LOOKS):
-            before = self.moment()
-            try:
-                look = self.books.look(connection)
-            except PeerGroupNotFound:
-                look = NOTHING
-            if look.life != before.life:
-                self.read_settings(connection)
-            with self.lock:
-                if self.moment() == before:
-                    known = self.picture.members
-                    for event in self.picture.resync(look, reset=reset):
-                        self._take_in(event, known.get(event.member or ""))
-                    self.ballots.resync()
-                    self._watch.read_anew()
-                    return
-
-    def apply(self, event: Event) -> None:
-        """Take in the next event, and tell everybody here of it."""
-        known = self.picture.members.get(event.member or "")
-        self.picture.apply(event)
-        self._take_in(event, known)
-
-    def _take_in(self, event: Event, known: Member | None) -> None:
-        member = self.picture.members.get(event.member or "")
-        match event.kind:
-            case "reset":
-                self._tell("reset")
-            case "joined" if member is not None:
-                self._tell("join", member)
-            case "alive" if member is not None:
-                self._note_replaced(member)
-                self._tell("status", member, Status.ALIVE)
-                self._tell("join", member)
-            case "dead" if member is not None:
-                self._tell("status", member, Status.DEAD)
-            case "left":
-                self._note_left(event)
-                if known is not None:
-                    self._tell("leave", known, event.reason)
-            case "elected":
-                for membership in self._memberships:
-                    if membership.id == event.member:
-                        self._tell_elected(membership)
-                if member is not None:
-                    self._tell("elected", member, event.term)
-            case "resigned":
-                for membership in self._memberships:
-                    if membership.id == event.member and event.term is not None:
-                        membership.deposed(event.term)
-                self._tell("resigned", event.member, event.term, event.reason)
-            case "proposed":
-                self.ballots.proposed(event)
-            case "decided":
-                self.ballots.decided(event)
-        self._spread(event)
-
-    def hurry(self) -> None:
-        """Ask the server now how things are, and what time it is."""
-        self._heart.hurry()
-
-    def tell_decision(self, outcome: Outcome) -> None:
-        self._tell("decision", outcome)
-
-    def _this(self) -> PeerGroup:
-        return self
-
-    def _proposer(self) -> tuple[PeerGroup, None]:
-        self._check_open()
-        return self, None
-
-    def _note_left(self, event: Event) -> None:
-        session = event.fields.get("session", b"").decode()
-        if event.reason == "removed":
-            for membership in list(self._memberships):
-                if membership.session == session:
-                    membership.lose("removed")
-
-    def _note_replaced(self, member: Member) -> None:
-        for membership in list(self._memberships):
-            # Unless the news is older than the membership.
-            newer = member.index > membership.index and member.session != membership.session
-            if membership.id == member.id and newer:
-                membership.lose("joined again elsewhere")
-
-    def catch_up(self) -> None:
-        """Have everything in the picture that has happened by now, if the server can be reached."""
-        try:
-            beat = self.books.beat(None, "", [])
-            deadline = time.monotonic() + _JOIN_S
-            while self.picture.view < beat.view and self.picture.life == beat.life:
-                if self._closed:
-                    return
-                if time.monotonic() > deadline:
-                    self.resync()
-                    return
-                time.sleep(0.001)
-        except (ConnectionFailed, PeerError):
-            return  # the heart goes on trying
-        if self.picture.life != beat.life:
-            self.resync(reset=True)
-
-    def _mail_of(self) -> tuple[Requests, None]:
-        return self.mail, None
-
-    def check_owned(self) -> None:
-        """Raise in a forked child."""
-        if self._pid != os.getpid():
-            raise MeteorError(
-                f"This handle of group {self.name!r} belongs to the parent process; open another "
-                "here with client.peer_group()."
-            )
-
-    def _check_open(self) -> None:
-        self.check_owned()
-        if self._closed:
-            raise MeteorError(f"This handle of group {self.name!r} is closed; open another.")
+        return repr(self._handle)
 
 
-def _at_exit(groups: Sequence[PeerGroup]) -> None:
-    """Let the other members know at once."""
-    for group in groups:
-        try:
-            group.close()
-        except MeteorError as error:
-            _log.error("At the end of %r: %s", group, error)
-
-
-_open_groups: Registry[PeerGroup] = Registry(
-    ClosingOrder.PEER_GROUPS,
-    owner=lambda group: group.books.connector,
-    close=lambda groups: close_each(groups, PeerGroup.close, MeteorError),
-    at_exit=_at_exit,
-    after_fork=lambda groups: None,  # members, threads and connections are the parent's
-)
+def open_group(
+    connector: Connector,
+    name: str,
+    instance: str | None,
+    asked: dict[str, Any],
+    codec: PeerCodec,
+    create: bool = True,
+) -> PeerGroup:
+    """Open a group, and create it if it does not exist. Raises as ``Client.peer_group``."""
+    if instance is None and "/" in name:
+        name, _, instance = name.partition("/")
+    keys.check_name(name, "group")
+    if instance is not None:
+        name = f"{name}/{keys.check_name(instance, 'group')}"
+    config = replace(PeersConfig(), **asked)
+    present = PeerProtocol(connector, name).open(config, create=create)
+    setting = present.differing(asked)
+    if setting is not None:
+        raise PeerError(
+            f"Group {name!r} exists with {setting}={getattr(present, setting)!r}, not "
+            f"{asked[setting]!r}; leave the setting out.",
+            group=name,
+        )
+    return PeerGroup(GroupHandle(connector, name, present, codec))

@@ -1,62 +1,72 @@
-"""The heart of a group handle: a thread that is heard of in time, and notices when it was not."""
+"""The heartbeat of a group handle: the thread that keeps its members alive on the server.
+
+It also notices in time that a term was not renewed, that the server took a member out, and that
+the server has lost state.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import random
+import time
 import weakref
 from typing import TYPE_CHECKING
 
 from meteor_py.errors import ConnectionFailed, PeerGroupNotFound
-from meteor_py.peers.membership import Membership
-from meteor_py.peers.protocol import Beat, Here
+from meteor_py.peers.protocol import HeartbeatReply, Presence
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
 
 if TYPE_CHECKING:
-    from meteor_py.peers.group import PeerGroup
+    from meteor_py.peers.group_handle import GroupHandle
+    from meteor_py.peers.member_handle import MemberHandle
+    from meteor_py.peers.view import Moment
 
 _log = logging.getLogger(__name__)
 
-HEART_PREFIX = "meteor-heart"
+HEARTBEAT_PREFIX = "meteor-heartbeat"
 #: Seconds between two tries, doubled each time up to the second figure.
 _BACKOFF_S = (0.02, 0.64)
-#: Seconds over which those who miss somebody say so, at most.
+#: Seconds, at most, over which handles spread their reports of a member that is overdue.
 _SPREAD_S = 0.3
+#: Seconds without an event after which a handle that the server is ahead of loads the whole group.
+_STUCK_S = 5.0
 
 
 class Heartbeat:
-    """Owned by its group handle: started with it, joined by it. Has a connection of its own."""
+    """Owned by its group handle, which starts and joins it. Has its own connection."""
 
-    def __init__(self, group: PeerGroup) -> None:
+    def __init__(self, group: GroupHandle) -> None:
         self._group = group
-        self._connection = group.books.connector.open_connection()
-        # Not to wait longer for an answer than until the next beat is due.
+        self._connection = group.protocol.connector.open_connection()
+        # Do not wait longer for a reply than until the next heartbeat is due.
         self._timeout_s = min(self._connection.timeout_s, max(group.config.ttl / 3, 0.1))
         self._state = SignalSafeCondition()
-        self._ended = False
+        self._stopped = False
         self._hurry = False
-        #: Members that could not be told of last time, for whatever reason.
-        self._failing: weakref.WeakSet[Membership] = weakref.WeakSet()
-        #: When somebody will be overdue, if it is not heard of before.
+        #: Members whose last heartbeat failed, for whatever reason.
+        self._failing: weakref.WeakSet[MemberHandle] = weakref.WeakSet()
+        #: When the next member will be overdue, if the server does not hear of it before.
         self._overdue_at = math.inf
-        self._thread = JoinableThread(self._run, f"{HEART_PREFIX}-{group.name}")
+        #: Where the view was, and since when, if the server was ahead of it.
+        self._behind: tuple[Moment, float] | None = None
+        self._thread = JoinableThread(self._run, f"{HEARTBEAT_PREFIX}-{group.name}")
 
     def start(self) -> None:
         self._thread.start()
 
     def hurry(self) -> None:
-        """Beat now: something has changed."""
+        """Send a heartbeat now: something has changed."""
         with self._state:
             self._hurry = True
             self._state.notify_all()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         with self._state:
-            self._ended = True
+            self._stopped = True
             self._state.notify_all()
         self._connection.interrupt()
 
@@ -66,11 +76,11 @@ class Heartbeat:
 
     def _run(self) -> None:
         failures = 0
-        while not self._ended:
+        while not self._stopped:
             started = now()
             interval = self._group.config.ttl / 3
             try:
-                self._beat()
+                self._send_all()
                 failures = 0
                 interval = self._group.config.ttl / 3
                 pause = min(interval - (now() - started), self._overdue_at - now())
@@ -78,118 +88,135 @@ class Heartbeat:
                 failures += 1
                 pause = min(pause_s(failures, *_BACKOFF_S), interval)
             except Exception:
-                if not self._ended:
-                    _log.exception("The heart of group %r missed a beat.", self._group.name)
+                if not self._stopped:
+                    _log.exception("A heartbeat of group %r failed.", self._group.name)
                 failures += 1
                 pause = interval
             self._wait(pause)
         self._connection.close()
 
     def _wait(self, pause: float) -> None:
-        """Until the next beat, or until a term is no longer to be believed in."""
+        """Wait until the next heartbeat; meanwhile end each term as soon as it is not valid."""
         deadline = now() + max(pause, 0.0)
-        while not self._ended:
-            left = min(deadline - now(), self._belief_ends() - now())
+        while not self._stopped:
+            left = min(deadline - now(), self._first_term_ends() - now())
             with self._state:
-                self._state.wait_for(lambda: self._ended or self._hurry, max(left, 0.001))
+                self._state.wait_for(lambda: self._stopped or self._hurry, max(left, 0.001))
                 if self._hurry or deadline <= now():
                     self._hurry = False
                     return
 
-    def _belief_ends(self) -> float:
-        """When the first of the terms of our members is no longer to be believed in; those that
-        are not already are lost."""
+    def _first_term_ends(self) -> float:
+        """When the first term of our members stops being valid; terms that are not are lost."""
         ends = math.inf
-        for membership in self._group.memberships():
-            membership.check_belief()
-            if membership.term is not None:
-                ends = min(ends, membership.valid_until)
+        for member in self._group.local_members():
+            member.leadership.drop_expired()
+            if member.leadership.term is not None:
+                ends = min(ends, member.valid_until)
         return ends
 
-    def _beat(self) -> None:
+    def _send_all(self) -> None:
         group = self._group
         self._overdue_at = math.inf  # as long as the server does not say otherwise
-        memberships, ends = group.memberships(), self._belief_ends()
-        for membership in memberships:
-            # Who waits for an answer must notice in time that it cannot believe any more.
+        members, ends = group.local_members(), self._first_term_ends()
+        for member in members:
+            # While it waits for a reply, it must notice in time that a term is not valid any more.
             self._connection.timeout_s = max(min(self._timeout_s, ends - now()), 0.05)
             try:
-                self._beat_for(membership)
+                self._send_for(member)
             except ConnectionFailed:
                 raise
-            except Exception as error:  # the others must be heard of all the same
-                if not self._ended and membership not in self._failing:
-                    _log.exception("%r is not heard of: %s", membership, error)
-                self._failing.add(membership)
+            except Exception as error:  # the other members still need their heartbeats
+                if not self._stopped and member not in self._failing:
+                    _log.exception("The heartbeat of %r failed: %s", member, error)
+                self._failing.add(member)
             else:
-                self._failing.discard(membership)
-        if not memberships:
+                self._failing.discard(member)
+        if not members:
             self._connection.timeout_s = self._timeout_s
             try:
-                self._ask("", [])
-            except PeerGroupNotFound:
-                group.resync(
-                    connection=self._connection
-                )  # nobody is there; who joins begins it anew
+                self._send("", [])
+            except PeerGroupNotFound:  # the next member that joins starts it again
+                group.resync(connection=self._connection)
 
-    def _beat_for(self, membership: Membership) -> None:
-        if membership.recovering:
-            if not membership.going:
-                self._recover(membership)
+    def _send_for(self, member: MemberHandle) -> None:
+        if member.recovering:
+            if not member.going:
+                self._recover(member)
             return
-        session, member = membership.session, membership.id
-        sent, beat = self._ask(session, [member])
-        if session != membership.session:
+        session = member.session
+        sent, reply = self._send(session, [member.id])
+        if session != member.session:
             return
-        if beat.here[0] is not Here.YES:
-            self._dropped(membership, beat.here[0])
-        elif membership.heard(sent, beat):
-            membership.lay_down(beat.term, self._connection)  # the server was not told before
+        if reply.presence[0] is not Presence.MEMBER:
+            self._dropped(member, reply.presence[0])
+        elif member.renewed(sent, reply):  # the server was not told before
+            member.leadership.lay_down(reply.term, self._connection)
 
-    def _ask(self, session: str, members: list[str]) -> tuple[float, Beat]:
-        """A sign of life: when it was sent, and the answer."""
+    def _send(self, session: str, members: list[str]) -> tuple[float, HeartbeatReply]:
+        """Send a heartbeat; return when it was sent, and the reply."""
         group = self._group
         seen = group.moment()
         sent = now()
         try:
-            beat = group.books.beat(self._connection, session, members)
+            reply = group.protocol.heartbeat(self._connection, session, members)
         except PeerGroupNotFound:
             if not members:
                 raise
-            group.books.open(group.config, self._connection)
-            beat = group.books.beat(self._connection, session, members)
-        group.clock.read(sent, now(), beat.time)
-        if beat.ttl != group.config.ttl:
+            group.protocol.open(group.config, self._connection)
+            reply = group.protocol.heartbeat(self._connection, session, members)
+        group.clock.read(sent, now(), reply.time)
+        if reply.ttl != group.config.ttl:
             group.read_settings(self._connection)
-        # Somebody who is silent is missed on time, not with the next beat; not by all at once.
+        # A silent member is reported on time, not with the next heartbeat; not by all at once.
         spread = random.uniform(0.002, min(_SPREAD_S, group.config.ttl / 10))
-        left_s = 0.0 if beat.has_orphans else beat.overdue_s
+        left_s = 0.0 if reply.has_orphans else reply.overdue_s
         self._overdue_at = math.inf if left_s is None else now() + left_s + spread
-        group.compare(beat, seen, self._connection)
-        return sent, beat
+        self._compare(reply, seen)
+        return sent, reply
 
-    def _dropped(self, membership: Membership, why: Here) -> None:
-        if why is Here.REMOVED:
-            membership.lose("removed")
-        elif why is Here.REPLACED:
-            membership.lose("joined again elsewhere")
-        elif not membership.going:
-            membership.begin_anew()
-            self._recover(membership)
+    def _compare(self, reply: HeartbeatReply, seen: Moment) -> None:
+        """If the server knows less than this process did when it asked, it has lost state."""
+        group = self._group
+        same = reply.view == seen.view and reply.mark == seen.mark
+        lost = reply.incarnation != seen.incarnation or reply.view < seen.view
+        if lost or (reply.view == seen.view and not same):
+            if group.moment() == seen:
+                if seen.incarnation:
+                    _log.warning("The server has lost state of group %r: reloading.", group.name)
+                group.resync(reset=True, connection=self._connection)
+        elif same:
+            self._behind = None
+        elif self._behind is None or self._behind[0] != seen:
+            self._behind = (seen, time.monotonic())
+        elif time.monotonic() > self._behind[1] + _STUCK_S:
+            _log.warning("Group %r changes, but no event arrives: reloading.", group.name)
+            self._behind = None
+            group.resync(connection=self._connection)
 
-    def _recover(self, membership: Membership) -> None:
-        """It was taken for dead, or the server has lost the group: join again."""
+    def _dropped(self, member: MemberHandle, why: Presence) -> None:
+        if why is Presence.REMOVED:
+            member.lose("removed")
+        elif why is Presence.REPLACED:
+            member.lose("joined again elsewhere")
+        elif not member.going:
+            member.restart()
+            self._recover(member)
+
+    def _recover(self, member: MemberHandle) -> None:
+        """The server took it for dead, or has lost the group: join again."""
         try:
-            joined = membership.join("fail", connection=self._connection)
+            joined = member.join("fail", connection=self._connection)
         except PeerGroupNotFound:
-            self._group.books.open(self._group.config, self._connection)  # the group is gone, too
-            joined = membership.join("fail", connection=self._connection)
+            # The group is gone, too.
+            self._group.protocol.open(self._group.config, self._connection)
+            joined = member.join("fail", connection=self._connection)
         if not joined:
-            membership.lose("joined again elsewhere")
+            member.lose("joined again elsewhere")
             return
-        membership.recovering = False
-        if membership.going:  # it left meanwhile, and may not have known of this session
-            membership.withdraw(self._connection)
+        member.recovering = False
+        if member.going:  # it left meanwhile, and may not have known of this session
+            member.withdraw(self._connection)
             return
-        _log.warning("%r was taken for dead, and has joined again.", membership)
-        self._group.recovered(membership)
+        _log.warning("%r was taken for dead, and has joined again.", member)
+        member.rejoined()

@@ -1,17 +1,35 @@
-"""A term of office: what a leader holds, and how it knows that it does not any more."""
+"""Leadership: the terms of a member, and the tasks that run while it leads."""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from meteor_py.errors import StaleTerm
+from meteor_py.errors import ConnectionFailed, PeerError, StaleTerm
 from meteor_py.peers.member import Member
-from meteor_py.redis.scripts import PEERS_GUARDED_WRITE
+from meteor_py.records.config import check_seconds
+from meteor_py.redis.scripts import PEERS_GUARDED_WRITE, PEERS_UPDATE_MEMBER
 from meteor_py.runtime.clock import now
-from meteor_py.runtime.locks import SignalSafeEvent
+from meteor_py.runtime.locks import SignalSafeCondition, SignalSafeEvent
+from meteor_py.runtime.threads import JoinableThread
 
 if TYPE_CHECKING:
-    from meteor_py.peers.membership import Membership
+    from meteor_py.peers.member_handle import MemberHandle
+    from meteor_py.peers.protocol import HeartbeatReply
+    from meteor_py.redis.connection import Connection
+
+_log = logging.getLogger(__name__)
+
+LEADER_PREFIX = "meteor-leader"
+#: Seconds at most that resigning waits for leader tasks to end.
+TASKS_S = 5.0
+#: Seconds after which a leader task that failed lets other members lead.
+_FAILED_S = 1.0
+
+Task = Callable[["Term"], object]
 
 
 class Term:
@@ -21,47 +39,47 @@ class Term:
     ...     while term.valid:
     ...         write(record, fence=term.number)
 
-    Once lost, it stays lost: who is elected again gets another. So does a leader that was cut off
-    too long to be sure, and then finds that nobody was elected in its place: another with the same
-    ``number``, which is still its own.
+    Once lost, it stays lost: a member that is elected again gets another term. So does a leader
+    that was cut off too long to be sure, and then finds that no other member was elected: another
+    term with the same ``number``, which is still its own.
     """
 
-    def __init__(self, membership: Membership, number: int) -> None:
+    def __init__(self, member: MemberHandle, number: int) -> None:
         #: Higher than that of every term before it: the number to fence writes with.
         self.number = number
         #: Set as soon as this process knows that it is not the leader any more.
         self.lost = SignalSafeEvent()
-        self._membership = membership
+        self._member = member
 
     @property
     def leader(self) -> Member | None:
         """The member that leads, which is this one."""
-        return self._membership.group.picture.members.get(self._membership.id)
+        return self._member.group.view.members.get(self._member.id)
 
     @property
     def valid(self) -> bool:
-        """Whether nobody else can be the leader now. Answered here, without the network.
+        """Whether no other member can be the leader now. Answered here, without the network.
 
-        Unless somebody removes it or joins under its name: the news of that has to come here
-        first. So write with ``guard``, or with ``number``. False in a forked child.
+        The exception: a client removes this member or joins under its name, and the news has not
+        arrived here yet. So write with ``guard``, or with ``number``. False in a forked child.
         """
         if self.remaining > 0:
             return True
-        if not self._membership.foreign:
-            self._membership.lose_term(self)  # for good, even if the server is heard of again
+        if not self._member.foreign:
+            self._member.leadership.lose(self)  # for good, even if the server answers again
         return False
 
     @property
     def remaining(self) -> float:
-        """Seconds for which it is valid even if the server is not heard of again."""
-        if self.lost.is_set() or self._membership.foreign:
+        """Seconds for which it is valid even if no heartbeat succeeds again."""
+        if self.lost.is_set() or self._member.foreign:
             return 0.0
-        return max(self._membership.valid_until - now(), 0.0)
+        return max(self._member.valid_until - now(), 0.0)
 
     @property
     def guard(self) -> Guard:
         """Writes that only the leader of this term can make."""
-        return Guard(self._membership, self)
+        return Guard(self._member, self)
 
     def __repr__(self) -> str:
         return f"<Term {self.number} ({'valid' if self.valid else 'lost'})>"
@@ -70,8 +88,8 @@ class Term:
 class Guard:
     """A few values of the group, written under a term and read by anybody (``group.guarded``)."""
 
-    def __init__(self, membership: Membership, term: Term) -> None:
-        self._membership = membership
+    def __init__(self, member: MemberHandle, term: Term) -> None:
+        self._member = member
         self._term = term
 
     def set(self, name: str, value: bytes | str) -> None:
@@ -87,19 +105,235 @@ class Guard:
         self._write("delete", name, b"")
 
     def _write(self, what: str, name: str, value: bytes | str) -> None:
-        membership = self._membership
+        member = self._member
         if not self._term.valid:
             raise self._stale("this process has given it up")
-        args = [self._term.number, membership.session, what, name, value]
-        answer = membership.group.books.run(PEERS_GUARDED_WRITE, args)
-        if answer[0] != b"OK":
-            membership.lose_term(self._term)
-            raise self._stale(f"the present one is {answer[1]}")
+        args = [self._term.number, member.session, what, name, value]
+        reply = member.group.protocol.run(PEERS_GUARDED_WRITE, args)
+        if reply[0] != b"OK":
+            member.leadership.lose(self._term)
+            raise self._stale(f"the present one is {reply[1]}")
 
     def _stale(self, why: str) -> StaleTerm:
-        group = self._membership.group.name
+        group = self._member.group.name
         return StaleTerm(
             f"Term {self._term.number} of group {group!r} is over, {why}; nothing was written. "
             "Stop what only the leader may do.",
             group=group,
         )
+
+
+class LeaderTask:
+    """One function of the application, called with each term, in one thread.
+
+    The thread exists while there is something to do. Of the terms that begin meanwhile only the
+    last one waits: those before it are over.
+    """
+
+    def __init__(self, member: MemberHandle, function: Task) -> None:
+        self._member = member
+        self._function = function
+        self._state = SignalSafeCondition()
+        self._next: Term | None = None
+        #: The thread that calls the function; None if there is nothing to do.
+        self.thread: JoinableThread | None = None
+
+    def start(self, term: Term) -> None:
+        """Call the function with a term, when the call before has returned."""
+        group = self._member.group
+        with self._state:
+            self._next = term
+            if self.thread is not None:
+                return
+            self.thread = JoinableThread(self._run, f"{LEADER_PREFIX}-{group.name}")
+            group.track(self.thread)
+            self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                term, self._next = self._next, None
+                if term is None:
+                    self.thread = None
+                    return
+            if term.valid:
+                self._call(term)
+
+    def _call(self, term: Term) -> None:
+        group = self._member.group
+        try:
+            self._function(term)
+        except BaseException:  # also SystemExit: no member would lead, and nothing report it
+            _log.exception("A leader task of group %r failed.", group.name)
+            if not term.lost.wait(min(_FAILED_S, group.config.ttl / 3)):
+                self._member.leadership.resign(term)
+
+
+class Leadership:
+    """The one owner of a member's term. It uses the lock of its member."""
+
+    def __init__(self, member: MemberHandle) -> None:
+        self._member = member
+        self._state = member.state
+        self._term: Term | None = None
+        #: Terms up to this number are over for the member: no late news makes it lead in them.
+        self._over = 0
+        self._tasks: dict[Task, LeaderTask] = {}
+        #: How many callers wait for tasks to end before they tell the server that it resigns.
+        self._handing_over = 0
+        #: The term that the member had when it began to leave.
+        self._last: int | None = None
+
+    @property
+    def term(self) -> Term | None:
+        """Its term, if it is the leader now."""
+        term = self._term
+        return term if term is not None and term.valid else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task runs that leaving would wait for."""
+        return any(task.thread is not None for task in self._tasks.values())
+
+    def wait(self, timeout: float | None) -> Term:
+        """Wait until it is elected. Raises as ``Membership.leadership``."""
+        member = self._member
+        if member.group.config.election == "none":
+            name = member.group.name
+            raise PeerError(f"Group {name!r} elects nobody (election=None).", group=name)
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
+        terms: deque[Term] = deque(maxlen=1)
+
+        def decided() -> bool:
+            if (term := self.term) is not None:
+                terms.append(term)  # now: a moment later it may be lost
+            return bool(terms) or member.going
+
+        with self._state:
+            self._state.wait_for(decided, timeout)
+        if terms:
+            return terms[0]
+        if member.going:
+            raise member.lost_error()
+        raise TimeoutError(f"Member {member.id!r} was not elected within {timeout:g} seconds.")
+
+    def add_task(self, function: Task) -> None:
+        with self._state:
+            if function not in self._tasks:
+                self._tasks[function] = task = LeaderTask(self._member, function)
+                term = self.term
+                if term is not None:
+                    task.start(term)
+
+    def resign(self, term: Term) -> bool:
+        """Lay down one term; return whether it had not ended before."""
+        if self._member.foreign:
+            return False
+        with self._state:
+            is_over = term.remaining <= 0
+            self.lose(term)  # first: it must not look valid while another member is elected
+            self._over = max(self._over, term.number)
+            if is_over or self._member.lost.is_set():
+                return False  # should the server think otherwise, the heartbeat will tell it
+            self._handing_over += 1  # until then the heartbeat must not tell it
+        try:
+            self.await_tasks(now() + TASKS_S)
+            return self.lay_down(term.number)
+        except ConnectionFailed as error:
+            _log.warning("%r could not tell the server that it resigns: %s", self._member, error)
+            return True
+        finally:
+            with self._state:
+                self._handing_over -= 1
+
+    def lay_down(self, number: int, connection: Connection | None = None) -> bool:
+        """Tell the server that it does not lead any more in a term."""
+        member = self._member
+        args = [member.id, member.session, "resign", number, self._over]
+        reply = member.group.protocol.run(PEERS_UPDATE_MEMBER, args, connection)
+        return reply[0] == b"OK" and bool(reply[1])
+
+    def await_tasks(self, deadline: float) -> None:
+        """Wait for the tasks to end, while no other member is elected: as long as the server keeps
+        this one, and until ``deadline`` by ``now()`` at most."""
+        for task in list(self._tasks.values()):
+            thread = task.thread
+            if thread is None or thread is threading.current_thread():
+                continue
+            member = self._member
+            while thread.is_alive() and (left_s := min(deadline, member.valid_until) - now()) > 0:
+                thread.join(left_s)
+
+    def stop(self) -> None:
+        """The member begins to leave: end its term, and begin no other."""
+        self._handing_over += 1  # for good: the heartbeat must not lay it down first
+        if self._term is not None:
+            self._last = self._term.number
+            self.lose(self._term)
+
+    def lay_down_last(self) -> None:
+        """Let others lead before the member has left."""
+        if self._last is not None:
+            self.lay_down(self._last)
+
+    # -- news from the server --------------------------------------------------------------------
+
+    def observe(self, reply: HeartbeatReply) -> bool:
+        """Take in a heartbeat's reply, under the lock; return whether the server takes the member
+        for the leader though it resigned."""
+        leads = reply.leader == self._member.id and reply.session == self._member.session
+        term = self._term
+        if term is not None and not leads and reply.term >= term.number:
+            self.lose(term)
+        if leads:
+            self._begin(reply.term)
+            return reply.term <= self._over and not self._handing_over
+        self._over = max(self._over, reply.term)
+        return False
+
+    def elected(self, number: int) -> None:
+        """An event says that it leads."""
+        with self._state:
+            self._begin(number)
+
+    def deposed(self, number: int) -> None:
+        """An event says that it leads no more, in that term."""
+        with self._state:
+            self._over = max(self._over, number)
+            if self._term is not None and self._term.number <= number:
+                self.lose(self._term)
+
+    def _begin(self, number: int) -> None:
+        """Begin a term, unless that is old news, or the member may have been replaced by now."""
+        known = self._term
+        if number <= self._over or (known is not None and known.number >= number):
+            return
+        if self._member.valid_until <= now() or self._member.going:
+            return
+        if known is not None:
+            self.lose(known)
+        self._term = term = Term(self._member, number)
+        self._state.notify_all()
+        for task in self._tasks.values():
+            task.start(term)
+
+    def lose(self, term: Term) -> None:
+        """It does not lead any more, in that term."""
+        with self._state:
+            term.lost.set()
+            if self._term is term:
+                self._term = None
+
+    def drop_expired(self) -> None:
+        """Give up the term if it was not renewed: the server may have replaced it by now."""
+        term = self._term
+        if term is not None and not term.valid:
+            self.lose(term)
+
+    def reset(self, *, expelled: bool = False) -> None:
+        """The membership ended, or starts again: in the latter case term numbers may, too."""
+        if self._term is not None:
+            self.lose(self._term)
+        if expelled:
+            self._over = 0

@@ -1,4 +1,4 @@
-"""The books of a peer group: its keys in Redis, and what may be done to them."""
+"""The protocol of a peer group: its keys in Redis, and the scripts that change them."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ from meteor_py.errors import OutOfMemory, PeerGroupNotFound
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.member import Member, read_member
 from meteor_py.redis import keys
-from meteor_py.redis.scripts import PEERS_DESCRIBE, PEERS_HEARTBEAT, PEERS_OPEN, Script
+from meteor_py.redis.scripts import (
+    PEERS_DELETE,
+    PEERS_DESCRIBE,
+    PEERS_HEARTBEAT,
+    PEERS_OPEN,
+    Script,
+)
 
 if TYPE_CHECKING:
     from meteor_py.redis.connection import Connection
     from meteor_py.redis.connector import Connector
 
 
-class Here(enum.IntEnum):
-    """Whether somebody is a member, and if not, why."""
+class Presence(enum.IntEnum):
+    """Whether the server counts a session as a member, and if not, why."""
 
     EXPELLED = 0
-    YES = 1
+    MEMBER = 1
     REMOVED = 2
     REPLACED = 3
 
 
 @dataclass(frozen=True)
-class Beat:
-    """How a group stands, in answer to a sign of life."""
+class HeartbeatReply:
+    """The state of a group, as the server reports it in reply to a heartbeat."""
 
-    life: str
+    incarnation: str
     view: int
     #: Which of the events with that number was the last: a fail-over can lose some.
     mark: str
@@ -42,13 +48,14 @@ class Beat:
     session: str
     #: Seconds since 1970 by the server's clock.
     time: float
-    #: For each member that was named, whether it is one.
-    here: list[Here]
-    #: Seconds until the next is overdue; None if there is nobody.
+    #: One for each member that the heartbeat named.
+    presence: list[Presence]
+    #: Seconds until the next member is overdue; None if there is no member.
     overdue_s: float | None
-    #: Whether there are messages of members who are gone to be handed over: a part with each call.
+    #: Whether messages of members that are gone still wait to be handed over. Each call hands over
+    #: a part of them.
     has_orphans: bool
-    #: The setting, in seconds: whoever begins the group anew chooses it.
+    #: The setting, in seconds: the process that starts the group again chooses it.
     ttl: float
 
 
@@ -56,7 +63,7 @@ class Beat:
 class Look:
     """A group at one instant."""
 
-    life: str
+    incarnation: str
     view: int
     mark: str
     term: int
@@ -66,20 +73,22 @@ class Look:
 
 
 #: A group that the server does not know.
-NOTHING = Look("", 0, "", 0, "", "", {})
+UNKNOWN_GROUP = Look("", 0, "", 0, "", "", {})
 
 
-#: The keys of a group that is begun, in the order that ``peers_open`` wants: what a part of may be
-#: lost. What leaders wrote, who was removed, and dead letters outlive that.
+#: The keys of a group, in the order that ``peers/open.lua`` expects. The script resets all of them
+#: if the server has lost a part. Guarded values, removed members and dead letters survive that.
 PARTS = (
     *("config", "state", "members", "polls", "orphans", "limits", "pending", "agenda"),
     *("deadlines", "graced", "expirations", "candidates", "leaving", "events"),
 )
 
-#: Parts of a group of which there are many: those of a member or handle, which go by its name, and
-#: those that are named at random.
+#: Parts of which a group has many: those named after a member or handle, and those with random
+#: names.
 _OF_MEMBERS = ("inbox", "movable", "awaited", "replies")
-_PASSING = ("message", "poll", "votes")
+_TEMPORARY = ("message", "poll", "votes")
+#: Keys that one call deletes.
+_UNLINKED = 1_000
 
 
 class PeerProtocol:
@@ -99,15 +108,15 @@ class PeerProtocol:
         """Begin the group if it does not exist; return how it is set up."""
         if not create:
             return self.settings()
-        way = self.connector if connection is None else connection
+        target = self.connector if connection is None else connection
         fields = [item for pair in config.to_fields().items() for item in pair]
         names = [self.key(part) for part in PARTS]
         try:
-            way.call("SADD", keys.PEERS, self.name)
-            flat = way.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
-            way.call("SADD", keys.PEERS, self.name)  # in between it may have been deleted
+            target.call("SADD", keys.PEERS, self.name)
+            flat = target.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
+            target.call("SADD", keys.PEERS, self.name)  # in between it may have been deleted
         except OutOfMemory:
-            flat = way.call("HGETALL", self.key("config"))
+            flat = target.call("HGETALL", self.key("config"))
             if not flat:
                 raise  # one that exists goes on also where the server is full
         return _read_config(flat)
@@ -118,8 +127,8 @@ class PeerProtocol:
         Raises:
             PeerGroupNotFound: It does not.
         """
-        way = self.connector if connection is None else connection
-        flat = way.call("HGETALL", self.key("config"))
+        target = self.connector if connection is None else connection
+        flat = target.call("HGETALL", self.key("config"))
         if not flat:
             raise PeerGroupNotFound(
                 f"There is no peer group {self.name!r}; client.peer_group() begins one.",
@@ -127,9 +136,30 @@ class PeerProtocol:
             )
         return _read_config(flat)
 
-    def passing(self) -> tuple[list[bytes], list[bytes]]:
-        """The keys that members and handles have, and those of messages and votes. Most would
-        expire by themselves, or go with a member."""
+    def delete(self, *, force: bool) -> int:
+        """Delete the group with all its keys.
+
+        Returns:
+            0 if it is deleted. Without ``force``, the number of live members that prevent it.
+        """
+        # Live members join again at once, under their names: keys that are named after members are
+        # deleted in the same step as the group.
+        of_members, temporary = self._scan()
+        reply = self.run(PEERS_DELETE, ["force" if force else "", *of_members])
+        if reply[0] == b"ALIVE":
+            return int(reply[1])
+        self.connector.call("SREM", keys.PEERS, self.name)
+        if self.connector.call(
+            "EXISTS", self.key("config")
+        ):  # another process has started it again
+            self.connector.call("SADD", keys.PEERS, self.name)
+        for start in range(0, len(temporary), _UNLINKED):
+            self.connector.call("UNLINK", *temporary[start : start + _UNLINKED])
+        return 0
+
+    def _scan(self) -> tuple[list[bytes], list[bytes]]:
+        """The keys of members and handles, and those of messages and votes. Most would expire by
+        themselves, or disappear with a member."""
         found: set[bytes] = set()
         cursor = b"0"
         while True:
@@ -138,7 +168,7 @@ class PeerProtocol:
             )
             found.update(page)
             if cursor == b"0":
-                return self._among(found, _OF_MEMBERS), self._among(found, _PASSING)
+                return self._among(found, _OF_MEMBERS), self._among(found, _TEMPORARY)
 
     def _among(self, found: set[bytes], parts: tuple[str, ...]) -> list[bytes]:
         begin = tuple(self.key(f"{part}:").encode() for part in parts)
@@ -147,49 +177,53 @@ class PeerProtocol:
     def run(
         self, script: Script, args: Sequence[Any], connection: Connection | None = None
     ) -> list[Any]:
-        """Run a script that may be repeated, and return its answer.
+        """Run a script that may be repeated, and return its reply.
 
         Raises:
             PeerGroupNotFound: The group is gone from the server.
         """
-        names = [self.prefix]
-        answer: list[Any] = (
-            self.connector.run(script, names, args)
-            if connection is None
-            else connection.run(script, names, args)
-        )
-        if answer[0] == b"NOGROUP":
+        target = self.connector if connection is None else connection
+        reply: list[Any] = target.run(script, [self.prefix], args)
+        if reply[0] == b"NOGROUP":
             raise PeerGroupNotFound(
                 f"The server has lost the group {self.name!r}, or it was deleted; open it again "
                 "with client.peer_group().",
                 group=self.name,
             )
-        return answer
+        return reply
 
-    def beat(self, connection: Connection | None, session: str, members: Sequence[str]) -> Beat:
-        answer = self.run(PEERS_HEARTBEAT, [session, *members], connection)
-        life, view, mark, term, leader, leader_session, time, here, next_ms, orphans, ttl_ms = (
-            answer[1:]
-        )
-        return Beat(
-            life=life.decode(),
+    def heartbeat(
+        self, connection: Connection | None, session: str, members: Sequence[str]
+    ) -> HeartbeatReply:
+        reply = self.run(PEERS_HEARTBEAT, [session, *members], connection)
+        incarnation, view, mark, term, leader, leader_session, time = reply[1:8]
+        presence, next_ms, orphans, ttl_ms = reply[8:]
+        return HeartbeatReply(
+            incarnation=incarnation.decode(),
             view=int(view),
             mark=mark.decode(),
             term=int(term),
             leader=leader.decode(),
             session=leader_session.decode(),
             time=float(time),
-            here=[Here(one) for one in here],
+            presence=[Presence(one) for one in presence],
             overdue_s=None if next_ms < 0 else next_ms / 1000,
             has_orphans=bool(orphans),
             ttl=ttl_ms / 1000,
         )
 
     def look(self, connection: Connection | None = None) -> Look:
-        life, view, mark, term, leader, session, flat = self.run(PEERS_DESCRIBE, [], connection)[1:]
+        """The group as it is now.
+
+        Raises:
+            PeerGroupNotFound: The server does not know it.
+        """
+        incarnation, view, mark, term, leader, session, flat = self.run(
+            PEERS_DESCRIBE, [], connection
+        )[1:]
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return Look(
-            life=life.decode(),
+            incarnation=incarnation.decode(),
             view=int(view),
             mark=mark.decode(),
             term=int(term),

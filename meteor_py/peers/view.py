@@ -1,4 +1,4 @@
-"""The picture that one process has of a group: who is in it, who leads, and up to which event."""
+"""The view that one process has of a group: its members, its leader, and the last known event."""
 
 from __future__ import annotations
 
@@ -18,38 +18,41 @@ class View(NamedTuple):
     number: int
     #: In the order in which they joined.
     members: list[Member]
-    #: Who leads; None if nobody does.
+    #: The member that leads; None if there is none.
     leader: Member | None
     #: The number of the last term; 0 if there was none.
     term: int
 
 
 class Moment(NamedTuple):
-    """Which event of which history a picture shows."""
+    """Which event of which history a view shows."""
 
-    life: str
+    incarnation: str
     view: int
     mark: str
 
 
 class GroupView:
-    """Changed under the lock of its group, looked at by any: each attribute is replaced whole."""
+    """Changed under its handle's lock, read by any thread: each attribute is replaced whole."""
 
     def __init__(self, look: Look) -> None:
+        self._load(look)
+
+    def _load(self, look: Look) -> None:
         #: Empty if there is no such group on the server.
-        self.life = look.life
+        self.incarnation = look.incarnation
         #: Which event of that number was the last.
         self.mark = look.mark
         self.members: dict[str, Member] = dict(look.members)
         self.term = look.term
         #: The id of the leader; None if there is none.
         self.leader: str | None = look.leader or None
-        #: The number of the last event that is in it; last, for who waits for it.
-        self.view = look.view
+        #: The number of the last event that it shows. Assigned last, for threads that wait for it.
+        self.number = look.view
 
     @property
     def moment(self) -> Moment:
-        return Moment(self.life, self.view, self.mark)
+        return Moment(self.incarnation, self.number, self.mark)
 
     @property
     def in_order(self) -> list[Member]:
@@ -66,7 +69,7 @@ class GroupView:
         fields = event.fields
         match event.kind:
             case "joined" | "alive":
-                assert event.member is not None, "it is about somebody"
+                assert event.member is not None, "it is about a member"
                 members[event.member] = Member(
                     id=event.member,
                     metadata=load_metadata(fields["metadata"]),
@@ -91,7 +94,7 @@ class GroupView:
                     members[known.id] = replace(known, index=int(fields["index"]))
         self.members = members
         self.mark = fields["mark"].decode()
-        self.view = event.view
+        self.number = event.view
 
     def resync(self, look: Look, *, reset: bool = False) -> list[Event]:
         """Take in all at once; return what has changed, as events.
@@ -99,11 +102,11 @@ class GroupView:
         Args:
             reset: The history is known to be another one.
         """
-        lost = reset or look.life != self.life or look.view < self.view
+        lost = reset or look.incarnation != self.incarnation or look.view < self.number
         changes = list(self._changes(look))
-        if lost and self.life:
+        if lost and self.incarnation:
             changes.insert(0, Event(look.view, "reset", 0, resync=True))
-        self.__init__(look)  # type: ignore[misc]  # as a new one
+        self._load(look)
         return changes
 
     def _changes(self, look: Look) -> Iterator[Event]:

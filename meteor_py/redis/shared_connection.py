@@ -1,4 +1,4 @@
-"""A line: one connection that several threads use in turn."""
+"""Connections that several threads share."""
 
 from __future__ import annotations
 
@@ -6,17 +6,33 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from meteor_py.errors import ConnectionFailed
+
 if TYPE_CHECKING:
     from meteor_py.redis.connection import Connection
 
 _T = TypeVar("_T")
 
 
+def _use_temporary(
+    open_connection: Callable[[], Connection], work: Callable[[Connection], _T]
+) -> _T:
+    """Call ``work`` with a connection that is closed afterwards.
+
+    A signal handler needs one: the call that it interrupted is still using the shared connection.
+    """
+    connection = open_connection()
+    try:
+        return work(connection)
+    finally:
+        connection.close()
+
+
 class SharedConnection:
     """Whoever uses it keeps the others waiting, for as long as the link's timeouts allow."""
 
     def __init__(self, open_connection: Callable[[], Connection]) -> None:
-        self._open_link = open_connection
+        self._open_connection = open_connection
         self._connection = open_connection()
         self._lock = threading.RLock()
         self._user: int | None = None  # the thread that is in the middle of a call
@@ -39,11 +55,7 @@ class SharedConnection:
 
     def _use(self, work: Callable[[Connection], _T]) -> _T:
         if self._user is not None:  # a signal handler, in the middle of a call of this thread
-            connection = self._open_link()
-            try:
-                return work(connection)
-            finally:
-                connection.close()
+            return _use_temporary(self._open_connection, work)
         self._user = threading.get_ident()
         try:
             return work(self._connection)
@@ -61,3 +73,70 @@ class SharedConnection:
     def close(self) -> None:
         """Close the connection; the next use makes another."""
         self._connection.close()
+
+
+class ThreadConnections:
+    """One connection for the main thread, and one that the other threads use in turn.
+
+    Signal handlers run in the main thread, between any two lines of it. What they raise would leave
+    a lock taken, and what they call would wait for the lock of the code they interrupted. So the
+    main thread takes no lock. Connections are opened when they are first used.
+    """
+
+    def __init__(self, open_connection: Callable[[], Connection]) -> None:
+        self._open_connection = open_connection
+        self._lock = threading.Lock()
+        self._others: Connection | None = None
+        self._main: Connection | None = None
+        self._main_is_used = False
+        self._closed = False
+
+    def use(self, work: Callable[[Connection], _T], timeout_s: float) -> _T:
+        """Call ``work`` with a connection.
+
+        Raises:
+            ConnectionFailed: Other threads had it for ``timeout_s`` seconds.
+        """
+        if threading.current_thread() is threading.main_thread():
+            return self._use_main(work)
+        if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
+            raise ConnectionFailed("Other threads of this process use the connection all the time.")
+        try:
+            if self._others is None:
+                self._others = self._open_connection()
+            return self._call(work, self._others)
+        finally:
+            self._lock.release()
+
+    def _use_main(self, work: Callable[[Connection], _T]) -> _T:
+        if self._main_is_used:  # a signal handler, in the middle of a call; or one has raised there
+            return _use_temporary(self._open_connection, work)
+        if self._main is None:
+            self._main = self._open_connection()
+        self._main_is_used = True
+        try:
+            return self._call(work, self._main)
+        finally:
+            self._main_is_used = False
+
+    def _call(self, work: Callable[[Connection], _T], connection: Connection) -> _T:
+        try:
+            return work(connection)
+        finally:
+            if self._closed:
+                connection.close()
+
+    def close(self) -> None:
+        """Interrupt calls of other threads and close; a connection in use is closed by its user."""
+        self._closed = True
+        for connection in (self._others, self._main):
+            if connection is not None:
+                connection.interrupt()
+        if self._main is not None and not self._main_is_used:
+            self._main.close()
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._others is not None:
+                    self._others.close()
+            finally:
+                self._lock.release()

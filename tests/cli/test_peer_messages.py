@@ -68,7 +68,7 @@ def test_broken_json_is_not_sent(url: str, crew: list[Membership], group: PeerGr
         assert (done.code, done.out) == (2, b"")
         assert f"""Invalid value for {what}: '{{"a":' begins like JSON""" in done.err
         assert "say --text." in done.err
-    assert group.books.look().view == before, "nobody was asked to vote"
+    assert group._handle.protocol.look().view == before, "nobody was asked to vote"
 
 
 @pytest.mark.parametrize("text", ['{"a":', "7", "null"])

@@ -52,7 +52,7 @@ def test_without_groups_a_sentence_says_so(url: str) -> None:
 def test_a_group_that_cannot_be_read_does_not_hide_the_others(
     url: str, crew: list[Membership], group: PeerGroup
 ) -> None:
-    client = group.books.connector
+    client = group._handle.protocol.connector
     client.redis.sadd("meteor:groups", "odd")
     client.redis.hset("meteor:group:{odd}:config", mapping={"ttl": "1000"})
     done = meteor(url, "peers", "ls")
@@ -120,7 +120,7 @@ def test_looking_on_changes_nothing_and_nobody_joins(
     before = group.view
     for command in ("ls", "members", "leader"):
         succeed(url, "peers", command, *([] if command == "ls" else [NAME]))
-    assert group.books.look().view == before
+    assert group._handle.protocol.look().view == before
 
 
 # The leader
@@ -207,14 +207,14 @@ def test_a_group_with_members_alive_is_deleted_only_by_force(
 ) -> None:
     for name in ("w3", "w4", "w5"):
         group.join(name)
-    command, begun = ["peers", "delete", NAME, "--yes"], group.books.look().view
+    command, begun = ["peers", "delete", NAME, "--yes"], group._handle.protocol.look().view
     for more in ([], ["--dry-run"]):
         done = meteor(url, *command, *more)
         assert (done.code, done.out, done.err.count("\n")) == (1, b"", 1)
         assert "has members that are alive: w1, w2, w3 and 2 more. " in done.err
         assert "with --force;" in done.err
     assert "5 members (5 alive), " in succeed(url, *command, "--force", "--dry-run").err
-    assert group.books.look().view == begun, "nothing was done"
+    assert group._handle.protocol.look().view == begun, "nothing was done"
     reset = threading.Event()
     group.on_reset(reset.set)
     assert "deleted. Who is alive joins it again." in succeed(url, *command, "--force").err

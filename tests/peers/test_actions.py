@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 
-from meteor_py.errors import ActionRefused, ClockTooUncertain
+from meteor_py.errors import (
+    ActionRefused,
+    ClockTooUncertain,
+)
 from meteor_py.peers.voting.actions import Action
 from meteor_py.peers.voting.clock import GroupClock
 from meteor_py.peers.voting.proposal import Outcome, Proposal
 from meteor_py.runtime.clock import now
 from tests.conftest import ServerFactory
+from tests.support.mailing import SOON_S
 from tests.support.peer_voters import LONG_S, RESULT_S, Hold, Panel, Voters, always
+from tests.support.peering import Open, expel
+from tests.support.peering import open_group as open_group
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST
 from tests.support.waiting import eventually
@@ -450,3 +456,24 @@ def test_the_clock_can_be_read_while_it_is_set() -> None:
     ended.set()
     thread.join()
     assert not errors
+
+
+def test_a_member_with_another_id_since_the_vote_misses_the_action(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    me = group.join()
+    done: list[Action] = []
+    missed: list[Action] = []
+    me.on_action("go")(done.append)
+    me.on_missed(missed.append)
+    before = me.id
+    expel(group, me.id)
+    group._handle.heartbeat.hurry()
+    eventually(lambda: me.id != before and not me._handle.recovering, SOON_S)
+    facts: dict[str, Any] = {"no": (), "abstained": (), "missing": (), "topic": 7, "by": None}
+    facts |= {"passed": True, "reason": "passed", "kind": "majority", "decided": group.now()}
+    at = group.now() + LONG_S
+    me._handle.voter.act(Outcome(poll="p1", yes=("other",), action="go", at=at, **facts))
+    me._handle.voter.act(Outcome(poll="p2", yes=(before,), action="go", at=at, **facts))
+    eventually(lambda: missed, SOON_S)
+    assert [(action.poll, action.params) for action in missed] == [("p2", 7)]
+    assert not done

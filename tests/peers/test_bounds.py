@@ -8,14 +8,17 @@ import threading
 import pytest
 
 import meteor_py as meteor
-from meteor_py.peers import event_reader, listening
+from meteor_py.peers import listeners
+from tests.support.mailing import SOON_S
+from tests.support.peering import LONG_S, Open
+from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
 
 def test_who_watches_and_falls_behind_is_told_and_gets_no_more(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "_QUEUE_MAX", 3)
+    monkeypatch.setattr(listeners, "_QUEUE_MAX", 3)
     with meteor.connect(url) as m, m.peer_group("g", election=None) as group:
         events = group.watch(timeout=20)
         for number in range(6):
@@ -29,7 +32,7 @@ def test_who_watches_and_falls_behind_is_told_and_gets_no_more(
 def test_calls_that_are_left_out_while_one_hangs_are_counted(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(event_reader, "_CALLS_MAX", 2)
+    monkeypatch.setattr(listeners, "_CALLS_MAX", 2)
     hangs, goes_on, seen = threading.Event(), threading.Event(), []
     with meteor.connect(url) as m, m.peer_group("g", election=None) as group:
 
@@ -47,3 +50,29 @@ def test_calls_that_are_left_out_while_one_hangs_are_counted(
             goes_on.set()
             eventually(lambda: seen == ["m0", "m1", "m2"])
             eventually(lambda: "3 calls were left out" in caplog.text)
+
+
+def test_on_reset_is_called_after_callbacks_were_left_out(
+    open_group: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listeners, "_CALLS_MAX", 3)
+    group = open_group(ttl=LONG_S, election=None)
+    hangs, goes_on = threading.Event(), threading.Event()
+    told: list[str] = []
+
+    @group.on_join
+    def _(member: meteor.Member) -> None:
+        told.append(member.id)
+        hangs.set()
+        assert goes_on.wait(SOON_S)
+
+    group.on_reset(lambda: told.append(f"{len(group.members)} members"))
+    group.join("m0")
+    assert hangs.wait(SOON_S)
+    for number in range(1, 8):
+        group.join(f"m{number}")
+    goes_on.set()
+    eventually(lambda: len(told) == 5, SOON_S)
+    group.join("last")
+    eventually(lambda: "last" in told, SOON_S)
+    assert told == ["m0", "m1", "m2", "m3", "8 members", "last"]

@@ -12,7 +12,10 @@ import pytest
 
 from meteor_py.errors import HandlerFailed
 from meteor_py.peers.codec import Format, PeerCodec, UnknownType, find_codec
+from meteor_py.peers.messaging.message import Message
 from tests.support.mailing import Post, Record, failure, inbox_length, result
+from tests.support.peering import LONG_S, Open
+from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
 
@@ -169,7 +172,7 @@ def test_a_message_of_an_unknown_type_goes_to_the_dead_letters(post: Post, verb:
     assert (letter.member, letter.queue, letter.verb, letter.sender) == ("a", "q", verb, None)
     assert letter.type == "1"
     assert "register it" in letter.reason
-    assert letter.sent_at <= letter.buried_at <= group.now() + group.clock.error_bound
+    assert letter.sent_at <= letter.buried_at <= group.now() + group._handle.clock.error_bound
     assert msgspec.json.decode(letter.body) == {"name": "Ada", "age": 36}
     assert inbox_length(group, "a") == 0
     assert result(group.member("a").ask("q", "still there")) == "still there"
@@ -209,3 +212,79 @@ def test_an_answer_of_an_unknown_type_fails_for_who_asked(post: Post) -> None:
     error = failure(group.member("a").ask("q"))
     assert isinstance(error, HandlerFailed)
     assert "cannot be read" in str(error)
+
+
+class Odd(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Thing:
+    """Something that cannot be written."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def encode(self) -> bytes:
+        raise self.error
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [2**70, nested(100_000), Thing(KeyError("x")), Thing(SystemExit(1)), Thing(Odd())],
+    ids=["overflow", "depth", "KeyError", "SystemExit", "no text"],
+)
+def test_a_reply_that_cannot_be_written_fails_the_message(open_group: Open, answer: object) -> None:
+    codec = PeerCodec("msgpack")
+    codec.register(Thing, id=1, encode=Thing.encode, decode=lambda data: Thing(KeyError()))
+    group = open_group(ttl=LONG_S, codec=codec)
+    me = group.join("a")
+    me.on("q")(Record(lambda message: answer if message.body else "well"))
+    error = failure(group.member("a").ask("q", 1, timeout=LONG_S))
+    assert isinstance(error, HandlerFailed)
+    assert "cannot be sent" in str(error)
+    assert result(group.member("a").ask("q", 0, timeout=LONG_S)) == "well"  # its thread goes on
+    assert inbox_length(group, "a") == 0
+
+
+@pytest.mark.parametrize("value", [2**70, nested(100_000), Thing(KeyError("x"))])
+def test_a_body_that_cannot_be_written_is_a_value_error_for_the_sender(value: object) -> None:
+    codec = PeerCodec("msgpack")
+    codec.register(Thing, id=1, encode=Thing.encode, decode=lambda data: Thing(KeyError()))
+    with pytest.raises(ValueError, match="cannot be written") as info:
+        codec.encode(value)
+    assert info.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("value", [float("nan"), [{"x": float("inf")}, None], (1, -float("inf"))])
+def test_nan_and_infinity_are_refused_as_json(open_group: Open, value: object) -> None:
+    group = open_group(ttl=LONG_S)
+    me = group.join("a", metadata={"nothing": None})
+    assert me.group.members[0].metadata == {"nothing": None}
+    for way in (
+        lambda: group.join(metadata=value),
+        lambda: me.update(value),
+        lambda: group.member("a").tell("q", value),
+        lambda: group.propose(value),
+    ):
+        with pytest.raises(ValueError, match="NaN and infinity"):
+            way()
+    codec = PeerCodec("msgpack")
+    assert repr(codec.decode(*codec.encode([float("nan")]))) == "[nan]"
+
+
+def test_a_handler_whose_error_has_no_text_fails_its_message(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+
+    def fail(message: Message) -> None:
+        raise Odd
+
+    group.join("a").on("q")(fail)
+    assert "Odd" in str(failure(group.member("a").ask("q", timeout=LONG_S)))

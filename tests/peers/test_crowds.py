@@ -34,7 +34,7 @@ def test_fifty_members_of_five_processes_join_and_leave_a_thousand_times_and_all
         two.ask("watch", GROUP, "iterator")
         seeds = [rng.random() for _ in processes]
         ask_all(processes, "storm", GROUP, 10, 20, each=seeds)
-        last = group.books.look()
+        last = group._handle.protocol.look()
         assert not last.members
         eventually(lambda: bool(here) and here[-1].view == last.view, STORM_S)
     for observer in (one, two):

@@ -5,6 +5,7 @@ Several handles in one process: who is told of it, and who they are then.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
@@ -12,10 +13,15 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.errors import MemberTaken, MeteorError
+from meteor_py.errors import (
+    MemberTaken,
+    MeteorError,
+)
+from meteor_py.peers import member_handle
 from meteor_py.peers.member import Status
 from meteor_py.redis.scripts import PEERS_JOIN
-from tests.support.peering import LONG_S, Heard, Open, expel, ids, watching
+from tests.support.mailing import SOON_S, result
+from tests.support.peering import LONG_S, Heard, Open, await_heartbeat, expel, ids, on_key, watching
 from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
@@ -45,7 +51,7 @@ def test_a_name_that_is_taken_is_refused_waited_for_or_taken_over(open_group: Op
     second.close()
     thread.join(30)
     assert not waiting[0].lost.is_set()
-    assert one.members[0].session == waiting[0].session
+    assert one.members[0].session == waiting[0]._handle.session
 
 
 def test_taking_over_a_name_of_the_same_handle_ends_the_older_membership(open_group: Open) -> None:
@@ -53,7 +59,7 @@ def test_taking_over_a_name_of_the_same_handle_ends_the_older_membership(open_gr
     first, second = group.join("a"), group.join("a")
     assert first.lost.is_set()
     assert not second.lost.is_set()
-    assert group.memberships() == [second]
+    assert group._handle.local_members() == [second._handle]
 
 
 def test_who_waits_for_a_name_is_released_when_the_handle_is_closed(open_group: Open) -> None:
@@ -124,7 +130,7 @@ def test_who_only_looks_on_notices_a_death_alone(open_group: Open, url: str) -> 
     heard = Heard(group)
     with meteor.connect(url) as client:  # a member that is never heard of again
         args = ["a", "of-nobody", "0", 0, b"null", "fail", 1000]
-        client._connector.run(PEERS_JOIN, [group.books.prefix], args)
+        client._connector.run(PEERS_JOIN, [group._handle.protocol.prefix], args)
     eventually(lambda: heard.count("leave", "a", "expired") == 1)
     assert heard.count("resigned", "a", "expired") == 1
     assert group.leader is None
@@ -134,10 +140,10 @@ def test_a_death_is_noticed_on_time_and_not_with_the_next_beat(open_group: Open)
     group = open_group(ttl=LONG_S)  # a beat every 20 s
     heard = Heard(group)
     args = ["a", "of-nobody", "0", 0, b"null", "fail", 1000]
-    group.books.run(PEERS_JOIN, args)
+    group._handle.protocol.run(PEERS_JOIN, args)
     deadline = int((time.time() + 0.5) * 1000)
-    group.books.connector.call("ZADD", group.books.key("deadlines"), deadline, "a")
-    group.hurry()
+    on_key(group, "ZADD", "deadlines", deadline, "a")
+    group._handle.heartbeat.hurry()
     eventually(lambda: heard.count("leave", "a", "expired") == 1, 10)
 
 
@@ -146,9 +152,9 @@ def test_who_was_taken_for_dead_joins_again(open_group: Open) -> None:  # T21
     heard = Heard(two)
     me, other = one.join(), two.join()
     named = one.join("a")
-    before, sessions = me.id, (me.session, named.session)
+    before, sessions = me.id, (me._handle.session, named._handle.session)
     expel(two, me.id, "a")
-    eventually(lambda: me.id != before and (me.session, named.session) != sessions)
+    eventually(lambda: me.id != before and (me._handle.session, named._handle.session) != sessions)
     eventually(lambda: {m.id for m in two.members if m.alive} == {me.id, other.id, "a"})
     eventually(lambda: {m.id for m in one.members if m.alive} == {me.id, other.id, "a"})
     eventually(lambda: heard.count("join", me.id) == heard.count("status", "a", "alive") == 1)
@@ -163,11 +169,13 @@ def test_who_was_taken_for_dead_joins_again(open_group: Open) -> None:  # T21
 def test_who_was_replaced_behind_its_back_does_not_come_back(open_group: Open) -> None:
     one, two = open_group(ttl=0.6), open_group()
     me = one.join("a")
-    with one.lock:  # it sees no events; its heart is told
-        two.books.connector.run(
-            PEERS_JOIN, [two.books.prefix], ["a", "another", "1", 0, b"null", "takeover", 1000]
+    with one._handle.lock:  # it sees no events; its heart is told
+        two._handle.protocol.connector.run(
+            PEERS_JOIN,
+            [two._handle.protocol.prefix],
+            ["a", "another", "1", 0, b"null", "takeover", 1000],
         )
-        two.books.connector.call("ZADD", two.books.key("deadlines"), "+inf", "a")
+        on_key(two, "ZADD", "deadlines", "+inf", "a")
     assert me.lost.wait(10)
     assert me.reason == "joined again elsewhere"
     eventually(lambda: two.find("a"))  # the leaving and the joining are two events
@@ -186,12 +194,47 @@ def test_a_callback_that_raises_or_hangs_stops_neither_heart_nor_events(open_gro
         me = one.join()
         eventually(lambda: two.leader is not None)
         with watching(two) as events:
-            sent = me.valid_until
+            sent = me._handle.valid_until
             eventually(
-                lambda: me.valid_until > sent + 2 * 0.9
+                lambda: me._handle.valid_until > sent + 2 * 0.9
             )  # two ttls later it is still heard of
             two.join("b")
             eventually(lambda: "b" in ids(one))
             assert not [event for event in events if event.member == me.id]
     finally:
         release.set()
+
+
+def test_a_member_that_cannot_rejoin_does_not_stop_the_heartbeats_of_others(
+    open_group: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = open_group(ttl=LONG_S)
+    first, second = group.join(), group.join()
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(member_handle, "MEMBERS_MAX", 1)
+        expel(group, first.id)
+        group._handle.heartbeat.hurry()
+        eventually(lambda: first._handle.recovering, SOON_S)
+        await_heartbeat(group, second)
+        await_heartbeat(group, second)
+        assert first._handle.recovering
+        assert caplog.text.count("may not have more") >= 1
+        assert sum("is not heard of" in record.message for record in caplog.records) == 1
+    group._handle.heartbeat.hurry()
+    eventually(lambda: not first._handle.recovering, SOON_S)
+    assert not first.lost.is_set()
+
+
+def test_an_expelled_member_updates_and_proposes_while_it_rejoins(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    me = group.join()
+    me.on_vote(lambda proposal: True)
+    expel(group, me.id)
+    me.update({"x": 1})
+    eventually(lambda: [member.metadata for member in group.members] == [{"x": 1}], SOON_S)
+    expel(group, me.id)
+    assert result(me.propose("lunch", timeout=SOON_S)).passed
+    assert me.reason is None
+    group.remove(me.id)
+    with pytest.raises(meteor.MembershipLost, match="removed"):
+        me.update({"x": 2})

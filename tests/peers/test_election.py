@@ -98,7 +98,7 @@ def test_who_listens_is_told_of_the_leader_at_once_and_then_of_each_election_onc
     eventually(lambda: heard == [("a", terms[0])])
     for me in (first, second, first):
         assert me.resign()
-        eventually(lambda: two.view == one.books.look().view)
+        eventually(lambda: two.view == one._handle.protocol.look().view)
         terms.append(two.term)
     eventually(lambda: len(heard) == 4)
     assert heard == list(zip(["a", "b", "a", "b"], terms, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from meteor_py.errors import PeerError
 from meteor_py.peers.event import Event
-from tests.support.peering import LONG_S, Heard, Open, ids, watching
+from tests.support.mailing import SOON_S
+from tests.support.peering import LONG_S, Heard, Open, ids, on_key, watching
 from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
@@ -34,7 +36,7 @@ def test_watching_goes_on_where_a_snapshot_was_taken(open_group: Open) -> None:
         (snapshot.number + 2, "joined", "c"),
         (snapshot.number + 3, "joined", "d"),
     ]
-    one.books.connector.call("XTRIM", one.books.key("events"), "MAXLEN", 2)
+    on_key(one, "XTRIM", "events", "MAXLEN", 2)
     with pytest.raises(PeerError, match="no longer all events"):
         two.watch(since=snapshot.number)
 
@@ -78,7 +80,7 @@ def test_all_see_the_same_events_while_fifty_members_join_and_leave_a_thousand_t
     for thread in threads:
         thread.join(100)
     assert not errors
-    last = observers[0].books.look()
+    last = observers[0]._handle.protocol.look()
     assert last.view >= 2000
     eventually(lambda: all(len(events) >= last.view for events in seen), 30)
     assert [event.view for event in seen[0]] == list(range(1, last.view + 1))
@@ -86,7 +88,7 @@ def test_all_see_the_same_events_while_fifty_members_join_and_leave_a_thousand_t
     assert not any(event.resync for event in seen[0])
     for observer in (*observers, *handles):
         eventually(lambda o=observer: o.view == last.view)  # type: ignore[misc]
-        assert observer.picture.members == last.members
+        assert observer._handle.view.members == last.members
     terms = [event.term for event in seen[0] if event.kind == "elected"]
     assert terms == sorted(set(terms))  # type: ignore[type-var]
 
@@ -98,16 +100,16 @@ def test_who_missed_events_that_are_gone_misses_no_member(open_group: Open) -> N
         gone = one.join("gone")
         stays = one.join("stays")
         eventually(lambda: len(events) == 3)
-        with two.lock:  # its watch stands still
+        with two._handle.lock:  # its watch stands still
             gone.leave()
             stays.update("changed")
             one.join("new")
             one.join("newest")
-            client = one.books.connector
-            client.call("XTRIM", one.books.key("events"), "MAXLEN", 1)
+            client = one._handle.protocol.connector
+            client.call("XTRIM", one._handle.protocol.key("events"), "MAXLEN", 1)
         eventually(lambda: ids(two) == ["stays", "new", "newest"])
         eventually(lambda: heard.count("join", "newest") == 1)
-    assert two.picture.members == one.picture.members
+    assert two._handle.view.members == one._handle.view.members
     late = [event for event in events if event.resync]
     assert late
     assert {(event.kind, event.member) for event in events} >= {
@@ -122,3 +124,16 @@ def test_who_missed_events_that_are_gone_misses_no_member(open_group: Open) -> N
     assert two.leader.id == "stays"
     one.join("after")
     eventually(lambda: heard.count("join", "after") == 1)
+
+
+def test_a_callback_that_exits_is_logged_and_the_next_is_called(
+    open_group: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = open_group(ttl=LONG_S, election=None)
+    told: list[str] = []
+    group.on_join(lambda member: sys.exit(1))
+    group.on_join(lambda member: told.append(member.id))
+    group.join("a")
+    group.join("b")
+    eventually(lambda: told == ["a", "b"], SOON_S)
+    assert "A callback of a group failed" in caplog.text

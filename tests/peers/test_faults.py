@@ -18,7 +18,17 @@ from meteor_py.peers.event import Event
 from meteor_py.peers.group import PeerGroup
 from meteor_py.runtime.clock import now
 from tests.conftest import ServerFactory
-from tests.support.peering import GROUP, LONG_S, Heard, Open, Peer, ids, step_clocks, watching
+from tests.support.peering import (
+    GROUP,
+    LONG_S,
+    Heard,
+    Open,
+    Peer,
+    ids,
+    on_key,
+    step_clocks,
+    watching,
+)
 from tests.support.peering import open_group as open_group
 from tests.support.servers import Server
 from tests.support.waiting import eventually
@@ -58,7 +68,7 @@ def find(events: list[Event], kind: str, member: str) -> Event:
 
 
 def server_ms(group: PeerGroup) -> float:
-    seconds, micros = group.books.connector.call("TIME")
+    seconds, micros = group._handle.protocol.connector.call("TIME")
     return int(seconds) * 1000 + int(micros) / 1000
 
 
@@ -253,13 +263,13 @@ def test_a_server_whose_clock_is_set_expels_nobody_and_still_notices_the_dead(
     term = me.term
     assert term is not None
     with watching(one) as events:
-        one.books.connector.call("SET", one.books.key("step"), step_s)
-        beats = other.valid_until
-        eventually(lambda: other.valid_until > beats + STEADY_S, 20)
+        on_key(one, "SET", "step", step_s)
+        beats = other._handle.valid_until
+        eventually(lambda: other._handle.valid_until > beats + STEADY_S, 20)
         assert events == []
         assert me.term is term
         assert term.valid
-        with two.lock:  # its heart cannot ask who is to be renewed
+        with two._handle.lock:  # its heart cannot ask who is to be renewed
             assert find(events, "dead", "b").reason == "expired"
         eventually(lambda: two.find("b") is not None and two.members[-1].alive)
     assert me.term is term

@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 
-from meteor_py.errors import HandlerFailed, MembershipLost, MessageExpired
+from meteor_py.errors import (
+    HandlerFailed,
+    MembershipLost,
+    MessageExpired,
+)
 from meteor_py.peers.messaging import inbox as inbox_module
-from meteor_py.peers.messaging import queue_state as box_module
+from meteor_py.peers.messaging import inbox as ininbox_module
+from meteor_py.peers.messaging.inbox import QueueState
 from meteor_py.peers.messaging.message import Message
+from meteor_py.runtime.clock import now
 from tests.support.mailing import Gate, Post, Record, failure, inbox_length, result
 from tests.support.mailing import post as post
+from tests.support.peering import LONG_S, Open
+from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
 
@@ -43,8 +51,8 @@ def test_of_those_that_wait_lower_priorities_come_first_and_then_older_ones(any_
         gate.wait_until_entered()
         for body, priority in (("d", 256), ("b", 128), ("c", 128), ("a", 1)):
             result(group.member("a").tell("q", body, priority=priority))
-        inbox = me._open_inbox()
-        eventually(lambda: len(inbox._boxes["q"].held) == 5, message="not all were read")
+        inbox = me._handle.inbox()
+        eventually(lambda: len(inbox._queues["q"].held) == 5, message="not all were read")
         gate.open.set()
         gate.wait_for(5)
         assert gate.bodies == ["in hand", "a", "b", "c", "d"]
@@ -59,8 +67,8 @@ def test_handlers_with_a_priority_take_turns_in_one_thread_lower_ones_first(post
     group.member("a").tell("gate")
     gate.wait_until_entered()
     asked = [group.member("a").ask(queue) for queue in ("idle", "urgent", "idle", "urgent")]
-    inbox = me._open_inbox()
-    eventually(lambda: sum(len(box.held) for box in inbox._boxes.values()) == 5)
+    inbox = me._handle.inbox()
+    eventually(lambda: sum(len(box.held) for box in inbox._queues.values()) == 5)
     gate.open.set()
     assert len({result(future) for future in asked}) == 1, "they have threads of their own"
     assert [message.queue for message in order.messages] == ["urgent", "urgent", "idle", "idle"]
@@ -105,14 +113,14 @@ def test_a_message_without_a_handler_is_not_failed_before_its_time(post: Post) -
 def test_a_backlog_beyond_what_is_held_here_comes_whole_and_in_order(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(box_module, "HELD_MAX", 10)
+    monkeypatch.setattr(inbox_module, "HELD_MAX", 10)
     monkeypatch.setattr(inbox_module, "_COUNT", 7)
     group = post.group()
     me, most = group.join("a"), 0
 
     def note(message: Message) -> None:
         nonlocal most
-        most = max(most, *(len(box.held) for box in me._open_inbox()._boxes.values()))
+        most = max(most, *(len(box.held) for box in me._handle.inbox()._queues.values()))
 
     slow, quick = Record(note), Record(note)
     me.on("slow")(slow)
@@ -129,7 +137,7 @@ def test_a_backlog_beyond_what_is_held_here_comes_whole_and_in_order(
 def test_what_is_not_settled_holds_up_its_own_queue_only(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(box_module, "HELD_MAX", 4)
+    monkeypatch.setattr(inbox_module, "HELD_MAX", 4)
     group = post.group()
     me, kept = group.join("a"), Record()
     me.on("kept", ack="manual")(kept)
@@ -325,7 +333,7 @@ def test_a_message_knows_when_it_was_sent_and_received(post: Post) -> None:
     result(group.member("a").send("q"))
     after = other.now()
     (message,) = got.messages
-    slack = message.clock_error + other.clock.error_bound + 0.002  # sent_at is in whole ms
+    slack = message.clock_error + other._handle.clock.error_bound + 0.002  # sent_at is in whole ms
     assert before - slack <= message.sent_at <= message.received_at + slack
     assert message.received_at <= after + slack
     assert message.latency == message.received_at - message.sent_at
@@ -374,3 +382,18 @@ def test_instances_of_a_group_do_not_hear_each_other(post: Post) -> None:
         result(two.all.send("q", 2))
         assert got[one.name].bodies == [1]
         assert got[two.name].bodies == [2]
+
+
+def test_the_inbox_reader_waits_for_the_rest_of_a_handler_timeout(open_group: Open) -> None:
+    me = open_group(ttl=LONG_S).join()
+    inbox = ininbox_module.Inbox(me._handle)
+    timeout = inbox._connection.block_max_s / 2
+    box = QueueState(inbox, "q", print, timeout=timeout)
+    box.live = True
+    message = Message("m", "q", "tell", None, False, 1, 1, 0.0, 0.0, 0.0)
+    box.held[(0, 1), "m"] = message
+    assert inbox._block_s([box]) == timeout  # it may be taken at once
+    message.overdue_at = now() + timeout / 2
+    assert inbox._block_s([box]) <= timeout / 2
+    message.overdue_at = now()
+    assert 0 < inbox._block_s([box]) < timeout / 2

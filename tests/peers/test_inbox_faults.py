@@ -15,6 +15,7 @@ from meteor_py.peers.group import PeerGroup
 from tests.conftest import ServerFactory
 from tests.support.mailing import NAME, Gate, Post, Record, abandon, inbox_length, result
 from tests.support.mailing import post as post
+from tests.support.peering import on_key
 from tests.support.proxied_stream import Pair
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST
@@ -23,7 +24,7 @@ from tests.support.waiting import eventually
 
 def expel(group: PeerGroup, member: str) -> None:
     """As if it had not been heard of for long, though it is there."""
-    group.books.connector.call("ZADD", group.books.key("deadlines"), 0, member)
+    on_key(group, "ZADD", "deadlines", 0, member)
 
 
 # Members that come and go
@@ -69,7 +70,7 @@ def test_the_answer_of_a_superseded_member_is_refused_and_logged(
     new.wait_for(1)
     with caplog.at_level(logging.WARNING):
         assert not message.reply("old")
-    assert "not in these hands any more" in caplog.text
+    assert "is not in this process any more" in caplog.text
     assert not future.done()
     assert inbox_length(group, "a") == 1
     assert new.messages[0].reply("new")
@@ -81,11 +82,11 @@ def test_a_named_member_that_was_taken_for_dead_goes_on_with_its_messages(post: 
     me, got = other.join("a"), Record(lambda message: message.body)
     me.on("q")(got)
     assert result(group.member("a").ask("q", 1)) == 1
-    session = me.session
+    session = me._handle.session
     expel(group, "a")
     asked = group.member("a").ask("q", 2, timeout=60)
     assert result(asked) == 2
-    eventually(lambda: me.session != session, message="it has not joined again")
+    eventually(lambda: me._handle.session != session, message="it has not joined again")
     assert result(group.member("a").ask("q", 3, timeout=60)) == 3
     assert not me.lost.is_set()
 
@@ -186,7 +187,7 @@ def test_nothing_is_lost_while_a_member_is_expelled_and_its_connections_are_cut(
         assert [future.result(60) for future in asked] == list(range(200))
         proxy.heal()
         assert set(got.bodies) == set(range(200))
-        held = me._open_inbox()._boxes["q"].held
+        held = me._handle.inbox()._queues["q"].held
         eventually(lambda: not held, message="something is held for ever")
         assert inbox_length(direct, "a") == 0
 

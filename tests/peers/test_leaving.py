@@ -18,15 +18,26 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.peers import membership as membership_module
+from meteor_py.peers import group_handle, member_handle
 from meteor_py.peers.group import PeerGroup
+from meteor_py.peers.group_handle import GroupHandle
+from meteor_py.peers.member_handle import MemberHandle
 from meteor_py.peers.membership import Membership
 from meteor_py.redis.scripts import PEERS_SEND
 from tests.conftest import ServerFactory
 from tests.support.mailing import SOON_S, Gate, Post, Record, failure, inbox_length, result
 from tests.support.mailing import post as post
-from tests.support.peering import LONG_S, Peers, expel, ids, peer_groups
+from tests.support.peering import (
+    LONG_S,
+    Open,
+    Peers,
+    expel,
+    ids,
+    on_key,
+    peer_groups,
+)
 from tests.support.peering import build as build
+from tests.support.peering import open_group as open_group
 from tests.support.peering import peers as peers
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server
@@ -51,7 +62,7 @@ def leaving(member: Membership, how: Callable[[], None] | None = None) -> Iterat
     """It leaves, and waits for its handlers."""
     thread = threading.Thread(target=how or member.leave)
     thread.start()
-    eventually(lambda: member._announced, SOON_S, "the server was not told")
+    eventually(lambda: member._handle.announced, SOON_S, "the server was not told")
     try:
         yield
     finally:
@@ -61,7 +72,7 @@ def leaving(member: Membership, how: Callable[[], None] | None = None) -> Iterat
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_module, "WORK_S", LONG_S)
+    monkeypatch.setattr(member_handle, "LEAVE_S", LONG_S)
 
 
 # Ending what was begun
@@ -103,7 +114,7 @@ def test_a_handler_that_closing_waits_for_may_send(post: Post) -> None:
 def test_a_member_whose_handler_hangs_leaves_at_last(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership_module, "WORK_S", 0.2)
+    monkeypatch.setattr(member_handle, "LEAVE_S", 0.2)
     group, other = post.group(ttl=LONG_S), post.group()
     me = other.join("a")
     with busy(group, me) as (_, future):
@@ -213,7 +224,7 @@ def test_who_is_interrupted_while_it_joins_is_no_member_and_keeps_its_messages(
         other.join(name).close()
         for number in range(3):
             result(group.member(name).tell("jobs", number))
-    owner = Membership if place == "join" else PeerGroup
+    owner = MemberHandle if place == "join" else GroupHandle
     original = getattr(owner, place)
 
     def interrupted(self: Any, *args: Any, **options: Any) -> Any:
@@ -228,7 +239,7 @@ def test_who_is_interrupted_while_it_joins_is_no_member_and_keeps_its_messages(
         with pytest.raises(KeyboardInterrupt):
             other.join(name)
     eventually(lambda: not any(member.alive for member in group.members))
-    assert other.memberships() == []
+    assert other._handle.local_members() == []
     if name:
         got = Record()
         other.join(name).on("jobs")(got)
@@ -249,7 +260,7 @@ def test_what_the_server_refuses_does_not_keep_a_handle_from_closing(
         client.close()
         plain.acl_setuser("default", enabled=True, commands=["+evalsha", "+eval"])
     for group in groups:
-        assert group.memberships() == []
+        assert group._handle.local_members() == []
         assert not [one for one in threading.enumerate() if group.name in one.name.split("-")]
 
 
@@ -268,9 +279,9 @@ def test_a_group_that_is_full_is_not_asked_all_the_time_by_who_cannot_come_back(
         one, two = post.group(ttl=ttl), post.group()
         me = one.join()
         two.join()
-        monkeypatch.setattr(membership_module, "MEMBERS_MAX", 1)
+        monkeypatch.setattr(member_handle, "MEMBERS_MAX", 1)
         expel(two, me.id)
-        eventually(lambda: me.recovering)
+        eventually(lambda: me._handle.recovering)
         check_calm(running, ttl, handles=2)
 
 
@@ -331,10 +342,25 @@ def test_the_server_forgets_messages_that_are_over(post: Post) -> None:
         for number in range(50):
             result(getattr(group.member("a"), verb)("q", number))
     result(group.member("a").ask("q"))
-    found: Any = group.books.connector.redis.keys(group.books.key("message:*"))
+    found: Any = group._handle.protocol.connector.redis.keys(
+        group._handle.protocol.key("message:*")
+    )
     assert len(found) <= 3  # the last ones, until more is sent
-    args: list[Any] = ["m", group.session, "", "q", "tell", "member", "a", 0, "0", 128, 9, 1000]
-    assert group.books.run(PEERS_SEND, [*args, "json", "1", "", ""])[0] == b"OK"
+    args: list[Any] = [
+        "m",
+        group._handle.reply_session,
+        "",
+        "q",
+        "tell",
+        "member",
+        "a",
+        0,
+        "0",
+        128,
+        9,
+        1000,
+    ]
+    assert group._handle.protocol.run(PEERS_SEND, [*args, "json", "1", "", ""])[0] == b"OK"
 
 
 def test_a_message_that_was_sent_twice_is_not_forgotten_before_its_time(
@@ -349,9 +375,7 @@ def test_a_message_that_was_sent_twice_is_not_forgotten_before_its_time(
         message = result(group.member("a").tell("q", "twice"))
         result(group.member("a").tell("q", 1))  # tells what is over
         assert inbox_length(other, "a") == 3
-        assert other.books.connector.call("EXISTS", other.books.key(f"message:{message}")), (
-            "the first try may arrive yet"
-        )
+        assert on_key(other, "EXISTS", f"message:{message}"), "the first try may arrive yet"
         me.leave()
 
 
@@ -361,7 +385,7 @@ def test_deleting_a_group_spares_what_is_sent_to_those_who_begin_it_anew(
     group, other = post.group(ttl=0.5), post.group()
     me = group.join("a")
     result(other.member("a").tell("q", "old"))
-    call = other.books.connector.call
+    call = other._handle.protocol.connector.call
 
     def late(*command: Any) -> Any:
         if command[0] == "UNLINK":
@@ -369,14 +393,14 @@ def test_deleting_a_group_spares_what_is_sent_to_those_who_begin_it_anew(
         return call(*command)
 
     def tell() -> None:
-        eventually(lambda: group.picture.life != life and group.find("a"), SOON_S)
+        eventually(lambda: group._handle.view.incarnation != life and group.find("a"), SOON_S)
         result(group.member("a").tell("q", "new"))
 
-    life = group.picture.life
+    life = group._handle.view.incarnation
     teller = threading.Thread(target=tell)
     teller.start()
     with monkeypatch.context() as patch:
-        patch.setattr(other.books.connector, "call", late)
+        patch.setattr(other._handle.protocol.connector, "call", late)
         other.delete(force=True)
     teller.join(SOON_S)
     got = Record()
@@ -389,7 +413,7 @@ def test_a_group_begun_anew_in_the_middle_of_a_delete_is_listed(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = post.group(ttl=LONG_S)
-    client = group.books.connector
+    client = group._handle.protocol.connector
     group.join("a")
     group.delete()
     run = client.run
@@ -399,7 +423,7 @@ def test_a_group_begun_anew_in_the_middle_of_a_delete_is_listed(
         return run(*args)
 
     monkeypatch.setattr(client, "run", late)
-    group.books.open(group.config)
+    group._handle.protocol.open(group.config)
     assert peer_groups(group) == [group.name]
 
 
@@ -409,10 +433,10 @@ def test_a_group_begun_anew_brings_its_settings(post: Post) -> None:
     group.delete(force=True)
     anew = post.group(ttl=0.5, max_inbox=7)
     me = anew.join("b")
-    other._heart.hurry()
+    other._handle.heartbeat.hurry()
     eventually(lambda: other.config == anew.config, SOON_S)
     mine = other.join("c")
-    eventually(lambda: mine.valid_until - time.monotonic() < 1, SOON_S)
+    eventually(lambda: mine._handle.valid_until - time.monotonic() < 1, SOON_S)
     for _ in range(7):
         result(other.member("b").tell("q"))
     assert isinstance(failure(other.member("b").tell("q")), meteor.InboxFull)
@@ -429,3 +453,21 @@ def test_for_anybody_goes_to_one_who_has_room(post: Post) -> None:
         result(group.any.tell("q"))
     assert (inbox_length(group, "a"), inbox_length(group, "b")) == (5, 5)
     assert isinstance(failure(group.any.tell("q")), meteor.InboxFull)
+
+
+def test_all_members_of_a_handle_leave_though_their_handlers_are_busy(
+    open_group: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_handle, "_LEAVE_S", 0.3)  # for all of them together
+    one, two = open_group(ttl=LONG_S), open_group()
+    gates = [Gate() for _ in range(3)]
+    for gate in gates:
+        me = one.join()
+        me.on("q")(gate)
+        two.member(me.id).tell("q").result(SOON_S)
+        gate.wait_until_entered()
+    one.close()
+    eventually(lambda: not two.members, SOON_S)
+    assert not any(gate.messages for gate in gates)
+    for gate in gates:
+        gate.open.set()

@@ -14,8 +14,13 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.errors import MembershipLost, MeteorError, PeerError
-from meteor_py.peers import membership as membership_module
+from meteor_py.errors import (
+    MembershipLost,
+    MemberTaken,
+    MeteorError,
+    PeerError,
+)
+from meteor_py.peers import member_handle
 from meteor_py.redis.scripts import PEERS_JOIN, PEERS_LEAVE
 from tests.support.peering import GROUP, LONG_S, Heard, Open, ids, watching
 from tests.support.peering import open_group as open_group
@@ -93,7 +98,7 @@ def test_the_own_join_is_told_when_it_is_done(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     told = threading.Event()
     group.on_join(lambda member: told.set())
-    with group.caller.held():  # as join() does
+    with group._handle.listeners.thread.held():  # as join() does
         group.join()
         assert not told.is_set()
     assert told.wait(10)
@@ -193,8 +198,8 @@ def test_who_was_removed_while_it_saw_no_events_does_not_come_back(
     me = two.join("a")
     with plain_client(url) as redis:
         both = redis.pipeline(transaction=True)  # nobody sees the event
-        both.eval(PEERS_LEAVE.source, 1, one.books.prefix, "a", "", "")
-        both.delete(one.books.key("events"))
+        both.eval(PEERS_LEAVE.source, 1, one._handle.protocol.prefix, "a", "", "")
+        both.delete(one._handle.protocol.key("events"))
         both.execute()
     assert me.lost.wait(10)
     assert me.reason == "removed"
@@ -204,11 +209,11 @@ def test_news_of_a_removal_does_not_hit_who_joins_after_it(open_group: Open) -> 
     one, two = open_group(ttl=LONG_S), open_group()
     for _ in range(20):
         me = two.join("a")
-        with two.lock:  # the news waits
+        with two._handle.lock:  # the news waits
             one.remove("a")
-            one.books.connector.run(
+            one._handle.protocol.connector.run(
                 PEERS_JOIN,
-                [one.books.prefix],
+                [one._handle.protocol.prefix],
                 ["a", "of-another", "1", 0, b"null", "takeover", 1000],
             )
         again = two.join("a")
@@ -255,7 +260,7 @@ def test_a_join_that_cannot_be_is_refused(open_group: Open, arguments: dict[str,
 def test_a_group_does_not_take_more_members_than_it_may(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership_module, "MEMBERS_MAX", 2)
+    monkeypatch.setattr(member_handle, "MEMBERS_MAX", 2)
     group = open_group(ttl=LONG_S)
     group.join()
     group.join()
@@ -289,8 +294,8 @@ def test_a_handle_works_on_every_kind_of_server(any_url: str, open_group: Open) 
         term.guard.set("x", "y")
         assert two.guarded("x") == b"y"
     eventually(lambda: two.leader is not None and two.leader.id == other.id)
-    sent = me.valid_until
-    eventually(lambda: me.valid_until > sent)
+    sent = me._handle.valid_until
+    eventually(lambda: me._handle.valid_until > sent)
     me.leave()
     eventually(lambda: heard.count("leave", "a", "left") == 1)
     other.leave()
@@ -317,7 +322,7 @@ def test_closing_and_joining_at_once_leaves_no_member_behind(url: str) -> None:
                 thread.start()
                 group.close()
                 thread.join(30)
-        last = observer.books.look()
+        last = observer._handle.protocol.look()
         assert last.members == {}
 
 
@@ -342,3 +347,13 @@ def test_nothing_waits_for_a_thread_that_hangs_for_ever(open_group: Open) -> Non
     group.join()
     assert closed.wait(20)
     assert time.monotonic() - started < 20
+
+
+def test_the_id_of_a_member_without_a_name_cannot_be_taken_over(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    me = group.join()
+    with pytest.raises(MemberTaken, match="joined without a name; choose another"):
+        group.join(me.id)
+    group.join("a")
+    with pytest.raises(MemberTaken, match="take it over"):
+        group.join("a", on_conflict="fail")

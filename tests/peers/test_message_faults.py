@@ -12,11 +12,26 @@ from typing import Any
 
 import pytest
 
-from meteor_py.errors import MessageExpired, OutOfMemory
+from meteor_py.errors import (
+    MessageExpired,
+    OutOfMemory,
+)
 from meteor_py.peers.messaging.message import Message
 from tests.conftest import ServerFactory
-from tests.support.mailing import VERBS, Gate, Post, Record, failure, inbox_length, result, say
+from tests.support.mailing import (
+    SOON_S,
+    VERBS,
+    Gate,
+    Post,
+    Record,
+    failure,
+    inbox_length,
+    result,
+    say,
+)
 from tests.support.mailing import post as post
+from tests.support.peering import LONG_S, Open
+from tests.support.peering import open_group as open_group
 from tests.support.proxied_stream import Pair
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST
@@ -179,3 +194,25 @@ def test_a_blocking_question_to_who_has_just_joined_is_answered(post: Post) -> N
     eventually(lambda: inbox_length(group, "a") == 1, message="it was not asked")
     me.on("q")(lambda message: "here")
     eventually(lambda: answers == ["here"], message="no answer came")
+
+
+@pytest.mark.parametrize("how", ["resync", "connection"])
+def test_replies_are_read_from_the_start_when_their_stream_may_be_another(
+    open_group: Open, how: str
+) -> None:
+    group = open_group(ttl=LONG_S)
+    group.join("a").on("q")(Record(lambda message: message.body))
+    assert result(group.member("a").ask("q", 1)) == 1
+    watcher = group._handle.event_reader
+    watcher._reply_position = "9999999999999-0"  # by the clock of a server that is gone
+
+    def lost() -> bool:
+        if how == "resync":
+            group._handle.resync(reset=True)
+            group.join().leave()  # the watch is woken
+        else:
+            watcher._connection.interrupt()
+        return watcher._reply_position != "9999999999999-0"
+
+    eventually(lost, SOON_S)
+    assert result(group.member("a").ask("q", 2, timeout=LONG_S)) == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
@@ -15,10 +17,23 @@ from meteor_py.errors import (
     MeteorError,
     PartialFailure,
 )
-from meteor_py.peers.messaging import requests as mail_module
+from meteor_py.peers.messaging import requests
+from meteor_py.peers.messaging import requests as requests_module
 from meteor_py.peers.messaging.message import Message
-from tests.support.mailing import Gate, Post, Record, abandon, failure, inbox_length, result, say
+from tests.support.mailing import (
+    SOON_S,
+    Gate,
+    Post,
+    Record,
+    abandon,
+    failure,
+    inbox_length,
+    result,
+    say,
+)
 from tests.support.mailing import post as post
+from tests.support.peering import LONG_S, Open
+from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
 # Failures
@@ -217,7 +232,7 @@ def test_a_future_cannot_be_cancelled(post: Post) -> None:
 def test_sending_waits_while_too_many_answers_are_pending(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mail_module, "PENDING_MAX", 2)
+    monkeypatch.setattr(requests_module, "PENDING_MAX", 2)
     group, gate = post.group(), Gate(lambda message: message.body)
     group.join("a").on("q")(gate)
     first = [group.member("a").ask("q", n, timeout=60) for n in range(2)]
@@ -242,6 +257,30 @@ def test_an_answer_is_found_at_the_deadline_though_the_word_of_it_was_lost(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, other = post.group(), post.group()
-    monkeypatch.setattr(group.mail, "answered", lambda message: None)
+    monkeypatch.setattr(group._handle.requests, "reply_arrived", lambda message: None)
     other.join("a").on("q")(lambda message: "here")
     assert result(group.member("a").ask("q", timeout=0.5)) == "here"
+
+
+def test_a_callback_of_a_reply_does_not_wait_for_its_own_thread(
+    open_group: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = open_group(ttl=LONG_S)
+    me, slow, quick = group.join("a"), Gate(), Gate()
+    me.on("slow")(slow)
+    me.on("quick")(quick)
+    asked: list[Future[Any]] = []
+
+    def ask_again(_: object) -> None:
+        asked.append(group.member("a").ask("slow", timeout=LONG_S))
+
+    first = group.member("a").ask("slow", timeout=LONG_S)
+    second = group.member("a").ask("quick", timeout=LONG_S)
+    second.add_done_callback(ask_again)
+    monkeypatch.setattr(requests, "PENDING_MAX", 1)
+    quick.open.set()
+    eventually(lambda: asked, SOON_S)
+    assert isinstance(failure(asked[0]), MessageExpired)
+    assert not first.done()
+    slow.open.set()
+    result(first)

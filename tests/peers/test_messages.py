@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
-from meteor_py.errors import MembershipLost, MemberUnknown, MessageExpired, NoLeader
+from meteor_py.errors import (
+    MembershipLost,
+    MemberUnknown,
+    MessageExpired,
+    NoLeader,
+)
 from meteor_py.peers.messaging.message import Message
 from meteor_py.redis.scripts import PEERS_SEND
 from tests.support.mailing import (
+    SOON_S,
     VERBS,
     Post,
     Record,
@@ -23,6 +29,8 @@ from tests.support.mailing import (
     wait_until_expired,
 )
 from tests.support.mailing import post as post
+from tests.support.peering import LONG_S, Open
+from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
 TARGETS = ("member", "any", "all", "leader_proxy")
@@ -226,9 +234,9 @@ def test_for_anybody_is_spread_evenly(post: Post, members: int, rng: random.Rand
     for _ in range(count):
         # As Mail does, with a number that the seed of the test gives.
         message = f"{rng.getrandbits(64):x}"
-        args: list[Any] = [message, group.session, "", "q", "tell", "any", ""]
+        args: list[Any] = [message, group._handle.reply_session, "", "q", "tell", "any", ""]
         args += [rng.randrange(2**31), "0", "128", "10000", "1000", "json", "1", "", ""]
-        assert group.books.run(PEERS_SEND, args)[0] == b"OK"
+        assert group._handle.protocol.run(PEERS_SEND, args)[0] == b"OK"
     lengths = [inbox_length(group, f"m{n}") for n in range(members)]
     assert sum(lengths) == count
     square = sum((length - 100) ** 2 / 100 for length in lengths)
@@ -242,3 +250,14 @@ def test_two_messages_of_a_handle_for_anybody_may_go_to_different_members(post: 
         group.join(name).on("q")(lambda message, name=name: name)
     counts = Counter(result(group.any.ask("q")) for _ in range(60))
     assert set(counts) == {"a", "b"}  # 1 : 2^59 that it fails
+
+
+def test_a_message_to_a_group_of_dead_members_says_so(open_group: Open) -> None:
+    group = open_group(ttl=LONG_S)
+    assert str(failure(group.any.tell("q"))) == "Nobody is in group 'workers'."
+    group.join("a").close()
+    eventually(lambda: [member.alive for member in group.members] == [False], SOON_S)
+    for target in (group.any, group.all):
+        error = failure(target.tell("q"))
+        assert isinstance(error, MemberUnknown)
+        assert str(error) == "Nobody in group 'workers' is alive."

@@ -78,7 +78,7 @@ def test_a_group_is_deleted_by_who_may_and_listed_no_more(url: str, open_group: 
     one.delete()
     assert one.closed
     assert peer_groups(one) == []
-    eventually(lambda: observer.picture.life == "" and not observer.members)
+    eventually(lambda: observer._handle.view.incarnation == "" and not observer.members)
     with plain_client(url) as redis:  # who looks on does not begin it anew
         assert redis.keys("meteor:group:*") == []
     two.join("c")  # who joins does
@@ -91,3 +91,26 @@ def test_who_is_alive_when_its_group_is_deleted_begins_it_anew(open_group: Open)
     one.delete(force=True)
     before = me.id
     eventually(lambda: me.id != before and ids(two) == [me.id])
+
+
+def test_a_group_is_opened_by_the_name_that_is_listed(url: str) -> None:
+    with meteor.connect(url) as m, m.peer_group("cell", instance="c1") as group:
+        me = group.join()
+        (name,) = m.peer_groups()
+        with m.peer_group(name, create=False) as same:
+            assert (same.name, same.find(me.id) is not None) == ("cell/c1", True)
+        for wrong in ("cell/", "/c1", "cell/c1/x"):
+            with pytest.raises(ValueError, match="group"):
+                m.peer_group(wrong)
+        with pytest.raises(ValueError, match="group"):
+            m.peer_group("cell/c1", instance="c2")
+
+
+def test_member_expiration_none_is_compared_with_the_setting(url: str) -> None:
+    with meteor.connect(url) as m:
+        m.peer_group("short", member_expiration=5).close()
+        m.peer_group("short").close()
+        with pytest.raises(PeerError, match=r"exists with member_expiration=5\.0, not None"):
+            m.peer_group("short", member_expiration=None)
+        m.peer_group("long", member_expiration=None).close()
+        m.peer_group("long", member_expiration=None).close()

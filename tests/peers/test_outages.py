@@ -10,7 +10,7 @@ import pytest
 from meteor_py.errors import ConnectionFailed, OutOfMemory
 from meteor_py.redis.scripts import PEERS_JOIN
 from tests.conftest import ServerFactory
-from tests.support.peering import LONG_S, Heard, Open, ids, watching
+from tests.support.peering import LONG_S, Heard, Open, ids, on_key, watching
 from tests.support.peering import open_group as open_group
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server, plain_client
@@ -29,7 +29,7 @@ def test_after_flushall_all_members_join_again_and_all_are_told(url: str, open_g
         client.flushall()
     eventually(lambda: heard.count("reset") >= 1)
     eventually(lambda: {m.id for m in observer.members if m.alive} == {me.id, "a"} != {before, "a"})
-    assert observer.picture.members["a"].metadata == {"kept": True}
+    assert observer._handle.view.members["a"].metadata == {"kept": True}
     eventually(lambda: observer.leader is not None and observer.term > term)
     assert not me.lost.is_set()
     assert not named.lost.is_set()
@@ -42,7 +42,7 @@ def test_after_flushall_all_members_join_again_and_all_are_told(url: str, open_g
 def test_a_group_recovers_from_the_loss_of_any_of_its_keys(open_group: Open, lost: str) -> None:
     one, two = open_group(ttl=0.6), open_group()
     me, named = one.join(), two.join("a")
-    one.books.connector.call("DEL", one.books.key(lost))
+    on_key(one, "DEL", lost)
     last = one.join("last")
     eventually(
         lambda: all(
@@ -59,11 +59,11 @@ def test_a_fork_of_the_history_is_noticed_though_the_numbers_fit(open_group: Ope
     one = open_group(ttl=LONG_S)
     one.join("a")
     with watching(one) as events:
-        with one.lock:
-            one.books.connector.call("HSET", one.books.key("state"), "mark", "of another history")
+        with one._handle.lock:
+            on_key(one, "HSET", "state", "mark", "of another history")
             # The next event has the number that is expected, and another past.
             args = ["b", "s", "0", 0, b"null", "fail", 1000]
-            one.books.connector.run(PEERS_JOIN, [one.books.prefix], args)
+            one._handle.protocol.connector.run(PEERS_JOIN, [one._handle.protocol.prefix], args)
         eventually(lambda: [event.kind for event in events] == ["reset", "joined"])
     assert all(event.resync for event in events)
     assert ids(one) == ["a", "b"]
@@ -124,7 +124,7 @@ def test_events_are_not_lost_over_cuts_of_the_connection(
             one.join().leave()
             if rng.random() < 0.5:
                 proxy.cut()
-        last = one.books.look().view
+        last = one._handle.protocol.look().view
         eventually(lambda: len(events) >= last)
     assert [event.view for event in events] == list(range(1, last + 1))
     assert not any(event.resync for event in events)
@@ -140,8 +140,8 @@ def test_a_group_goes_on_where_the_server_is_full(
         redis.config_set("maxmemory", 1)
         two = open_group(server.url)
         other = two.join()
-        sent = me.valid_until
-        eventually(lambda: me.valid_until > sent)
+        sent = me._handle.valid_until
+        eventually(lambda: me._handle.valid_until > sent)
         with me.leadership(timeout=10):
             pass
         eventually(lambda: other.term is not None)

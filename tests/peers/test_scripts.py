@@ -289,13 +289,13 @@ def test_events_are_numbered_without_gaps_and_each_names_the_one_before(
 
 
 CALLS: dict[str, list[Any]] = {
-    "beat": ["s", "a"],
     "delete": [""],
-    "guard": [1, "s", "set", "x", "y"],
+    "describe": [],
+    "guarded_write": [1, "s", "set", "x", "y"],
+    "heartbeat": ["s", "a"],
     "join": ["a", "s", "0", 0, "", "fail", 1000],
     "leave": ["a", "s", ""],
-    "look": [],
-    "update": ["a", "s", "metadata", ""],
+    "update_member": ["a", "s", "metadata", ""],
 }
 
 
@@ -312,12 +312,14 @@ def test_a_group_that_is_gone_or_not_whole_is_none_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("lost", ["config", "state"])
-def test_a_group_that_is_not_whole_is_begun_anew_in_another_life(peers: Peers, lost: str) -> None:
+def test_a_group_that_is_not_whole_is_started_again_as_another_incarnation(
+    peers: Peers, lost: str
+) -> None:
     peers.join("a")
-    life = peers.run("describe")[1]
+    incarnation = peers.run("describe")[1]
     peers.client._connector.call("DEL", peers.prefix + lost)
     peers.open()
-    assert peers.run("describe")[1] not in (life, "")
+    assert peers.run("describe")[1] not in (incarnation, "")
     assert (peers.members(), peers.events()) == (set(), [])
     assert peers.join("a")[0] == "OK"
 

@@ -6,19 +6,26 @@ threads would call, in an order that they rarely come in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
-from meteor_py.errors import StaleTerm
+from meteor_py.errors import (
+    StaleTerm,
+)
+from meteor_py.peers import leadership
+from meteor_py.peers.leadership import Term
 from meteor_py.peers.membership import Membership
-from meteor_py.peers.protocol import Beat, Here
+from meteor_py.peers.protocol import HeartbeatReply, Presence
 from meteor_py.redis.scripts import PEERS_GUARDED_WRITE, PEERS_UPDATE_MEMBER
 from meteor_py.runtime.clock import now
 from tests.conftest import ServerFactory
-from tests.support.peering import LONG_S, Heard, Open, expel, ids, watching
+from tests.support.mailing import SOON_S
+from tests.support.peering import LONG_S, Heard, Open, await_heartbeat, expel, ids, watching
 from tests.support.peering import open_group as open_group
 from tests.support.proxied_stream import Pair
 from tests.support.proxy import Proxy
@@ -46,13 +53,13 @@ def test_an_old_leader_cannot_write(open_group: Open, how: str) -> None:
     one, two = open_group(ttl=LONG_S), open_group()
     me = one.join("a")
     other = two.join("b")
-    term, session = me.term, me.session
+    term, session = me.term, me._handle.session
     assert term is not None
-    with one.lock:  # the news do not come to it
+    with one._handle.lock:  # the news do not come to it
         match how:
             case "resign":
                 args = ["a", session, "resign", term.number, 0]
-                two.books.run(PEERS_UPDATE_MEMBER, args)
+                two._handle.protocol.run(PEERS_UPDATE_MEMBER, args)
             case "removed":
                 two.remove("a")
             case "taken over":
@@ -71,7 +78,7 @@ def test_an_old_leader_cannot_write(open_group: Open, how: str) -> None:
     with pytest.raises(StaleTerm, match="given it up"):
         term.guard.delete("x")
     args = [term.number, session, "set", "x", "old"]
-    assert two.books.run(PEERS_GUARDED_WRITE, args)[0] == b"STALE"
+    assert two._handle.protocol.run(PEERS_GUARDED_WRITE, args)[0] == b"STALE"
 
 
 # What a term knows
@@ -132,16 +139,16 @@ def test_a_leader_that_was_cut_off_with_all_others_gets_its_term_back_as_another
     assert [event.kind for event in events] == ["joined"]  # nobody was expelled
 
 
-def beat_of(me: Membership, leader: Membership | None, term: int) -> Beat:
-    return Beat(
-        life=me.group.picture.life,
+def reply_of(me: Membership, leader: Membership | None, term: int) -> HeartbeatReply:
+    return HeartbeatReply(
+        incarnation=me.group._handle.view.incarnation,
         view=me.group.view,
-        mark=me.group.picture.mark,
+        mark=me.group._handle.view.mark,
         term=term,
         leader=leader.id if leader else "",
-        session=leader.session if leader else "",
+        session=leader._handle.session if leader else "",
         time=0.0,
-        here=[Here.YES],
+        presence=[Presence.MEMBER],
         overdue_s=LONG_S,
         has_orphans=False,
         ttl=me.group.config.ttl,
@@ -161,13 +168,15 @@ def test_late_news_of_an_election_do_not_bring_back_a_term_that_was_laid_down(
     term = me.term
     assert term is not None
     me.resign()
-    me.elected(term.number)  # the event comes after it
+    me._handle.leadership.elected(term.number)  # the event comes after it
     assert me.term is None
-    assert me.heard(now(), beat_of(me, me, term.number))  # so does an answer; it is told again
+    assert me._handle.renewed(
+        now(), reply_of(me, me, term.number)
+    )  # so does an answer; it is told again
     assert me.term is None
     eventually(lambda: other.term is not None)
-    me.deposed(term.number)
-    me.elected(term.number)
+    me._handle.leadership.deposed(term.number)
+    me._handle.leadership.elected(term.number)
     assert me.term is None
 
 
@@ -181,11 +190,11 @@ def test_an_answer_that_is_older_than_an_election_does_not_end_the_term(
     eventually(lambda: other.term is not None)
     assert other.term is not None
     term = other.term
-    other.heard(now(), beat_of(other, me, before.number))
-    other.heard(now(), beat_of(other, None, before.number))
+    other._handle.renewed(now(), reply_of(other, me, before.number))
+    other._handle.renewed(now(), reply_of(other, None, before.number))
     assert other.term is term
     assert term.valid
-    other.heard(now(), beat_of(other, None, term.number))
+    other._handle.renewed(now(), reply_of(other, None, term.number))
     assert not term.valid
 
 
@@ -195,9 +204,9 @@ def test_an_answer_ends_a_term_that_is_over_before_the_event_comes(
     me, other = two_members
     term = me.term
     assert term is not None
-    me.heard(now(), beat_of(me, other, term.number + 1))
+    me._handle.renewed(now(), reply_of(me, other, term.number + 1))
     assert (me.term, term.lost.is_set()) == (None, True)
-    me.elected(term.number)
+    me._handle.leadership.elected(term.number)
     assert me.term is None
 
 
@@ -207,8 +216,8 @@ def test_a_term_that_was_not_valid_for_a_moment_never_is_again(
     me, _ = two_members
     term = me.term
     assert term is not None
-    me.valid_until = now() - 1  # stopped for too long; nobody has looked yet
-    me.heard(now(), beat_of(me, me, term.number))
+    me._handle.valid_until = now() - 1  # stopped for too long; nobody has looked yet
+    me._handle.renewed(now(), reply_of(me, me, term.number))
     assert not term.valid
     assert term.lost.is_set()
     assert me.term is not None
@@ -220,7 +229,7 @@ def test_a_term_that_nobody_looks_at_is_lost_in_time(open_group: Open) -> None:
     me = group.join()
     term = me.term
     assert term is not None
-    me.valid_until = now() + 0.05
+    me._handle.valid_until = now() + 0.05
     eventually(lambda: term.remaining == 0)
     assert not term.valid
     assert term.lost.is_set()
@@ -234,7 +243,7 @@ def test_a_resignation_that_does_not_reach_the_server_is_said_again(
     me, other = one.join(), two.join()
     term = me.term
     assert term is not None
-    one.books.connector.call("PING")
+    one._handle.protocol.connector.call("PING")
     proxy.refuse()
     proxy.cut()
     assert me.resign()
@@ -280,20 +289,106 @@ def test_a_term_below_one_that_was_seen_is_not_believed_in(open_group: Open) -> 
     one, two = open_group(ttl=0.9), open_group()
     me, other = one.join("a"), two.join("b")
     seen = 10**15
-    me.deposed(seen)  # it knows of a term far ahead
+    me._handle.leadership.deposed(seen)  # it knows of a term far ahead
     eventually(lambda: one.term > seen and two.term > seen)
     assert (me.term is None) != (other.term is None)
 
 
-def test_a_beat_is_read_as_it_is_sent(open_group: Open) -> None:
+def test_a_heartbeat_reply_is_decoded(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     me = group.join("a")
     with ExitStack() as stack:
-        link = group.books.connector.open_connection()
+        link = group._handle.protocol.connector.open_connection()
         stack.callback(link.close)
-        beat = group.books.beat(link, me.session, ["a", "nobody"])
-    assert beat.here == [Here.YES, Here.EXPELLED]
+        reply = group._handle.protocol.heartbeat(link, me._handle.session, ["a", "nobody"])
+    assert reply.presence == [Presence.MEMBER, Presence.EXPELLED]
     expected = replace(
-        beat_of(me, me, group.term), time=beat.time, here=beat.here, overdue_s=beat.overdue_s
+        reply_of(me, me, group.term),
+        time=reply.time,
+        presence=reply.presence,
+        overdue_s=reply.overdue_s,
     )
-    assert beat == expected
+    assert reply == expected
+
+
+def leader_threads() -> int:
+    return sum(thread.name.startswith("meteor-leader") for thread in threading.enumerate())
+
+
+def lead_for_a_moment(me: Membership) -> None:
+    with me.leadership(SOON_S):
+        pass
+
+
+@pytest.mark.parametrize("way", [Membership.resign, lead_for_a_moment])
+def test_no_other_member_is_elected_before_the_leader_task_of_a_resigning_one_ends(
+    open_group: Open, monkeypatch: pytest.MonkeyPatch, way: Callable[[Membership], object]
+) -> None:
+    monkeypatch.setattr(leadership, "TASKS_S", LONG_S)
+    one, two = open_group(ttl=LONG_S), open_group()
+    me, other = one.join(), two.join()
+    begun, ending, finish = threading.Event(), threading.Event(), threading.Event()
+
+    @me.as_leader
+    def lead(term: Term) -> None:
+        begun.set()
+        term.lost.wait(SOON_S)
+        ending.set()
+        finish.wait(SOON_S)
+
+    assert begun.wait(SOON_S)
+    resigning = threading.Thread(target=way, args=(me,))
+    resigning.start()
+    assert ending.wait(SOON_S)
+    await_heartbeat(one, me)
+    assert two._handle.protocol.look().leader == me.id
+    assert other.term is None
+    finish.set()
+    resigning.join(SOON_S)
+    eventually(lambda: other.term is not None, SOON_S)
+
+
+def test_a_leader_task_that_outlives_its_term_has_one_thread_and_gets_the_last_term(
+    open_group: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leadership, "TASKS_S", 0.01)
+    me = open_group(ttl=LONG_S).join()
+    finish = threading.Event()
+    terms: list[Term] = []
+
+    @me.as_leader
+    def lead(term: Term) -> None:
+        terms.append(term)
+        finish.wait(SOON_S)
+
+    eventually(lambda: terms, SOON_S)
+    numbers = []
+    for _ in range(5):
+        eventually(lambda: me.term is not None, SOON_S)
+        assert me.term is not None
+        numbers.append(me.term.number)
+        me.resign()
+    eventually(lambda: me.term is not None, SOON_S)
+    assert leader_threads() == 1
+    finish.set()
+    eventually(lambda: len(terms) == 2, SOON_S)
+    assert terms[0].number == numbers[0]
+    assert terms[1] is me.term
+    eventually(lambda: leader_threads() == 0, SOON_S)
+
+
+def test_a_function_is_a_leader_task_once(open_group: Open) -> None:
+    me = open_group(ttl=LONG_S).join()
+    terms: list[Term] = []
+    me.as_leader(terms.append)
+    me.as_leader(terms.append)
+    eventually(lambda: len(terms) == 1 and leader_threads() == 0, SOON_S)
+    me.resign()
+    eventually(lambda: len(terms) == 2 and leader_threads() == 0, SOON_S)
+
+
+def test_a_leader_task_that_exits_lets_others_lead(open_group: Open) -> None:
+    group = open_group(ttl=1.5)
+    first, second = group.join(), group.join()
+    first.as_leader(lambda term: sys.exit("fatal"))
+    eventually(lambda: second.term is not None, SOON_S)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
 import pytest
 
-from meteor_py.errors import MembershipLost, NoLeader, PeerError
+from meteor_py.errors import (
+    MembershipLost,
+    NoLeader,
+    PeerError,
+)
 from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.voting.proposal import Outcome, Proposal
 from tests.conftest import ServerFactory
+from tests.support.mailing import SOON_S, Gate, Record, result
 from tests.support.peer_voters import GROUP, LONG_S, RESULT_S, Panel, always, ids, outcome_of
+from tests.support.peering import Open
+from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
 
@@ -82,7 +90,7 @@ def test_a_future_ends_though_the_event_of_the_decision_is_lost(
 ) -> None:
     with Panel(url) as panel:
         (member,) = panel.members(1)
-        monkeypatch.setattr(panel.peer_group.ballots, "decided", lambda event: None)
+        monkeypatch.setattr(panel.peer_group._handle.polls, "decided", lambda event: None)
         told: list[Outcome] = []
         panel.peer_group.on_decision(told.append)
         member.on_vote(always(True))
@@ -128,4 +136,29 @@ def test_who_only_looks_on_has_no_thread_for_votes(url: str) -> None:
     with Panel(url) as panel:
         panel.members(1)
         running = {thread.name for thread in threading.enumerate()}
-        assert not {name for name in running if name.startswith(("meteor-b", "meteor-caller-v"))}
+        assert not {
+            name for name in running if name.startswith(("meteor-polls", "meteor-callbacks-v"))
+        }
+
+
+def test_a_vote_and_an_action_and_a_callback_that_exit_stop_nothing(
+    open_group: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = open_group(ttl=LONG_S)
+    me = group.join("a")
+    me.on("q")(Record(lambda message: message.body))
+    me.on_action("go")(lambda action: sys.exit(1))
+    assert result(group.propose_action("go", at=group.now() + 1)).passed
+    eventually(lambda: "Action 'go' of group 'workers' failed" in caplog.text, SOON_S)
+    me.on_vote(lambda proposal: sys.exit(1))
+    outcome = group.propose("lunch", timeout=LONG_S)
+    outcome.add_done_callback(lambda future: sys.exit(1))
+    assert result(outcome).no == ("a",)
+    assert result(group.propose("dinner", timeout=LONG_S)).no == ("a",)
+    gate = Gate()
+    me.on("gate")(gate)
+    answer = group.member("a").ask("gate", timeout=LONG_S)
+    answer.add_done_callback(lambda future: sys.exit(1))
+    gate.open.set()
+    result(answer)
+    assert result(group.member("a").ask("q", 7, timeout=LONG_S)) == 7

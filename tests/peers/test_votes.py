@@ -249,7 +249,7 @@ def test_a_vote_counts_once_in_time_and_from_who_was_asked(any_url: str) -> None
             return poll
 
         def vote(poll: str, member: Any, answer: str, session: str = "") -> list[Any]:
-            return panel.run(PEERS_VOTE, poll, member.id, session or member.session, answer)
+            return panel.run(PEERS_VOTE, poll, member.id, session or member._handle.session, answer)
 
         poll = propose("majority")
         late = panel.peer_group.join()
@@ -281,7 +281,9 @@ def test_of_very_many_votes_that_end_at_once_none_takes_a_vote_after_its_end(url
             args = [poll, "majority", 60_000, "", 200, "", b"json:1", "", "", "0", ""]
             panel.run(PEERS_PROPOSE, *args)
         panel.redis.zadd(panel.key("polls"), dict.fromkeys(polls, 1.0))
-        votes = [panel.run(PEERS_VOTE, poll, member.id, member.session, "y")[1] for poll in polls]
+        votes = [
+            panel.run(PEERS_VOTE, poll, member.id, member._handle.session, "y")[1] for poll in polls
+        ]
         assert votes == [0] * 100
         results = [panel.redis.hget(panel.key(f"poll:{poll}"), "result") for poll in polls]
         assert results == [b"no"] * 100

@@ -21,6 +21,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.peers.group import PeerGroup
 from meteor_py.peers.messaging.message import Message
+from tests.support.peering import on_key
 from tests.support.waiting import eventually
 
 NAME = "workers"
@@ -100,9 +101,9 @@ class Gate(Record):
 
 def abandon(group: PeerGroup) -> None:
     """As if its process had died: its members are heard of no more, and take no more messages."""
-    for membership in group.memberships():
-        membership.end_inbox()
-    group._heart.end()
+    for membership in group._handle.local_members():
+        membership.stop_inbox()
+    group._handle.heartbeat.stop()
 
 
 def failure(future: Future[Any]) -> BaseException:
@@ -117,14 +118,12 @@ def result(future: Future[Any]) -> Any:
 
 
 def inbox_length(group: PeerGroup, member: str) -> int:
-    return int(group.books.connector.call("XLEN", group.books.key(f"inbox:{member}")))
+    return int(on_key(group, "XLEN", f"inbox:{member}"))
 
 
 def wait_until_expired(group: PeerGroup, member: str) -> None:
     """Return when the first message in an inbox is over, for this handle too."""
-    (first,) = group.books.connector.call(
-        "XRANGE", group.books.key(f"inbox:{member}"), "-", "+", "COUNT", 1
-    )
+    (first,) = on_key(group, "XRANGE", f"inbox:{member}", "-", "+", "COUNT", 1)
     fields = dict(zip(first[1][::2], first[1][1::2], strict=True))
     until = int(fields[b"until"]) / 1000
-    eventually(lambda: group.now() - group.clock.error_bound > until, SOON_S)
+    eventually(lambda: group.now() - group._handle.clock.error_bound > until, SOON_S)

@@ -192,7 +192,7 @@ class _Child:
         return {
             "members": [member.id for member in handle.members],
             "leader": handle.leader.id if handle.leader else None,
-            "valid_until": me.valid_until if me else 0.0,
+            "valid_until": me._handle.valid_until if me else 0.0,
             "lost": bool(me and me.lost.is_set()),
         }
 

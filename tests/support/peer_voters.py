@@ -83,13 +83,14 @@ class Panel:
         started = [self.process(**options) for _ in range(number)]
         assert len({process.name for process in started}) == number
         places = {
-            member.id: member.index for member in self.peer_group.books.look().members.values()
+            member.id: member.index
+            for member in self.peer_group._handle.protocol.look().members.values()
         }
         return sorted(started, key=lambda process: places[process.name])
 
     def run(self, script: Any, *args: Any) -> list[Any]:
         """Run a script of the group, by hand."""
-        return self.peer_group.books.run(script, list(args))
+        return self.peer_group._handle.protocol.run(script, list(args))
 
     def votes(self) -> str:
         """The votes in the one poll that is open, as the server has them."""
@@ -102,7 +103,7 @@ class Panel:
         return str(poll)
 
     def key(self, part: str) -> str:
-        return self.peer_group.books.key(part)
+        return self.peer_group._handle.protocol.key(part)
 
 
 class Hold:
@@ -189,7 +190,7 @@ class _Child:
 
     def error_bound(self) -> float:
         self.peer_group.now()
-        return self.peer_group.clock.error_bound
+        return self.peer_group._handle.clock.error_bound
 
 
 def _facts(action: Action) -> dict[str, Any]:

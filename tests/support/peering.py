@@ -27,11 +27,13 @@ from meteor_py.log.catalog import list_names
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.event import Event
 from meteor_py.peers.group import PeerGroup
+from meteor_py.peers.membership import Membership
 from meteor_py.peers.protocol import PARTS
 from meteor_py.redis import keys, scripts
 from meteor_py.redis.scripts import PEERS_GUARDED_WRITE, Script
 from meteor_py.runtime.clock import now
 from tests.support.group_members import ANSWER_S, Process, Refused, answer, serve
+from tests.support.waiting import eventually
 
 GROUP = "workers"
 #: The ttl of `Peers` that is not told another.
@@ -223,7 +225,7 @@ def open_group(url: str) -> Iterator[Open]:
 
 def peer_groups(group: PeerGroup) -> list[str]:
     """The names of all peer groups on the server of one."""
-    connector = group.books.connector
+    connector = group._handle.protocol.connector
     return list_names(connector, keys.PEERS, lambda name: keys.peers(name, "config"))
 
 
@@ -231,12 +233,26 @@ def ids(group: PeerGroup) -> list[str]:
     return [member.id for member in group.members]
 
 
+def on_key(group: PeerGroup, command: str, part: str, *args: Any) -> Any:
+    """Run a command on one of the keys of a group."""
+    protocol = group._handle.protocol
+    return protocol.connector.call(command, protocol.key(part), *args)
+
+
+def await_heartbeat(group: PeerGroup, me: Membership) -> None:
+    """Return when a heartbeat of a member was sent and processed."""
+    for _ in range(2):  # the effects of the first are complete before the second
+        before = me._handle.valid_until
+        group._handle.heartbeat.hurry()
+        eventually(lambda before=before: me._handle.valid_until > before, 20)  # type: ignore[misc]
+
+
 def expel(group: PeerGroup, *members: str) -> None:
     """Have the server drop members, as if they had been silent for too long."""
-    client = group.books.connector
+    client = group._handle.protocol.connector
     for member in members:
-        client.call("ZADD", group.books.key("deadlines"), 1, member)
-    group.books.look()
+        client.call("ZADD", group._handle.protocol.key("deadlines"), 1, member)
+    group._handle.protocol.look()
 
 
 class Heard:
@@ -322,14 +338,14 @@ class _Child:
     def lead(self, ttl_s: float) -> list[Any]:
         """Lead until a stop; what is known right after it, and what may be written then."""
         with self.me.leadership(timeout=ANSWER_S) as term:
-            session = self.me.session
+            session = self.me._handle.session
             last = at = now()
             answer({"value": term.number})
             while at - last < ttl_s:
                 last, at = at, now()
             found = [term.valid, term.lost.is_set(), term.remaining, self._write(term)]
             args = [term.number, session, "set", "config", b"of a zombie"]
-            code = self.peer_group.books.run(PEERS_GUARDED_WRITE, args)[
+            code = self.peer_group._handle.protocol.run(PEERS_GUARDED_WRITE, args)[
                 0
             ]  # as one who does not look
             return [*found, code.decode()]

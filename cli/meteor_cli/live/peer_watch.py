@@ -60,7 +60,7 @@ class PeerWatcher:
     def begin(self) -> None:
         """Print how the group stands now; what happens from then on follows."""
         group = self._group
-        with group.lock:  # nothing in between
+        with group._handle.lock:  # nothing in between
             group.on_event(self._events.put)
             view = group.snapshot()
         lead = view.leader.id if view.leader else None
@@ -96,7 +96,7 @@ class PeerWatcher:
 
         reason = None
         try:
-            self._group.books.look()
+            self._group._handle.protocol.look()
         except ConnectionFailed as error:
             reason = str(error)
         except MeteorError:

@@ -1,4 +1,4 @@
-"""Dead letters of a peer group: messages that nobody could take."""
+"""Dead letters of a peer group: messages that no member could take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A desk: where messages wait for a handler, lower priorities first, and threads that take them."""
+"""A dispatcher: the messages that wait for a handler, lower priorities first, and its threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Dispatcher:
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, int, int, Message]] = []
         self._later: list[tuple[float, int, Message]] = []
-        self._ended = False
+        self._stopped = False
         self._handle = handle
         #: Threads that handle a message now.
         self._at_work: set[threading.Thread] = set()
@@ -31,9 +31,9 @@ class Dispatcher:
         for thread in self._threads:
             thread.start()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         with self._state:
-            self._ended = True
+            self._stopped = True
             self._waiting.clear()
             self._later.clear()
             self._state.notify_all()
@@ -53,7 +53,7 @@ class Dispatcher:
     def put(self, message: Message, priority: int, delay: float = 0.0) -> None:
         """Let it wait; ``priority`` is that of its handler."""
         with self._state:
-            if self._ended:
+            if self._stopped:
                 return
             if delay > 0:
                 heapq.heappush(self._later, (now() + delay, next(self._numbers), message))
@@ -65,7 +65,7 @@ class Dispatcher:
         """The next message; None if none comes in time, or at the end."""
         deadline = None if timeout is None else now() + timeout
         with self._state:
-            while not self._ended:
+            while not self._stopped:
                 self._wake()
                 while self._waiting:
                     message = heapq.heappop(self._waiting)[-1]
@@ -88,7 +88,9 @@ class Dispatcher:
         """Those that were to wait, and have."""
         while self._later and self._later[0][0] <= now():
             message = heapq.heappop(self._later)[-1]
-            self._push(message, message.box.priority if message.box is not None else 0)
+            self._push(
+                message, message.queue_state.priority if message.queue_state is not None else 0
+            )
 
     def _run(self) -> None:
         while True:

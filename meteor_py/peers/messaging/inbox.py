@@ -1,8 +1,9 @@
-"""An inbox: the messages of one member as they come, and the handlers that take them.
+"""An inbox: the messages of one member, and the handlers that take them.
 
-What is not settled is in a stream of the server. One thread reads it, and keeps a bounded part of
-each queue at a desk, where handlers take it. A queue without a handler is left alone. One that has
-more than its desk may hold is *behind*: it is read on, from its own place, when there is room.
+The server keeps unsettled messages in a stream. One thread reads it and passes a bounded part of
+each queue to a dispatcher, whose threads call the handlers. Queues without a handler are skipped. A
+queue with more messages than this process may hold is *behind*: the thread continues it, from its
+own place, when there is room.
 """
 
 from __future__ import annotations
@@ -12,25 +13,24 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from meteor_py.errors import ConnectionFailed, MeteorError, PeerGroupNotFound
 from meteor_py.peers.codec import UnknownType
-from meteor_py.peers.connections import Links
 from meteor_py.peers.messaging.dispatcher import Dispatcher
-from meteor_py.peers.messaging.message import Message, read_message, read_place
-from meteor_py.peers.messaging.queue_state import START, Ack, Key, QueueState
+from meteor_py.peers.messaging.message import Message, Place, read_message, read_place
 from meteor_py.peers.messaging.requests import check_size
 from meteor_py.records.config import check_choice, check_function, check_int, check_seconds
 from meteor_py.redis import keys
 from meteor_py.redis.scripts import PEERS_SETTLE
+from meteor_py.redis.shared_connection import ThreadConnections
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
 
 if TYPE_CHECKING:
-    from meteor_py.peers.membership import Membership
+    from meteor_py.peers.member_handle import MemberHandle
 
 _log = logging.getLogger(__name__)
 
@@ -50,27 +50,76 @@ _BACKOFF_S = (0.02, 0.64)
 _SETTLE_S = 10.0
 
 
+Ack = Literal["auto", "manual"]
+#: A message and its place: after a fail-over another may have that.
+Key = tuple[Place, str]
+
+#: Messages and bytes of one queue that are held here, unsettled.
+HELD_MAX = 1_000
+HELD_BYTES_MAX = 64 * 1_048_576
+#: Before all places.
+START: Place = (0, 0)
+
+
+class QueueState:
+    """One queue of an inbox, with its handler and the messages held for it.
+
+    Changed under the lock of its inbox.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        queue: str,
+        function: Callable[[Message], object] | None,
+        *,
+        ack: Ack = "manual",
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        self.inbox = inbox
+        self.queue = queue
+        self.function = function
+        self.ack = ack
+        self.priority = priority
+        self.timeout = timeout
+        self.dispatcher: Dispatcher
+        #: Up to where it was read, and whether it gets new messages.
+        self.place = START
+        self.live = False
+        self.held: dict[Key, Message] = {}
+        self.bytes = 0
+
+    @property
+    def full(self) -> bool:
+        return len(self.held) >= HELD_MAX or self.bytes >= HELD_BYTES_MAX
+
+    @property
+    def roomy(self) -> bool:
+        return len(self.held) <= HELD_MAX // 2 and self.bytes <= HELD_BYTES_MAX // 2
+
+
 class Inbox:
     """Owned by its membership. The reader and the settling have connections of their own."""
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-        self._group = membership.group
+    def __init__(self, member: MemberHandle) -> None:
+        self._member = member
+        self._group = member.group
         self._state = SignalSafeCondition()
-        self._boxes: dict[str, QueueState] = {}
-        self._desks: list[Dispatcher] = []
-        self._turns: Dispatcher | None = None  # of the handlers that take turns
+        self._queues: dict[str, QueueState] = {}
+        self._dispatchers: list[Dispatcher] = []
+        self._turns: Dispatcher | None = None  # for handlers that take turns
         self._done: dict[Key, None] = {}
         self._cursor: bytes | None = None
         self._identity = ("", "")
         self._fenced_until = 0.0
-        self._anew = True
+        self._reload = True
         self._woken = False
         self._started = False
-        self._ended = False
-        connector = self._group.books.connector
+        self._stopped = False
+        connector = self._group.protocol.connector
         self._connection = connector.open_connection()
-        self._connections = Links(connector)
+        self._connections = ThreadConnections(connector.open_connection)
         self._thread = JoinableThread(self._run, f"{INBOX_PREFIX}-{self._group.name}")
 
     # -- handlers ------------------------------------------------------------------------------
@@ -94,54 +143,54 @@ class Inbox:
             check_int("priority", priority, 1, 256)
             if workers != 1:
                 raise ValueError("Handlers with a priority take turns in one thread: workers=1.")
-        box = QueueState(self, queue, function, ack=ack, priority=priority or 0, timeout=timeout)
+        state = QueueState(self, queue, function, ack=ack, priority=priority or 0, timeout=timeout)
         with self._state:
-            self._add(box)
+            self._add(state)
             name = f"{HANDLER_PREFIX}-{self._group.name}"
             if priority is None:
-                box.desk = self._open_desk(f"{name}-{queue}", workers)
+                state.dispatcher = self._open_dispatcher(f"{name}-{queue}", workers)
             else:
-                self._turns = self._turns or self._open_desk(name, 1)
-                box.desk = self._turns
-            self._boxes[queue] = box
+                self._turns = self._turns or self._open_dispatcher(name, 1)
+                state.dispatcher = self._turns
+            self._queues[queue] = state
         self._wake()
 
     def pull(self, queue: str, timeout: float | None) -> Iterator[Message]:
         if timeout is not None:
             check_seconds("timeout", timeout, zero=True)
         with self._state:
-            box = self._boxes.get(queue)
-            if box is None or box.function is not None:
-                box = QueueState(self, queue, None)
-                self._add(box)
-                box.desk = self._open_desk("", 0)
-                self._boxes[queue] = box
+            state = self._queues.get(queue)
+            if state is None or state.function is not None:
+                state = QueueState(self, queue, None)
+                self._add(state)
+                state.dispatcher = self._open_dispatcher("", 0)
+                self._queues[queue] = state
                 self._wake()
-        return self._iterate(box, timeout)
+        return self._iterate(state, timeout)
 
-    def _add(self, box: QueueState) -> None:
+    def _add(self, state: QueueState) -> None:
         """Check a queue, and begin to read with the first."""
-        keys.check_name(box.queue, "queue")
-        if self._ended:
-            raise self._membership.lost_error()
-        if box.queue in self._boxes:
+        keys.check_name(state.queue, "queue")
+        if self._stopped:
+            raise self._member.lost_error()
+        if state.queue in self._queues:
             raise ValueError(
-                f"The queue {box.queue!r} of member {self._membership.id!r} has a handler, or an "
+                f"The queue {state.queue!r} of member {self._member.id!r} has a handler, or an "
                 "iterator, already; give it more workers, or choose another name."
             )
         if not self._started:
             self._started = True
             self._thread.start()
 
-    def _open_desk(self, name: str, workers: int) -> Dispatcher:
-        desk = Dispatcher(name, self._handle, workers)
-        self._desks.append(desk)
-        desk.start()
-        return desk
+    def _open_dispatcher(self, name: str, workers: int) -> Dispatcher:
+        dispatcher = Dispatcher(name, self._handle, workers)
+        self._dispatchers.append(dispatcher)
+        dispatcher.start()
+        return dispatcher
 
-    def _iterate(self, box: QueueState, timeout: float | None) -> Iterator[Message]:
+    def _iterate(self, state: QueueState, timeout: float | None) -> Iterator[Message]:
         while True:
-            message = box.desk.take(timeout)
+            message = state.dispatcher.take(timeout)
             if message is None:
                 return
             if self._open(message):
@@ -150,30 +199,29 @@ class Inbox:
     # -- handling ------------------------------------------------------------------------------
 
     def _handle(self, message: Message) -> None:
-        """In a thread of a desk."""
-        box = message.box
-        assert box is not None, "it was read from an inbox"
-        assert box.function is not None, "only those with a function have threads"
+        """Called in a thread of a dispatcher."""
+        state = _state_of(message)
+        assert state.function is not None, "only those with a function have threads"
         try:
             if not self._open(message):
                 return
             turn = message.deliveries
             try:
-                value = box.function(message)
+                value = state.function(message)
             except BaseException as error:  # also SystemExit: others wait in this queue
-                _log.warning("The handler of %r failed.", box.queue, exc_info=True)
+                _log.warning("The handler of %r failed.", state.queue, exc_info=True)
                 if message.deliveries == turn:
                     self.settle(message, "failed", "", _reason(error), patient=True)
             else:
-                if box.ack == "auto" and message.deliveries == turn:  # else it is to come again
+                if state.ack == "auto" and message.deliveries == turn:  # else it is to come again
                     self._reply_to(message, value)
         except BaseException:  # also SystemExit: of a codec's function
-            _log.exception("Message %s of queue %r was not settled.", message.id, box.queue)
+            _log.exception("Message %s of queue %r was not settled.", message.id, state.queue)
 
     def _reply_to(self, message: Message, value: object) -> None:
         try:
             kind, data = self._encode(message, value)
-        except BaseException as error:  # whatever it is: somebody waits
+        except BaseException as error:  # whatever it is: the sender waits
             _log.warning("What the handler of %r returned cannot be sent.", message.queue)
             reason = b"What it returned cannot be sent: " + _reason(error)
             self.settle(message, "failed", "", reason, patient=True)
@@ -182,16 +230,15 @@ class Inbox:
 
     def _open(self, message: Message) -> bool:
         """Decode it; False if it is over, or cannot be read here, and is settled so."""
-        box = message.box
-        assert box is not None, "it was read from an inbox"
-        if box.timeout is not None:
-            message.overdue_at = now() + box.timeout
+        state = _state_of(message)
+        if state.timeout is not None:
+            message.overdue_at = now() + state.timeout
         clock = self._group.clock
         if message.verb != "tell" and clock.now() - clock.error_bound > message.until:
             self.settle(message, "expired", "", b"", patient=True)
             return False
         try:
-            message.body = self._group.mail.codec.decode(message.kind, message.data)
+            message.body = self._group.requests.codec.decode(message.kind, message.data)
         except UnknownType as error:
             _log.error("Message %s goes to the dead letters: %s", message.id, error)
             reason = str(error).encode(errors="replace")
@@ -203,10 +250,10 @@ class Inbox:
         return self.settle(message, "ok", *self._encode(message, value))
 
     def _encode(self, message: Message, value: object) -> tuple[str, bytes]:
-        """An answer, if somebody asked for one."""
+        """The reply, if the sender asked for one."""
         if message.verb != "ask":
             return "", b""
-        kind, data = self._group.mail.codec.encode(value)
+        kind, data = self._group.requests.codec.encode(value)
         check_size(data)
         return kind, data
 
@@ -217,15 +264,14 @@ class Inbox:
             message.taken = False
             message.overdue_at = None
             message.deliveries += 1
-        box = message.box
-        assert box is not None, "it was read from an inbox"
-        box.desk.put(message, box.priority, delay)
+        state = _state_of(message)
+        state.dispatcher.put(message, state.priority, delay)
         return True
 
     def settle(
         self, message: Message, code: str, kind: str, data: bytes, *, patient: bool = False
     ) -> bool:
-        """Say what became of a message; a patient caller tries for as long as it is a member."""
+        """Settle a message; a patient caller tries for as long as it is a member."""
         with self._state:
             if message.settled or not message.taken:
                 return False
@@ -237,7 +283,7 @@ class Inbox:
             raise
         if counted is None:
             _log.warning(
-                "Member %r is not in these hands any more: message %s was not settled here.",
+                "Member %r is not in this process any more: message %s was not settled here.",
                 message.member,
                 message.id,
             )
@@ -247,8 +293,8 @@ class Inbox:
     def _settle(
         self, message: Message, code: str, kind: str, data: bytes, patient: bool
     ) -> bool | None:
-        """Tell the server; None if the message is not ours any more."""
-        member = self._membership
+        """Tell the server; None if the message is not this member's any more."""
+        member = self._member
         deadline = now() + _SETTLE_S
         place = f"{message.place[0]}-{message.place[1]}"
         failures = 0
@@ -259,8 +305,8 @@ class Inbox:
                 return None
             args = [message.member, session, place, message.id, code, kind, data]
             try:
-                answer = self._connections.use(
-                    partial(self._group.books.run, PEERS_SETTLE, args), _SETTLE_S
+                reply = self._connections.use(
+                    partial(self._group.protocol.run, PEERS_SETTLE, args), _SETTLE_S
                 )
             except PeerGroupNotFound:
                 return None  # the server has lost the whole group
@@ -273,24 +319,23 @@ class Inbox:
                     _log.warning("Message %s is not settled yet: %s", message.id, error)
                 member.lost.wait(pause_s(failures, *_BACKOFF_S))
                 continue
-            if answer[0] != b"FENCED":
-                return bool(answer[1])
+            if reply[0] != b"FENCED":
+                return bool(reply[1])
             if session == member.session:
                 return None
 
     def _let_go(self, message: Message, fenced: bool) -> None:
-        box = message.box
-        assert box is not None, "it was read from an inbox"
+        state = _state_of(message)
         with self._state:
             key = (message.place, message.id)
-            if box.held.pop(key, None) is not None:
-                box.bytes -= len(message.data)
+            if state.held.pop(key, None) is not None:
+                state.bytes -= len(message.data)
             if fenced:
                 # If it joins again by itself, its messages come again. Until then, or until its
-                # heart has had time to notice, nothing is handled that may be another's.
+                # heartbeat has had time to notice, no message is handled that may be another's.
                 self._fenced_until = now() + self._group.config.ttl / 3
                 self._drop_waiting()
-                self._anew = True
+                self._reload = True
                 return
             self._done[key] = None
             while len(self._done) > _DONE_MAX:
@@ -306,16 +351,16 @@ class Inbox:
     @property
     def busy(self) -> bool:
         """Whether a handler is at work, in another thread."""
-        return any(desk.busy for desk in self._desks)
+        return any(dispatcher.busy for dispatcher in self._dispatchers)
 
-    def end(self, *, close: bool) -> None:
+    def stop(self, *, close: bool) -> None:
         """Take no more; closed, it settles nothing either."""
         with self._state:
-            self._ended = True
+            self._stopped = True
             self._state.notify_all()
-            desks = list(self._desks)
-        for desk in desks:
-            desk.end()
+            dispatchers = list(self._dispatchers)
+        for dispatcher in dispatchers:
+            dispatcher.stop()
         self._connection.interrupt()
         if close:
             self._connections.close()
@@ -325,7 +370,7 @@ class Inbox:
         deadline = now() + timeout_s
         if self._started and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        ended = [desk.join(deadline) for desk in self._desks]
+        ended = [dispatcher.join(deadline) for dispatcher in self._dispatchers]
         return all(ended) and not self._thread.is_alive()
 
     def _wake(self) -> None:
@@ -336,7 +381,7 @@ class Inbox:
 
     def _run(self) -> None:
         failures = 0
-        while not self._ended:
+        while not self._stopped:
             try:
                 self._step()
                 failures = 0
@@ -344,8 +389,8 @@ class Inbox:
             except ConnectionFailed:
                 failures += 1
             except Exception:
-                if not self._ended:
-                    _log.exception("The inbox of %r failed.", self._membership)
+                if not self._stopped:
+                    _log.exception("The inbox of %r failed.", self._member)
                 failures += 1
             with self._state:
                 woken, self._woken = self._woken, False
@@ -354,39 +399,39 @@ class Inbox:
                     continue
                 # Another server may have been promoted, on which some messages are not there, and
                 # new ones may come before where we are.
-                self._begin_anew()
+                self._read_again()
                 self._state.wait_for(
-                    lambda: self._ended or self._woken, pause_s(failures, *_BACKOFF_S)
+                    lambda: self._stopped or self._woken, pause_s(failures, *_BACKOFF_S)
                 )
         self._connection.close()
 
     def _step(self) -> None:
-        """Read for those who are behind, then what comes new."""
-        member = self._membership
+        """Read for queues that are behind, then new messages."""
+        member = self._member
         identity = (member.id, member.session)
         with self._state:
             self._woken = False
             left = self._fenced_until - now()
             if left > 0:
-                self._state.wait_for(lambda: self._ended or self._woken, left)
+                self._state.wait_for(lambda: self._stopped or self._woken, left)
                 return
             if identity != self._identity:
                 self._identity = identity
                 self._drop_waiting()
-                self._anew = True
-            if self._anew:
-                self._anew = False
-                self._begin_anew()
-            boxes = list(self._boxes.values())
-        key = self._group.books.key(f"inbox:{identity[0]}")
+                self._reload = True
+            if self._reload:
+                self._reload = False
+                self._read_again()
+            queues = list(self._queues.values())
+        key = self._group.protocol.key(f"inbox:{identity[0]}")
         if self._cursor is None:
             last = self._connection.call("XREVRANGE", key, "+", "-", "COUNT", 1)
             self._cursor = last[0][0] if last else b"0-0"
-        self._fail_overdue(boxes)
-        for box in boxes:
-            if not box.live and box.roomy:
-                self._catch_up(box, key)
-        block_s = self._block_s(boxes)
+        self._fail_overdue(queues)
+        for state in queues:
+            if not state.live and state.roomy:
+                self._catch_up(state, key)
+        block_s = self._block_s(queues)
         block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
         found = self._connection.call(
             *("XREAD", "COUNT", _COUNT, *block, "STREAMS", key, self._cursor),
@@ -394,93 +439,98 @@ class Inbox:
         )
         for entry, flat in found[0][1] if found else ():
             self._cursor = entry
-            box_of = self._boxes.get(_queue_of(flat))
-            if box_of is not None and box_of.live:
-                self._take(box_of, entry, flat)
+            receiving = self._queues.get(_queue_of(flat))
+            if receiving is not None and receiving.live:
+                self._take(receiving, entry, flat)
 
-    def _block_s(self, boxes: list[QueueState]) -> float:
+    def _block_s(self, queues: list[QueueState]) -> float:
         """How long the server may let us wait for new messages."""
-        if any(not box.live and box.roomy for box in boxes) or self._woken:
+        if any(not state.live and state.roomy for state in queues) or self._woken:
             return 0.0
         times = [self._connection.block_max_s]
-        times += [_FULL_S for box in boxes if not box.live]
-        times += [_patience_s(box) for box in boxes if box.timeout is not None]
+        times += [_FULL_S for state in queues if not state.live]
+        times += [_patience_s(state) for state in queues if state.timeout is not None]
         return min(times)
 
-    def _catch_up(self, box: QueueState, key: str) -> None:
+    def _catch_up(self, state: QueueState, key: str) -> None:
         """Read on for a queue that is behind; it goes live at the end of the stream."""
-        ms, number = box.place
+        ms, number = state.place
         page = self._connection.call("XRANGE", key, f"{ms}-{number}", "+", "COUNT", _COUNT)
         for entry, flat in page:
             place = read_place(entry)
-            if _queue_of(flat) != box.queue:
-                box.place = max(box.place, place)
-            elif not self._take(box, entry, flat):
+            if _queue_of(flat) != state.queue:
+                state.place = max(state.place, place)
+            elif not self._take(state, entry, flat):
                 return
         if len(page) < _COUNT:
-            box.live = True
+            state.live = True
 
-    def _take(self, box: QueueState, entry: bytes, flat: list[bytes]) -> bool:
-        """Put a message on its desk; False if there is no room, and it must wait."""
+    def _take(self, state: QueueState, entry: bytes, flat: list[bytes]) -> bool:
+        """Pass a message to its dispatcher; False if there is no room, and it must wait."""
         place = read_place(entry)
-        if place <= box.place:
+        if place <= state.place:
             return True  # it was looked at already
         clock = self._group.clock
         time = self._group.now()
         message = read_message(self._identity[0], entry, flat, time, clock.error_bound)
-        message.box = box
+        message.queue_state = state
         with self._state:
             key = (place, message.id)
-            if key not in box.held and key not in self._done:
-                if box.full:
-                    box.live = False
+            if key not in state.held and key not in self._done:
+                if state.full:
+                    state.live = False
                     return False
-                box.held[key] = message
-                box.bytes += len(message.data)
-                box.desk.put(message, box.priority)
-            box.place = place
+                state.held[key] = message
+                state.bytes += len(message.data)
+                state.dispatcher.put(message, state.priority)
+            state.place = place
         return True
 
-    def _begin_anew(self) -> None:
+    def _read_again(self) -> None:
         self._cursor = None
-        for box in self._boxes.values():
-            box.live, box.place = False, START
+        for state in self._queues.values():
+            state.live, state.place = False, START
 
     def _drop_waiting(self) -> None:
-        """What nobody has in hand yet may be somebody else's: it is read again if it is not."""
-        for box in self._boxes.values():
-            for key, message in list(box.held.items()):
+        """Messages that no handler has may be another member's now: if not, they are read again."""
+        for state in self._queues.values():
+            for key, message in list(state.held.items()):
                 if not message.taken:
                     message.dropped = True
-                    del box.held[key]
-                    box.bytes -= len(message.data)
+                    del state.held[key]
+                    state.bytes -= len(message.data)
 
-    def _fail_overdue(self, boxes: list[QueueState]) -> None:
-        for box in boxes:
-            if box.timeout is None:
+    def _fail_overdue(self, queues: list[QueueState]) -> None:
+        for state in queues:
+            if state.timeout is None:
                 continue
-            for message in list(box.held.values()):
+            for message in list(state.held.values()):
                 if message.overdue_at is not None and message.overdue_at <= now():
-                    reason = f"The handler was not done within {box.timeout:g} seconds."
+                    reason = f"The handler was not done within {state.timeout:g} seconds."
                     try:
                         self.settle(message, "failed", "", reason.encode())
                     except MeteorError as error:
                         _log.warning("An overdue message was not failed: %s", error)
 
 
-def _patience_s(box: QueueState) -> float:
+def _patience_s(state: QueueState) -> float:
     """Seconds after which a message of a queue can be overdue."""
-    assert box.timeout is not None, "it has a time"
+    assert state.timeout is not None, "it has a time"
     times = [math.inf]
-    for message in list(box.held.values()):
+    for message in list(state.held.values()):
         # One that waits may be taken now; then it is looked at again with what is left.
         at = message.overdue_at
-        times.append(box.timeout if at is None else max(at - now(), _FULL_S))
+        times.append(state.timeout if at is None else max(at - now(), _FULL_S))
     return min(times)
 
 
+def _state_of(message: Message) -> QueueState:
+    assert message.queue_state is not None, "it was read from an inbox"
+    return message.queue_state
+
+
 def _reason(error: BaseException) -> bytes:
-    """Why a handler failed, for who asked."""
+    """Why a handler failed, for the sender."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # its own text cannot be made

@@ -1,4 +1,4 @@
-"""A message, in the hands of the member that it was sent to."""
+"""A message, as the member that received it sees it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from meteor_py.records.config import check_seconds
 
 if TYPE_CHECKING:
-    from meteor_py.peers.messaging.queue_state import QueueState
+    from meteor_py.peers.messaging.inbox import QueueState
 
 #: An entry's place in its stream.
 Place = tuple[int, int]
@@ -16,13 +16,13 @@ Place = tuple[int, int]
 
 @dataclass(eq=False)
 class Message:
-    """What was sent, by whom and when; settled by ``ack``, ``reply`` or ``fail``, once.
+    """A message that a member received; settled by ``ack``, ``reply`` or ``fail``, once.
 
     Until then it stays in the inbox: if its member dies and comes back, or another of that name
-    takes its place, it comes again, with the same ``id``.
+    takes its place, it is delivered again, with the same ``id``.
     """
 
-    #: The same each time it comes.
+    #: The same each time it is delivered.
     id: str
     queue: str
     #: "tell", "send" or "ask".
@@ -51,8 +51,8 @@ class Message:
     #: The type and the bytes of the body.
     kind: str = field(default="", repr=False)
     data: bytes = field(default=b"", repr=False)
-    #: Whose it is here; whether it is with a handler, and settled; when the handler must be done.
-    box: QueueState | None = field(default=None, repr=False)
+    #: Its queue here; whether a handler has it, and settled it; when the handler must be done.
+    queue_state: QueueState | None = field(default=None, repr=False)
     taken: bool = field(default=False, repr=False)
     settled: bool = field(default=False, repr=False)
     dropped: bool = field(default=False, repr=False)
@@ -64,7 +64,7 @@ class Message:
         return self.received_at - self.sent_at
 
     def ack(self) -> bool:
-        """It is done. Who asked gets None.
+        """It is done. A sender that asked gets None.
 
         Returns:
             Whether this settled it; False if it was settled before, or is not this member's any
@@ -73,31 +73,31 @@ class Message:
         Raises:
             ConnectionFailed: The server cannot be reached; call it again.
         """
-        return self._box.inbox.settle(self, "ok", "", b"")
+        return self._state.inbox.settle(self, "ok", "", b"")
 
     def reply(self, value: Any = None) -> bool:
-        """It is done, and this is the answer, for who asked.
+        """It is done, and this is the reply, if the sender asked for one.
 
         Raises:
             TypeError, ValueError: The codec of the group cannot write it, or it is too large.
         """
-        return self._box.inbox.reply(self, value)
+        return self._state.inbox.reply(self, value)
 
     def fail(self, reason: str = "") -> bool:
         """It cannot be done; who sent or asked gets ``HandlerFailed`` with the reason."""
-        return self._box.inbox.settle(self, "failed", "", str(reason).encode(errors="replace"))
+        return self._state.inbox.settle(self, "failed", "", str(reason).encode(errors="replace"))
 
     def retry(self, delay: float = 0.0) -> bool:
         """Have it handled again, not before ``delay`` seconds are over, unless it expires.
 
         Others of its queue go first meanwhile.
         """
-        return self._box.inbox.put_back(self, check_seconds("delay", delay, zero=True))
+        return self._state.inbox.put_back(self, check_seconds("delay", delay, zero=True))
 
     @property
-    def _box(self) -> QueueState:
-        assert self.box is not None, "it was read from an inbox"
-        return self.box
+    def _state(self) -> QueueState:
+        assert self.queue_state is not None, "it was read from an inbox"
+        return self.queue_state
 
 
 def read_place(entry: bytes) -> Place:

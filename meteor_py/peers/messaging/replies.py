@@ -21,7 +21,7 @@ class Replies:
 
     #: By member.
     values: dict[str, Any] = field(default_factory=dict)
-    #: By member, for those who did not answer, or could not.
+    #: By member, for those that did not reply, or could not.
     failed: dict[str, MessageFailed] = field(default_factory=dict)
 
     @property

@@ -1,7 +1,7 @@
-"""Mail: messages to members of a group, and their answers.
+"""Requests: messages to members of a group that wait for replies.
 
 A message is stored in the thread of the caller, so messages stay in the order of the calls. One
-thread of the handle waits for the answers, and for the end of each one's time.
+thread of the handle waits for the replies, and for the timeout of each message.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from meteor_py.errors import (
     PartialFailure,
 )
 from meteor_py.peers.codec import PeerCodec
-from meteor_py.peers.connections import Links
 from meteor_py.peers.messaging.replies import Replies, add_silent, read_replies
 from meteor_py.redis.scripts import PEERS_SEND
+from meteor_py.redis.shared_connection import ThreadConnections
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
 
 if TYPE_CHECKING:
-    from meteor_py.peers.group import PeerGroup
-    from meteor_py.peers.membership import Membership
+    from meteor_py.peers.group_handle import GroupHandle
+    from meteor_py.peers.member_handle import MemberHandle
     from meteor_py.peers.messaging.target import To, Verb
     from meteor_py.redis.connection import Connection
 
 _log = logging.getLogger(__name__)
 
-MAIL_PREFIX = "meteor-mail"
-#: Messages of a handle that may wait for an answer; beyond, sending waits.
+REPLIES_PREFIX = "meteor-replies"
+#: Messages of a handle that may wait for a reply; beyond, sending waits.
 PENDING_MAX = 10_000
-#: Bytes of a body, or of an answer.
+#: Bytes of a body, or of a reply, at most.
 BODY_BYTES_MAX = 1_048_576
 #: Seconds between two tries, doubled each time up to the second figure.
 _BACKOFF_S = (0.01, 0.3)
@@ -54,13 +54,13 @@ _BACKOFF_S = (0.01, 0.3)
 _LAST_LOOK_S = 1.0
 #: Messages that are looked at together.
 _BATCH = 100
-#: Messages that are over, and were not told of yet. Others expire by themselves.
+#: Finished messages that the server was not told of yet. Others expire by themselves.
 _OVER_MAX = 10_000
 
 
 @dataclass
 class _Pending:
-    """A message that waits for an answer."""
+    """A message that waits for a reply."""
 
     id: str
     verb: Verb
@@ -75,25 +75,25 @@ class _Pending:
 class Requests:
     """Owned by its group handle. Its thread is started with the first message that waits."""
 
-    def __init__(self, group: PeerGroup, codec: PeerCodec) -> None:
+    def __init__(self, group: GroupHandle, codec: PeerCodec) -> None:
         self.group = group
         self.codec = codec
         self._state = SignalSafeCondition()
         self._pending: dict[str, _Pending] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._answered: deque[str] = deque()
-        self._ended = False
+        self._arrived: deque[str] = deque()
+        self._stopped = False
         self._thread: JoinableThread | None = None
-        #: Messages that nothing is to be known of any more: the server may forget them.
+        #: Finished messages: the server may forget them.
         self._over: deque[str] = deque(maxlen=_OVER_MAX)
-        self._connections = Links(group.books.connector)
+        self._connections = ThreadConnections(group.protocol.connector.open_connection)
         self._in: Connection | None = None
 
     # -- sending -------------------------------------------------------------------------------
 
     def post(
         self,
-        sender: Membership | None,
+        sender: MemberHandle | None,
         verb: Verb,
         to: To,
         member: str,
@@ -104,10 +104,12 @@ class Requests:
         priority: int,
         include_dead: bool,
     ) -> Future[Any]:
-        """Store a message, and wait for its answer in the background."""
+        """Store a message, and wait for its reply in the background."""
         self.group.check_owned()
-        if self._ended:  # it ends later than the group: handlers that closing waits for may send
-            self.group._check_open()
+        if (
+            self._stopped
+        ):  # it is closed later than the group: handlers that closing waits for may send
+            self.group.check_open()
         kind, data = self.codec.encode(body)
         check_size(data)
         message = _Pending(secrets.token_hex(12), verb, to, timeout)
@@ -123,33 +125,35 @@ class Requests:
             self._finish(message.id)
             _end(message.future, error)
         else:
-            if message.stored_once and message.id not in self._pending:  # told, or answered by now
+            if (
+                message.stored_once and message.id not in self._pending
+            ):  # told, or replied to by now
                 self._over.append(message.id)
             if verb == "tell":
                 message.future.set_result(message.id)
         return message.future
 
     def _await(self, message: _Pending, deadline: float) -> None:
-        """Before it is stored: the answer may be there before we know that it is."""
+        """Before it is stored: the reply may arrive before we know that it is."""
         with self._state:
-            # A callback of an answer would wait for the thread that it is called in.
+            # A callback of a reply would wait for the thread that it is called in.
             is_callback = threading.current_thread() is self._thread
             free = self._state.wait_for(
-                lambda: len(self._pending) < PENDING_MAX or self._ended,
+                lambda: len(self._pending) < PENDING_MAX or self._stopped,
                 0.0 if is_callback else deadline - now(),
             )
-            if self._ended:
+            if self._stopped:
                 raise self._closed_error()
             if not free:
                 raise MessageExpired(
                     f"{PENDING_MAX} messages of this handle of group {self.group.name!r} wait for "
-                    "answers; nothing was sent.",
+                    "replies; nothing was sent.",
                     group=self.group.name,
                 )
             self._pending[message.id] = message
             heapq.heappush(self._deadlines, (deadline, message.id))
             if self._thread is None:
-                name = f"{MAIL_PREFIX}-{self.group.name}"
+                name = f"{REPLIES_PREFIX}-{self.group.name}"
                 self._thread = JoinableThread(self._run, name)
                 self._thread.start()
             if self._deadlines[0][1] == message.id:
@@ -158,7 +162,7 @@ class Requests:
     def _store(
         self,
         message: _Pending,
-        sender: Membership | None,
+        sender: MemberHandle | None,
         queue: str,
         args: list[Any],
         deadline: float,
@@ -170,19 +174,19 @@ class Requests:
             if sender is not None and sender.lost.is_set():
                 raise sender.lost_error()
             identity = ("", "") if sender is None else (sender.id, sender.session)
-            whole = [message.id, group.session, identity[0], queue, *args, identity[1]]
+            whole = [message.id, group.reply_session, identity[0], queue, *args, identity[1]]
             try:
-                answer = self._try(whole, deadline)
+                reply = self._try(whole, deadline)
             except ConnectionFailed as error:
                 cause: MeteorError | None = error
             else:
-                code = answer[0]
+                code = reply[0]
                 if code == b"OK":
                     message.stored_once = failures == 0
-                    return [member.decode() for member in answer[1:]]
+                    return [member.decode() for member in reply[1:]]
                 if code != b"STALE":
-                    raise self._refusal(code, answer, args[2])
-                cause = None  # expelled: its heart joins again, or gives it up
+                    raise self._refusal(code, reply, args[2])
+                cause = None  # expelled: its heartbeat joins again, or gives it up
             failures += 1
             pause = pause_s(failures, *_BACKOFF_S)
             if now() + pause >= deadline:
@@ -196,17 +200,17 @@ class Requests:
 
     def _try(self, args: list[Any], deadline: float) -> list[Any]:
         def send(connection: Connection) -> list[Any]:
-            if self._ended:
+            if self._stopped:
                 raise self._closed_error()
             connection.timeout_s = min(
-                self.group.books.connector.timeout_s, max(deadline - now(), 0.01)
+                self.group.protocol.connector.timeout_s, max(deadline - now(), 0.01)
             )
-            return self.group.books.run(PEERS_SEND, [*args, self._take_over()], connection)
+            return self.group.protocol.run(PEERS_SEND, [*args, self._take_over()], connection)
 
         return self._connections.use(send, deadline - now())
 
     def _take_over(self) -> str:
-        """The ids of messages that are over, for the server to forget."""
+        """The ids of finished messages, for the server to forget."""
         over: list[str] = []
         while self._over and len(over) < _BATCH:
             try:
@@ -215,12 +219,12 @@ class Requests:
                 break  # another thread was faster
         return " ".join(over)
 
-    def _refusal(self, code: bytes, answer: list[Any], member: str) -> MeteorError:
+    def _refusal(self, code: bytes, reply: list[Any], member: str) -> MeteorError:
         name = self.group.name
         if code == b"NOLEADER":
             return NoLeader(f"Group {name!r} has no leader now.", group=name)
         if code == b"FULL":
-            whose = answer[1].decode()
+            whose = reply[1].decode()
             return InboxFull(
                 f"Member {whose!r} of group {name!r} has as many messages as it may have "
                 f"({self.group.config.max_inbox:,}); nothing was sent. Send again when it has "
@@ -231,23 +235,23 @@ class Requests:
         if member:
             text = f"There is no member {member!r} in group {name!r}."
             return MemberUnknown(text, group=name, member=member)
-        if self.group.picture.members:
+        if self.group.view.members:
             return MemberUnknown(f"Nobody in group {name!r} is alive.", group=name)
         return MemberUnknown(f"Nobody is in group {name!r}.", group=name)
 
-    # -- answers -------------------------------------------------------------------------------
+    # -- replies -------------------------------------------------------------------------------
 
-    def answered(self, message: str) -> None:
-        """All whom it was sent to have settled it. Called by the watch: must not wait."""
+    def reply_arrived(self, message: str) -> None:
+        """All receivers have settled it. Called by the event reader: must not wait."""
         with self._state:
             if message in self._pending:
-                self._answered.append(message)
+                self._arrived.append(message)
                 self._state.notify_all()
 
     def close(self, deadline: float) -> None:
         """Fail what still waits, and end the thread, waiting for it until then by ``now()``."""
         with self._state:
-            self._ended = True
+            self._stopped = True
             self._state.notify_all()
             waiting = list(self._pending.values())
             self._pending.clear()
@@ -260,34 +264,34 @@ class Requests:
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(deadline - now(), 0.0))
             if thread.is_alive():
-                _log.warning("The mail of group %r does not end.", self.group.name)
+                _log.warning("The requests of group %r does not end.", self.group.name)
 
     def _run(self) -> None:
-        self._in = connection = self.group.books.connector.open_connection()
+        self._in = connection = self.group.protocol.connector.open_connection()
         connection.timeout_s = min(connection.timeout_s, _LAST_LOOK_S)
         failures = 0
-        while not self._ended:
-            answered, due = self._next()
+        while not self._stopped:
+            arrived, due = self._next()
             try:
-                self._look(connection, answered, due)
+                self._look(connection, arrived, due)
                 failures = 0
             except ConnectionFailed:
                 failures += 1
                 with self._state:
-                    self._answered.extendleft(reversed(answered))
+                    self._arrived.extendleft(reversed(arrived))
                     pause = pause_s(failures, *_BACKOFF_S)
-                    self._state.wait_for(lambda: self._ended, pause)
-            except BaseException:  # whatever it is: others wait for answers, too
-                if not self._ended:
-                    _log.exception("The mail of group %r failed.", self.group.name)
+                    self._state.wait_for(lambda: self._stopped, pause)
+            except BaseException:  # whatever it is: other messages wait for replies, too
+                if not self._stopped:
+                    _log.exception("The requests of group %r failed.", self.group.name)
             for message in due:
                 self._expire(message, {})
         connection.close()
 
     def _next(self) -> tuple[list[str], list[str]]:
-        """Wait for answers, or until the time of messages is over; some of each."""
+        """Wait for replies, or until messages time out; some of each."""
         with self._state:
-            while not self._ended:
+            while not self._stopped:
                 heap = self._deadlines
                 while heap and heap[0][1] not in self._pending:
                     heapq.heappop(heap)
@@ -297,18 +301,18 @@ class Requests:
                 due: list[str] = []
                 while heap and heap[0][0] <= now() and len(due) < _BATCH:
                     due.append(heapq.heappop(heap)[1])
-                if due or self._answered:
-                    count = min(len(self._answered), _BATCH)
-                    return [self._answered.popleft() for _ in range(count)], due
+                if due or self._arrived:
+                    count = min(len(self._arrived), _BATCH)
+                    return [self._arrived.popleft() for _ in range(count)], due
                 self._state.wait(heap[0][0] - now() if heap else None)
         return [], []
 
-    def _look(self, connection: Connection, answered: list[str], due: list[str]) -> None:
-        """Read what was answered. What is due may have been too: the word of it can be lost."""
-        ids = list(dict.fromkeys([*answered, *due]))
+    def _look(self, connection: Connection, arrived: list[str], due: list[str]) -> None:
+        """Read the replies. Messages that are due may have one too: the news of it can be lost."""
+        ids = list(dict.fromkeys([*arrived, *due]))
         if not ids:
             return
-        key = self.group.books.key
+        key = self.group.protocol.key
         found = connection.pipeline(
             [("HGETALL", key(f"message:{one}")) for one in ids], timeout_s=connection.timeout_s
         )
@@ -330,20 +334,20 @@ class Requests:
         self._conclude(pending, read_replies(fields, self.group.name, self.codec))
 
     def _expire(self, message: str, fields: dict[str, bytes]) -> None:
-        """Its time is over: say what has come until now."""
+        """It timed out: conclude with the replies that have arrived."""
         pending = self._finish(message)
         if pending is None:
             return
         replies = read_replies(fields, self.group.name, self.codec)
         receivers = pending.receivers
-        if "to" in fields:  # for anybody: it may be with another by now
+        if "to" in fields:  # for any member: another one may have it by now
             receivers = fields["to"].decode().split("\n")
         if pending.to == "all" and receivers:
             add_silent(replies, receivers, self.group.name, pending.timeout)
             self._conclude(pending, replies)
         else:
             error = MessageExpired(
-                f"A message to group {self.group.name!r} was not answered within "
+                f"A message to group {self.group.name!r} got no reply within "
                 f"{pending.timeout:g} seconds; it may still be handled, or have been.",
                 group=self.group.name,
                 member=receivers[0] if pending.to == "member" and receivers else None,
@@ -385,7 +389,7 @@ class Requests:
 
     def _closed_error(self) -> MessageFailed:
         return MessageFailed(
-            f"This handle of group {self.group.name!r} was closed before an answer came.",
+            f"This handle of group {self.group.name!r} was closed before a reply arrived.",
             group=self.group.name,
         )
 
@@ -395,7 +399,7 @@ def check_size(data: bytes) -> None:
     if len(data) > BODY_BYTES_MAX:
         raise ValueError(
             f"The body of a message may have {BODY_BYTES_MAX} bytes, not {len(data)}; send where "
-            "it is, in place of what it is."
+            "it is, instead of what it is."
         )
 
 
@@ -407,8 +411,8 @@ def _end(future: Future[Any], error: BaseException | None = None, result: Any = 
         else:
             future.set_result(result)
     except InvalidStateError:
-        pass  # its time was over first
+        pass  # it timed out first
     except BaseException:  # of a callback: what is an Exception was logged already
         if threading.current_thread() is threading.main_thread():
             raise
-        _log.exception("A callback of an answer failed.")
+        _log.exception("A callback of a reply failed.")

@@ -1,4 +1,4 @@
-"""Targets: whom a message is for, and what is to be known of it afterwards."""
+"""Targets: the receivers of a message, and the verbs that say what the sender waits for."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from meteor_py.records.config import check_int, check_seconds
 from meteor_py.redis import keys
 
 if TYPE_CHECKING:
-    from meteor_py.peers.membership import Membership
+    from meteor_py.peers.member_handle import MemberHandle
     from meteor_py.peers.messaging.requests import Requests
 
 Verb = Literal["tell", "send", "ask"]
 To = Literal["member", "any", "all", "leader"]
 
-#: Seconds after which nobody waits for an answer, if nobody says otherwise.
+#: Default seconds after which a sender stops waiting for a reply.
 TIMEOUT_S = 10.0
 TIMEOUT_MAX_S = 86_400.0
 #: The priority of a message: 1 to 256, lower ones first.
@@ -28,22 +28,24 @@ class Target:
     """One member, any member, or the leader. Get it from a group or from a membership.
 
     All three verbs return when the message is stored, in the order of the calls, and give a
-    ``concurrent.futures.Future``. Its callbacks are called in the one thread that all answers come
-    through: they must not wait. It ends after ``timeout`` seconds, whatever happens, and raises:
+    ``concurrent.futures.Future``. Its callbacks are called in the one thread that takes in all
+    replies: they must not wait. It ends after ``timeout`` seconds, whatever happens, and raises:
 
-    - ``MemberUnknown``: there is no such member, or nobody at all;  ``NoLeader``;
+    - ``MemberUnknown``: there is no such member, or none at all;  ``NoLeader``;
     - ``InboxFull``: it has ``max_inbox`` messages already;
-    - ``MemberLeft``: it left before it had answered;  ``HandlerFailed``: its handler raised;
-    - ``MessageExpired``: nothing came in time. It may still be handled, or have been.
-    - ``MembershipLost``: who sends it is not a member any more.
+    - ``MemberLeft``: it left before it had replied;  ``HandlerFailed``: its handler raised;
+    - ``MessageExpired``: no reply arrived in time. It may still be handled, or have been.
+    - ``MembershipLost``: the sender is not a member any more.
 
-    What is wrong with an argument is raised at once, as ``ValueError`` or ``TypeError``; so is
-    whatever goes wrong when the codec writes the body. From a callback of another answer nothing
-    waits for room among the 10,000 that a handle may have open: it fails at once.
+    An argument that is not valid raises ``ValueError`` or ``TypeError`` at once; so does a body
+    that the codec cannot write. In a callback of another reply, a message does not wait for room
+    among the 10,000 that a handle may have open: it fails at once.
     """
 
-    def __init__(self, mail: Requests, sender: Membership | None, to: To, member: str = "") -> None:
-        self._mail = mail
+    def __init__(
+        self, requests: Requests, sender: MemberHandle | None, to: To, member: str = ""
+    ) -> None:
+        self._requests = requests
         self._sender = sender
         self._to = to
         self._member = member
@@ -72,7 +74,7 @@ class Target:
     def ask(
         self, queue: str, body: Any = None, *, timeout: float = TIMEOUT_S, priority: int = PRIORITY
     ) -> Future[Any]:
-        """Ask: the result is the answer."""
+        """Ask: the result is the reply."""
         return self._post("ask", queue, body, timeout, priority)
 
     def _post(
@@ -88,7 +90,7 @@ class Target:
         check_int("priority", priority, 1, PRIORITY_MAX)
         if check_seconds("timeout", timeout) > TIMEOUT_MAX_S:
             raise ValueError(f"timeout must be at most {TIMEOUT_MAX_S:g} seconds, not {timeout}.")
-        return self._mail.post(
+        return self._requests.post(
             self._sender,
             verb,
             self._to,
@@ -102,13 +104,13 @@ class Target:
 
     def __repr__(self) -> str:
         whom = f"member {self._member!r}" if self._member else self._to
-        return f"<Target {whom} of {self._mail.group.name!r}>"
+        return f"<Target {whom} of {self._requests.group.name!r}>"
 
 
 class Everybody(Target):
-    """All members that are alive when the message is stored; those who join later do not get it.
+    """All members that are alive when the message is stored; members that join later do not get it.
 
-    Either all get it or nobody does: ``InboxFull`` if one of them has too many.
+    Either all get it or none does: ``InboxFull`` if one of them has too many.
     """
 
     def tell(
@@ -148,36 +150,33 @@ class Everybody(Target):
         priority: int = PRIORITY,
         include_dead: bool = False,
     ) -> Future[Replies]:
-        """Ask all: the result has the answers, and the errors, by member.
+        """Ask all: the result has the replies, and the errors, by member.
 
-        It is there when all have answered or left, or after ``timeout`` seconds.
+        It is there when all have replied or left, or after ``timeout`` seconds.
         """
         return self._post("ask", queue, body, timeout, priority, include_dead)
 
 
-class Sending:
-    """What can send: a group handle, or a member, whose id the receiver then sees."""
+class Targets:
+    """The targets of a group handle, or of a member, whose id the receiver then sees."""
 
-    def _mail_of(self) -> tuple[Requests, Membership | None]:
-        raise NotImplementedError  # pragma: no cover
+    def __init__(self, requests: Requests, sender: MemberHandle | None = None) -> None:
+        self._requests = requests
+        self._sender = sender
 
     def member(self, member: str) -> Target:
-        """One member, alive or (if it has a name) dead: then the message waits."""
         if not isinstance(member, str):
             raise TypeError(f"The id of a member is a str, not {type(member).__name__}.")
-        return Target(*self._mail_of(), "member", keys.check_name(member, "member"))
+        return Target(self._requests, self._sender, "member", keys.check_name(member, "member"))
 
     @property
     def any(self) -> Target:
-        """A random member that is alive; if that one leaves before it is done, another."""
-        return Target(*self._mail_of(), "any")
+        return Target(self._requests, self._sender, "any")
 
     @property
     def all(self) -> Everybody:
-        """All members that are alive."""
-        return Everybody(*self._mail_of(), "all")
+        return Everybody(self._requests, self._sender, "all")
 
     @property
-    def leader_proxy(self) -> Target:
-        """Whoever leads when the message is stored."""
-        return Target(*self._mail_of(), "leader")
+    def leader(self) -> Target:
+        return Target(self._requests, self._sender, "leader")

@@ -16,7 +16,7 @@ from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
 
 if TYPE_CHECKING:
-    from meteor_py.peers.group import PeerGroup
+    from meteor_py.peers.group_handle import GroupHandle
     from meteor_py.peers.voting.voter import Voter
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Action:
     error_bound: float
     #: The poll that agreed on it.
     poll: str
-    #: The member that proposed it; None if somebody did who is no member.
+    #: The member that proposed it; None if the proposer is no member.
     by: str | None
 
 
@@ -56,7 +56,7 @@ class Handler(NamedTuple):
     early: float
     run_late: bool
     max_late: float
-    #: Since when, by ``lease.now()``.
+    #: Since when, by ``now()``.
     since: float
 
 
@@ -77,13 +77,13 @@ class Task(NamedTuple):
 class Actions:
     """The schedule of a group handle. Has a thread while something is to be done."""
 
-    def __init__(self, group: PeerGroup) -> None:
+    def __init__(self, group: GroupHandle) -> None:
         self._group = group
         self._tasks: list[Task] = []
         self._runners: list[JoinableThread] = []
         self._state = SignalSafeCondition()
         self._thread: JoinableThread | None = None
-        self._ended = False
+        self._stopped = False
 
     def is_sure(self, max_error: float) -> bool:
         """Whether the time is known that well; asks for it again if it is not."""
@@ -93,7 +93,7 @@ class Actions:
         for _ in range(times):
             if clock.error_bound <= max_error:
                 return True
-            self._group.hurry()
+            self._group.heartbeat.hurry()
             deadline = now() + wait_s
             while clock.error_bound > max_error and now() < deadline:
                 time.sleep(0.005)
@@ -110,9 +110,9 @@ class Actions:
                 self.miss(task)
                 return
         else:
-            self._group.hurry()
+            self._group.heartbeat.hurry()
         with self._state:
-            if self._ended:
+            if self._stopped:
                 return
             self._tasks.append(task)
             if self._thread is None:
@@ -129,7 +129,7 @@ class Actions:
     def close(self, deadline: float) -> None:
         """Do nothing any more; wait for what is being done, until then by ``now()``."""
         with self._state:
-            self._ended = True
+            self._stopped = True
             self._tasks.clear()
             self._state.notify_all()
             threads = [*([self._thread] if self._thread else []), *self._runners]
@@ -145,7 +145,7 @@ class Actions:
         sharpened = 0.0
         while True:
             with self._state:
-                if self._ended:
+                if self._stopped:
                     return
                 if not self._tasks:
                     self._thread = None
@@ -158,7 +158,7 @@ class Actions:
                     continue
             if left <= _SHARPEN_S and sharpened != task.at:
                 sharpened = task.at
-                self._group.hurry()
+                self._group.heartbeat.hurry()
             with self._state:
                 pause = left - _SHARPEN_S if left > _SHARPEN_S else left
                 self._state.wait(min(pause, _LOOK_S))
@@ -172,11 +172,11 @@ class Actions:
 
     def _do(self, task: Task) -> None:
         clock, handler = self._group.clock, task.handler
-        while not self._ended and (left := clock.until(task.at) - handler.early) > 0:
+        while not self._stopped and (left := clock.until(task.at) - handler.early) > 0:
             time.sleep(min(left, _AHEAD_S))
-        while not self._ended and clock.until(task.at) > 0:
+        while not self._stopped and clock.until(task.at) > 0:
             time.sleep(0)  # lets other threads of this process run
-        if self._ended or task.voter.gone:
+        if self._stopped or task.voter.gone:
             return
         action = self._action(task)
         try:
@@ -184,7 +184,7 @@ class Actions:
                 task.voter.missed(action)
             else:
                 handler.function(action)
-        except BaseException:  # also SystemExit: nobody would learn of it
+        except BaseException:  # also SystemExit: nothing would report it
             _log.exception("Action %r of group %r failed.", action.name, self._group.name)
 
     def _action(self, task: Task) -> Action:

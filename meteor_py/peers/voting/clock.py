@@ -1,6 +1,6 @@
 """The clock of a group: that of its server, as well as one process can know it.
 
-Each answer that tells the server's time was sent between the question and its arrival, so half of
+The server sent each reply that carries its time between the request and the arrival, so half of
 that interval bounds the error. Since then both clocks may have parted a little. A reading that an
 old one contradicts by more than their bounds shows that the server's clock was set, or that this is
 another server: then the old ones are forgotten.
@@ -19,7 +19,7 @@ _DRIFT = 100e-6
 
 
 class _Reading(NamedTuple):
-    #: When, by our clock; what to add to it; and half of how long the answer took.
+    #: When, by our clock; what to add to it; and half of how long the reply took.
     at: float
     offset: float
     error: float
@@ -30,16 +30,16 @@ class _Reading(NamedTuple):
 
 
 class GroupClock:
-    """Seconds since 1970 by the server's clock. Fed by each answer of the server."""
+    """Seconds since 1970 by the server's clock. Fed by each reply of the server."""
 
     def __init__(self) -> None:
-        # Replaced as a whole: others look at it while the heart beats.
+        # Replaced as a whole: other threads read it while the heartbeat updates it.
         self._readings: tuple[_Reading, ...] = ()
 
-    def read(self, sent: float, answered: float, server: float) -> None:
-        """Take in an answer: when it was asked for and came, and what time it says it is."""
-        middle = (sent + answered) / 2
-        new = _Reading(middle, server - middle, (answered - sent) / 2)
+    def read(self, sent: float, arrived: float, server: float) -> None:
+        """Take in a reply: when it was requested and arrived, and the time that it carries."""
+        middle = (sent + arrived) / 2
+        new = _Reading(middle, server - middle, (arrived - sent) / 2)
         agreeing = (r for r in self._readings if abs(new.offset - r.offset) <= _slack(r, new))
         self._readings = (*agreeing, new)[-_READINGS:]
 
@@ -67,5 +67,5 @@ class GroupClock:
 
 
 def _slack(old: _Reading, new: _Reading) -> float:
-    """What two readings may differ by, if nobody has set a clock."""
+    """What two readings may differ by, if no clock was set."""
     return old.bound(new.at) + new.error

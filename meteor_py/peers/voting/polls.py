@@ -1,8 +1,9 @@
-"""The ballots of a group handle: what it proposes, what is open, and what was decided.
+"""The polls of a group handle: what it proposes, what is open, and what was decided.
 
-The server counts, and decides: so a vote survives whoever began it, and the leader. What happens is
-told by events. An outcome whose event was lost is asked for when the time of its vote is over, so
-every future ends. Nothing here runs, and no event is looked at, before somebody votes or proposes.
+The server counts and decides, so a vote survives its proposer and the leader. Events report what
+happens. If the event of an outcome was lost, the handle asks for the outcome when the time of the
+vote is over, so every future ends. Nothing here runs, and no event is looked at, before this
+process votes or proposes.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
 
 if TYPE_CHECKING:
-    from meteor_py.peers.group import PeerGroup
-    from meteor_py.peers.membership import Membership
+    from meteor_py.peers.group_handle import GroupHandle
+    from meteor_py.peers.member_handle import MemberHandle
     from meteor_py.peers.voting.voter import Voter
 
 _log = logging.getLogger(__name__)
@@ -41,9 +42,9 @@ _log = logging.getLogger(__name__)
 LEAD_S = 0.2
 #: Polls that are remembered as decided, so that each is told of once.
 REMEMBERED = 1_000
-#: Seconds after the end of a vote when who proposed it asks for the outcome.
+#: Seconds after the end of a vote when its proposer asks for the outcome.
 _ASK_S = 0.01
-#: The same for the others: somebody has to, if that one is dead, but not all of them at once.
+#: The same for other handles: one of them must ask if the proposer is dead, but not all at once.
 _OTHERS_ASK_S = (0.3, 1.3)
 #: Seconds after the end of a vote when an outcome that the server does not tell is given up.
 _GIVE_UP_S = 10.0
@@ -68,7 +69,7 @@ class Motion(NamedTuple):
 class _Open:
     """A vote whose outcome is not known here."""
 
-    #: When to ask for it, and when to give up, by ``lease.now()``.
+    #: When to ask for it, and when to give up, by ``now()``.
     ask_at: float
     give_up_at: float
     future: Future[Outcome] | None = None
@@ -78,10 +79,10 @@ class _Open:
 class Polls:
     """Owned by its group handle. Has a thread of its own, from the first use on."""
 
-    def __init__(self, group: PeerGroup) -> None:
+    def __init__(self, group: GroupHandle) -> None:
         self._group = group
         self.actions = Actions(group)
-        self.codec = group.mail.codec
+        self.codec = group.requests.codec
         self._jobs: deque[Callable[[], None]] = deque()
         self._open: dict[str, _Open] = {}
         self._decided: dict[str, None] = {}
@@ -89,22 +90,22 @@ class Polls:
         self._voters: list[Voter] = []
         self._state = SignalSafeCondition()
         self._thread: JoinableThread | None = None
-        self._ended = False
+        self._stopped = False
 
     def use(self, voter: Voter | None = None) -> None:
         """From now on, events about votes matter here."""
         with self._state:
             if voter is not None and voter not in self._voters:
-                self._voters = [v for v in self._voters if not v.ended] + [voter]
-            if self._thread is None and not self._ended:
-                name = f"meteor-ballots-{self._group.name}"
+                self._voters = [v for v in self._voters if not v.stopped] + [voter]
+            if self._thread is None and not self._stopped:
+                name = f"meteor-polls-{self._group.name}"
                 self._thread = JoinableThread(self._run, name)
                 self._thread.start()
-                self._group.hurry()  # the first reading of the clock is a bad one
+                self._group.heartbeat.hurry()  # the first reading of the clock is a bad one
 
     # -- proposing -----------------------------------------------------------------------------
 
-    def propose(self, motion: Motion, by: Membership | None) -> Future[Outcome]:
+    def propose(self, motion: Motion, by: MemberHandle | None) -> Future[Outcome]:
         """Put something to the vote. For what it raises see ``Proposing``."""
         self.use()
         poll = secrets.token_hex(8)
@@ -112,9 +113,9 @@ class Polls:
         future.set_running_or_notify_cancel()  # it cannot be called back
         entry = _Open(now() + motion.timeout, now() + motion.timeout + _GIVE_UP_S, future)
         with self._state:
-            if self._ended:
+            if self._stopped:
                 raise MeteorError(f"This handle of group {self._group.name!r} is closed.")
-            self._open[poll] = entry  # now: the outcome may be here before the answer
+            self._open[poll] = entry  # now: the outcome may arrive before the reply
         try:
             left_s = self._put_to_vote(poll, motion, by)
         except BaseException:
@@ -127,7 +128,7 @@ class Polls:
             self._state.notify_all()
         return future
 
-    def _put_to_vote(self, poll: str, motion: Motion, by: Membership | None) -> float:
+    def _put_to_vote(self, poll: str, motion: Motion, by: MemberHandle | None) -> float:
         deadline = now() + motion.timeout
 
         def put() -> list[Any]:
@@ -142,21 +143,21 @@ class Polls:
             return self.run(PEERS_PROPOSE, args, deadline)
 
         try:
-            answer = put() if by is None else by.do(put, deadline)
+            reply = put() if by is None else by.retry_fenced(put, deadline)
         except ConnectionFailed as error:
             error.add_note(f"It may be that poll {poll} was begun; on_decision will tell of it.")
             raise
-        if answer[0] != b"OK":
-            raise self._refusal(answer, motion)
-        return int(answer[1]) / 1000
+        if reply[0] != b"OK":
+            raise self._refusal(reply, motion)
+        return int(reply[1]) / 1000
 
-    def _refusal(self, answer: list[Any], motion: Motion) -> MeteorError:
+    def _refusal(self, reply: list[Any], motion: Motion) -> MeteorError:
         name = self._group.name
-        match answer[0]:
+        match reply[0]:
             case b"NOLEADER":
                 return NoLeader(f"Group {name!r} has no leader now; try again later.", group=name)
             case b"TOOLATE":
-                late = (motion.at or 0) / 1000 - int(answer[1]) / 1000
+                late = (motion.at or 0) / 1000 - int(reply[1]) / 1000
                 return ActionRefused(
                     f"Action {motion.action!r} is to be done in {late:.3f} s, but a vote must end "
                     f"{LEAD_S:g} s before; choose a later time, at=group.now() + 2.",
@@ -164,40 +165,40 @@ class Polls:
                 )
             case b"PENDING":
                 return ActionRefused(
-                    f"Action {motion.action!r} is pending already, by poll {answer[1].decode()}; "
+                    f"Action {motion.action!r} is pending already, by poll {reply[1].decode()}; "
                     "propose it again when its time is over.",
                     group=name,
                 )
             case b"NOMEMBER":
                 return PeerError(f"Nobody in group {name!r} is alive to vote; join it.", group=name)
-        return PeerError(f"Group {name!r} has {answer[1]} open votes; wait for them.", group=name)
+        return PeerError(f"Group {name!r} has {reply[1]} open votes; wait for them.", group=name)
 
     def run(self, script: Script, args: Sequence[Any], deadline: float) -> list[Any]:
         """Run a script that may be repeated, again and again until a time."""
         failures = 0
         while True:
             try:
-                return self._group.books.run(script, args)
+                return self._group.protocol.run(script, args)
             except ConnectionFailed:
                 failures += 1
                 pause = pause_s(failures, *_BACKOFF_S)
-                if self._ended or now() + pause >= deadline:
+                if self._stopped or now() + pause >= deadline:
                     raise
                 time.sleep(pause)
 
-    # -- what the watch tells ------------------------------------------------------------------
+    # -- news from the event reader ------------------------------------------------------------
 
     def proposed(self, event: Event) -> None:
         """Something was put to the vote. Under the lock of the group, which is as it was then."""
         if self._thread is None:
             return
-        members = self._group.picture.members
+        members = self._group.view.members
         asked = [
-            membership.voter
-            for membership in self._group.memberships()
-            if (found := members.get(membership.id)) is not None
+            member.voter
+            for member in self._group.local_members()
+            if (found := members.get(member.id)) is not None
             and found.alive
-            and found.session == membership.session
+            and found.session == member.session
         ]
         left_s = (int(event.fields["until"]) - event.at) / 1000
         self._put(partial(self._ask, event.fields, now() + left_s, asked))
@@ -222,8 +223,8 @@ class Polls:
     def _run(self) -> None:
         while True:
             with self._state:
-                self._state.wait_for(lambda: self._ended or self._jobs, self._pause())
-                if self._ended:
+                self._state.wait_for(lambda: self._stopped or self._jobs, self._pause())
+                if self._stopped:
                     return
                 job = self._jobs.popleft() if self._jobs else None
                 due = [poll for poll, entry in self._open.items() if entry.ask_at <= now()]
@@ -235,8 +236,8 @@ class Polls:
                         "A vote of group %r means nothing here: %s", self._group.name, error
                     )
                 except BaseException:  # also SystemExit: of a callback of a future
-                    if not self._ended:
-                        _log.exception("The ballots of group %r failed.", self._group.name)
+                    if not self._stopped:
+                        _log.exception("The polls of group %r failed.", self._group.name)
 
     def _pause(self) -> float | None:
         times = [entry.ask_at for entry in self._open.values()]
@@ -267,19 +268,19 @@ class Polls:
                 future.set_exception(error)
             raise
         try:
-            self._group.tell_decision(outcome)
+            self._group.listeners.tell("decision", outcome)
             if outcome.passed and outcome.action is not None:
                 self._act(outcome)
-        finally:  # whatever comes: somebody waits for it
+        finally:  # in any case: a caller waits for it
             if future is not None:
                 future.set_result(outcome)
 
     def _act(self, outcome: Outcome) -> None:
-        for membership in self._group.memberships():
+        for member in self._group.local_members():
             try:
-                membership.voter.act(outcome)
+                member.voter.act(outcome)
             except Exception:  # the others have agreed to it, too
-                _log.exception("%r cannot do %r.", membership, outcome.action)
+                _log.exception("%r cannot do %r.", member, outcome.action)
 
     def _ask_for(self, poll: str) -> None:
         with self._state:
@@ -288,7 +289,7 @@ class Polls:
             return
         try:
             found = next(self.look("poll", poll), None)
-        except MeteorError as error:  # away, or it has forgotten the group, which will begin anew
+        except MeteorError as error:  # away, or it has forgotten the group, which will start again
             entry.failures += 1
             entry.ask_at = now() + pause_s(entry.failures, *_BACKOFF_S)
             if now() > entry.give_up_at:
@@ -298,14 +299,14 @@ class Polls:
             self._give_up(poll, "is lost, as the server has lost state")
         elif found.fields["result"]:
             self._decide(found.fields)
-        else:  # whoever was away for a while has got more time
+        else:  # the server was away for a while and gave voters more time
             entry.ask_at = now() + found.left_s + _ASK_S
             entry.give_up_at = entry.ask_at + _GIVE_UP_S
 
     def look(self, what: str, which: str, patience_s: float = 0.0) -> Iterator[Poll]:
         """One poll, or those that a member has to know of."""
-        answer = self.run(PEERS_READ_POLLS, [what, which], now() + patience_s)
-        for left_ms, flat in zip(answer[1::2], answer[2::2], strict=True):
+        reply = self.run(PEERS_READ_POLLS, [what, which], now() + patience_s)
+        for left_ms, flat in zip(reply[1::2], reply[2::2], strict=True):
             fields = {k.decode(): v for k, v in zip(flat[::2], flat[1::2], strict=True)}
             yield Poll(int(left_ms) / 1000, fields)
 
@@ -313,8 +314,8 @@ class Polls:
         with self._state:
             for entry in self._open.values():
                 entry.ask_at = min(entry.ask_at, now())
-        for membership in self._group.memberships():
-            membership.voter.catch_up()
+        for member in self._group.local_members():
+            member.voter.catch_up()
 
     def _give_up(self, poll: str, why: str) -> None:
         with self._state:
@@ -329,12 +330,12 @@ class Polls:
     def close(self, deadline: float) -> None:
         """End its threads, waiting until then by ``now()``; a future that is open fails."""
         with self._state:
-            self._ended = True
+            self._stopped = True
             self._state.notify_all()
             thread, voters = self._thread, list(self._voters)
         self.actions.close(deadline)
         for voter in voters:
-            voter.end()
+            voter.stop()
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(deadline - now(), 0.0))
         for poll in list(self._open):

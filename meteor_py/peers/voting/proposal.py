@@ -23,7 +23,7 @@ class Proposal:
     #: The id of the poll.
     id: str
     topic: Any
-    #: The member that proposes; None if somebody does who is no member.
+    #: The member that proposes; None if the proposer is no member.
     by: str | None
     #: Who must say yes: "majority" and "consensus" of those who are asked, or so many.
     kind: Kind | int
@@ -44,7 +44,7 @@ class Outcome:
     #: The id of the poll.
     poll: str
     passed: bool
-    #: "passed", "rejected" (enough did not say yes), "left" (so did somebody who was needed), or
+    #: "passed", "rejected" (enough did not say yes), "left" (a voter left that was needed), or
     #: "timeout".
     reason: Reason
     #: The members that said yes; no; neither; and those who said nothing, or left before.
@@ -53,7 +53,7 @@ class Outcome:
     abstained: tuple[str, ...]
     missing: tuple[str, ...]
     topic: Any
-    #: The member that proposed it; None if somebody did who is no member.
+    #: The member that proposed it; None if the proposer is no member.
     by: str | None
     kind: Kind | int
     #: When it was decided, in seconds by the clock of the group.

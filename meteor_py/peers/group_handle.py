@@ -1,0 +1,324 @@
+"""One peer group as this process has opened it: its view, its members, and its threads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from meteor_py.errors import ConnectionFailed, MeteorError, PeerError, PeerGroupNotFound
+from meteor_py.peers.codec import PeerCodec
+from meteor_py.peers.config import PeersConfig
+from meteor_py.peers.event import Event
+from meteor_py.peers.event_reader import EventReader
+from meteor_py.peers.heartbeat import Heartbeat
+from meteor_py.peers.listeners import Listeners
+from meteor_py.peers.member import Member, Status
+from meteor_py.peers.member_handle import MemberHandle
+from meteor_py.peers.messaging.requests import Requests
+from meteor_py.peers.protocol import UNKNOWN_GROUP, PeerProtocol
+from meteor_py.peers.view import GroupView, Moment
+from meteor_py.peers.voting.clock import GroupClock
+from meteor_py.peers.voting.polls import Polls
+from meteor_py.runtime.clock import now
+from meteor_py.runtime.lifecycle import ClosingOrder, Registry, close_each
+
+if TYPE_CHECKING:
+    from meteor_py.redis.connection import Connection
+    from meteor_py.redis.connector import Connector
+
+_log = logging.getLogger(__name__)
+
+#: Seconds that closing waits for what is at work, then for its threads, and at least for the last.
+_LEAVE_S, _JOIN_S, _LAST_S = 5.0, 4.0, 1.0
+#: Times that a group which changes meanwhile is loaded again, at most.
+_LOOKS = 10
+
+
+class GroupHandle:
+    """What the threads and parts of a ``PeerGroup``, its public face, share."""
+
+    def __init__(
+        self, connector: Connector, name: str, config: PeersConfig, codec: PeerCodec
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.protocol = PeerProtocol(connector, name)
+        #: Names the stream of replies to messages that this handle sends.
+        self.reply_session = secrets.token_hex(8)
+        #: The server's clock, as far as this process knows it.
+        self.clock = GroupClock()
+        self.view = GroupView(self.protocol.look())
+        #: Held while the view changes and its listeners are told.
+        self.lock = threading.RLock()
+        self._members: list[MemberHandle] = []
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self.closed = False
+        self._stopped = False
+        self._pid = os.getpid()
+        self.listeners = Listeners(name)
+        self.requests = Requests(self, codec)
+        self.polls = Polls(self)
+        self.heartbeat = Heartbeat(self)
+        self.event_reader = EventReader(self)
+        for thread in (self.listeners.thread, self.heartbeat, self.event_reader):
+            thread.start()
+        _open_groups.add(self)
+
+    def now(self) -> float:
+        """The time by the clock of the group, in seconds since 1970."""
+        if not self.clock.known:
+            self.heartbeat.hurry()
+            deadline = time.monotonic() + _JOIN_S
+            while not self.clock.known:
+                if time.monotonic() > deadline:
+                    raise MeteorError(f"The server of group {self.name!r} has not told its time.")
+                time.sleep(0.005)
+        return self.clock.now()
+
+    def check_owned(self) -> None:
+        """Raise in a forked child."""
+        if self._pid != os.getpid():
+            raise MeteorError(
+                f"This handle of group {self.name!r} belongs to the parent process; open another "
+                "here with client.peer_group()."
+            )
+
+    def check_open(self) -> None:
+        self.check_owned()
+        if self.closed:
+            raise MeteorError(f"This handle of group {self.name!r} is closed; open another.")
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self.view.members)} members"
+        return f"<PeerGroup {self.name!r} ({state})>"
+
+    # -- its members -------------------------------------------------------------------------------
+
+    def local_members(self) -> list[MemberHandle]:
+        """The members that joined through this handle, and are not lost."""
+        with self.lock:
+            return list(self._members)
+
+    def join(self, member: MemberHandle, on_conflict: str, metadata: bytes) -> bool:
+        """Have a member join; False if another session has the name."""
+        try:
+            if not self._join(member, on_conflict, metadata):
+                return False
+            self.check_open()
+            self.catch_up()
+        except MeteorError:
+            raise
+        except BaseException:  # Ctrl-C, or a SIGTERM: no caller would get the member
+            member.lose("interrupted")
+            with suppress(MeteorError):
+                member.withdraw()
+            raise
+        return True
+
+    def _join(self, member: MemberHandle, on_conflict: str, metadata: bytes) -> bool:
+        try:
+            joined = member.join(on_conflict, metadata)
+        except PeerGroupNotFound:
+            if self.protocol.open(self.config) != self.config:  # else it was deleted: started again
+                raise
+            joined = member.join(on_conflict, metadata)
+        if not joined:
+            return False
+        with self.lock:
+            closed = self.closed
+            if not closed:
+                self._members.append(member)
+                if self.view.leader == member.id:
+                    self._tell_elected(member)
+        if closed:
+            member.leave("stay" if member.persistent else "")
+        return True
+
+    def forget(self, member: MemberHandle) -> None:
+        with self.lock:
+            if member in self._members:
+                self._members.remove(member)
+
+    def track(self, thread: threading.Thread) -> None:
+        """Join a thread of one of its members at the end."""
+        self._threads.add(thread)
+
+    # -- its view ----------------------------------------------------------------------------------
+
+    def moment(self) -> Moment:
+        """Which event the view shows."""
+        with self.lock:
+            return self.view.moment
+
+    def read_settings(self, connection: Connection | None = None) -> None:
+        """Read the settings again: another process may have started the group with others."""
+        try:
+            found = self.protocol.settings(connection)
+        except PeerGroupNotFound:
+            return
+        if found != self.config:
+            _log.warning("Group %r was started again with other settings: %s.", self.name, found)
+            self.config = found
+
+    def resync(self, *, reset: bool = False, connection: Connection | None = None) -> None:
+        """Load the whole group, and tell what has changed.
+
+        Args:
+            reset: The server is known to have lost state.
+        """
+        for _ in range(_LOOKS):
+            before = self.moment()
+            try:
+                look = self.protocol.look(connection)
+            except PeerGroupNotFound:
+                look = UNKNOWN_GROUP
+            if look.incarnation != before.incarnation:
+                self.read_settings(connection)
+            with self.lock:
+                if self.moment() == before:
+                    known = self.view.members
+                    for event in self.view.resync(look, reset=reset):
+                        self._react(event, known.get(event.member or ""))
+                    self.polls.resync()
+                    self.event_reader.read_again()
+                    return
+
+    def catch_up(self) -> None:
+        """Wait until the view shows what has happened by now, if the server can be reached."""
+        try:
+            reply = self.protocol.heartbeat(None, "", [])
+            deadline = time.monotonic() + _JOIN_S
+            while self.view.number < reply.view and self.view.incarnation == reply.incarnation:
+                if self.closed:
+                    return
+                if time.monotonic() > deadline:
+                    self.resync()
+                    return
+                time.sleep(0.001)
+        except (ConnectionFailed, PeerError):
+            return  # the heartbeat keeps trying
+        if self.view.incarnation != reply.incarnation:
+            self.resync(reset=True)
+
+    def apply(self, event: Event) -> None:
+        """Take in the next event, under the lock, and tell it to listeners and members."""
+        known = self.view.members.get(event.member or "")
+        self.view.apply(event)
+        self._react(event, known)
+
+    def _react(self, event: Event, known: Member | None) -> None:
+        member = self.view.members.get(event.member or "")
+        tell = self.listeners.tell
+        match event.kind:
+            case "reset":
+                tell("reset")
+            case "joined" if member is not None:
+                tell("join", member)
+            case "alive" if member is not None:
+                self._lose_replaced(member)
+                tell("status", member, Status.ALIVE)
+                tell("join", member)
+            case "dead" if member is not None:
+                tell("status", member, Status.DEAD)
+            case "left":
+                self._lose_removed(event)
+                if known is not None:
+                    tell("leave", known, event.reason)
+            case "elected":
+                for local in self._members:
+                    if local.id == event.member:
+                        self._tell_elected(local)
+                if member is not None:
+                    tell("elected", member, event.term)
+            case "resigned":
+                for local in self._members:
+                    if local.id == event.member and event.term is not None:
+                        local.leadership.deposed(event.term)
+                tell("resigned", event.member, event.term, event.reason)
+            case "proposed":
+                self.polls.proposed(event)
+            case "decided":
+                self.polls.decided(event)
+        self.listeners.spread(event)
+
+    def _tell_elected(self, local: MemberHandle) -> None:
+        found = self.view.members.get(local.id)
+        if found is not None and found.session == local.session:
+            local.leadership.elected(self.view.term)
+
+    def _lose_removed(self, event: Event) -> None:
+        session = event.fields.get("session", b"").decode()
+        if event.reason == "removed":
+            for local in list(self._members):
+                if local.session == session:
+                    local.lose("removed")
+
+    def _lose_replaced(self, member: Member) -> None:
+        for local in list(self._members):
+            # Unless the news is older than the local member.
+            newer = member.index > local.index and member.session != local.session
+            if local.id == member.id and newer:
+                local.lose("joined again elsewhere")
+
+    # -- closing -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave with all local members, and stop all threads. See ``PeerGroup.close``."""
+        self.closed = True
+        if self._stopped or self._pid != os.getpid():
+            return
+        self._leave_all(now() + _LEAVE_S)
+        deadline = now() + _JOIN_S
+        self.requests.close(deadline)
+        self.polls.close(deadline)
+        parts = (self.heartbeat, self.event_reader, self.listeners.thread)
+        for part in parts:
+            part.stop()
+        self.listeners.end_queues()
+        for part in parts:
+            if not part.join(max(deadline - now(), _LAST_S)):
+                _log.warning("A thread of group %r does not end.", self.name)
+        self._stopped = True
+        _open_groups.discard(self)
+
+    def _leave_all(self, deadline: float) -> None:
+        """All at once: no member stays one because another one's handler takes its time."""
+        leaving = [member for member in self.local_members() if member.start_leaving()]
+        patience = now() + self.protocol.connector.timeout_s
+        is_away = not all(member.announce_leaving() for member in leaving) and now() > patience
+        for member in sorted(leaving, key=attrgetter("busy")):
+            if is_away:
+                member.lose("left")  # the server will take it for dead
+            else:
+                is_away = not member.finish_leaving(deadline) and now() > patience
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - now(), 0.0))
+                if thread.is_alive():
+                    _log.warning("A leader task of group %r does not end.", self.name)
+
+
+def _at_exit(groups: Sequence[GroupHandle]) -> None:
+    """Let the other members know at once."""
+    for group in groups:
+        try:
+            group.close()
+        except MeteorError as error:
+            _log.error("At the end of %r: %s", group, error)
+
+
+_open_groups: Registry[GroupHandle] = Registry(
+    ClosingOrder.PEER_GROUPS,
+    owner=lambda group: group.protocol.connector,
+    close=lambda groups: close_each(groups, GroupHandle.close, MeteorError),
+    at_exit=_at_exit,
+    after_fork=lambda groups: None,  # members, threads and connections are the parent's
+)

@@ -1,0 +1,169 @@
+"""Listeners: the callbacks of a group handle, and its iterators over events."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from meteor_py.errors import PeerError
+from meteor_py.peers.event import Event
+from meteor_py.records.config import check_function
+from meteor_py.runtime.locks import SignalSafeCondition
+from meteor_py.runtime.threads import JoinableThread
+
+_log = logging.getLogger(__name__)
+_F = TypeVar("_F", bound=Callable[..., object])
+
+CALLBACK_PREFIX = "meteor-callbacks"
+#: Calls that may wait for those before them.
+_CALLS_MAX = 10_000
+#: Events that may wait for an iterator.
+_QUEUE_MAX = 10_000
+
+
+class Listeners:
+    """Owned by its group handle, and changed under the lock of that."""
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._functions: dict[str, list[Callable[..., object]]] = {}
+        self._queues: weakref.WeakSet[EventQueue] = weakref.WeakSet()
+        self.thread = CallbackThread(group, lambda: list(self._functions.get("reset", ())))
+
+    def add(self, what: str, function: _F) -> _F:
+        """Call a function from now on."""
+        check_function(f"on_{what}", function)
+        self._functions.setdefault(what, []).append(function)
+        return function
+
+    def tell(self, what: str, *arguments: Any) -> None:
+        """Have the functions for one kind of news called."""
+        for function in self._functions.get(what, ()):
+            self.thread.call(function, *arguments)
+
+    def spread(self, event: Event) -> None:
+        """Pass an event to all callbacks for events and to all iterators."""
+        self.tell("event", event)
+        for events in list(self._queues):
+            if events.qsize() >= _QUEUE_MAX:
+                events.behind = True
+                self._queues.discard(events)
+            events.put(None if events.behind else event)
+
+    def open_queue(self) -> EventQueue:
+        events = EventQueue()
+        self._queues.add(events)
+        return events
+
+    def iterate(
+        self, past: list[Event], events: EventQueue, timeout: float | None
+    ) -> Iterator[Event]:
+        """Iterate over past events, and then over a queue."""
+        yield from past
+        while True:
+            try:
+                event = events.get(timeout=timeout)
+            except queue.Empty:
+                return
+            if event is None:
+                break
+            yield event
+        if events.behind:
+            raise PeerError(
+                f"An iterator over the events of group {self._group!r} was {_QUEUE_MAX:,} events "
+                "behind, and gets no more; watch again from a snapshot.",
+                group=self._group,
+            )
+
+    def end_queues(self) -> None:
+        for events in list(self._queues):
+            events.put(None)
+
+
+class EventQueue(queue.SimpleQueue["Event | None"]):
+    """The events of one iterator. A signal handler may put one, too: its lock is of C."""
+
+    #: Too many events wait in it: it gets no more.
+    behind = False
+
+
+class CallbackThread:
+    """A thread that calls functions of the application, one after the other.
+
+    When too many calls wait, it leaves out further ones and calls what ``instead`` returns.
+    """
+
+    def __init__(
+        self, name: str, instead: Callable[[], Iterable[Callable[[], object]]] = tuple
+    ) -> None:
+        self._instead = instead
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._state = SignalSafeCondition()
+        self._stopped = False
+        self._holders: set[object] = set()
+        self._missed = 0  # calls, since one that hangs has let so many wait
+        self._thread = JoinableThread(self._run, f"{CALLBACK_PREFIX}-{name}")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        with self._state:
+            if len(self._calls) >= _CALLS_MAX:
+                if not self._missed:
+                    self._calls.append((self._make_up, ()))
+                self._missed += 1
+                return
+            self._calls.append((function, arguments))
+            self._state.notify_all()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Begin no call inside the block."""
+        holder = object()
+        try:
+            with self._state:
+                self._holders.add(holder)
+            yield
+        finally:
+            with self._state:
+                self._holders.discard(holder)
+                self._state.notify_all()
+
+    def stop(self) -> None:
+        with self._state:
+            self._stopped = True
+            self._state.notify_all()
+
+    def join(self, timeout_s: float) -> bool:
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._stopped or (self._calls and not self._holders))
+                if self._stopped:
+                    return
+                function, arguments = self._calls.popleft()
+            try:
+                function(*arguments)
+            except BaseException:  # also SystemExit: there would be no more calls
+                _log.exception("A callback of a group failed.")
+
+    def _make_up(self) -> None:
+        """In the place of calls that were left out."""
+        with self._state:
+            missed, self._missed = self._missed, 0
+            self._calls.extendleft((function, ()) for function in reversed([*self._instead()]))
+        _log.error(
+            "The callbacks of a group were %d events behind: %d calls were left out.",
+            *(_CALLS_MAX, missed),
+        )
