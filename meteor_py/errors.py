@@ -1,6 +1,6 @@
 """Everything meteor_py raises, besides ``ValueError`` and ``TypeError`` for wrong arguments.
 
-    MeteorError                     .retriable: the same call may succeed later
+    MeteorError                     .problem .hint .retriable: the same call may succeed later
     ├── ConnectionFailed            no server there, or it went away                    retriable
     ├── ServerRefused               .code: the server replied with an error (rights, memory)
     │   ├── AccessDenied            wrong password, or the ACL forbids it
@@ -9,11 +9,11 @@
     ├── ServerStartFailed           the embedded server did not come up
     ├── StreamError                 .stream
     │   ├── StreamNotFound          no stream of that name
-    │   ├── StreamConfigMismatch    it exists, with other settings
+    │   ├── StreamConfigMismatch    .setting .changeable: it exists, with other settings
     │   ├── CorruptStream           something in its log is not ours
     │   ├── StreamFull              publishing waits for the archiver                   retriable
     │   ├── StoreUnavailable        the store cannot be reached or written to now       retriable
-    │   ├── StoreMismatch           it is not the one that holds the stream's history
+    │   ├── StoreMismatch           .missing: not the store that holds the stream's history
     │   └── GroupError              .group
     │       ├── GroupNotFound       no group of that name
     │       ├── GroupActive         .owner .shared: a member has its lease              retriable
@@ -30,6 +30,7 @@
     │   └── NotReplicated           in the log, but not on enough replicas in time
     ├── PeerError                   .group: of a peer group
     │   ├── PeerGroupNotFound       there is no such group, or not any more
+    │   ├── PeerGroupActive         .alive: it has live members
     │   ├── MemberTaken             somebody has that name
     │   ├── MembershipLost          expelled, removed, or replaced by the same name elsewhere
     │   ├── StaleTerm               not the leader of that term any more
@@ -57,17 +58,26 @@ Each message is one full sentence and, where something can be done, a hint.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from meteor_py.records.record import Record
 
 
 class MeteorError(Exception):
-    """Root of all errors of this package."""
+    """Root of all errors of this package.
+
+    ``problem`` says what happened. ``hint`` says what to do about it in Python; it is empty if the
+    problem says all. The text of the error is both.
+    """
 
     #: Whether the same call may succeed later without anything being changed.
     retriable: ClassVar[bool] = False
+
+    def __init__(self, problem: str, *, hint: str = "") -> None:
+        super().__init__(f"{problem} {hint}" if hint else problem)
+        self.problem = problem
+        self.hint = hint
 
 
 class ConnectionFailed(MeteorError):
@@ -110,8 +120,8 @@ class ServerStartFailed(MeteorError):
 class _OfStream(MeteorError):
     """An error about one stream."""
 
-    def __init__(self, message: str, *, stream: str) -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, *, stream: str, hint: str = "") -> None:
+        super().__init__(problem, hint=hint)
         self.stream = stream
 
 
@@ -124,7 +134,24 @@ class StreamNotFound(StreamError):
 
 
 class StreamConfigMismatch(StreamError):
-    """The stream exists with settings other than those asked for."""
+    """The stream exists with settings other than those asked for.
+
+    ``setting`` is the first that differs; None if the stream has no store. ``changeable``: whether
+    ``stream.configure()`` can change it.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        stream: str,
+        hint: str = "",
+        setting: str | None = None,
+        changeable: bool = False,
+    ) -> None:
+        super().__init__(problem, stream=stream, hint=hint)
+        self.setting = setting
+        self.changeable = changeable
 
 
 class CorruptStream(StreamError):
@@ -144,7 +171,22 @@ class StoreUnavailable(StreamError):
 
 
 class StoreMismatch(StreamError):
-    """What lies at the store's address is not the history of this stream, or nothing is."""
+    """What lies at the store's address is not the history of this stream, or nothing is.
+
+    ``missing`` is "store" if the stream has none, "address" if it must be given when the stream is
+    opened, and None otherwise.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        stream: str,
+        hint: str = "",
+        missing: Literal["store", "address"] | None = None,
+    ) -> None:
+        super().__init__(problem, stream=stream, hint=hint)
+        self.missing = missing
 
 
 class GroupError(StreamError):
@@ -256,6 +298,14 @@ class PeerError(MeteorError):
 
 class PeerGroupNotFound(PeerError):
     """There is no such peer group: none was to be begun, or it was deleted, or lost."""
+
+
+class PeerGroupActive(PeerError):
+    """The group has live members: ``alive`` of them."""
+
+    def __init__(self, problem: str, *, group: str, alive: int) -> None:
+        super().__init__(problem, group=group)
+        self.alive = alive
 
 
 class MemberTaken(PeerError):

@@ -5,19 +5,6 @@ from __future__ import annotations
 import meteor_py
 from meteor_cli.render.sanitize import sanitize
 
-#: Advice of the library for Python, and the same for a shell.
-_ADVICE = {
-    "force=True": "--force",
-    "stream.configure()": "`meteor streams configure {stream}`",
-    "create it: client.stream(name, store=...)": "create it: `meteor streams create NAME --store "
-    "DIR`",
-    "open the stream with client.stream(name, store=...)": "`meteor archive` takes the address "
-    "with --store",
-    "Is an archiver running?": "Start one: `meteor archive run {stream}`.",
-    "Does an archiver run,": "Does `meteor archive run` run somewhere,",
-    "raise max_record_bytes": "allow for it with --max-bytes",
-}
-
 
 def explain(error: Exception) -> str:
     """One sentence, and a hint that names commands in place of methods."""
@@ -41,6 +28,11 @@ def explain(error: Exception) -> str:
                 f"There is no member {error.member!r} in group {error.group!r}; `meteor peers "
                 f"members {error.group}` shows who is."
             )
+        case meteor_py.GroupActive(shared=True):
+            return (
+                f"Shared group {error.group!r} of stream {error.stream!r} is active: "
+                f"{sanitize(error.owner)} is one of its consumers. Stop them first, or use --force."
+            )
         case meteor_py.GroupActive():
             return (
                 f"Group {error.group!r} of stream {error.stream!r} is active: "
@@ -51,16 +43,36 @@ def explain(error: Exception) -> str:
             return _explain_loss(error)
         case OSError() if error.strerror and not error.filename:  # as of a full disk
             return f"{error.strerror}."
-        case meteor_py.MeteorError():
-            text = str(error)
-            for python, shell in _ADVICE.items():
-                text = text.replace(python, shell.format(stream=getattr(error, "stream", "")))
-            return text
-        case ValueError() | ImportError() | TimeoutError() | OSError():
+        case meteor_py.PeerGroupActive():
+            return (
+                f"Peer group {error.group!r} has {error.alive} live members; have them leave, or "
+                "delete it with --force."
+            )
+        case meteor_py.MeteorError() if error.hint:
+            return f"{error.problem} {_hint(error)}"
+        case meteor_py.MeteorError() | ValueError() | ImportError() | TimeoutError() | OSError():
             return str(error)
     return (
         f"Something unexpected went wrong: {type(error).__name__}: {error} (--debug shows where)."
     )
+
+
+def _hint(error: meteor_py.MeteorError) -> str:
+    """What to do about it at a shell."""
+    match error:
+        case meteor_py.StreamConfigMismatch(changeable=True):
+            return f"Omit the option, or change it with `meteor streams configure {error.stream}`."
+        case meteor_py.StoreMismatch(missing="store"):
+            return "Give a stream its store with `meteor streams create NAME --store DIR`."
+        case meteor_py.StoreMismatch(missing="address"):
+            return "`meteor archive` takes the address of the store with --store."
+        case meteor_py.StreamFull():
+            return f"Start an archiver: `meteor archive run {error.stream}`."
+        case meteor_py.StoreUnavailable():
+            return "Does `meteor archive run` run somewhere, and can it write to the store?"
+        case meteor_py.RecordTooLarge():
+            return "Publish a reference to it, cut it into pieces, or raise --max-bytes."
+    return error.hint
 
 
 def _explain_loss(

@@ -85,9 +85,11 @@ def check_settings(name: str, meta: Meta, asked: Mapping[str, object]) -> None:
             fixed = setting in _FIXED
             change = "create another stream" if fixed else "change it with stream.configure()"
             raise StreamConfigMismatch(
-                f"Stream {name!r} exists with {setting}={found!r}, not {value!r}; leave the "
-                f"setting out, or {change}.",
+                f"Stream {name!r} exists with {setting}={found!r}, not {value!r}.",
                 stream=name,
+                hint=f"Omit {setting}, or {change}.",
+                setting=setting,
+                changeable=not fixed,
             )
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from meteor_py.errors import MemberTaken, PeerError
+from meteor_py.errors import MemberTaken, PeerError, PeerGroupActive
 from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.config import PeersConfig
 from meteor_py.peers.event import Event, read_event
@@ -377,7 +377,7 @@ class PeerGroup(Closeable):
             force: Delete it even if there are live members.
 
         Raises:
-            PeerError: There are.
+            PeerGroupActive: There are.
         """
         handle = self._handle
         handle.check_open()
@@ -390,10 +390,11 @@ class PeerGroup(Closeable):
                     handle.catch_up()
             alive = handle.protocol.delete(force=force)  # some may have joined since
         if alive:
-            raise PeerError(
+            raise PeerGroupActive(
                 f"Group {self.name!r} has {alive} members that are alive; have them leave, or "
                 "delete it with force=True.",
                 group=self.name,
+                alive=alive,
             )
         self.close()
 

@@ -126,9 +126,9 @@ class RecordValidator:
         """Raise ``RecordTooLarge`` for a record of more bytes than it may have."""
         if size > self._record_bytes_max:
             raise RecordTooLarge(
-                f"A record of {size} bytes is over the limit of {self._record_bytes_max}; publish "
-                "a reference to it, cut it into pieces, or raise max_record_bytes.",
+                f"A record of {size} bytes is over the limit of {self._record_bytes_max}.",
                 stream=self._stream,
+                hint="Publish a reference to it, cut it into pieces, or raise max_record_bytes.",
             )
 
 

@@ -78,3 +78,12 @@ def check_ms_column(column: pa.Array | pa.ChunkedArray) -> None:
     for bound in (bounds["min"], bounds["max"]):
         if bound is not None:
             check_ms(bound)
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Return a duration as people write it.
+
+    >>> seconds_in_words(1.0), seconds_in_words(2.5)
+    ('1 second', '2.5 seconds')
+    """
+    return f"{seconds:g} second{'' if seconds == 1 else 's'}"

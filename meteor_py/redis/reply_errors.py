@@ -29,8 +29,9 @@ from meteor_py.redis.address import mask
 def stream_full(stream: str, archived: int) -> StreamFull:
     return StreamFull(
         f"Stream {stream!r} holds as many unarchived records as it may; only those below "
-        f"{archived} are in the store. Is an archiver running?",
+        f"{archived} are in the store.",
         stream=stream,
+        hint="Is an archiver running?",
     )
 
 
@@ -123,19 +124,21 @@ def store_unavailable(stream: str, store: str, done: str, error: BaseException) 
 def not_archived(
     stream: str, archived: int, end: int, timeout: float, error: Exception | None
 ) -> StoreUnavailable:
-    why = "Does an archiver run, and can it write to the store?" if error is None else str(error)
+    why = "" if error is None else f" {error}"
     return StoreUnavailable(
         f"Only the records below {archived} of {end} of stream {stream!r} were archived within "
-        f"{timeout:g} seconds. {why}",
+        f"{timeout:g} seconds.{why}",
         stream=stream,
+        hint="" if error else "Does an archiver run, and can it write to the store?",
     )
 
 
 def no_store(stream: str) -> StoreMismatch:
     return StoreMismatch(
-        f"Stream {stream!r} was created without a store, so its history is what the ring holds; "
-        "give one when you create it: client.stream(name, store=...).",
+        f"Stream {stream!r} was created without a store, so its history is what the ring holds.",
         stream=stream,
+        hint="Give a stream its store when you create it: client.stream(name, store=...).",
+        missing="store",
     )
 
 
@@ -158,9 +161,10 @@ def store_continued_elsewhere(stream: str) -> StoreMismatch:
 
 def store_address_unknown(stream: str) -> StoreMismatch:
     return StoreMismatch(
-        f"Older records of stream {stream!r} are in a store that cannot be found by its address; "
-        "open the stream with client.stream(name, store=...).",
+        f"Older records of stream {stream!r} are in a store that cannot be found by its address.",
         stream=stream,
+        hint="Open the stream with client.stream(name, store=...).",
+        missing="address",
     )
 
 

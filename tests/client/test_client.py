@@ -493,7 +493,7 @@ def test_every_public_name_exists_and_is_documented() -> None:
         if isinstance(thing, type):
             assert thing.__doc__, name
     assert issubclass(meteor.RecordTooLarge, ValueError)
-    assert not isinstance(meteor.MeteorError(), redis.RedisError)
+    assert not issubclass(meteor.MeteorError, redis.RedisError)
 
 
 def test_an_error_is_short_to_read_where_nobody_catches_it() -> None:

@@ -117,10 +117,10 @@ def _print_replies(replies: Replies, queue: str) -> None:
     for member in sorted(replies.values.keys() | replies.failed.keys()):
         error = replies.failed.get(member)
         reply = writable(replies.values.get(member))
-        print_json({"member": member, "reply": reply, "error": error and _in_words(error)})
+        print_json({"member": member, "reply": reply, "error": error and str(error)})
     if not replies.ok:
         total = len(replies.values) + len(replies.failed)
-        hint = _no_handler(queue) if any(map(_is_silence, replies.failed.values())) else ""
+        hint = _no_handler(queue) if any(map(_is_silent, replies.failed.values())) else ""
         say(f"{len(replies.failed)} of {counted(total, 'member')} did not answer.{hint}")
         raise click.exceptions.Exit(1)
 
@@ -146,21 +146,16 @@ def _deliver(
         except (MessageExpired, PartialFailure) as error:
             failed = error.failed.values() if isinstance(error, PartialFailure) else (error,)
             first = next(iter(failed))
-            if not _is_silence(first):
+            if not _is_silent(first):
                 raise
-            text = str(error).replace(str(first), _in_words(first))
-            raise MeteorError(text + _no_handler(queue)) from error
+            raise MeteorError(f"{error}{_no_handler(queue)}") from error
 
 
-def _is_silence(error: Exception) -> bool:
-    """Whether nothing was heard; not that somebody has looked at the message too late."""
+def _is_silent(error: Exception) -> bool:
+    """Whether nothing was heard; not that a member looked at the message too late."""
     from meteor_py import MessageExpired
 
-    return isinstance(error, MessageExpired) and " within " in str(error)
-
-
-def _in_words(error: Exception) -> str:
-    return str(error).replace(" 1 seconds", " 1 second") if _is_silence(error) else str(error)
+    return isinstance(error, MessageExpired) and error.timeout is not None
 
 
 def _no_handler(queue: str) -> str:

@@ -13,6 +13,7 @@ from meteor_py.errors import (
     MessageFailed,
 )
 from meteor_py.peers.codec import PeerCodec, UnknownType
+from meteor_py.records.times import seconds_in_words
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def add_silent(replies: Replies, receivers: Iterable[str], group: str, timeout: 
     for member in receivers:
         if member not in replies.values and member not in replies.failed:
             replies.failed[member] = MessageExpired(
-                f"Member {member!r} of group {group!r} did not answer within {timeout:g} seconds.",
+                f"Member {member!r} of group {group!r} did not answer within "
+                f"{seconds_in_words(timeout)}.",
                 group=group,
                 member=member,
                 timeout=timeout,

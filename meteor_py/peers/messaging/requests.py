@@ -28,6 +28,7 @@ from meteor_py.errors import (
 )
 from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.messaging.replies import Replies, add_silent, read_replies
+from meteor_py.records.times import seconds_in_words
 from meteor_py.redis.scripts import PEERS_SEND
 from meteor_py.redis.shared_connection import ThreadConnections
 from meteor_py.runtime.backoff import pause_s
@@ -192,7 +193,7 @@ class Requests:
             if now() + pause >= deadline:
                 raise MessageExpired(
                     f"A message to group {group.name!r} could not be stored within "
-                    f"{message.timeout:g} seconds, or it is not known whether it was.",
+                    f"{seconds_in_words(message.timeout)}, or it is not known whether it was.",
                     group=group.name,
                     timeout=message.timeout,
                 ) from cause
@@ -348,7 +349,7 @@ class Requests:
         else:
             error = MessageExpired(
                 f"A message to group {self.group.name!r} got no reply within "
-                f"{pending.timeout:g} seconds; it may still be handled, or have been.",
+                f"{seconds_in_words(pending.timeout)}; it may still be handled, or have been.",
                 group=self.group.name,
                 member=receivers[0] if pending.to == "member" and receivers else None,
                 timeout=pending.timeout,
