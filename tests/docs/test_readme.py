@@ -18,8 +18,9 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {"README": README} | {
     page: (ROOT / "docs" / f"{page}.md").read_text()
-    for page in ("groups", "history", "peer-groups", "shared", "spark")
+    for page in ("exceptions", "groups", "history", "peer-groups", "shared", "spark")
 }
+PAGES |= {f"{p.parent.name}/{p.stem}": p.read_text() for p in sorted(ROOT.glob("docs/*/*.md"))}
 BLOCKS = {
     f"{page}-{number}": block
     for page, text in PAGES.items()

@@ -1,0 +1,158 @@
+"""Server memory per record and per key: the figures of docs/production/sizing.md.
+
+``python -m benchmarks.bytes_per_record`` starts a private server, fills a ring in several ways,
+and prints what ``MEMORY USAGE`` says of each key as a Markdown table. It measures bytes, not time,
+so a busy machine does not disturb it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.common import (
+    CALL,
+    PIPELINE,
+    Bench,
+    Row,
+    connected,
+    cut,
+    plain_client,
+    values_of,
+    within,
+)
+from meteor_py.redis import keys
+from meteor_py.server import open_embedded
+
+SIZES = (100, 1_000)
+#: Distinct ordering keys, of 8 bytes each: those of a shop with so many open carts.
+CARTS = 1_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to fill a ring."""
+
+    size: int
+    bulk: bool
+    keyed: bool
+
+    @property
+    def what(self) -> str:
+        how = "in bulk" if self.bulk else "singly"
+        key = ", with an ordering key" if self.keyed else ""
+        return f"{self.size} B, published {how}{key}"
+
+
+CASES = [
+    Case(size, bulk, keyed) for size in SIZES for bulk in (False, True) for keyed in (False, True)
+]
+
+
+def run(bench: Bench) -> list[Row]:
+    """Measure a full ring in each case, then the other keys of a stream."""
+    count = bench.pick(20_000, 4_000)
+    rows = [within("record of 100 B, XADD of redis-py", "B", bytes_of_xadd(bench, count))]
+    for case in CASES:
+        bench.step(case.what)
+        bench.clear()
+        rows.append(within(f"record of {case.what}", "B", bytes_per_record(bench.url, case, count)))
+    bench.step("other keys")
+    bench.clear()
+    rows += [within(what, "B", size) for what, size in other_keys(bench.url)]
+    return rows
+
+
+def bytes_of_xadd(bench: Bench, count: int) -> float:
+    """The peer: one entry per record, one field."""
+    bench.step("XADD")
+    bench.clear()
+    with plain_client(bench.url) as server:
+        for values in cut(values_of(count), PIPELINE):
+            pipe = server.pipeline(transaction=False)
+            for value in values:
+                pipe.xadd("peer", {"v": value})
+            pipe.execute()
+        return usage(server, "peer") / count
+
+
+def bytes_per_record(url: str, case: Case, count: int) -> float:
+    """Fill a ring beyond its capacity, and divide its memory by the records that it holds."""
+    values = values_of(2 * count, size=case.size)
+    carts = [b"cart%04d" % (number % CARTS) for number in range(len(values))]
+    with connected(url) as client, plain_client(url) as server:
+        stream = client.stream("size", capacity=count, ordering_key="key" if case.keyed else None)
+        with stream.publisher() as pub:
+            if case.bulk:
+                for some, their in zip(cut(values, CALL), cut(carts, CALL), strict=True):
+                    pub.publish_many(list(some), keys=list(their) if case.keyed else None)
+            else:
+                for value, cart in zip(values, carts, strict=True):
+                    pub.publish(value, key=cart if case.keyed else None).result()
+        found = stream.describe()
+        memory = usage(server, keys.log("size")) + usage(server, keys.index("size"))
+        return memory / found.length
+
+
+def other_keys(url: str) -> Iterator[tuple[str, float]]:
+    """Yield the memory of the small keys beside the ring, with all of them in use."""
+    with connected(url) as client, plain_client(url) as server:
+        stream = client.stream("size", ordering_key="key")
+        with stream.publisher() as pub:
+            for number in range(100):
+                pub.publish(b"value", key=b"cart%04d" % number).result()
+            with stream.subscriber(group="billing") as sub:
+                sub.confirm(sub.poll()).result()
+                yield "stream: settings and end of the log", usage(server, keys.meta("size"))
+                yield "publisher", sum_of(server, keys.producer("size", "*"))
+                yield "subscriber group", usage(server, keys.group("size", "billing"))
+                yield "its lease", usage(server, keys.lease("size", "billing"))
+            for _ in range(1_500):  # more than the server keeps
+                stream.seek_group("billing", "earliest", force=True)
+            yield "the last 1,000 changes of groups", usage(server, keys.events("size"))
+            with stream.shared_subscriber("carts", prefetch=100) as sub:
+                records = sub.poll()
+                held = sum_of(server, keys.shared("size", "carts", "*"))
+                for record in records:
+                    record.ack()
+                sub.flush()
+                idle = sum_of(server, keys.shared("size", "carts", "*"))
+                yield "shared group with one consumer", idle
+                yield "record held by a consumer, one per key", (held - idle) / len(records)
+                pub.publish_many([b"value"] * 10_001, keys=[b"busy"] * 10_001).result()
+                sub.poll(max_records=1)
+                stream.shared_group("carts").groups(look_ahead=True)
+                busy = sum_of(server, keys.shared("size", "carts", "*"))
+                yield "record that waits for its key, one key", (busy - idle) / 10_000
+
+
+def usage(server: Any, key: str) -> float:
+    """Return the bytes of a key, every element counted; 0 if there is none."""
+    return float(server.memory_usage(key, samples=0) or 0)
+
+
+def sum_of(server: Any, pattern: str) -> float:
+    return sum(usage(server, key) for key in server.scan_iter(match=pattern.replace("{", "[{]")))
+
+
+def main() -> int:
+    with open_embedded() as server:
+        bench = Bench(server.url, "valkey", False, lambda what: print(what, file=sys.stderr))
+        with plain_client(server.url) as client:
+            info = client.info("server")
+        rows = run(bench)
+    print(f"Valkey {info.get('valkey_version', info['redis_version'])}, bytes by MEMORY USAGE:\n")
+    print("| what | bytes |\n|---|---|")
+    for row in rows:
+        print(
+            f"| {row.what} | {row.ours:.1f} |"
+            if row.ours < 10_000
+            else f"| {row.what} | {row.ours:.0f} |"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
