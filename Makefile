@@ -5,7 +5,7 @@ N ?= 4
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos bench lint format spark clean
+.PHONY: help setup demo test chaos bench lint format docs spark clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -35,12 +35,16 @@ format: .venv/installed ## put the code into its usual form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: .venv/installed ## build the documentation site into site/; a broken link is an error
+	$(BIN)/python -m pip install --quiet --group docs
+	$(BIN)/zensical build --clean --strict
+
 spark: .venv/installed ## add Spark, and Java where it is missing
 	scripts/java.sh
 	$(BIN)/python -m pip install --quiet --editable '.[spark]'
 
 clean: ## remove caches and built files; .venv stays
-	rm -rf dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf dist site .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .venv/installed: pyproject.toml scripts/setup.sh

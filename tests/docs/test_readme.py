@@ -18,7 +18,16 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = {"README": README} | {
     page: (ROOT / "docs" / f"{page}.md").read_text()
-    for page in ("exceptions", "groups", "history", "peer-groups", "shared", "spark")
+    for page in (
+        "exceptions",
+        "groups",
+        "history",
+        "index",
+        "peer-groups",
+        "publish-subscribe",
+        "shared",
+        "spark",
+    )
 }
 PAGES |= {f"{p.parent.name}/{p.stem}": p.read_text() for p in sorted(ROOT.glob("docs/*/*.md"))}
 BLOCKS = {
@@ -62,7 +71,7 @@ def test_code_block_runs(block: str, tmp_path: Path) -> None:
 
 
 def test_of_two_that_are_started_one_waits_until_the_other_has_ended(url: str) -> None:
-    _, code = BLOCKS["peers-0"]
+    _, code = BLOCKS["peer-groups-0"]
     command = [sys.executable, "-W", "ignore", "-c", code]
     environment = {"METEOR_URL": url}
     with Terminal(command, environment=environment) as first:
@@ -119,7 +128,7 @@ def output(command: list[str], folder: Path) -> str:
 
 
 def test_readme_is_short() -> None:
-    assert len(README.splitlines()) < 150
+    assert len(README.splitlines()) <= 200
 
 
 def test_links_lead_somewhere() -> None:
