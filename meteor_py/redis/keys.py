@@ -115,10 +115,10 @@ key                            type    what, who writes it, who deletes it
                                        ``shared_resume``.
 ``...:waiting:<group id>``     list    The offsets of the group that wait, rising. Ids are any
                                        bytes. Goes with its last record. Also ``shared_purge``.
-``meteor:group:{g}:...``               The books of one peer group, ``g`` being its name, or
+``meteor:group:{g}:...``               The state of one peer group, ``g`` being its name, or
                                        ``name/instance``, in the parts below. Written by the scripts
-                                       ``peers_...``, which put ``lua/peers/books.lua`` before them;
-                                       deleted, all at once, by ``peers_delete``.
+                                       in ``lua/peers``, which share ``_group_state.lua``; deleted,
+                                       all at once, by ``peers/delete``.
 ``...:config``                 hash    Settings (peers/config.py). Written by ``peers_open``.
 ``...:state``                  hash    ``life``, a random id of this life of the group; ``view``,
                                        the number of the last event, and ``mark``, which of that
