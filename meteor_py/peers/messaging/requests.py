@@ -342,7 +342,7 @@ class Requests:
             self._conclude(pending, replies)
         else:
             error = MessageExpired(
-                f"A message to group {self.group.name!r} got no reply within "
+                f"A message to group {self.group.name!r} was not answered within "
                 f"{pending.request.timeout:g} seconds; it may still be handled, or have been.",
                 group=self.group.name,
                 member=receivers[0] if pending.request.to == "member" and receivers else None,
