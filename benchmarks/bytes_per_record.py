@@ -123,7 +123,7 @@ def other_keys(url: str) -> Iterator[tuple[str, float]]:
                 yield "record held by a consumer, one per key", (held - idle) / len(records)
                 pub.publish_many([b"value"] * 10_001, keys=[b"busy"] * 10_001).result()
                 sub.poll(max_records=1)
-                stream.shared_group("carts").groups(look_ahead=True)
+                stream.shared_group("carts").keys(look_ahead=True)
                 busy = sum_of(server, keys.shared("size", "carts", "*"))
                 yield "record that waits for its key, one key", (busy - idle) / 10_000
 

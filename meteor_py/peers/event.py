@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from meteor_py.peers.protocol import read_fields
+
 Kind = Literal[
     "joined",
     "left",
@@ -45,7 +47,7 @@ class Event:
 
 def read_event(entry_id: bytes, flat: list[bytes]) -> Event:
     """An event from its entry in the stream ``events``."""
-    found = {k.decode(): v for k, v in zip(flat[::2], flat[1::2], strict=True)}
+    found = read_fields(flat)
 
     def text(name: str) -> str | None:
         return found[name].decode(errors="replace") if name in found else None

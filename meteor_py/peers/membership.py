@@ -20,7 +20,6 @@ from meteor_py.records.config import check_choice, check_function, check_seconds
 from meteor_py.redis import keys
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.lifecycle import Closeable
-from meteor_py.runtime.locks import SignalSafeEvent
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup
@@ -40,6 +39,12 @@ class Membership(Closeable):
 
     def __init__(self, group: PeerGroup, handle: MemberHandle) -> None:
         self.group = group
+        #: Whether it was given a name: then it stays a member when it dies, and can come back.
+        self.persistent = handle.persistent
+        #: Members with a higher one lead before others.
+        self.priority = handle.priority
+        #: Set when it is not a member any more, and will not be by itself.
+        self.lost = handle.lost
         self._handle = handle
         self._targets = Targets(handle.group.requests, handle)
         self._proposer = Proposer(handle.group, handle)
@@ -48,21 +53,6 @@ class Membership(Closeable):
     def id(self) -> str:
         """Its name, or a random id; another one after the server took it for dead."""
         return self._handle.id
-
-    @property
-    def persistent(self) -> bool:
-        """Whether it was given a name: then it stays a member when it dies, and can come back."""
-        return self._handle.persistent
-
-    @property
-    def priority(self) -> int:
-        """Members with a higher one lead before others."""
-        return self._handle.priority
-
-    @property
-    def lost(self) -> SignalSafeEvent:
-        """Set when it is not a member any more, and will not be by itself."""
-        return self._handle.lost
 
     @property
     def reason(self) -> str | None:

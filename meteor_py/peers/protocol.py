@@ -35,8 +35,8 @@ class Presence(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class HeartbeatReply:
-    """The state of a group, as the server reports it in reply to a heartbeat."""
+class GroupStatus:
+    """The state of a group, as the server reports it."""
 
     incarnation: str
     view: int
@@ -46,29 +46,28 @@ class HeartbeatReply:
     leader: str
     #: The session of the leader.
     session: str
+
+
+@dataclass(frozen=True)
+class HeartbeatReply(GroupStatus):
+    """The reply to a heartbeat."""
+
     #: Seconds since 1970 by the server's clock.
     time: float
     #: One for each member that the heartbeat named.
     presence: list[Presence]
     #: Seconds until the next member is overdue; None if there is no member.
     overdue_s: float | None
-    #: Whether messages of members that are gone still wait to be handed over. Each call hands over
-    #: a part of them.
+    #: Whether messages of members that are gone wait to be handed over: a part with each call.
     has_orphans: bool
     #: The setting, in seconds: the process that starts the group again chooses it.
     ttl: float
 
 
 @dataclass(frozen=True)
-class Look:
+class Look(GroupStatus):
     """A group at one instant."""
 
-    incarnation: str
-    view: int
-    mark: str
-    term: int
-    leader: str
-    session: str
     members: dict[str, Member]
 
 
@@ -196,15 +195,9 @@ class PeerProtocol:
         self, connection: Connection | None, session: str, members: Sequence[str]
     ) -> HeartbeatReply:
         reply = self.run(PEERS_HEARTBEAT, [session, *members], connection)
-        incarnation, view, mark, term, leader, leader_session, time = reply[1:8]
-        presence, next_ms, orphans, ttl_ms = reply[8:]
+        time, presence, next_ms, orphans, ttl_ms = reply[7:]
         return HeartbeatReply(
-            incarnation=incarnation.decode(),
-            view=int(view),
-            mark=mark.decode(),
-            term=int(term),
-            leader=leader.decode(),
-            session=leader_session.decode(),
+            *_status(reply),
             time=float(time),
             presence=[Presence(one) for one in presence],
             overdue_s=None if next_ms < 0 else next_ms / 1000,
@@ -218,21 +211,23 @@ class PeerProtocol:
         Raises:
             PeerGroupNotFound: The server does not know it.
         """
-        incarnation, view, mark, term, leader, session, flat = self.run(
-            PEERS_DESCRIBE, [], connection
-        )[1:]
-        pairs = zip(flat[::2], flat[1::2], strict=True)
-        return Look(
-            incarnation=incarnation.decode(),
-            view=int(view),
-            mark=mark.decode(),
-            term=int(term),
-            leader=leader.decode(),
-            session=session.decode(),
-            members={name.decode(): read_member(name.decode(), value) for name, value in pairs},
-        )
+        reply = self.run(PEERS_DESCRIBE, [], connection)
+        members = {name: read_member(name, value) for name, value in read_fields(reply[7]).items()}
+        return Look(*_status(reply), members=members)
+
+
+def read_fields(flat: Sequence[bytes]) -> dict[str, bytes]:
+    """Fields and values that Redis lists in turn."""
+    return {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _status(reply: list[Any]) -> tuple[str, int, str, int, str, str]:
+    incarnation, view, mark, term, leader, session = reply[1:7]
+    return (
+        *(incarnation.decode(), int(view), mark.decode()),
+        *(int(term), leader.decode(), session.decode()),
+    )
 
 
 def _read_config(flat: list[bytes]) -> PeersConfig:
-    pairs = zip(flat[::2], flat[1::2], strict=True)
-    return PeersConfig.from_fields({k.decode(): v.decode() for k, v in pairs})
+    return PeersConfig.from_fields({k: v.decode() for k, v in read_fields(flat).items()})

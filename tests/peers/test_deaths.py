@@ -137,7 +137,7 @@ def test_who_only_looks_on_notices_a_death_alone(open_group: Open, url: str) -> 
 
 
 def test_a_death_is_noticed_on_time_and_not_with_the_next_beat(open_group: Open) -> None:
-    group = open_group(ttl=LONG_S)  # a beat every 20 s
+    group = open_group(ttl=LONG_S)  # a heartbeat every 20 s
     heard = Heard(group)
     args = ["a", "of-nobody", "0", 0, b"null", "fail", 1000]
     group._handle.protocol.run(PEERS_JOIN, args)
@@ -169,7 +169,7 @@ def test_who_was_taken_for_dead_joins_again(open_group: Open) -> None:  # T21
 def test_who_was_replaced_behind_its_back_does_not_come_back(open_group: Open) -> None:
     one, two = open_group(ttl=0.6), open_group()
     me = one.join("a")
-    with one._handle.lock:  # it sees no events; its heart is told
+    with one._handle.lock:  # it sees no events; its heartbeat learns it
         two._handle.protocol.connector.run(
             PEERS_JOIN,
             [two._handle.protocol.prefix],
@@ -219,7 +219,7 @@ def test_a_member_that_cannot_rejoin_does_not_stop_the_heartbeats_of_others(
         await_heartbeat(group, second)
         assert first._handle.recovering
         assert caplog.text.count("may not have more") >= 1
-        assert sum("is not heard of" in record.message for record in caplog.records) == 1
+        assert sum("The heartbeat of" in record.message for record in caplog.records) == 1
     group._handle.heartbeat.hurry()
     eventually(lambda: not first._handle.recovering, SOON_S)
     assert not first.lost.is_set()

@@ -109,7 +109,7 @@ def test_at_random_every_candidate_of_the_highest_priority_leads_in_the_end(
         before = peers.leader
         led.add(before)
         peers.pass_ms(rng.randrange(1, 50))
-        peers.beat(*"abcd")
+        peers.heartbeat(*"abcd")
         peers.resign(before)
         assert peers.leader != before
     assert led == {"a", "b", "c"}

@@ -100,7 +100,7 @@ def test_who_missed_events_that_are_gone_misses_no_member(open_group: Open) -> N
         gone = one.join("gone")
         stays = one.join("stays")
         eventually(lambda: len(events) == 3)
-        with two._handle.lock:  # its watch stands still
+        with two._handle.lock:  # its event reader stands still
             gone.leave()
             stays.update("changed")
             one.join("new")

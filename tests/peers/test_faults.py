@@ -264,12 +264,12 @@ def test_a_server_whose_clock_is_set_expels_nobody_and_still_notices_the_dead(
     assert term is not None
     with watching(one) as events:
         on_key(one, "SET", "step", step_s)
-        beats = other._handle.valid_until
-        eventually(lambda: other._handle.valid_until > beats + STEADY_S, 20)
+        before = other._handle.valid_until
+        eventually(lambda: other._handle.valid_until > before + STEADY_S, 20)
         assert events == []
         assert me.term is term
         assert term.valid
-        with two._handle.lock:  # its heart cannot ask who is to be renewed
+        with two._handle.lock:  # its heartbeat cannot list its members
             assert find(events, "dead", "b").reason == "expired"
         eventually(lambda: two.find("b") is not None and two.members[-1].alive)
     assert me.term is term

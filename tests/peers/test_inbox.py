@@ -68,7 +68,7 @@ def test_handlers_with_a_priority_take_turns_in_one_thread_lower_ones_first(post
     gate.wait_until_entered()
     asked = [group.member("a").ask(queue) for queue in ("idle", "urgent", "idle", "urgent")]
     inbox = me._handle.inbox()
-    eventually(lambda: sum(len(box.held) for box in inbox._queues.values()) == 5)
+    eventually(lambda: sum(len(state.held) for state in inbox._queues.values()) == 5)
     gate.open.set()
     assert len({result(future) for future in asked}) == 1, "they have threads of their own"
     assert [message.queue for message in order.messages] == ["urgent", "urgent", "idle", "idle"]
@@ -120,7 +120,7 @@ def test_a_backlog_beyond_what_is_held_here_comes_whole_and_in_order(
 
     def note(message: Message) -> None:
         nonlocal most
-        most = max(most, *(len(box.held) for box in me._handle.inbox()._queues.values()))
+        most = max(most, *(len(state.held) for state in me._handle.inbox()._queues.values()))
 
     slow, quick = Record(note), Record(note)
     me.on("slow")(slow)
@@ -257,13 +257,13 @@ def test_a_handler_that_blocks_stops_neither_heartbeats_nor_other_queues(post: P
     me.on("q")(lambda message: message.body)
     group.member("a").tell("stuck")
     gate.wait_until_entered()
-    beats = [member.session for member in group.members]
+    sessions = [member.session for member in group.members]
     start = group.now()
     for n in range(1_000_000):
         assert result(group.member("a").ask("q", n)) == n
         if group.now() - start > 1.0:  # twice the time that a silent member has
             break
-    assert [member.session for member in group.members] == beats
+    assert [member.session for member in group.members] == sessions
     assert not me.lost.is_set()
     gate.open.set()
 
@@ -388,12 +388,12 @@ def test_the_inbox_reader_waits_for_the_rest_of_a_handler_timeout(open_group: Op
     me = open_group(ttl=LONG_S).join()
     inbox = ininbox_module.Inbox(me._handle)
     timeout = inbox._connection.block_max_s / 2
-    box = QueueState(inbox, "q", print, timeout=timeout)
-    box.live = True
+    state = QueueState(inbox, "q", print, timeout=timeout)
+    state.live = True
     message = Message("m", "q", "tell", None, False, 1, 1, 0.0, 0.0, 0.0)
-    box.held[(0, 1), "m"] = message
-    assert inbox._block_s([box]) == timeout  # it may be taken at once
+    state.held[(0, 1), "m"] = message
+    assert inbox._block_s([state]) == timeout  # it may be taken at once
     message.overdue_at = now() + timeout / 2
-    assert inbox._block_s([box]) <= timeout / 2
+    assert inbox._block_s([state]) <= timeout / 2
     message.overdue_at = now()
-    assert 0 < inbox._block_s([box]) < timeout / 2
+    assert 0 < inbox._block_s([state]) < timeout / 2

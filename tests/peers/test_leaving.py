@@ -303,8 +303,8 @@ def check_calm(server: Server, ttl: float, handles: int) -> None:
     time.sleep(2 * ttl)  # what it hastened to do is over
     before, began = scripts_run(server), time.monotonic()
     eventually(lambda: time.monotonic() - began > 4 * ttl)
-    beats = (time.monotonic() - began) / (ttl / 3) + 1
-    assert scripts_run(server) - before < handles * 5 * beats
+    heartbeats = (time.monotonic() - began) / (ttl / 3) + 1
+    assert scripts_run(server) - before < handles * 5 * heartbeats
 
 
 def test_a_flag_may_be_set_by_a_signal_handler_at_any_time(post: Post) -> None:
@@ -393,10 +393,11 @@ def test_deleting_a_group_spares_what_is_sent_to_those_who_begin_it_anew(
         return call(*command)
 
     def tell() -> None:
-        eventually(lambda: group._handle.view.incarnation != life and group.find("a"), SOON_S)
+        view = group._handle.view
+        eventually(lambda: view.incarnation != incarnation and group.find("a"), SOON_S)
         result(group.member("a").tell("q", "new"))
 
-    life = group._handle.view.incarnation
+    incarnation = group._handle.view.incarnation
     teller = threading.Thread(target=tell)
     teller.start()
     with monkeypatch.context() as patch:

@@ -209,7 +209,7 @@ def test_replies_are_read_from_the_start_when_their_stream_may_be_another(
     def lost() -> bool:
         if how == "resync":
             group._handle.resync(reset=True)
-            group.join().leave()  # the watch is woken
+            group.join().leave()  # the event reader wakes up
         else:
             watcher._connection.interrupt()
         return watcher._reply_position != "9999999999999-0"

@@ -74,7 +74,7 @@ def test_the_others_who_are_overdue_and_the_leader_do_not_wait_for_that(peers: P
     peers.client._connector.call("HSET", peers.prefix + "state", "last", peers.clock + TTL_MS + 1)
     peers.client._connector.call("ZADD", peers.prefix + "deadlines", peers.clock + 2 * TTL_MS, "c")
     peers.pass_ms(TTL_MS + 1)
-    peers.beat("c")
+    peers.heartbeat("c")
     assert (peers.members(), peers.leader) == ({"c"}, "c")
     assert result(peers, "p") == b"no"
 

@@ -23,17 +23,17 @@ def test_who_was_dropped_is_told_so_and_not_renewed(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     peers.live(TTL_MS + 100, "b")
-    assert peers.beat("a") == [0]
+    assert peers.heartbeat("a") == [0]
     assert peers.members() == {"b"}
 
 
 def test_who_was_removed_is_told_so_until_the_name_is_joined_again(peers: Peers) -> None:
     peers.join("a", named=True)
     assert peers.leave("a", "") == ["OK", 1]
-    assert peers.beat("a") == [2]
+    assert peers.heartbeat("a") == [2]
     assert peers.entries()[-2][1]["reason"] == "removed"
     peers.join("a", "another", named=True)
-    assert peers.beat("a") == [3]
+    assert peers.heartbeat("a") == [3]
 
 
 def test_who_was_dead_when_it_was_removed_is_told_so(peers: Peers) -> None:
@@ -41,7 +41,7 @@ def test_who_was_dead_when_it_was_removed_is_told_so(peers: Peers) -> None:
     peers.join("b")
     peers.live(TTL_MS + 100, "b")
     peers.leave("a", "")
-    assert peers.beat("a") == [2]
+    assert peers.heartbeat("a") == [2]
 
 
 def test_those_who_were_removed_are_remembered_for_a_day_and_not_without_bound(
@@ -63,10 +63,10 @@ def test_those_who_were_removed_are_remembered_for_a_day_and_not_without_bound(
 def test_who_was_replaced_is_told_so_also_when_the_other_is_dead(peers: Peers) -> None:
     peers.join("a", "first", named=True)
     peers.join("a", "second", named=True, how="takeover")
-    assert peers.beat("a", session="first") == [3]
+    assert peers.heartbeat("a", session="first") == [3]
     peers.live(2 * TTL_MS)
-    assert peers.beat("a", session="first") == [3]
-    assert peers.beat("a", session="second") == [0]  # that one may come back
+    assert peers.heartbeat("a", session="first") == [3]
+    assert peers.heartbeat("a", session="second") == [0]  # that one may come back
 
 
 def test_a_join_whose_answer_was_lost_is_repeated_without_effect(peers: Peers) -> None:
@@ -152,7 +152,7 @@ def test_a_dead_member_is_removed_after_its_expiration_and_may_come_back_after_i
     if expiration is not None:
         (reason,) = (f["reason"] for _, f in peers.entries() if f["kind"] == "left")
         assert reason == "expired"
-        assert peers.beat("a") == [0]  # nobody removed it on purpose
+        assert peers.heartbeat("a") == [0]  # nobody removed it on purpose
     peers.join("a", "new", named=True)
     assert peers.events()[-1] == ("joined" if expiration is not None else "alive", "a")
 
@@ -190,7 +190,7 @@ def test_if_nobody_was_heard_of_for_long_nobody_is_dropped_at_once(peers: Peers)
     peers.join("a")
     peers.join("b")
     peers.pass_ms(3 * TTL_MS)  # the server was down, or could not be reached
-    assert peers.beat("a") == [1]
+    assert peers.heartbeat("a") == [1]
     assert peers.members() == {"a", "b"}
     assert peers.state("graces") == "1"
     peers.live(TTL_MS + 100, "a")
@@ -203,7 +203,7 @@ def test_after_an_outage_members_have_all_their_time_again(peers: Peers) -> None
     peers.live(900, "a")  # b was about to be dropped, or to be heard of
     peers.pass_ms(3 * TTL_MS)
     peers.live(900, "a")
-    assert peers.beat("b") == [1]
+    assert peers.heartbeat("b") == [1]
 
 
 @pytest.mark.parametrize("step_ms", [HOUR_MS, -HOUR_MS, 60_000, -60_000])
@@ -213,7 +213,7 @@ def test_a_step_of_the_clock_drops_nobody_and_the_dead_are_still_noticed(
     peers.join("a")
     peers.join("b")
     peers.pass_ms(step_ms)
-    assert peers.beat("a", "b") == [1, 1]
+    assert peers.heartbeat("a", "b") == [1, 1]
     peers.live(TTL_MS + 100, "a")
     assert (peers.members(), peers.leader) == ({"a"}, "a")
 
@@ -253,7 +253,7 @@ def test_many_who_die_at_once_are_dropped_in_bounded_steps(peers: Peers) -> None
         peers.client._connector.call("HSET", peers.prefix + "state", "last", peers.clock)
     counts = []
     for _ in range(4):
-        peers.beat("a")
+        peers.heartbeat("a")
         counts.append(len(peers.members()))
     assert counts == [87, 23, 1, 1]
     assert peers.leader == "a"
@@ -331,7 +331,7 @@ def test_a_group_goes_on_though_a_part_of_it_was_deleted(peers: Peers, lost: str
     peers.client._connector.call("DEL", peers.prefix + lost)
     peers.live(2 * TTL_MS, "a", "b")
     peers.join("c")
-    assert peers.beat("c") == [1]
+    assert peers.heartbeat("c") == [1]
     peers.leave("a")
     peers.leave("b")
     peers.live(2 * TTL_MS, "c")

@@ -49,7 +49,7 @@ def test_a_dead_leader_is_replaced_though_the_others_are_late_again_and_again(
     peers.join("slow")
     for _ in range(4):  # a standby that is paused for more than half a ttl, each time
         peers.pass_ms(pause_ms)
-        assert peers.beat("slow") == [1]
+        assert peers.heartbeat("slow") == [1]
     assert (peers.members(), peers.leader) == ({"slow"}, "slow")
 
 
@@ -67,11 +67,11 @@ def test_whoever_is_heard_of_after_an_outage_survives_the_next_too(peers: Peers)
         peers.join(member)
     for _ in range(4):
         peers.pass_ms(3 * TTL_MS)
-        assert peers.beat("a", "b") == [1, 1]
+        assert peers.heartbeat("a", "b") == [1, 1]
     peers.pass_ms(3 * TTL_MS)
-    assert peers.join("a") == ["OK", 1, TTL_MS]  # a repeat is a sign of life as well
+    assert peers.join("a") == ["OK", 1, TTL_MS]  # a repeat is a heartbeat as well
     peers.pass_ms(3 * TTL_MS)
-    assert peers.beat("a") == [1]
+    assert peers.heartbeat("a") == [1]
 
 
 def test_a_member_that_got_more_time_does_not_live_for_an_hour_when_the_clock_goes_back(
@@ -80,7 +80,7 @@ def test_a_member_that_got_more_time_does_not_live_for_an_hour_when_the_clock_go
     peers.join("dead")
     peers.join("a")
     peers.pass_ms(600)
-    peers.beat("a")  # the dead one has its grace
+    peers.heartbeat("a")  # the dead one has its grace
     peers.pass_ms(-HOUR_MS)
     peers.live(TTL_MS + 100, "a")
     assert peers.members() == {"a"}
@@ -90,7 +90,7 @@ def test_nobody_who_has_left_is_remembered_for_its_grace(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     peers.pass_ms(600)
-    peers.beat("a")
+    peers.heartbeat("a")
     assert peers.client._connector.call("ZRANGE", peers.prefix + "graced", 0, -1) == [b"b"]
     peers.leave("b")
     assert peers.client._connector.call("EXISTS", peers.prefix + "graced") == 0
@@ -102,11 +102,11 @@ def test_a_small_step_of_the_clock_drops_nobody_who_is_heard_of_in_time(
 ) -> None:
     peers.join("a")
     peers.join("b")
-    for _ in range(3):  # signs of life come three times in a ttl
+    for _ in range(3):  # three heartbeats per ttl
         peers.pass_ms(330)
-        assert peers.beat("a", "b") == [1, 1]
+        assert peers.heartbeat("a", "b") == [1, 1]
     peers.pass_ms(step_ms)
-    assert peers.beat("a", "b") == [1, 1]
+    assert peers.heartbeat("a", "b") == [1, 1]
     assert (peers.state("graces"), peers.leader) == ("", "a")
 
 
@@ -115,7 +115,7 @@ def test_a_small_step_forward_takes_that_time_from_who_is_cut_off_just_then(peer
     peers.join("b")
     peers.live(600, "b")
     peers.pass_ms(450)  # 0.6 s have passed for a, which believes for 0.3 s more
-    peers.beat("b")
+    peers.heartbeat("b")
     assert peers.leader == "b"
     assert peers.guard(peers.term, "s-a", "old")[0] == "STALE"  # so writes are fenced
 
@@ -292,13 +292,13 @@ def test_actions_that_are_over_hide_none_and_are_forgotten(peers: Peers) -> None
     assert agreed()[0] == b"live"
     assert len(agreed()) == 200
     peers.pass_ms(HOUR_MS)
-    peers.beat("a")
+    peers.heartbeat("a")
     for _ in range(5):  # a part at a time
         peers.run("read_polls", "member", "a")
     assert peers.client._connector.call("HKEYS", peers.prefix + "pending") == [b"live"]
     assert peers.client._connector.call("ZRANGE", peers.prefix + "agenda", 0, -1) == [b"live"]
     peers.pass_ms(2 * HOUR_MS)
-    peers.beat("a")
+    peers.heartbeat("a")
     propose(peers, "last", action="last", at=peers.clock + 60_000)
     assert peers.client._connector.call("HKEYS", peers.prefix + "pending") == [b"last"]
 
@@ -371,7 +371,7 @@ def test_of_a_group_that_is_begun_anew_nothing_is_left_that_does_not_expire(
     send(peers, "n", to="member", member="b")
     propose(peers, "p", action="act", at=peers.clock + 5000)
     peers.pass_ms(600)
-    peers.beat("a")  # b has its grace
+    peers.heartbeat("a")  # b has its grace
     peers.client._connector.call("DEL", peers.prefix + lost)
     peers.open()
     assert leftovers(peers) == ["config", "message:m", "message:n"]
@@ -383,7 +383,7 @@ def test_deleting_by_force_takes_messages_votes_and_actions(peers: Peers) -> Non
     send(peers, "m", verb="ask", random=0)
     propose(peers, "p", action="act", at=peers.clock + 5000)
     peers.pass_ms(600)
-    peers.beat("a")
+    peers.heartbeat("a")
     assert peers.run("delete", "force") == ["OK"]
     assert leftovers(peers) == ["message:m"]
 

@@ -194,7 +194,7 @@ def test_more_votes_than_voters_are_refused_at_once(url: str) -> None:
 
 
 def test_the_time_is_over_for_who_is_silent(url: str) -> None:
-    with Panel(url, ttl=LONG_S) as panel:  # no heart beats meanwhile: who proposed looks itself
+    with Panel(url, ttl=LONG_S) as panel:  # no heartbeat meanwhile: the proposer asks by itself
         one, silent = panel.members(2)
         one.on_vote(always(True))
         outcome = outcome_of(panel.peer_group.propose("x", timeout=0.2))
@@ -257,7 +257,7 @@ def test_a_vote_counts_once_in_time_and_from_who_was_asked(any_url: str) -> None
         assert vote(poll, one, "y") == [b"OK", 0]  # twice
         assert vote(poll, one, "n") == [b"OK", 0]  # another mind
         assert vote(poll, late, "y") == [b"OK", 0]  # was not a member then
-        assert vote(poll, two, "y", session="of another life") == [b"FENCED"]
+        assert vote(poll, two, "y", session="of another session") == [b"FENCED"]
         assert panel.run(PEERS_VOTE, poll, "stranger", "s", "y") == [b"FENCED"]
         assert vote("no such poll", one, "y") == [b"OK", 0]
         assert panel.redis.hget(panel.key(f"poll:{poll}"), "result") is None

@@ -122,7 +122,7 @@ class Peers:
         session = session or "s-" + member
         return self.run("join", member, session, kind, priority, metadata, how, most)
 
-    def beat(self, *members: str, session: str = "") -> list[int]:
+    def heartbeat(self, *members: str, session: str = "") -> list[int]:
         """What it is told of its members."""
         sessions = [session or "s-" + member for member in members] or [""]
         found: list[int] = []
@@ -143,10 +143,10 @@ class Peers:
 
     def live(self, ms: int, *members: str) -> list[int]:
         """Let time pass in which these are heard of; the last answers."""
-        here = self.beat(*members)
+        here = self.heartbeat(*members)
         for _ in range(ms // 100):
             self.pass_ms(100)
-            here = self.beat(*members)
+            here = self.heartbeat(*members)
         return here
 
     def state(self, field: str) -> str:

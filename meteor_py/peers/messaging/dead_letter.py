@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meteor_py.peers.messaging.message import read_place
+from meteor_py.peers.protocol import read_fields
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,16 @@ class PeerLetter:
 
 def read_letter(entry: bytes, flat: list[bytes]) -> PeerLetter:
     """A dead letter from its entry in the stream ``dead``."""
-    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    fields = read_fields(flat)
     return PeerLetter(
         buried_at=read_place(entry)[0] / 1000,
-        reason=fields[b"reason"].decode(errors="replace"),
-        member=fields[b"member"].decode(),
-        id=fields[b"id"].decode(),
-        queue=fields[b"queue"].decode(),
-        verb=fields[b"verb"].decode(),
-        sender=fields[b"from"].decode() or None,
-        sent_at=int(fields[b"sent"]) / 1000,
-        type=fields[b"type"].decode(),
-        body=fields[b"body"],
+        reason=fields["reason"].decode(errors="replace"),
+        member=fields["member"].decode(),
+        id=fields["id"].decode(),
+        queue=fields["queue"].decode(),
+        verb=fields["verb"].decode(),
+        sender=fields["from"].decode() or None,
+        sent_at=int(fields["sent"]) / 1000,
+        type=fields["type"].decode(),
+        body=fields["body"],
     )

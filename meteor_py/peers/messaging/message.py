@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from meteor_py.peers.protocol import read_fields
 from meteor_py.records.config import check_seconds
 
 if TYPE_CHECKING:
@@ -108,21 +109,21 @@ def read_place(entry: bytes) -> Place:
 
 def read_message(member: str, entry: bytes, flat: list[bytes], now: float, error: float) -> Message:
     """A message from its entry in an inbox; its body is not decoded yet."""
-    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    fields = read_fields(flat)
     return Message(
-        id=fields[b"id"].decode(),
-        queue=fields[b"queue"].decode(),
-        verb=fields[b"verb"].decode(),
-        sender=fields[b"from"].decode() or None,
-        from_leader=fields[b"leader"] == b"1",
-        priority=int(fields[b"priority"]),
-        deliveries=int(fields[b"tries"]) + 1,
-        sent_at=int(fields[b"sent"]) / 1000,
+        id=fields["id"].decode(),
+        queue=fields["queue"].decode(),
+        verb=fields["verb"].decode(),
+        sender=fields["from"].decode() or None,
+        from_leader=fields["leader"] == b"1",
+        priority=int(fields["priority"]),
+        deliveries=int(fields["tries"]) + 1,
+        sent_at=int(fields["sent"]) / 1000,
         received_at=now,
         clock_error=error,
         member=member,
         place=read_place(entry),
-        until=int(fields[b"until"]) / 1000,
-        kind=fields[b"type"].decode(),
-        data=fields[b"body"],
+        until=int(fields["until"]) / 1000,
+        kind=fields["type"].decode(),
+        data=fields["body"],
     )

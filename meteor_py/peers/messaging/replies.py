@@ -1,4 +1,4 @@
-"""Replies: what became of a message, from those it was sent to."""
+"""Replies: what became of a message, from its receivers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meteor_py.records.times import seconds_in_words
 
 @dataclass(frozen=True)
 class Replies:
-    """What the members said to a message to all."""
+    """The replies of the members to a message to all."""
 
     #: By member.
     values: dict[str, Any] = field(default_factory=dict)
@@ -27,12 +27,12 @@ class Replies:
 
     @property
     def ok(self) -> bool:
-        """Whether all answered."""
+        """Whether all replied."""
         return not self.failed
 
 
 def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Replies:
-    """From the fields of a hash ``message:<id>``: what has come so far."""
+    """From the fields of a hash ``message:<id>``: the replies so far."""
     replies = Replies()
     for name, value in fields.items():
         if not name.startswith("r:"):
@@ -45,7 +45,7 @@ def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Repl
                 replies.values[member] = codec.decode(kind.decode(), data)
             except BaseException as error:  # also SystemExit, of a type's own function
                 replies.failed[member] = HandlerFailed(
-                    f"The answer of member {member!r} cannot be read. {_text(error)}",
+                    f"The reply of member {member!r} cannot be read. {_text(error)}",
                     group=group,
                     member=member,
                 )
@@ -60,31 +60,23 @@ def _text(error: BaseException) -> str:
 
 
 def _failure(code: str, text: str, group: str, member: str) -> MessageFailed:
+    who = f"Member {member!r} of group {group!r}"
     if code == "left":
-        return MemberLeft(
-            f"Member {member!r} of group {group!r} left before it had answered.",
-            group=group,
-            member=member,
-        )
+        return MemberLeft(f"{who} left before it had replied.", group=group, member=member)
     if code == "expired":
         return MessageExpired(
-            f"Member {member!r} of group {group!r} came to the message when its time was over.",
-            group=group,
-            member=member,
+            f"{who} received the message when its time was over.", group=group, member=member
         )
-    if code == "unknown":
-        why = f"Member {member!r} of group {group!r} cannot read the message: {text}"
-    else:
-        why = f"Member {member!r} of group {group!r} failed the message: {text}"
-    return HandlerFailed(why, group=group, member=member)
+    what = "cannot read" if code == "unknown" else "failed"
+    return HandlerFailed(f"{who} {what} the message: {text}", group=group, member=member)
 
 
 def add_silent(replies: Replies, receivers: Iterable[str], group: str, timeout: float) -> None:
-    """Count those as failed who have not said anything by now."""
+    """Count receivers that have not replied by now as failed."""
     for member in receivers:
         if member not in replies.values and member not in replies.failed:
             replies.failed[member] = MessageExpired(
-                f"Member {member!r} of group {group!r} did not answer within "
+                f"Member {member!r} of group {group!r} did not reply within "
                 f"{seconds_in_words(timeout)}.",
                 group=group,
                 member=member,

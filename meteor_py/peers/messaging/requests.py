@@ -14,7 +14,7 @@ import time
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meteor_py.errors import (
     ConnectionFailed,
@@ -28,6 +28,7 @@ from meteor_py.errors import (
 )
 from meteor_py.peers.codec import PeerCodec
 from meteor_py.peers.messaging.replies import Replies, add_silent, read_replies
+from meteor_py.peers.protocol import read_fields
 from meteor_py.records.times import seconds_in_words
 from meteor_py.redis.scripts import PEERS_SEND
 from meteor_py.redis.shared_connection import ThreadConnections
@@ -39,10 +40,12 @@ from meteor_py.runtime.threads import JoinableThread
 if TYPE_CHECKING:
     from meteor_py.peers.group_handle import GroupHandle
     from meteor_py.peers.member_handle import MemberHandle
-    from meteor_py.peers.messaging.target import To, Verb
     from meteor_py.redis.connection import Connection
 
 _log = logging.getLogger(__name__)
+
+Verb = Literal["tell", "send", "ask"]
+To = Literal["member", "any", "all", "leader"]
 
 REPLIES_PREFIX = "meteor-replies"
 #: Messages of a handle that may wait for a reply; beyond, sending waits.
@@ -59,14 +62,27 @@ _BATCH = 100
 _OVER_MAX = 10_000
 
 
+class Request(NamedTuple):
+    """A message to be sent, without its body."""
+
+    #: None if no member sends it.
+    sender: MemberHandle | None
+    verb: Verb
+    to: To
+    #: The id of the receiver, if it is for one member.
+    member: str
+    queue: str
+    timeout: float
+    priority: int
+    include_dead: bool
+
+
 @dataclass
 class _Pending:
     """A message that waits for a reply."""
 
-    id: str
-    verb: Verb
-    to: To
-    timeout: float
+    request: Request
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
     future: Future[Any] = field(default_factory=Future)
     receivers: list[str] = field(default_factory=list)
     #: Whether it is known to be stored by the only try: of it nothing can arrive any more.
@@ -92,36 +108,21 @@ class Requests:
 
     # -- sending -------------------------------------------------------------------------------
 
-    def post(
-        self,
-        sender: MemberHandle | None,
-        verb: Verb,
-        to: To,
-        member: str,
-        queue: str,
-        body: Any,
-        *,
-        timeout: float,
-        priority: int,
-        include_dead: bool,
-    ) -> Future[Any]:
+    def post(self, request: Request, body: Any) -> Future[Any]:
         """Store a message, and wait for its reply in the background."""
         self.group.check_owned()
-        if (
-            self._stopped
-        ):  # it is closed later than the group: handlers that closing waits for may send
+        # It is closed later than the group: handlers that closing waits for may send.
+        if self._stopped:
             self.group.check_open()
         kind, data = self.codec.encode(body)
         check_size(data)
-        message = _Pending(secrets.token_hex(12), verb, to, timeout)
+        message = _Pending(request)
         message.future.set_running_or_notify_cancel()  # it cannot be called back
-        deadline = now() + timeout
-        args = [verb, to, member, secrets.randbelow(2**31), "1" if include_dead else "0"]
-        args += [priority, self.group.config.max_inbox, max(int(timeout * 1000), 1), kind, data]
+        deadline = now() + request.timeout
         try:
-            if verb != "tell":
+            if request.verb != "tell":
                 self._await(message, deadline)
-            message.receivers = self._store(message, sender, queue, args, deadline)
+            message.receivers = self._store(message, [kind, data], deadline)
         except MeteorError as error:
             self._finish(message.id)
             _end(message.future, error)
@@ -130,7 +131,7 @@ class Requests:
                 message.stored_once and message.id not in self._pending
             ):  # told, or replied to by now
                 self._over.append(message.id)
-            if verb == "tell":
+            if request.verb == "tell":
                 message.future.set_result(message.id)
         return message.future
 
@@ -160,22 +161,18 @@ class Requests:
             if self._deadlines[0][1] == message.id:
                 self._state.notify_all()
 
-    def _store(
-        self,
-        message: _Pending,
-        sender: MemberHandle | None,
-        queue: str,
-        args: list[Any],
-        deadline: float,
-    ) -> list[str]:
+    def _store(self, message: _Pending, body: list[Any], deadline: float) -> list[str]:
         """Put it into the inboxes; return whose. May be repeated: the server knows its id."""
-        group = self.group
+        group, request, sender = self.group, message.request, message.request.sender
+        args: list[Any] = [request.queue, request.verb, request.to, request.member]
+        args += [secrets.randbelow(2**31), "1" if request.include_dead else "0", request.priority]
+        args += [group.config.max_inbox, max(int(request.timeout * 1000), 1), *body]
         failures = 0
         while True:
             if sender is not None and sender.lost.is_set():
                 raise sender.lost_error()
             identity = ("", "") if sender is None else (sender.id, sender.session)
-            whole = [message.id, group.reply_session, identity[0], queue, *args, identity[1]]
+            whole = [message.id, group.reply_session, identity[0], *args, identity[1]]
             try:
                 reply = self._try(whole, deadline)
             except ConnectionFailed as error:
@@ -186,16 +183,16 @@ class Requests:
                     message.stored_once = failures == 0
                     return [member.decode() for member in reply[1:]]
                 if code != b"STALE":
-                    raise self._refusal(code, reply, args[2])
+                    raise self._refusal(code, reply, request.member)
                 cause = None  # expelled: its heartbeat joins again, or gives it up
             failures += 1
             pause = pause_s(failures, *_BACKOFF_S)
             if now() + pause >= deadline:
                 raise MessageExpired(
                     f"A message to group {group.name!r} could not be stored within "
-                    f"{seconds_in_words(message.timeout)}, or it is not known whether it was.",
+                    f"{seconds_in_words(request.timeout)}, or it is not known whether it was.",
                     group=group.name,
-                    timeout=message.timeout,
+                    timeout=request.timeout,
                 ) from cause
             time.sleep(pause)
 
@@ -319,8 +316,7 @@ class Requests:
         )
         late = set(due)
         for one, flat in zip(ids, found, strict=True):
-            pairs = zip(flat[::2], flat[1::2], strict=True)
-            fields = {name.decode(): value for name, value in pairs}
+            fields = read_fields(flat)
             if fields and int(fields.get("got", 0)) >= int(fields["need"]):
                 self._complete(one, fields)
             elif one in late:
@@ -343,23 +339,24 @@ class Requests:
         receivers = pending.receivers
         if "to" in fields:  # for any member: another one may have it by now
             receivers = fields["to"].decode().split("\n")
-        if pending.to == "all" and receivers:
-            add_silent(replies, receivers, self.group.name, pending.timeout)
+        if pending.request.to == "all" and receivers:
+            add_silent(replies, receivers, self.group.name, pending.request.timeout)
             self._conclude(pending, replies)
         else:
             error = MessageExpired(
                 f"A message to group {self.group.name!r} got no reply within "
-                f"{seconds_in_words(pending.timeout)}; it may still be handled, or have been.",
+                f"{seconds_in_words(pending.request.timeout)}; it may still be handled, or have "
+                "been.",
                 group=self.group.name,
-                member=receivers[0] if pending.to == "member" and receivers else None,
-                timeout=pending.timeout,
+                member=receivers[0] if pending.request.to == "member" and receivers else None,
+                timeout=pending.request.timeout,
             )
             _end(pending.future, error)
 
     def _conclude(self, pending: _Pending, replies: Replies) -> None:
         future = pending.future
-        if pending.to == "all":
-            if pending.verb == "ask":
+        if pending.request.to == "all":
+            if pending.request.verb == "ask":
                 _end(future, result=replies)
             elif replies.ok:
                 _end(future)
@@ -370,7 +367,7 @@ class Requests:
             _end(future, error)
             return
         value = next(iter(replies.values.values()), None)
-        _end(future, result=value if pending.verb == "ask" else None)
+        _end(future, result=value if pending.request.verb == "ask" else None)
 
     def _partial(self, replies: Replies) -> PartialFailure:
         first = next(iter(replies.failed.values()))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from meteor_py.peers.messaging.replies import Replies
+from meteor_py.peers.messaging.requests import Request, Requests, To, Verb
 from meteor_py.records.config import check_int, check_seconds
 from meteor_py.redis import keys
 
 if TYPE_CHECKING:
     from meteor_py.peers.member_handle import MemberHandle
-    from meteor_py.peers.messaging.requests import Requests
-
-Verb = Literal["tell", "send", "ask"]
-To = Literal["member", "any", "all", "leader"]
 
 #: Default seconds after which a sender stops waiting for a reply.
 TIMEOUT_S = 10.0
@@ -90,17 +87,11 @@ class Target:
         check_int("priority", priority, 1, PRIORITY_MAX)
         if check_seconds("timeout", timeout) > TIMEOUT_MAX_S:
             raise ValueError(f"timeout must be at most {TIMEOUT_MAX_S:g} seconds, not {timeout}.")
-        return self._requests.post(
-            self._sender,
-            verb,
-            self._to,
-            self._member,
-            queue,
-            body,
-            timeout=timeout,
-            priority=priority,
-            include_dead=include_dead,
+        request = Request(
+            *(self._sender, verb, self._to, self._member, queue),
+            *(timeout, priority, include_dead),
         )
+        return self._requests.post(request, body)
 
     def __repr__(self) -> str:
         whom = f"member {self._member!r}" if self._member else self._to

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meteor_py.errors import ActionRefused, ConnectionFailed, MeteorError, NoLeader, PeerError
 from meteor_py.peers.codec import UnknownType
 from meteor_py.peers.event import Event
+from meteor_py.peers.protocol import read_fields
 from meteor_py.peers.voting.actions import Actions
 from meteor_py.peers.voting.proposal import Kind, Outcome, read_outcome, read_proposal
 from meteor_py.redis.scripts import PEERS_PROPOSE, PEERS_READ_POLLS, Script
@@ -106,7 +107,7 @@ class Polls:
     # -- proposing -----------------------------------------------------------------------------
 
     def propose(self, motion: Motion, by: MemberHandle | None) -> Future[Outcome]:
-        """Put something to the vote. For what it raises see ``Proposing``."""
+        """Put something to the vote. For what it raises see ``PeerGroup.propose``."""
         self.use()
         poll = secrets.token_hex(8)
         future: Future[Outcome] = Future()
@@ -307,8 +308,7 @@ class Polls:
         """One poll, or those that a member has to know of."""
         reply = self.run(PEERS_READ_POLLS, [what, which], now() + patience_s)
         for left_ms, flat in zip(reply[1::2], reply[2::2], strict=True):
-            fields = {k.decode(): v for k, v in zip(flat[::2], flat[1::2], strict=True)}
-            yield Poll(int(left_ms) / 1000, fields)
+            yield Poll(int(left_ms) / 1000, read_fields(flat))
 
     def _ask_for_all(self) -> None:
         with self._state:

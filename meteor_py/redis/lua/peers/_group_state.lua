@@ -1,7 +1,7 @@
--- What the scripts of peer groups share: each begins with this text. First the clock is read,
--- then whoever is overdue is dropped: so any living client is the failure detector of all.
+-- What the scripts of peer groups share: each starts with this text. It reads the clock, then drops
+-- overdue members: every live client acts as failure detector for the group.
 --
--- KEYS[1] is what the keys of the group begin with, and carries its hash tag: all keys are of one
+-- KEYS[1] is the prefix of the keys of the group, and carries its hash tag: all keys are in one
 -- slot. They are described in keys.py.
 
 local call, format, match, max, min = redis.call, string.format, string.match, math.max, math.min
@@ -23,12 +23,12 @@ local MAX_INBOX = tonumber(c[5])
 local s = call('HMGET', STATE, 'last', 'leader', 'term', 'session', 'life', 'mark', 'view')
 if not s[5] then return {'NOGROUP'} end
 local last, leader, term, session = tonumber(s[1] or nil), s[2] or '', tonumber(s[3] or 0), s[4] or ''
-local life, mark, view = s[5], s[6] or '', tonumber(s[7] or 0)
+local incarnation, mark, view = s[5], s[6] or '', tonumber(s[7] or 0)
 
--- If nothing was heard for long, the server was away, or its clock was set: then members have all the
--- time again to be heard of, and the rest keeps the time that it had left. A small step back stands
--- still. Once only, until a member is heard of: else those who are late again and again themselves, or
--- look in now and then, would keep one alive for ever who is dead.
+-- If no script ran for long, the server was away, or its clock was set: then each member gets a whole
+-- ttl for its next heartbeat, and all else keeps the time that it had left. After a small step back
+-- time stands still. Each member gets that once, until its next heartbeat: else clients that are late
+-- again and again, or look in now and then, would keep a dead member alive for ever.
 local micros, seconds
 local function read_clock()
   local time = call('TIME')
@@ -72,7 +72,7 @@ local function emit(kind, ...)
 end
 
 -- Members: 'index:session:persistent:alive:priority:joined:metadata'. The session of one that is dead
--- has a '-' before it: it is nobody's, but the one who had it can tell that it was the last.
+-- has a '-' before it: no process has it, but its former owner can tell that it was the last.
 local function read_member(id)
   local raw = call('HGET', MEMBERS, id)
   if not raw then return nil end
@@ -86,19 +86,19 @@ local function write_member(id, m)
        .. ':' .. m.priority .. ':' .. m.joined .. ':' .. m.metadata)
 end
 
--- Who was heard of.
+-- A member sent a heartbeat.
 local function renew(id)
   call('ZADD', DEADLINES, int(now + TTL), id)
   call('ZREM', GRACED, id)
 end
--- Of many who are overdue at once some may still be there: those do not count.
-local function beating(most)
+-- Of many members that are overdue at once some may still be there: those do not count.
+local function live(most)
   return call('ZRANGEBYSCORE', DEADLINES, int(now), '+inf', 'LIMIT', 0, int(most or -1))
 end
--- Who can be chosen for something: not who ends what it has begun, and leaves.
+-- Members that can be chosen for something: not those that finish their work, and leave.
 local function alive(most)
   local leaving = call('ZCARD', LEAVING)
-  local all = beating(most and most + leaving)
+  local all = live(most and most + leaving)
   if leaving == 0 then return all end
   local here = {}
   for _, id in ipairs(all) do
@@ -112,7 +112,7 @@ local function late(id)
 end
 
 -- The leader: the first of the candidates, by priority, and then the oldest, or any.
--- Who resigns ('not_id') comes last, whatever its priority.
+-- A member that resigns ('not_id') comes last, whatever its priority.
 local function candidate(not_id)
   local same, level, resigned = {}, nil, nil
   local all = call('ZRANGE', CANDIDATES, 0, -1, 'WITHSCORES')
@@ -161,8 +161,8 @@ local function complete(id, member, ok, value)
     call('PEXPIRE', replies, HOUR)
   end
 end
--- Beside an inbox lie the places in it of what is for anybody, in order, and of what somebody waits
--- for, by the end of that: so neither is looked for among large messages that it does not concern.
+-- Beside an inbox lie the places in it of messages for any member, in order, and of messages that a
+-- sender waits for, by the end of that: so no script searches large messages for either.
 local function deliver(member, f, fields)
   local place = call('XADD', P .. 'inbox:' .. member, '*', unpack(fields))
   if f.to == 'any' then
@@ -187,8 +187,8 @@ local function bury(member, reason, fields)
        unpack(fields))
 end
 
--- Those who get what was for anybody. Who has as much as it may have gets it only if all have: what
--- was taken in is not refused later.
+-- The receiver of a message for any member. One with a full inbox gets it only if all are full: a
+-- message that was accepted is not refused later.
 local function choose(others, number)
   while #others.roomy > 0 do
     local n = number % #others.roomy + 1
@@ -203,15 +203,15 @@ local function choose(others, number)
   end
   return others.all[number % #others.all + 1]
 end
-local function move(box, owner, others, place)
-  local entry = call('XRANGE', P .. 'inbox:' .. box, place, place)[1]
+local function move(inbox, owner, others, place)
+  local entry = call('XRANGE', P .. 'inbox:' .. inbox, place, place)[1]
   if not entry then  -- a part of the group was deleted
-    call('ZREM', P .. 'movable:' .. box, place)
+    call('ZREM', P .. 'movable:' .. inbox, place)
     return
   end
   local fields = entry[2]
   local f = pairs_of(fields)
-  discard(box, place, f.id)
+  discard(inbox, place, f.id)
   local tries = tonumber(f.tries) + 1
   if #others.all == 0 or tries > 16 then
     bury(owner, #others.all == 0 and 'nobody is left' or 'it was given to too many', fields)
@@ -224,9 +224,9 @@ local function move(box, owner, others, place)
   deliver(choose(others, tonumber(f.random) + tries), f, fields)
 end
 
--- What lies in the inbox of somebody who is gone is an orphan: what was for anybody goes to another,
--- and who waits for the rest is told. So much in one call, and the rest in the next ones: an inbox may
--- hold a million. Who is only dead keeps all while there is no other: until one joins, or it comes back.
+-- The inbox of a member that is gone is an orphan: messages for any member go to another, and senders
+-- that wait for the others are told. One call does a part, the next ones the rest: an inbox may hold a
+-- million. A member that is only dead keeps all while there is no other, until one joins or it returns.
 local budget, orphans = 500, false
 local function others_than(owner)
   local others = {all = {}, roomy = {}, size = {}}
@@ -239,7 +239,7 @@ local function others_than(owner)
     end
   end
   add(alive())
-  if #others.all == 0 then add(beating()) end  -- rather to one who leaves: it may come back
+  if #others.all == 0 then add(live()) end  -- rather to one that leaves: it may come back
   return others
 end
 local function take(key)
@@ -247,19 +247,19 @@ local function take(key)
   budget = budget - #some
   return some
 end
-local function hand_over(box)
-  local movable, awaited = P .. 'movable:' .. box, P .. 'awaited:' .. box
-  local owner = match(box, '^~.-~(.*)$')
+local function hand_over(inbox)
+  local movable, awaited = P .. 'movable:' .. inbox, P .. 'awaited:' .. inbox
+  local owner = match(inbox, '^~.-~(.*)$')
   local gone = owner ~= nil
-  owner = owner or box
+  owner = owner or inbox
   if call('EXISTS', movable) == 1 then
     local others = others_than(owner)
     if #others.all == 0 and not gone then
       call('HSET', STATE, 'stranded', 1)
-      call('ZREM', ORPHANS, box)
+      call('ZREM', ORPHANS, inbox)
       return
     end
-    for _, place in ipairs(take(movable)) do move(box, owner, others, place) end
+    for _, place in ipairs(take(movable)) do move(inbox, owner, others, place) end
     if call('EXISTS', movable) == 1 then return end
   end
   if gone then
@@ -268,29 +268,29 @@ local function hand_over(box)
       call('ZREM', awaited, one)
     end
     if call('EXISTS', awaited) == 1 then return end
-    call('UNLINK', P .. 'inbox:' .. box)
+    call('UNLINK', P .. 'inbox:' .. inbox)
   end
-  call('ZREM', ORPHANS, box)
+  call('ZREM', ORPHANS, inbox)
 end
-local function orphan(box)
+local function orphan(inbox)
   orphans = true
-  call('ZADD', ORPHANS, int(now), box)
-  hand_over(box)
+  call('ZADD', ORPHANS, int(now), inbox)
+  hand_over(inbox)
 end
--- Under another name, that nobody can have: whoever joins with the old one begins with nothing.
+-- Under another name, which no member can have: one that joins with the old name starts empty.
 local function orphan_for_good(id)
-  local box = '~' .. mark .. '~' .. id
+  local inbox = '~' .. mark .. '~' .. id
   call('ZREM', ORPHANS, id)
   for _, part in ipairs({'inbox:', 'movable:', 'awaited:'}) do
     if call('EXISTS', P .. part .. id) == 1 then
-      call('RENAME', P .. part .. id, P .. part .. box)
+      call('RENAME', P .. part .. id, P .. part .. inbox)
     end
   end
-  orphan(box)
+  orphan(inbox)
 end
 
--- Polls: each voter's field is '-', 'y', 'n', 'a' (abstains) or 'g' (gone). Who voted in which way is
--- told as lists of ids: a field for each would be more than a script may hand to a command.
+-- Polls: each voter's field is '-', 'y', 'n', 'a' (abstains) or 'g' (gone). Events carry the votes as
+-- lists of ids: a field for each would be more arguments than a script may pass to a command.
 local function describe(id)
   local key = P .. 'poll:' .. id
   local f = call('HMGET', key, 'result', 'reason', 'decided', 'rule', 'quorum', 'until', 'topic',
@@ -311,9 +311,9 @@ local function decide(id, result, reason)
   local f = call('HMGET', key, 'when', 'name')
   call('ZREM', POLLS, id)
   call('ZREM', LIMITS, id)
-  if not f[1] then return end  -- somebody has deleted it
+  if not f[1] then return end  -- it was deleted
   call('HSET', key, 'result', result, 'reason', reason, 'decided', int(now))
-  -- What was agreed on can be looked up until it is done, by who comes back in between.
+  -- An agreed action can be looked up until it is done, by members that come back in between.
   local keep = int(max((tonumber(f[1]) or now) - now, 0) + HOUR)
   call('PEXPIRE', key, keep)
   call('PEXPIRE', P .. 'votes:' .. id, keep)
@@ -327,7 +327,7 @@ end
 local function tally(id, vote, reason)
   local key = P .. 'poll:' .. id
   local quorum = tonumber(call('HGET', key, 'quorum') or nil)
-  if not quorum then return decide(id, 'no', reason) end  -- somebody has deleted it
+  if not quorum then return decide(id, 'no', reason) end  -- it was deleted
   call('HSET', P .. 'votes:' .. id, vote.member, vote.says)
   local open = call('HINCRBY', key, 'open', -1)
   local yes = call('HINCRBY', key, 'yes', vote.says == 'y' and 1 or 0)
@@ -337,7 +337,7 @@ local function tally(id, vote, reason)
     decide(id, 'no', reason)
   end
 end
--- Who is gone can say yes no more. A vote that was given stays.
+-- A member that is gone cannot vote any more. A vote that was given stays.
 local function unseat(member)
   for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
     if call('HGET', P .. 'votes:' .. id, member) == '-' then
@@ -353,8 +353,8 @@ local function prune()
   end
 end
 
--- Take somebody out: 'left', 'removed' or 'expired'; who 'stays', if it has a name, is only dead. The
--- caller elects, so that nobody is elected who is taken out right after.
+-- Take a member out: 'left', 'removed' or 'expired'; one that 'stays', if it has a name, is only dead.
+-- The caller elects, so that no member is elected that is taken out right after.
 local function drop(id, reason, stays)
   local m = read_member(id)
   call('ZREM', DEADLINES, id)
@@ -389,9 +389,9 @@ local function sweep(key, before, stays)
     drop(id, 'expired', stays)
   end
 end
-for _, box in ipairs(call('ZRANGE', ORPHANS, 0, 63)) do
+for _, inbox in ipairs(call('ZRANGE', ORPHANS, 0, 63)) do
   orphans = true
-  hand_over(box)
+  hand_over(inbox)
 end
 sweep(DEADLINES, '(' .. int(now), true)
 sweep(EXPIRATIONS, int(now), false)

@@ -1,16 +1,15 @@
 #!lua flags=allow-oom
 -- Delete a peer group, with all that it has.
 --
--- KEYS  1 what the keys of the group begin with
--- ARGV  1 'force' if also one that has members who are alive  2... keys that are left of one of
---       which the server has lost a part
+-- KEYS  1 the prefix of the keys of the group
+-- ARGV  1 'force' to delete it although it has live members  2... keys that are named after members
 -- Returns {'OK'}, or {'NOGROUP'}  {'ALIVE', members}
--- Atomic because nobody may join in between. Answers and messages expire by themselves.
+-- Atomic because no member may join in between. Replies and messages expire by themselves.
 
 local members = call('ZCARD', DEADLINES)
 if members > 0 and ARGV[1] ~= 'force' then return {'ALIVE', members} end
-for _, boxes in ipairs({call('HKEYS', MEMBERS), call('ZRANGE', ORPHANS, 0, -1)}) do
-  for _, id in ipairs(boxes) do
+for _, ids in ipairs({call('HKEYS', MEMBERS), call('ZRANGE', ORPHANS, 0, -1)}) do
+  for _, id in ipairs(ids) do
     call('UNLINK', P .. 'inbox:' .. id, P .. 'movable:' .. id, P .. 'awaited:' .. id)
   end
 end

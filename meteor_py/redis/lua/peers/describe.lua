@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
 -- Look at a group, and at the number of the last event that made it so.
 --
--- KEYS  1 what the keys of the group begin with
+-- KEYS  1 the prefix of the keys of the group
 -- ARGV  none
--- Returns {'OK', life, view, its mark, term, leader, session of the leader, members and their records,
+-- Returns {'OK', incarnation, view, its mark, term, leader, session of the leader, members and their records,
 --   in turn}, or {'NOGROUP'}
--- Atomic so that who reads the events from there on misses nothing, and sees nothing twice.
+-- Atomic so that a client that reads the events from there on misses nothing, and sees none twice.
 
-return {'OK', life, view, mark, term, leader, session, call('HGETALL', MEMBERS)}
+return {'OK', incarnation, view, mark, term, leader, session, call('HGETALL', MEMBERS)}

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Write something, if the writer is still the leader of its term.
 --
--- KEYS  1 what the keys of the group begin with
+-- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 term  2 session  3 'set' or 'delete'  4 name  5 value
 -- Returns {'OK'}, or {'NOGROUP'}  {'STALE', term now}
 -- Atomic because it could be replaced between the question and the write.

@@ -1,24 +1,24 @@
 #!lua flags=allow-oom
--- Be heard of: renew the leases of members, and learn how the group stands.
+-- Renew the leases of members, and report the state of the group.
 --
--- KEYS  1 what the keys of the group begin with
--- ARGV  1 session  2... its members; none for who only looks on
--- Returns {'OK', life, view, its mark, term, leader, session of the leader, seconds by the server's
+-- KEYS  1 the prefix of the keys of the group
+-- ARGV  1 session  2... its members; none if it only looks on
+-- Returns {'OK', incarnation, view, its mark, term, leader, session of the leader, seconds by the server's
 --   clock, for each member 1 if it is one, 0 if it was dropped, 2 if it was removed on purpose,
---   3 if somebody else has joined under its name; ms until the next is overdue, -1 if there is none;
+--   3 if another session has joined under its name; ms until the next is overdue, -1 if there is none;
 --   1 if there are orphans to hand over, by a call soon; and the ttl in ms}, or {'NOGROUP'}
 -- Atomic because a member that was dropped must not be renewed.
 
-local answers = {}
+local presence = {}
 for i = 2, #ARGV do
   local m = read_member(ARGV[i])
   local here = m and m.alive == '1' and m.session == ARGV[1]
   if here then renew(ARGV[i]) end
-  answers[#answers + 1] = here and 1
+  presence[#presence + 1] = here and 1
     or m and m.session ~= '-' .. ARGV[1] and 3
     or not m and call('ZSCORE', P .. 'removed', ARGV[i]) and 2 or 0
 end
 local first = call('ZRANGE', DEADLINES, 0, 0, 'WITHSCORES')
 local next_ms = first[2] and max(first[2] - now, 0) or -1
 local more = orphans and call('EXISTS', ORPHANS) or 0
-return {'OK', life, view, mark, term, leader, session, seconds, answers, next_ms, more, TTL}
+return {'OK', incarnation, view, mark, term, leader, session, seconds, presence, next_ms, more, TTL}

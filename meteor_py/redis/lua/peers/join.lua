@@ -1,17 +1,17 @@
 #!lua flags=allow-oom
 -- Join a peer group, or come back to it under a name.
 --
--- KEYS  1 what the keys of the group begin with
+-- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 id  2 session  3 '1' if persistent  4 priority  5 metadata
---       6 'takeover', or 'fail' if somebody alive has the name
+--       6 'takeover', or 'fail' if a live member has the name
 --       7 members that a group may have
--- Returns {'OK', index, ms left of the lease}, or {'NOGROUP'}  {'TAKEN', session}: the name is
---   somebody's who is alive, or that of one that is not persistent  {'FULL', members}
+-- Returns {'OK', index, ms left of the lease}, or {'NOGROUP'}  {'TAKEN', session}: a live
+--   member has the name, or one that is not persistent  {'FULL', members}
 -- Atomic because being a member, its announcement, and an election that it makes possible are one.
 
 local id, sid, persistent, priority, metadata = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local m = read_member(id)
-if m and m.session == sid and m.alive == '1' then  -- a repeat: the answer was lost
+if m and m.session == sid and m.alive == '1' then  -- a repeat: the reply was lost
   renew(id)
   return {'OK', tonumber(m.index), TTL}
 end
@@ -34,7 +34,7 @@ emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index
      'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)
 if leader == id then depose('taken over') end
 elect()
--- What was for anybody, when there was nobody but the dead.
+-- Messages for any member that came when all members were dead.
 if call('HDEL', STATE, 'stranded') == 1 then
   for _, one in ipairs(call('HKEYS', MEMBERS)) do
     if read_member(one).alive == '0' then orphan(one) end

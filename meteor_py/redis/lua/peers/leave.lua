@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- Take a member out of its group, or only its session, if it is persistent and may come back.
 --
--- KEYS  1 what the keys of the group begin with
--- ARGV  1 id  2 its session; '' to remove it, whosever it is  3 'stay' if it may come back, else ''
+-- KEYS  1 the prefix of the keys of the group
+-- ARGV  1 id  2 its session; '' to remove it, whatever its session  3 'stay' if it may come back, else ''
 -- Returns {'OK', 1 if it was one, else 0}, or {'NOGROUP'}
 -- Atomic because what was sent to it, its votes and its office go with it.
 

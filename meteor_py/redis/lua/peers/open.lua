@@ -1,16 +1,16 @@
--- Begin a peer group, or tell how the one of that name is set up.
+-- Create a peer group, or return the settings of the one of that name.
 --
--- KEYS  1 config  2 state  3 members  4 polls  5 orphans  6... what else can be left of one of which the server
---       has lost a part
--- ARGV  1 id of this life of the group  2... settings: field, value, ...
+-- KEYS  1 config  2 state  3 members  4 polls  5 orphans  6... other keys that can be left if the
+--       server has lost a part
+-- ARGV  1 id of this incarnation of the group  2... settings: field, value, ...
 -- Returns all fields and values of the settings.
--- Atomic because of two who begin it, with different settings, one must win whole.
+-- Atomic because of two processes that create it, with different settings, one must win whole.
 
 if redis.call('EXISTS', KEYS[1]) == 0 or redis.call('HEXISTS', KEYS[2], 'life') == 0 then
   local P = string.sub(KEYS[1], 1, -7)
   local orphans = redis.call('ZRANGE', KEYS[5], 0, -1)
-  for _, boxes in ipairs({redis.call('HKEYS', KEYS[3]), orphans}) do
-    for _, id in ipairs(boxes) do
+  for _, ids in ipairs({redis.call('HKEYS', KEYS[3]), orphans}) do
+    for _, id in ipairs(ids) do
       redis.call('UNLINK', P .. 'inbox:' .. id, P .. 'movable:' .. id, P .. 'awaited:' .. id)
     end
   end

@@ -1,35 +1,35 @@
 #!lua flags=allow-oom
--- Look at polls: at one, or at those that a member who was not there has to know of.
+-- Look at polls: at one, or at those that a member that was away has to know of.
 --
--- KEYS  1 what the keys of the group begin with
+-- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 'poll' or 'member'  2 its id
 -- Returns {'OK', ms left to vote in, fields and values of a poll, as in its events, ...}; nothing if
 --   there is none; or {'NOGROUP'}. Of a member: those that it was asked in and has not voted, and
 --   those that agreed on something to be done, which it was asked in: those to
 --   come, and then those of the last hour, the nearest first; 200 of each at most.
--- Atomic because it also closes what is over, so that somebody does.
+-- Atomic because it also closes what is over, so that some client does.
 
-local answer = {'OK'}
+local reply = {'OK'}
 local function add(id)
   local fields = describe(id)
   if not fields then return end
   local ends = tonumber(call('ZSCORE', POLLS, id) or 0)
   local limit = tonumber(call('ZSCORE', LIMITS, id) or ends)
-  answer[#answer + 1] = max(min(ends, limit) - now, 0)
-  answer[#answer + 1] = fields
+  reply[#reply + 1] = max(min(ends, limit) - now, 0)
+  reply[#reply + 1] = fields
 end
 if ARGV[1] == 'poll' then
   add(ARGV[2])
-  return answer
+  return reply
 end
 for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
   if call('HGET', P .. 'votes:' .. id, ARGV[2]) == '-' then add(id) end
 end
 prune()
-local most = #answer + 400
+local most = #reply + 400
 local function add_agreed(name)
   local id = match(call('HGET', PENDING, name) or '', '^(.-):')
-  if id and #answer < most and call('HGET', P .. 'poll:' .. id, 'result') == 'yes'
+  if id and #reply < most and call('HGET', P .. 'poll:' .. id, 'result') == 'yes'
      and call('HEXISTS', P .. 'votes:' .. id, ARGV[2]) == 1 then
     add(id)
   end
@@ -41,4 +41,4 @@ for _, name in ipairs(call('ZRANGE', AGENDA, '(' .. int(now), '-inf', 'BYSCORE',
                            'LIMIT', 0, 200)) do
   add_agreed(name)
 end
-return answer
+return reply

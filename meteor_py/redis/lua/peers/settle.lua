@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
--- Settle a message: acknowledge it, answer it, or fail it.
+-- Settle a message: acknowledge it, reply to it, or fail it.
 --
--- KEYS  1 what the keys of the group begin with
+-- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 member  2 its session  3 entry in its inbox  4 message  5 ok, or why not: failed, expired,
---       unknown: it could not be read, and goes to the dead letters  6 type of the answer
---       7 answer, or what was wrong
--- Returns {'OK', 1 if it was there, else 0}, or {'NOGROUP'}  {'FENCED'}: the member is somebody else
---   now, and so is the message
--- Atomic because a message is settled once, by who has it.
+--       unknown: it could not be read, and goes to the dead letters  6 type of the reply
+--       7 reply, or what was wrong
+-- Returns {'OK', 1 if it was there, else 0}, or {'NOGROUP'}  {'FENCED'}: another session has the
+--   member now, and the message
+-- Atomic because a message is settled once, by the session that has it.
 
 local m = read_member(ARGV[1])
 if not m or m.session ~= ARGV[2] then return {'FENCED'} end

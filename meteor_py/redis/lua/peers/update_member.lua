@@ -2,7 +2,7 @@
 -- Change the metadata of a member, or lay down its office and put it at the back of the queue, or
 -- have it chosen for nothing new, since it leaves when it has ended what it has begun.
 --
--- KEYS  1 what the keys of the group begin with
+-- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 id  2 session  3 'metadata', 'resign' or 'leave'  4 metadata, or the term that is laid down
 --       5 the highest term that the member knows of, if it resigns: the next is higher
 -- Returns {'OK', 1 if something was changed, else 0}, or {'NOGROUP'}  {'FENCED'}: it is not this

@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
 -- Vote, and decide as soon as the outcome is certain.
 --
--- KEYS  1 what the keys of the group begin with
+-- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 poll  2 member  3 its session  4 y, n or a
 -- Returns {'OK', 1 if it counted, else 0: too late, or twice, or not asked}, or {'NOGROUP'}
---   {'FENCED'}: the member is somebody else now
+--   {'FENCED'}: another session has the member now
 -- Atomic because votes are counted once, and the last that is needed decides.
 
 local m = read_member(ARGV[2])
