@@ -12,7 +12,7 @@
 """
 
 from meteor_py._version import __version__
-from meteor_py.archive.archive import Archive
+from meteor_py.archive.admin import Archive
 from meteor_py.archive.archiver import Archiver
 from meteor_py.client import Client, connect
 from meteor_py.errors import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from meteor_py.archive.archive import Archive
+from meteor_py.archive.admin import Archive
 from meteor_py.archive.archive_term import ArchiverConfig
 from meteor_py.archive.archiver import Archiver, stop_archiver
 from meteor_py.errors import ServerRefused

@@ -1,4 +1,4 @@
-"""The archiver: moves records from the ring into the store, before the ring may drop them.
+"""The archiver: copies records from the ring into the store, before the ring may drop them.
 
 Any number may run, in any process; the one that holds the lease of the group ``.archiver`` works,
 the others wait. A term goes like this: see where the last one ended (``archived``), read on from

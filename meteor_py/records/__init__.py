@@ -1,0 +1,1 @@
+"""Records and what they are made of: frames, codecs, positions, times, settings, descriptions."""

@@ -1,9 +1,9 @@
 """One connection to a server: commands out, replies in, errors translated once.
 
-The only module that talks to redis-py. It leans on it for addresses, TLS, authentication and
-parsing, and sets every option itself: the defaults of redis-py (a 5 s socket timeout, ten
-retries) would publish records twice and break blocking reads. Nothing is retried here unless the
-caller asks for it with ``retry_idle``.
+The only module that sends commands through redis-py. It leans on it for addresses, TLS,
+authentication and parsing, and sets every option itself: the defaults of redis-py (a 5 s socket
+timeout, ten retries) would publish records twice and break blocking reads. Nothing is retried here
+unless the caller asks for it with ``retry_idle``.
 
 A connection belongs to one thread at a time. It connects when first used, and again after an error
 or in a forked child.

@@ -1,7 +1,7 @@
 """Every key in Redis, and what it holds. This docstring is the data model.
 
 All keys of a stream share the hash tag ``{stream}``. They are in one slot, so a script may touch
-several of them, and everything runs on a cluster. The names in the table are scripts of
+several of them. (Cluster mode itself is not supported yet.) The names in the table are scripts of
 ``redis/lua``: those without a slash are in its folders ``log``, ``group``, ``transaction`` and
 ``archive``.
 

@@ -1,0 +1,1 @@
+"""Threads, locks, clocks and closing: what every other package runs on."""

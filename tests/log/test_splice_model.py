@@ -299,7 +299,7 @@ def test_a_stream_with_a_store_is_what_a_list_says(
     monkeypatch.setattr(
         "meteor_py.archive.archive_term._LOOK_S", 0.005
     )  # an archiver that is told soon
-    monkeypatch.setattr("meteor_py.archive.archive._POLL_S", 0.002)
+    monkeypatch.setattr("meteor_py.archive.admin._POLL_S", 0.002)
     machine = type("Model", (Machine,), {"url": url, "in_files": in_files})
     run_state_machine_as_test(
         machine,

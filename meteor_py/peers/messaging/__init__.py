@@ -1,0 +1,1 @@
+"""Messages between the members of a peer group: requests, inboxes, handlers, replies."""

@@ -1,0 +1,1 @@
+"""Votes of a peer group, and the actions that its members agree on."""
