@@ -124,7 +124,7 @@ MUTANTS = {
     "careless-publish": Mutant(
         "the ring is trimmed to its capacity, archived or not",
         "PUBLISH",
-        (("floor = math.min(floor, meta.archived)", "floor = floor"),),
+        (("floor = math.min(floor, archived)", "floor = floor"),),
         frozenset({Wrong.UNARCHIVED}),
         LATE_ARCHIVERS,
     ),

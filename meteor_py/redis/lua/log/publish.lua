@@ -12,9 +12,6 @@
 -- No '#!lua' line, on purpose: in a server that is out of memory the script then still runs, so a
 -- repeat gets its first reply, and a new frame fails at XADD, its first write, leaving nothing.
 
-local meta, refusal = read_meta()
-if not meta then return refusal end
-
 local epoch, seq = tonumber(ARGV[3]), tonumber(ARGV[4])
 local slot = format('%.0f', seq % 8)
 local p = redis.call('HMGET', KEYS[3], 'epoch', 'last', slot)
@@ -32,16 +29,20 @@ elseif seq ~= tonumber(p[2]) + 1 then
   end
   -- The write moves this connection's replication offset past the frame's: WAIT then means it.
   redis.call('PEXPIRE', KEYS[3], ARGV[7])
-  return {'OK', tonumber(first), meta.epoch}
+  return {'OK', tonumber(first), tonumber(m[3])}
 end
 
-local first
-first, refusal = append_frame(meta, {n = ARGV[5], format = ARGV[8], payload = ARGV[9],
-                                     crc = ARGV[10], index = KEYS[4] and {unpack(ARGV, 11)}},
-                              KEYS[4])
-if not first then return refusal end
+local first = tonumber(m[4])
+local refusal
+if KEYS[4] then
+  refusal = append_frame(first, ARGV[5], append_time(), ARGV[8], ARGV[9], ARGV[10], KEYS[4],
+                         unpack(ARGV, 11))
+else
+  refusal = append_frame(first, ARGV[5], append_time(), ARGV[8], ARGV[9], ARGV[10])
+end
+if refusal then return refusal end
 if known and epoch > known then redis.call('DEL', KEYS[3]) end
 redis.call('HSET', KEYS[3], 'epoch', ARGV[3], 'last', ARGV[4],
            slot, format('%s:%.0f:%s:%s', ARGV[4], first, ARGV[5], ARGV[6]))
 redis.call('PEXPIRE', KEYS[3], ARGV[7])
-return {'OK', first, meta.epoch}
+return {'OK', first, tonumber(m[3])}

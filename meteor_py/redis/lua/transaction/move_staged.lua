@@ -12,8 +12,6 @@
 -- itself: in a server that is out of memory the script ends at the XADD of its first one (see
 -- publish.lua), and no frame is moved without being counted.
 
-local meta, refusal = read_meta()
-if not meta then return refusal end
 -- Behind the frames are the records, which older releases did not count.
 local version, done, total, records = string.match(
   redis.call('HGET', KEYS[3], ARGV[3]) or '', '^(%d+):(%d+):(%d+)(.*)$')
@@ -33,20 +31,24 @@ local function strings(packed)
   return found
 end
 
+local next_offset, now = tonumber(m[4]), append_time()
 local bytes, limit = 0, tonumber(ARGV[8])
 for number = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
   local f = format('%.0f', number)
   local fields = {f .. 'n', f .. 'f', f .. 'p', f .. 'c', f .. 'g'}
   local s = redis.call('HMGET', KEYS[5], unpack(fields))
   if not s[3] or (KEYS[6] and not s[5]) then return {'LOST'} end
-  local first
-  first, refusal = append_frame(meta, {n = s[1], format = s[2], payload = s[3], crc = s[4],
-                                       index = KEYS[6] and strings(s[5])}, KEYS[6])
-  if not first then
+  local refusal
+  if KEYS[6] then
+    refusal = append_frame(next_offset, s[1], now, s[2], s[3], s[4], KEYS[6], unpack(strings(s[5])))
+  else
+    refusal = append_frame(next_offset, s[1], now, s[2], s[3], s[4])
+  end
+  if refusal then
     if refusal[1] == 'FULL' and bytes > 0 then break end
     return refusal
   end
-  done = done + 1
+  done, next_offset = done + 1, next_offset + tonumber(s[1])
   redis.call('HSET', KEYS[3], ARGV[3], format('%s:%.0f:%.0f%s', version, done, total, records))
   redis.call('HDEL', KEYS[5], unpack(fields))
   bytes = bytes + #s[3] + 1024
