@@ -150,7 +150,7 @@ class RingReader:
         timeout_s = block_s + self._connection.timeout_s
         if block_s:
             return self._connection.pipeline(commands, timeout_s)
-        return self._connection.retry_idle(lambda: self._connection.pipeline(commands, timeout_s))
+        return self._connection.retry_idle(self._connection.pipeline, commands, timeout_s)
 
     def _adapt(self, entries: list[Any]) -> None:
         """Ask for as many frames next time as make a good fetch, growing by steps."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
@@ -30,6 +30,7 @@ from meteor_py.redis.scripts import Script
 Argument = Any
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 #: A peer that is gone without a word is noticed after 45 s, also on an idle connection.
 _KEEPALIVE = {
@@ -171,7 +172,7 @@ class Connection:
         body = (script.plain_source if fake else script.source) if whole or fake else script.sha
         return (verb, body, len(keys), *keys, *args)
 
-    def retry_idle(self, work: Callable[[], _T]) -> _T:
+    def retry_idle(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call ``work``, and once more on a new connection if an idle one turns out to be dead.
 
         Only for commands that may be repeated.
@@ -181,11 +182,11 @@ class Connection:
         """
         was_connected = self.connected
         try:
-            return work()
+            return work(*args, **kwargs)
         except ConnectionFailed:
             if not was_connected:
                 raise
-            return work()
+            return work(*args, **kwargs)
 
     # -- the server's history ------------------------------------------------------------------
 

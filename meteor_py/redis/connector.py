@@ -107,7 +107,7 @@ class Connector:
             connection = self._commands
             self._in_use = True
             try:
-                return connection.retry_idle(lambda: self._checked_use(connection, work))
+                return connection.retry_idle(self._checked_use, connection, work)
             finally:
                 self._in_use = False
 

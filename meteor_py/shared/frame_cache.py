@@ -186,7 +186,7 @@ class FrameCache:
         self, commands: Sequence[tuple[object, ...]]
     ) -> list[list[tuple[bytes, list[bytes]]]]:
         timeout_s = self._connection.timeout_s
-        return self._connection.retry_idle(lambda: self._connection.pipeline(commands, timeout_s))
+        return self._connection.retry_idle(self._connection.pipeline, commands, timeout_s)
 
     # -- the store -----------------------------------------------------------------------------
 

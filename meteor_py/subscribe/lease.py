@@ -141,7 +141,7 @@ class Lease:
 
     def release(self, connection: Connection, nonce: str) -> None:
         """Give it up."""
-        connection.retry_idle(lambda: self._let_go(connection, nonce))
+        connection.retry_idle(self._let_go, connection, nonce)
 
     def lapse(self, connection: Connection, term: Term) -> None:
         """Give it up so that ``renew`` gets it back, unless another member takes it."""

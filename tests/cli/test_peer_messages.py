@@ -105,7 +105,7 @@ def test_what_becomes_of_a_message_is_said_in_a_sentence(url: str, crew: list[Me
         (["jobs", "x", "--to", "bob"], "no member 'bob' in group 'workers'; `meteor peers members"),
         (["hard", "x", "--to", "all"], "1 of 2 members of group 'workers' did not take"),
         (["hard", "x", "--to", "w2"], r"ValueError: evil\x1b[2J\u202egnp.exe\n"),
-        (["nobody", "--timeout", "0.2"], "not answered within 0.2 seconds"),
+        (["nobody", "--timeout", "0.2"], "got no reply within 0.2 seconds"),
         (["a/b"], "cannot be the name of a queue"),
     ):
         done = meteor(url, "peers", "send", NAME, *arguments)
@@ -156,7 +156,7 @@ def test_the_answer_is_printed_as_json(url: str, crew: list[Membership]) -> None
     (found,) = succeed(url, "peers", "ask", NAME, "jobs").objects
     assert found["by"] in ("w1", "w2")
     done = meteor(url, "peers", "ask", NAME, "nobody", "--timeout", "0.2")
-    assert (done.code, "not answered within 0.2 seconds" in done.err) == (1, True)
+    assert (done.code, "got no reply within 0.2 seconds" in done.err) == (1, True)
 
 
 def test_bytes_are_printed_as_those_of_records_are(url: str, post: Post) -> None:
