@@ -180,6 +180,7 @@ class Archiver(Closeable):
         if not self._handle.connector.is_private or self._stopped.is_set():
             return
         try:
+            self._handle.check_store()  # else a store that is gone would be waited for
             flush(self._handle, timeout)
         except (MeteorError, ValueError) as error:
             _log.warning(
@@ -372,9 +373,12 @@ def _close(archivers: Sequence[Archiver]) -> None:
         archiver.save()
     for archiver in archivers:
         archiver.stop()  # all at once: one that hangs does not keep the others
-    for archiver in archivers:
-        _begun.discard(archiver)
-    close_each(archivers, Archiver.close)
+    close_each(archivers, _close_one)
+
+
+def _close_one(archiver: Archiver) -> None:
+    _begun.discard(archiver)
+    archiver.close()
 
 
 def _at_exit(archivers: Sequence[Archiver]) -> None:

@@ -190,8 +190,8 @@ class MemberHandle:
             if self.lifecycle is MemberState.ACTIVE:  # else leaving was interrupted
                 if departure is not None:
                     self._departure = departure
+                self.lifecycle = MemberState.LEAVING  # first, in case a Ctrl-C comes in between
                 self.leadership.stop()
-                self.lifecycle = MemberState.LEAVING
             self.state.notify_all()
         self.voter.stop()
         self.stop_inbox()

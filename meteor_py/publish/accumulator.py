@@ -337,10 +337,12 @@ class Accumulator:
 
     def _count_fast(self) -> None:
         """Close the fast path, and count what came by it."""
-        records, used = self._fast.used()
+        fast = self._fast
+        records, used = fast.used()
         if used and self._open is not None:
             self._count(self._open, records - self._open.count, used)
-        self._fast.revoke()
+        # Plain stores, not a call: no signal handler can run between counting and revoking.
+        fast.granted = fast.left = 0
         if self._open is not None:
             self._drop_uncounted(self._open)
 

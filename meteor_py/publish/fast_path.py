@@ -27,13 +27,13 @@ class FastPath:
 
     __slots__ = (
         "_batch",
-        "_granted",
         "_index_max",
         "_is_owned",
-        "_left",
         "_lock",
         "_put_slowly",
         "_values",
+        "granted",
+        "left",
         "sender_waits",
         "work",
     )  # fmt: skip
@@ -44,8 +44,10 @@ class FastPath:
         self._index_max = records_max - 1
         self._put_slowly = put_slowly
         self._values: list[bytes] = []  # of the batch
-        self._granted = 0
-        self._left = 0
+        #: Bytes of the grant, and those of them that are unused. The accumulator revokes a grant by
+        #: setting both to 0.
+        self.granted = 0
+        self.left = 0
         #: The sender waits for ``work``; both are guarded by the accumulator's lock.
         self.sender_waits = False
 
@@ -63,9 +65,9 @@ class FastPath:
         with self._lock:
             values = self._values
             index = len(values)
-            left = self._left - size - RECORD_OVERHEAD
+            left = self.left - size - RECORD_OVERHEAD
             if left >= 0 and index < self._index_max:
-                self._left = left
+                self.left = left
                 values.append(value)
                 if self.sender_waits:
                     self.work.notify()
@@ -87,14 +89,11 @@ class FastPath:
         """Let ``nbytes`` bytes be appended to ``values``, the only column of ``batch``."""
         self._batch = batch
         self._values = values
-        self._granted = self._left = nbytes
+        self.granted = self.left = nbytes
 
     def used(self) -> tuple[int, int]:
         """The records that the batch has now, and the bytes used of the grant."""
-        return len(self._values), self._granted - self._left
-
-    def revoke(self) -> None:
-        self._granted = self._left = 0
+        return len(self._values), self.granted - self.left
 
 
 def reentry_error() -> RuntimeError:

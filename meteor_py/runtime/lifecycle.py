@@ -122,14 +122,7 @@ _registries: list[Registry[Any]] = []
 
 def close_owned(owner: object) -> None:
     """Close every open object of an owner, then raise the first failure."""
-    failures: list[BaseException] = []
-    for registry in _registries:
-        try:
-            registry.close_owned(owner)
-        except BaseException as error:  # Ctrl-C too: the other kinds must still be closed
-            failures.append(error)
-    if failures:
-        raise failures[0]
+    _for_each_kind(lambda registry: registry.close_owned(owner))
 
 
 def close_each(
@@ -148,14 +141,28 @@ def close_each(
         raise first
 
 
-def _close_all() -> None:
+def _for_each_kind(work: Callable[[Registry[Any]], None]) -> None:
+    """Call ``work`` for every kind, whatever happens to one; then raise what happened first.
+
+    A Ctrl-C or ``SystemExit`` comes before errors: a program that handles those must still end.
+    """
+    failures: list[BaseException] = []
     for registry in _registries:
-        registry.close_at_exit()
+        try:
+            work(registry)
+        except BaseException as error:
+            failures.append(error)
+    if failures:
+        interrupts = [error for error in failures if not isinstance(error, Exception)]
+        raise (interrupts or failures)[0]
+
+
+def _close_all() -> None:
+    _for_each_kind(Registry.close_at_exit)
 
 
 def _abandon_all() -> None:
-    for registry in _registries:
-        registry.abandon()
+    _for_each_kind(Registry.abandon)
 
 
 os.register_at_fork(after_in_child=_abandon_all)

@@ -312,7 +312,9 @@ class Deliveries:
     def _fence(self) -> None:
         """The lease has expired: nothing is held any more, and what was not said does not count."""
         with self.condition:
-            self._refused += self.holdings.fence()
+            # First: a Ctrl-C in between must not hide that settling was in vain.
+            self._refused += self.holdings.settled_in_vain()
+            self.holdings.fence()
             self._consumer = ""
 
     def _name_lost(self, connection: Connection) -> None:

@@ -191,16 +191,19 @@ class Holdings:
             self.granted[offset] = failures.get(offset, 0)
         self.sync = Sync.AGREED  # last: a Ctrl-C may come in between
 
-    def fence(self) -> list[int]:
-        """Give up everything, as the lease has expired; return offsets whose settling is void."""
+    def settled_in_vain(self) -> list[int]:
+        """Return the offsets whose settling is void if the lease has expired."""
         void: list[int] = []
         for acks, others in (self.sent, (self._acks, self._others)):
             void += [offset for offsets in acks.values() for offset in offsets]
             void += [other.offset for other in others if other.kind not in "GDL"]
+        return void
+
+    def fence(self) -> None:
+        """Give up everything, as the lease has expired."""
         self.sent, self._acks, self._others = Settlements({}, []), {}, []
         self.take_all()
         self.sync = Sync.AGREED
-        return void
 
     def take_all(self) -> None:
         """Others have everything that was held."""

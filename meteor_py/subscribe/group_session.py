@@ -240,7 +240,10 @@ class GroupSession:
                 _log.info("Waiting for the lease of %s, which %s has.", self.lease, reply.owner)
             vacant.unavailable = reply
             return None
-        if self._state is not vacant or self._mode is not _Mode.ACTIVE:
+        state = self._state
+        if isinstance(state, Held) and state.term.nonce == reply.nonce:
+            return state.term  # a signal handler has polled, and got the same lease
+        if state is not vacant or self._mode is not _Mode.ACTIVE:
             self._let_go(connection, reply.nonce)  # a signal handler has given it up
             return None
         with self.condition:

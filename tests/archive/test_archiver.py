@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -465,3 +466,15 @@ def test_the_archiver_of_a_client_survives_cuts_and_restarts_of_the_server(
         assert offsets_of(bench.stream) == [*range(end)]
         assert len(archiver_threads()) == 1
     assert archiver_threads() == []
+
+
+def test_closing_a_private_server_does_not_wait_for_a_store_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    flushed: list[object] = []
+    monkeypatch.setattr("meteor_py.archive.archiver.flush", lambda *args: flushed.append(args))
+    with meteor.connect("embedded://") as m:
+        m.stream("trades", store=str(tmp_path / "store")).publisher().close()
+        shutil.rmtree(tmp_path / "store")
+    assert flushed == []
+    assert "is lost with its private server" in caplog.text

@@ -415,3 +415,24 @@ def test_leaving_gives_up_the_leases_of_all_and_confirms(url: str) -> None:
         for n in range(3):
             assert crew.redis.get(keys.lease(STREAM, f"g{n}")) is None
             assert crew.redis.hget(keys.group(STREAM, f"g{n}"), "confirmed") == b"5"
+
+
+def test_a_poll_in_a_signal_handler_during_acquire_does_not_release_the_lease(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with crew.stream.subscriber(group="nested") as sub:
+        session = session_of(sub)
+        acquire, nested = session.lease.acquire, list[object]()
+
+        def acquire_and_poll(*args: Any) -> Any:
+            reply = acquire(*args)
+            if not nested:
+                nested.append(True)
+                nested.append(session.hold(0.0))
+            return reply
+
+        monkeypatch.setattr(session.lease, "acquire", acquire_and_poll)
+        term = session.hold(5.0)
+        assert term is not None
+        assert nested == [True, term]
+        assert crew.redis.get(keys.lease(STREAM, "nested")) is not None

@@ -1,0 +1,94 @@
+"""Whatever happens to one kind of open objects, the others are closed, in their order."""
+
+from __future__ import annotations
+
+import pytest
+
+from meteor_py.runtime import lifecycle
+from meteor_py.runtime.lifecycle import ClosingOrder, Registry, close_each, close_owned
+
+
+class Opened:
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was closed or abandoned; the registries of the library are set aside."""
+    monkeypatch.setattr(lifecycle, "_registries", [])
+    return []
+
+
+def register(
+    seen: list[str], order: ClosingOrder, error: BaseException | None = None
+) -> Registry[Opened]:
+    def note(moment: str) -> None:
+        seen.append(f"{moment} {order.name}")
+        if error is not None:
+            raise error
+
+    return Registry(
+        order,
+        owner=lambda opened: opened.owner,
+        close=lambda opened: note(f"close {len(opened)}"),
+        at_exit=lambda opened: note("exit"),
+        after_fork=lambda opened: note("fork"),
+        keep=True,
+    )
+
+
+def test_kinds_are_closed_in_their_order_whatever_the_order_of_their_registration(
+    seen: list[str],
+) -> None:
+    for order in (ClosingOrder.ARCHIVERS, ClosingOrder.PEER_GROUPS, ClosingOrder.PUBLISHERS):
+        register(seen, order)
+    close_owned(object())
+    assert seen == ["close 0 PEER_GROUPS", "close 0 PUBLISHERS", "close 0 ARCHIVERS"]
+
+
+def test_only_the_objects_of_the_owner_are_closed(seen: list[str]) -> None:
+    registry, ours = register(seen, ClosingOrder.PUBLISHERS), object()
+    for owner in (ours, object(), ours):
+        registry.add(Opened(owner))
+    close_owned(ours)
+    assert seen == ["close 2 PUBLISHERS"]
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
+def test_exit_closes_the_other_kinds_though_one_is_interrupted(
+    seen: list[str], error: BaseException
+) -> None:
+    register(seen, ClosingOrder.SUBSCRIBERS, error)
+    register(seen, ClosingOrder.PUBLISHERS)
+    with pytest.raises(type(error)):
+        lifecycle._close_all()
+    assert seen == ["exit SUBSCRIBERS", "exit PUBLISHERS"]
+
+
+def test_a_fork_abandons_the_other_kinds_though_one_fails(seen: list[str]) -> None:
+    register(seen, ClosingOrder.SUBSCRIBERS, ValueError("x"))
+    register(seen, ClosingOrder.PUBLISHERS)
+    with pytest.raises(ValueError, match="x"):
+        lifecycle._abandon_all()
+    assert seen == ["fork SUBSCRIBERS", "fork PUBLISHERS"]
+
+
+def test_an_interrupt_is_not_hidden_by_an_earlier_error(seen: list[str]) -> None:
+    register(seen, ClosingOrder.SUBSCRIBERS, ValueError("x"))
+    register(seen, ClosingOrder.PUBLISHERS, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        close_owned(object())
+
+
+def test_each_object_is_closed_and_the_first_failure_raised() -> None:
+    closed: list[int] = []
+
+    def close(number: int) -> None:
+        closed.append(number)
+        if number:
+            raise ValueError(str(number))
+
+    with pytest.raises(ValueError, match="1"):
+        close_each([0, 1, 2], close)
+    assert closed == [0, 1, 2]
