@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from meteor_py.archive.admin import Archive
-from meteor_py.archive.archive_term import ArchiverConfig
 from meteor_py.archive.archiver import Archiver, stop_archiver
+from meteor_py.archive.config import ArchiverConfig
 from meteor_py.errors import ServerRefused
 from meteor_py.log.handle import StreamHandle, first_readable
 from meteor_py.publish.publisher import Publisher

@@ -15,11 +15,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from meteor_py.archive.config import ArchiverConfig
 from meteor_py.errors import (
     CorruptFrame,
     CorruptStream,
@@ -30,13 +31,6 @@ from meteor_py.errors import (
 )
 from meteor_py.log.epochs import begin_epoch
 from meteor_py.log.log_reader import LogReader
-from meteor_py.records.config import (
-    FRAME_RECORDS_MAX,
-    OFFSET_MAX,
-    StreamConfig,
-    check_int,
-    check_seconds,
-)
 from meteor_py.records.position import Position
 from meteor_py.records.record import ARROW_SCHEMA, Chunk, Headers, ListChunk
 from meteor_py.redis import keys, reply_errors
@@ -54,8 +48,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Records that one ``advance_archived`` covers: it may trim as many entries, and others wait.
-_STEP = 10_000
+#: Records that one ``advance_archived`` covers. It trims as many entries, while other clients wait.
+_ADVANCE_RECORDS_MAX = 10_000
 #: Seconds between two looks at the stream while records are gathered.
 _LOOK_S = 0.2
 #: Seconds between two looks at the server's memory, and the part of it from which on not to wait.
@@ -67,33 +61,8 @@ _TIDY_S = 600.0
 _CERTAIN_S = 60.0
 
 
-@dataclass(frozen=True)
-class ArchiverConfig:
-    """When a segment is written: as soon as one of these is reached."""
-
-    #: Records; or half of what may wait for the archiver, if that is less.
-    segment_records: int = 1_000_000
-    #: Bytes of records in memory; in the file they are compressed.
-    segment_bytes: int = 64 * 1024 * 1024
-    #: Seconds that a record waits for others.
-    segment_age: float = 60.0
-    #: Seconds that the others wait for one that has died.
-    lease_ttl: float = 10.0
-
-    def __post_init__(self) -> None:
-        check_int("segment_records", self.segment_records, 1, OFFSET_MAX)
-        check_int("segment_bytes", self.segment_bytes, 1, 2**40)
-        check_seconds("segment_age", self.segment_age, zero=True)
-        check_seconds("lease_ttl", self.lease_ttl)
-
-    def room(self, stream: StreamConfig) -> int:
-        """Records that may wait: a publisher with a whole frame must still find room."""
-        room = (stream.max_unarchived or OFFSET_MAX) - min(stream.capacity, FRAME_RECORDS_MAX)
-        return max(min(self.segment_records, room // 2), 1)
-
-
 class TermTooLow(Exception):
-    """The store has appends of this epoch in a term that is not older: begin a later one."""
+    """The store already has segments of this epoch in the same or a later term."""
 
     def __init__(self, term: int) -> None:
         self.term = term
@@ -129,7 +98,7 @@ class ArchiveTerm:
         self._settings = stream.config
         self._identity = ""
         self._flush = 0
-        self._pressed = False
+        self._memory_is_short = False
         self._connection = stream.connector.open_connection()
         self._log: LogReader | None = None
         try:
@@ -192,9 +161,9 @@ class ArchiveTerm:
         self._epoch = epoch
         self._identity = reply[4].decode()
         check_identity(self._store, stream.name, self._identity)
-        self._number = epoch * TERMS + self._term.number
+        self._store_term = epoch * TERMS + self._term.number
         highest = self._store.bounds(stream.incarnation).term
-        if highest >= self._number:
+        if highest >= self._store_term:
             if highest // TERMS > epoch:
                 raise reply_errors.store_continued_elsewhere(stream.name)
             raise TermTooLow(highest % TERMS)
@@ -216,7 +185,7 @@ class ArchiveTerm:
         self._tidy_at = time.monotonic() + _TIDY_S
         certain_until = self._certain_at + _CERTAIN_S
         try:
-            incarnation, number = self._stream.incarnation, self._number
+            incarnation, number = self._stream.incarnation, self._store_term
             self._store.tidy(incarnation, number, self._archived, lambda: now() < certain_until)
         except MeteorError as error:
             _log.warning("The store cannot be put in order now: %s", error)
@@ -242,9 +211,9 @@ class ArchiveTerm:
         self._flush = int(flush or 0)
         if self.records and at >= self._memory_at + _MEMORY_S:
             self._memory_at = at
-            self._pressed = self._is_pressed()
+            self._memory_is_short = self._is_memory_short()
 
-    def _is_pressed(self) -> bool:
+    def _is_memory_short(self) -> bool:
         """Whether the server needs the room."""
         try:
             facts = parse_info(self._connection.call("INFO", "memory"))
@@ -259,11 +228,11 @@ class ArchiveTerm:
         caught_up = self._position >= end
         return (
             self.records >= self._config.segment_records
-            or (caught_up and self.records >= self._config.room(self._settings))
+            or (caught_up and self.records >= self._config.segment_limit(self._settings))
             or self._bytes >= self._config.segment_bytes
             or time.monotonic() - self._since >= self._config.segment_age
             or (self._flush > self._archived and self._position >= min(self._flush, end))
-            or (caught_up and self._pressed)
+            or (caught_up and self._memory_is_short)
         )
 
     # -- committing ----------------------------------------------------------------------------
@@ -274,14 +243,14 @@ class ArchiveTerm:
         table = pa.Table.from_batches(batches, schema=ARROW_SCHEMA)
         end = self._archived + len(table)
         check_identity(self._store, self._stream.name, self._identity)
-        if self._store.bounds(self._stream.incarnation).term > self._number:
+        if self._store.bounds(self._stream.incarnation).term > self._store_term:
             raise reply_errors.store_continued_elsewhere(self._stream.name)
-        self._store.append(self._stream.incarnation, self._number, table)
+        self._store.append(self._stream.incarnation, self._store_term, table)
         while self._archived < end:
-            self._advance(min(self._archived + _STEP, end))
+            self._advance(min(self._archived + _ADVANCE_RECORDS_MAX, end))
         self._gathered = []
         self.records = self._bytes = 0
-        self._pressed = False
+        self._memory_is_short = False
 
     def _advance(self, to: int) -> None:
         stream, term = self._stream, self._term

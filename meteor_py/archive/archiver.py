@@ -17,7 +17,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meteor_py.archive.archive_term import ArchiverConfig, ArchiveTerm, TermTooLow
+from meteor_py.archive.archive_term import ArchiveTerm, TermTooLow
+from meteor_py.archive.config import ArchiverConfig
 from meteor_py.errors import (
     AccessDenied,
     LeaseLost,

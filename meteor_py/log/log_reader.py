@@ -38,18 +38,18 @@ class LogReader:
         self,
         connection: Connection,
         stream: str,
-        end: Position,
-        batches: StoreReadAhead | None = None,
+        at: Position,
+        store: StoreReadAhead | None = None,
     ) -> None:
         self._stream = stream
-        self._incarnation = end.incarnation
-        self._store = None if batches is None else StoreReader(batches, stream, end.epoch)
-        fields = _FIELDS if batches is None else (*_FIELDS, *StoreReader.FIELDS)
+        self._incarnation = at.incarnation
+        self._store = None if store is None else StoreReader(store, stream, at.epoch)
+        fields = _FIELDS if store is None else (*_FIELDS, *StoreReader.FIELDS)
         self._ring = RingReader(connection, stream, fields)
         #: The epoch of the stream that everything fetched so far is part of.
-        self.epoch = end.epoch
+        self.epoch = at.epoch
         #: The end of the stream when last seen.
-        self.end_offset = end.offset
+        self.end_offset = at.offset
 
     @property
     def block_max_s(self) -> float:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
-from meteor_py.archive.archive_term import ArchiverConfig, ArchiveTerm
+from meteor_py.archive.archive_term import ArchiveTerm
+from meteor_py.archive.config import ArchiverConfig
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.scripts import ADVANCE_ARCHIVED
 from meteor_py.runtime.clock import now

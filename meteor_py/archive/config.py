@@ -1,0 +1,42 @@
+"""Settings of an archiver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meteor_py.records.config import (
+    FRAME_RECORDS_MAX,
+    OFFSET_MAX,
+    StreamConfig,
+    check_int,
+    check_seconds,
+)
+
+
+@dataclass(frozen=True)
+class ArchiverConfig:
+    """When an archiver writes a segment: as soon as one of these is reached."""
+
+    #: Records of a segment; at most about half of the stream's ``max_unarchived``.
+    segment_records: int = 1_000_000
+    #: Bytes of records in memory; in the file they are compressed.
+    segment_bytes: int = 64 * 1024 * 1024
+    #: Seconds that a record waits for others.
+    segment_age: float = 60.0
+    #: Seconds after which another archiver takes over from one that has died.
+    lease_ttl: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_int("segment_records", self.segment_records, 1, OFFSET_MAX)
+        check_int("segment_bytes", self.segment_bytes, 1, 2**40)
+        check_seconds("segment_age", self.segment_age, zero=True)
+        check_seconds("lease_ttl", self.lease_ttl)
+
+    def segment_limit(self, stream: StreamConfig) -> int:
+        """Return how many records a segment has at most.
+
+        That is half of what may be unarchived, less one frame, so that publishers are not blocked
+        while a segment is written.
+        """
+        room = (stream.max_unarchived or OFFSET_MAX) - min(stream.capacity, FRAME_RECORDS_MAX)
+        return max(min(self.segment_records, room // 2), 1)
