@@ -94,16 +94,10 @@ class Stream:
         max_record_bytes: int = PublisherConfig.max_record_bytes,
         codec: str | Codec | None = None,
     ) -> Publisher:
-        """Open a publisher; close it, or use ``with``.
+        """Open a publisher. Close it, or use ``with``.
 
-        Args:
-            linger: Seconds that the first record of a frame waits for company.
-            compression: "none", "lz4" or "zstd"; None = as the stream says.
-            acks: Replicas that must have a record before it is acknowledged.
-            delivery_timeout: Seconds until a record that could not be delivered fails.
-            max_pending_bytes: Bound on what waits to be acknowledged.
-            max_record_bytes: The largest record, key and headers included; up to 32 MiB.
-            codec: How to encode values; None = as the stream says.
+        ``PublisherConfig`` describes the settings. ``codec`` encodes values; None means the
+        stream's codec.
 
         Raises:
             ValueError, TypeError: A setting out of its range, or of the wrong type.
@@ -136,31 +130,16 @@ class Stream:
         auto_confirm: bool = SubscriberConfig.auto_confirm,
         codec: str | Codec | None = None,
     ) -> Subscriber:
-        """Open a subscriber; close it, or use ``with``.
+        """Open a subscriber. Close it, or use ``with``.
 
-        Without a group it reads on its own, from anywhere, and leaves no trace. In a group, one
-        member reads at a time, and what is confirmed is not read again.
-
-        Args:
-            group: The group to read for. It begins when its first subscriber is opened.
-            initial_offset: Where it starts if it is ungrouped or the group is new: EARLIEST,
-                LATEST (after the last record that exists when this returns), or AUTO, which is
-                EARLIEST in a group and LATEST without. NONE: the group must have confirmed
-                something.
-            lease_ttl: Seconds after which the group goes on without a member that has died.
-            max_poll_interval: Seconds between two polls after which this member counts as hung,
-                and the lease is given up.
-            on_gap: "raise" ``RecordsLost`` when the ring has dropped the next record, or "skip".
-            on_gap_skipped: Called with the first and last offset of each gap skipped.
-            on_assigned: Called with the subscriber when it gets the lease, in the thread that
-                polls. It may return where to start, an offset or better a ``checkpoint``: who keeps
-                that with the results is exactly-once.
-            auto_confirm: Confirm what was handled when more is asked for.
-            codec: How to decode values; None = as the stream says.
+        Without a group, it reads on its own, from anywhere, and leaves no trace on the server. In a
+        group, one member reads at a time, and confirmed records are not read again.
+        ``SubscriberConfig`` describes the settings. ``codec`` decodes values; None means the
+        stream's codec.
 
         Raises:
-            InvalidInitialOffset: NONE without a group.
-            NoConfirmedOffset: NONE, and the group has confirmed nothing.
+            InvalidInitialOffset: ``initial_offset`` is NONE, without a group.
+            NoConfirmedOffset: ``initial_offset`` is NONE, and the group has confirmed nothing.
             ValueError, TypeError: A setting out of its range, or of the wrong type.
         """
         check_choice("initial_offset", initial_offset, tuple(InitialOffset))
@@ -435,15 +414,10 @@ class Stream:
         segment_age: float = ArchiverConfig.segment_age,
         lease_ttl: float = ArchiverConfig.lease_ttl,
     ) -> Archiver:
-        """An archiver with settings of your own: ``run()`` it, or ``start()`` and ``close()`` it.
+        """Return an archiver with settings of your own, described by ``ArchiverConfig``.
 
-        The one that this client runs by itself ends when it begins.
-
-        Args:
-            segment_records: Records of a segment at most; also half of ``max_unarchived``.
-            segment_bytes: Bytes of a segment at most, before compression.
-            segment_age: Seconds that a record waits for others.
-            lease_ttl: Seconds after which another takes over from one that has died.
+        ``run()`` it, or ``start()`` and ``close()`` it. The archiver that this client runs in the
+        background stops when this one starts.
 
         Raises:
             StoreMismatch, StoreUnavailable: As ``store``.

@@ -134,7 +134,7 @@ class PublisherConfig:
 
     #: Seconds that the first record of a frame waits for more when nothing is in flight.
     linger: float = 0.0
-    #: Compression of frames of several records; None = as the stream says.
+    #: "none", "lz4" or "zstd", for frames of several records; None means the stream's setting.
     compression: Compression | None = None
     #: Replicas that must have a record before it is acknowledged.
     acks: int = 0
@@ -142,7 +142,8 @@ class PublisherConfig:
     delivery_timeout: float = 30.0
     #: Bytes of records not yet acknowledged; above, ``publish`` waits, then raises.
     max_pending_bytes: int = 64 * 1024 * 1024
-    #: Bytes of the largest record, key and headers included. One over 1 MiB travels alone.
+    #: Bytes of the largest record, key and headers included; up to 32 MiB. A record over 1 MiB
+    #: travels alone.
     max_record_bytes: int = RECORD_BYTES_MAX
 
     def __post_init__(self) -> None:
@@ -164,20 +165,23 @@ class PublisherConfig:
 class SubscriberConfig:
     """Settings of a subscriber."""
 
-    #: The group it reads for; None = it reads on its own.
+    #: The group to read for, which its first subscriber creates; None: it reads on its own.
     group: str | None = None
+    #: Where to start without a group, or if the group is new.
     initial_offset: InitialOffset = InitialOffset.AUTO
-    #: Seconds that a group waits for a member that has died.
+    #: Seconds after which the group continues without a member that has died.
     lease_ttl: float = 10.0
-    #: Seconds between two polls after which the lease is released.
+    #: Seconds between two polls after which this member counts as hung and loses the lease.
     max_poll_interval: float = 60.0
-    #: What to do about records that are gone: "raise" ``RecordsLost``, or "skip" them.
+    #: What to do when the ring has dropped the next record: "raise" ``RecordsLost``, or "skip".
     on_gap: OnGap = "raise"
     #: Called with the first and last offset of each gap skipped.
     on_gap_skipped: Callable[[int, int], object] | None = None
-    #: Called with the subscriber when a term begins; may return where to start.
+    #: Called with the subscriber when it gets the lease, in the thread that polls. It may return
+    #: where to start: an offset, or better a ``checkpoint``. A program that keeps the checkpoint
+    #: together with its results processes each record exactly once.
     on_assigned: Callable[[Any], Position | int | None] | None = None
-    #: Whether what was handled is confirmed without being asked to.
+    #: Whether asking for more records confirms those that were handed out before.
     auto_confirm: bool = False
 
     def __post_init__(self) -> None:
