@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import meteor_py
 from meteor_cli.render.sanitize import sanitize
+from meteor_cli.render.text import counted
 
 
 def explain(error: Exception) -> str:
@@ -45,8 +46,8 @@ def explain(error: Exception) -> str:
             return f"{error.strerror}."
         case meteor_py.PeerGroupActive():
             return (
-                f"Peer group {error.group!r} has {error.alive} live members; have them leave, or "
-                "delete it with --force."
+                f"Peer group {error.group!r} has {counted(error.alive, 'live member')}. Stop them "
+                "first, or delete the group with --force."
             )
         case meteor_py.MeteorError() if error.hint:
             return f"{error.problem} {_hint(error)}"

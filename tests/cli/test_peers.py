@@ -228,7 +228,7 @@ def test_a_group_that_somebody_joins_meanwhile_is_not_deleted(url: str, group: P
         group.join("w1")
         terminal.press("y\n")
         assert terminal.wait() == 1
-        assert "alive" in terminal.text
+        assert "live member" in terminal.text
         assert "with --force." in terminal.text
     assert [member.id for member in group.members] == ["w1"]
 
