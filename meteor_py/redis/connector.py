@@ -15,6 +15,7 @@ from meteor_py.redis.address import Address
 from meteor_py.redis.connection import Argument, Connection, connection_options
 from meteor_py.redis.scripts import Script
 from meteor_py.redis.server_warnings import warn_of_dangers, warn_of_hidden_history
+from meteor_py.redis.shared_connection import use_temporary
 
 if TYPE_CHECKING:
     import redis
@@ -103,7 +104,7 @@ class Connector:
             if self._commands is None:
                 self._commands = self.open_connection()
             if self._in_use:  # a signal handler, in the middle of another call
-                return _use_once(self.open_connection(), work)
+                return use_temporary(self.open_connection, work)
             connection = self._commands
             self._in_use = True
             try:
@@ -158,10 +159,3 @@ class Connector:
             self._pid = os.getpid()
             self._lock = threading.RLock()
         return self._lock
-
-
-def _use_once(connection: Connection, work: Callable[[Connection], _T]) -> _T:
-    try:
-        return work(connection)
-    finally:
-        connection.close()

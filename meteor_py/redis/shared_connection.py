@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-def _use_temporary(
+def use_temporary(
     open_connection: Callable[[], Connection], work: Callable[[Connection], _T]
 ) -> _T:
     """Call ``work`` with a connection that is closed afterwards.
@@ -29,7 +29,7 @@ def _use_temporary(
 
 
 class SharedConnection:
-    """Whoever uses it keeps the others waiting, for as long as the link's timeouts allow."""
+    """One connection that several threads use in turn; its timeouts bound how long others wait."""
 
     def __init__(self, open_connection: Callable[[], Connection]) -> None:
         self._open_connection = open_connection
@@ -55,7 +55,7 @@ class SharedConnection:
 
     def _use(self, work: Callable[[Connection], _T]) -> _T:
         if self._user is not None:  # a signal handler, in the middle of a call of this thread
-            return _use_temporary(self._open_connection, work)
+            return use_temporary(self._open_connection, work)
         self._user = threading.get_ident()
         try:
             return work(self._connection)
@@ -110,7 +110,7 @@ class ThreadConnections:
 
     def _use_main(self, work: Callable[[Connection], _T]) -> _T:
         if self._main_is_used:  # a signal handler, in the middle of a call; or one has raised there
-            return _use_temporary(self._open_connection, work)
+            return use_temporary(self._open_connection, work)
         if self._main is None:
             self._main = self._open_connection()
         self._main_is_used = True
