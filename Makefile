@@ -1,11 +1,11 @@
-# `make demo` and `make test` do all their own set-up; Python 3.11 is all that has to be there.
+# `make demo` and `make test` install all they need into .venv; they need only Python 3.11 or newer.
 
 BIN := .venv/bin
 N ?= 4
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos bench lint format docs spark clean
+.PHONY: help setup demo test chaos bench lint format docs spark lock clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
@@ -13,17 +13,18 @@ help: ## show this list
 
 setup: .venv/installed ## install everything into .venv
 
-demo: .venv/installed ## see a stream at work
+demo: .venv/installed ## show publishing, reading, take-over, history and Spark, with figures
 	$(BIN)/meteor demo $(ARGS)
 
-test: .venv/installed ## run the tests on N=4 processes; more options for pytest in ARGS=
+test: .venv/installed ## run the tests in N=4 processes; ARGS="-k NAME" passes options to pytest
 	$(BIN)/pytest -n $(N) $(ARGS)
 
-chaos: .venv/installed ## kill, pause and cut at random, and check what happened; ARGS="--seeds 50"
+chaos: .venv/installed ## inject random faults and check the history; ARGS="--seeds 50"
 	$(BIN)/python -m tests.chaos $(ARGS)
-	$(if $(ARGS),,$(BIN)/pytest tests/chaos/spark_*.py tests/chaos/shared_*.py tests/chaos/peers_*.py)
+	$(if $(ARGS),,$(BIN)/pytest tests/chaos/spark_*.py tests/chaos/shared_*.py tests/chaos/peers_*.py \
+		tests/chaos/frames_*.py tests/chaos/split_*.py)
 
-bench: .venv/installed ## measure the speed
+bench: .venv/installed ## run the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: .venv/installed ## check style and types
@@ -31,21 +32,27 @@ lint: .venv/installed ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: .venv/installed ## put the code into its usual form
+format: .venv/installed ## format the code and fix simple lint errors
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: .venv/installed ## build the documentation site into site/; a broken link is an error
+docs: .venv/installed ## build the documentation site into site/; broken links are errors
 	$(BIN)/python -m pip install --quiet --group docs
 	$(BIN)/zensical build --clean --strict
 
-spark: .venv/installed ## add Spark, and Java where it is missing
+spark: .venv/installed ## install Spark, and Java if it is missing
 	scripts/java.sh
 	$(BIN)/python -m pip install --quiet --editable '.[spark]'
 
-clean: ## remove caches and built files; .venv stays
+lock: .venv/installed ## renew requirements-dev.txt, the exact tools with their hashes
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile pyproject.toml --group test --group lint --universal --python-version 3.11 \
+		--upgrade --generate-hashes --no-emit-index-url --no-header --no-annotate \
+		--quiet --output-file requirements-dev.txt
+
+clean: ## remove caches and build results, but not .venv
 	rm -rf dist site .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-.venv/installed: pyproject.toml scripts/setup.sh
+.venv/installed: pyproject.toml requirements-dev.txt scripts/setup.sh
 	scripts/setup.sh

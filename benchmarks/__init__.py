@@ -1,5 +1,5 @@
-"""How fast meteor_py is, beside redis-py on the same server in the same run.
+"""Benchmarks of meteor_py against redis-py, on the same server in the same run.
 
-``python -m benchmarks`` measures everything (``make bench`` too); see ``--help``. What is printed
-are ratios: figures of two machines, or of two days on one machine, do not compare.
+``python -m benchmarks`` or ``make bench`` measures everything; see ``--help``. Compare the ratios:
+absolute figures from two machines, or from two days on one machine, are not comparable.
 """

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run them, print a table, write ``benchmarks/RESULTS.md``."""
+"""``python -m benchmarks``: run all, print a table, write ``benchmarks/RESULTS.md``."""
 
 from __future__ import annotations
 
@@ -59,29 +59,29 @@ NOTES = (
     "- Records of 100 distinct bytes, made before the clock starts; one server without",
     "  persistence, reached through a unix socket; redis-py with hiredis, plain options.",
     "- Rates are the best of several runs, latencies the median of all samples; ours and theirs",
-    "  were measured in turn.",
+    "  alternate.",
     "- 1 publisher and 1 subscriber: our ring is full before the clock starts, so that each frame",
     "  takes the memory of an old one; the peer's stream starts empty and is not trimmed.",
     "- 4 x 16: the run of Meteor's README, where ring and clients share one JVM. Here each",
     "  publisher is a process; the subscribers share one process per core, each with its own",
-    "  connection, and each reads every record itself. A run apart checks each record's order.",
-    "- Beside idle groups: as many groups as it says, each with a member in another process that",
-    "  holds its lease and reads nothing; medians of 16 runs each, four by four in turn.",
+    "  connection, and each reads every record itself. A separate run checks the order of records.",
+    "- With idle groups: each group has a member in another process that holds its lease and",
+    "  reads nothing. Medians of 16 runs each; four runs with groups alternate with four without.",
     "- Requests of an idle group: scripts and blocking reads, with lease_ttl 10 s; renewals are",
     "  all that its owner sends between polls.",
     '- Archived: a process publishes, another archives into Parquet on the local disk; "to the',
-    '  last" counts until everything is there. History: 10 M records in files of up to 1 M, read',
-    "  after the ring has dropped them, with checksums compared (pyarrow here does not).",
+    '  last" counts until the last record is stored. History: 10 M records in files of up to 1 M,',
+    "  read after the ring has dropped them, with checksums compared (pyarrow does not compare).",
     "- meteor publish and tail: whole processes from start to end, 1 M lines of 100 bytes, through",
     "  pipes; of that, starting Python with redis-py and pyarrow takes 0.2 s.",
     "- Spark: local, 2 M rows of all columns into the sink noop, from the ring; the Python source",
-    "  beside it yields as many of the same batches out of its memory, and Parquet is as Spark has",
-    "  written those rows. Micro-batches: one row each, no pause between them; the Python source",
-    "  beside it makes that row up. Without a row: offsets move four times a second, for ours by a",
-    "  new stream without records, and there is nothing to read. A look: a trigger of Spark that",
-    "  finds no records, and runs no batch. Medians (looks: averages) of several runs, in turn.",
-    "- Server CPU, all: what the server used while records came one by one, less what it uses",
-    "  when idle; inside the command: usec_per_call of INFO commandstats.",
+    "  for comparison yields the same batches from memory; Spark wrote the Parquet files.",
+    "  Micro-batches: one row each, no pause between them; the Python source generates its row.",
+    "  Without a row: offsets move four times a second (for ours, because a stream is created),",
+    "  and there is nothing to read. An empty trigger finds no records, so Spark runs no batch.",
+    "  Medians (empty triggers: averages) of several alternating runs.",
+    "- Server CPU, all: CPU time of the server while records were published one by one, minus the",
+    "  time when idle; inside the command: usec_per_call of INFO commandstats.",
 )
 RESULTS = {"valkey": "RESULTS.md", "redis": "RESULTS-redis.md"}
 
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.server == "redis":
         found = shutil.which("redis-server")
         if found is None:
-            print("There is no redis-server on PATH; install one.", file=sys.stderr)
+            print("There is no redis-server on PATH. Install one.", file=sys.stderr)
             return 2
         os.environ["METEOR_SERVER"] = found
     facts = {"load average before": f"{os.getloadavg()[0]:.2f}"}
@@ -112,10 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measure meteor_py beside redis-py on a server of its own. A complete run "
-        "takes about five minutes and writes benchmarks/RESULTS.md; let nothing else run.",
+        description="Compare meteor_py with redis-py on a private server. A complete run "
+        "takes about five minutes and writes benchmarks/RESULTS.md. Run nothing else meanwhile.",
     )
-    parser.add_argument("--quick", action="store_true", help="less of everything, in a minute")
+    parser.add_argument("--quick", action="store_true", help="measure less, in about a minute")
     parser.add_argument(
         "--only",
         action="append",
@@ -129,7 +129,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="valkey",
         help="the bundled Valkey (default), or the redis-server on PATH",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     return parser.parse_args(arguments)
 
 
@@ -152,7 +152,7 @@ def measure(options: argparse.Namespace, url: str) -> list[Row]:
     names = options.only or list(FAMILIES)
     if not options.only and not spark.possible():
         names.remove("spark")
-        console.print("Without Java, Spark is left out; make spark gets it.")
+        console.print("Java is missing, so Spark is skipped; make spark installs it.")
     rows: list[Row] = []
     # Drawn only between measurements: a thread that draws would disturb them.
     with Progress(
@@ -195,7 +195,7 @@ def markdown(rows: list[Row], facts: dict[str, str]) -> str:
         "# Results of `make bench`",
         "",
         one_line(facts) + ".",
-        "Only the ratios mean something on another machine.",
+        "Only the ratios are comparable across machines.",
         "",
         f"| {' | '.join(HEADER)} |",
         f"|{'---|' * len(HEADER)}",

@@ -1,4 +1,4 @@
-"""History: archiving beside publishing, reading it back, and one record out of many."""
+"""Archives: archiving while publishing, reading an archive, and reading one of many records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from benchmarks.common import (
 from meteor_py.store.storage import LocalStorage
 
 _CAPACITY = 100_000
-#: Records that are made; they are published again and again.
+#: Distinct records, which are published repeatedly.
 _VALUES = 500_000
 _SAMPLES = 200
 
@@ -43,7 +43,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def archiving(bench: Bench) -> list[Row]:
-    """A process that publishes, another that archives; and the publisher on its own."""
+    """Measure a publisher while another process archives its records, and a publisher alone."""
     count = bench.pick(4_000_000, 1_000_000)
     runs: list[tuple[float, float]] = []
 
@@ -103,14 +103,14 @@ def archiver(ready: Ready, url: str, count: int, folder: str) -> float:
         return archived
 
 
-# -- what is archived --------------------------------------------------------------------------
+# -- reading the archive -----------------------------------------------------------------------
 
 
 def history(bench: Bench) -> list[Row]:
     count = bench.pick(10_000_000, 1_000_000)
     with archived(bench, count) as stream:
         files = stream.store.files()
-        end = stream.store.bounds()[1] - _CAPACITY  # what only the store has
+        end = stream.store.bounds()[1] - _CAPACITY  # records that only the store has
         best = bench.best(
             {
                 "cold": lambda: read_cold(stream, end),
@@ -158,7 +158,7 @@ def read_cold(stream: meteor.Stream, end: int) -> float:
 
 
 def read_files(files: list[str], *, use_threads: bool = False) -> float:
-    """As a program would that has only pyarrow: file by file, or all columns at a time."""
+    """Read the files with pyarrow alone: file by file, or all columns at once."""
     start = time.perf_counter()
     found = 0
     for name in files:
@@ -169,7 +169,7 @@ def read_files(files: list[str], *, use_threads: bool = False) -> float:
 
 
 def one_by_one(stream: meteor.Stream, end: int) -> tuple[float, float]:
-    """The most files that one read has opened, and the time that the middle one took."""
+    """Returns the maximum number of files that one read opened, and the median time of a read."""
     rng = random.Random(SEED)
     took: list[float] = []
     opened: list[int] = []

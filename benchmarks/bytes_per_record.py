@@ -1,7 +1,7 @@
-"""Server memory per record and per key: the figures of docs/production/sizing.md.
+"""Server memory per record and per key, for docs/production/sizing.md.
 
 ``python -m benchmarks.bytes_per_record`` starts a private server, fills a ring in several ways,
-and prints what ``MEMORY USAGE`` says of each key as a Markdown table. It measures bytes, not time,
+and prints the ``MEMORY USAGE`` of each key as a Markdown table. It measures bytes, not time,
 so a busy machine does not disturb it.
 """
 
@@ -27,7 +27,7 @@ from meteor_py.redis import keys
 from meteor_py.server import open_embedded
 
 SIZES = (100, 1_000)
-#: Distinct ordering keys, of 8 bytes each: those of a shop with so many open carts.
+#: Number of distinct ordering keys, of 8 bytes each, such as the open carts of a shop.
 CARTS = 1_000
 
 
@@ -66,7 +66,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def bytes_of_xadd(bench: Bench, count: int) -> float:
-    """The peer: one entry per record, one field."""
+    """Measure the peer: one entry per record, with one field."""
     bench.step("XADD")
     bench.clear()
     with plain_client(bench.url) as server:
@@ -97,7 +97,7 @@ def bytes_per_record(url: str, case: Case, count: int) -> float:
 
 
 def other_keys(url: str) -> Iterator[tuple[str, float]]:
-    """Yield the memory of the small keys beside the ring, with all of them in use."""
+    """Yield the memory of the small keys next to the ring, with all of them in use."""
     with connected(url) as client, plain_client(url) as server:
         stream = client.stream("size", ordering_key="key")
         with stream.publisher() as pub:

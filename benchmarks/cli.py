@@ -1,4 +1,4 @@
-"""The ``meteor`` command beside ``redis-cli``: whole processes, from their start to their end."""
+"""The ``meteor`` command compared with ``redis-cli``: whole processes, from start to end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.common import CALL, RECORD_BYTES, Bench, Row, cut, faster, plain
 
 METEOR = Path(sys.executable).parent / "meteor"
 _STREAM, _PLAIN = "bench", "plain"
-#: What publishing lines has to reach, whatever the peer does.
+#: Goal for publishing lines, independent of the peer.
 _LINES_PER_S = 300_000
 
 
@@ -88,7 +88,7 @@ def _help(bench: Bench) -> Row:
 
 
 def _took(command: list[str], bench: Bench, given: Path | None = None) -> float:
-    """Seconds that a process takes which reads from one pipe and writes to another."""
+    """Returns the run time in seconds of a process between two pipes."""
     environment = os.environ | {"METEOR_URL": bench.url}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled
     start = time.perf_counter()
@@ -105,12 +105,12 @@ def _took(command: list[str], bench: Bench, given: Path | None = None) -> float:
 
 
 def _redis_cli(bench: Bench) -> list[str] | None:
-    """redis-cli and the address of the server; None where it is not installed."""
+    """Returns redis-cli with the address of the server; None if it is not installed."""
     found = shutil.which("redis-cli")
     return None if found is None else [found, "-s", unquote(urlsplit(bench.url).path)]
 
 
 def _command(line: bytes) -> bytes:
-    """An XADD as it goes over the wire, which is what ``redis-cli --pipe`` takes."""
+    """Returns an XADD in wire format, which ``redis-cli --pipe`` takes as input."""
     parts = [b"XADD", _PLAIN.encode(), b"*", b"v", line]
     return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(p), p) for p in parts)

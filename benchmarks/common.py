@@ -1,4 +1,4 @@
-"""What all benchmarks share: records, clients, repeating, processes, results."""
+"""Shared by all benchmarks: records, clients, repetition, processes, results."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ import meteor_py as meteor
 
 RECORD_BYTES = 100
 SEED = 20_180_506
-#: Size of the batches of redis-py, as the goals name it.
+#: Batch size of redis-py, as in the goals.
 PIPELINE = 500
 #: Records in one call of publish_many.
 CALL = 10_000
-#: Seconds after which a process that has not finished is taken for stuck.
+#: Seconds after which a process counts as stuck.
 STUCK_S = 120.0
 
 _CONTEXT = multiprocessing.get_context("spawn")
 
-#: Waits until all processes of a run are ready; returns the time, the same clock for all.
+#: Waits until all processes of a run are ready; returns the time of a clock that they share.
 Ready = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table of results."""
+    """One row of the results table."""
 
     what: str
     unit: str
@@ -88,13 +88,13 @@ def show(figure: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how much to measure."""
+    """The server, and how much to measure."""
 
     url: str
     #: "valkey" or "redis": one goal differs.
     server: str
     quick: bool
-    #: Tells the progress bar what is done now.
+    #: Shows the current step in the progress bar.
     step: Callable[[str], None]
 
     def pick(self, full: int, quick: int) -> int:
@@ -108,7 +108,7 @@ class Bench:
     def best(
         self, cases: Mapping[str, Callable[[], float]], repeats: int | None = None
     ) -> dict[str, float]:
-        """The highest of several rates of each case. Taken in turn: noise hits all of them."""
+        """Returns the highest rate of each case. Cases alternate, so noise affects all of them."""
         found: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(repeats or self.pick(5, 2)):
             for name, case in cases.items():
@@ -141,9 +141,9 @@ def plain_client(url: str) -> Any:
 
 @contextmanager
 def connected(url: str) -> Iterator[meteor.Client]:
-    """A client of ours."""
+    """Yields a meteor_py client."""
     with warnings.catch_warnings():
-        # The server of a benchmark keeps nothing on disk, on purpose.
+        # The benchmark's server keeps nothing on disk, on purpose.
         warnings.simplefilter("ignore", meteor.DataSafetyWarning)
         with meteor.connect(url) as client:
             yield client
@@ -157,9 +157,9 @@ def percentile(samples: Sequence[float], percent: int) -> float:
 
 
 def at_once(*jobs: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Any]:
-    """Run each job in a process of its own and return what they return.
+    """Run each job in a separate process and return their results.
 
-    A job is called with a function that waits until all are ready, and its arguments.
+    Each job is called with a function that waits until all are ready, then its arguments.
     """
     barrier = _CONTEXT.Barrier(len(jobs))
     pipes = [_CONTEXT.Pipe(duplex=False) for _ in jobs]
@@ -192,7 +192,7 @@ def _collect(readers: list[Any]) -> list[Any]:
             try:
                 failure, result = reader.recv()
             except EOFError:
-                failure, result = "It was killed.", None
+                failure, result = "The process was killed.", None
             if failure:
                 raise RuntimeError(f"A process of the benchmark failed:\n{failure}")
             results[readers.index(reader)] = result

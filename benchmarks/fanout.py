@@ -1,10 +1,10 @@
-"""Meteor's headline: 4 publishers and 16 subscribers of one stream, every one reads everything.
+"""Meteor's headline: 4 publishers and 16 subscribers of one stream, each reading every record.
 
 As in Meteor's own benchmark: no groups, a ring of 10,000 x publishers x 2 records, and after each
 10,000 records a publisher waits until the slowest subscriber is less than 10,000 behind what all
 publishers have sent. The clock runs from the first publish until every subscriber has everything.
-Unlike there, records are distinct, and all goes through a socket to a server: Meteor's figure
-(4.3 M deliveries/s, 4 cores) is of one JVM, with the ring and all clients inside.
+Unlike in Meteor, records are distinct and pass through a socket to a server. Meteor's figure
+(4.3 M deliveries/s, 4 cores) is for one JVM, with the ring and all clients inside.
 
 Each publisher is a process. The subscribers share as many processes as there are cores, where a
 loop polls one after the other; each has its own connection and reads every record itself.
@@ -40,12 +40,12 @@ WINDOW = 10_000
 CAPACITY = 10_000 * PUBLISHERS * 2
 METEOR_DELIVERIES = 4_300_000.0
 
-#: Which publisher, and its how manieth record: the start of every value.
+#: The start of every value: the number of its publisher, and of the record among the publisher's.
 _MARK = struct.Struct(">HQ")
 
 
 class Counters:
-    """How far everyone is, in memory that all processes share; each writes only its own."""
+    """Progress counters in memory that all processes share; each process writes only its own."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -82,7 +82,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def measure(bench: Bench, publish: Any, subscribe: Any, each: int, *, check: bool = False) -> float:
-    """Return records published per second; every one of them was delivered to all subscribers."""
+    """Return records published per second, all of them delivered to all subscribers."""
     bench.clear()
     with connected(bench.url) as client:
         client.stream("fanout", capacity=CAPACITY)
@@ -141,7 +141,7 @@ def read_all(
     counters: Counters,
     check: bool,
 ) -> float:
-    """Let each subscriber read everything, in turn; wait only when nobody finds anything."""
+    """Let all subscribers read everything in turn; wait only when none finds a record."""
     orders = [Order() for _ in ids]
     ready()
     total = PUBLISHERS * each
@@ -159,7 +159,7 @@ def read_all(
 
 
 class Order:
-    """Checks that the records of each publisher come in its order, none left out or repeated."""
+    """Checks that the records of each publisher arrive in order, without gaps or repeats."""
 
     def __init__(self) -> None:
         self._expected = [0] * PUBLISHERS

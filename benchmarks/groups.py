@@ -1,4 +1,4 @@
-"""Subscriber groups: reading with confirms, idle groups, take-over, and what idling costs."""
+"""Subscriber groups: reading with confirms, idle groups and their cost, and takeover."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def run(bench: Bench) -> list[Row]:
 
 
 def reading(bench: Bench) -> list[Row]:
-    """The same drain with a group and a confirm per batch, beside the one without a group."""
+    """Drain a stream with a group and a confirm per batch, and without a group."""
     with filled(bench) as (stream, plain):
-        # The peer apart: what it leaves behind in memory would favour the one that follows it.
+        # Measure redis-py separately: the memory it leaves behind would favour the next case.
         best = bench.best(
             {
                 "grouped": lambda: drain_grouped(stream),
@@ -74,7 +74,7 @@ def drain_grouped(stream: meteor.Stream) -> float:
 
 
 def idle_groups(bench: Bench) -> Row:
-    """Publishing beside 1,000 groups whose members hold their leases and read nothing."""
+    """Publish while 1,000 groups have members that hold their leases and read nothing."""
     values = values_of(bench.pick(500_000, 100_000))
     count = bench.pick(1_000, 200)
     bench.clear()
@@ -93,24 +93,24 @@ def idle_groups(bench: Bench) -> Row:
         alone: list[float] = []
         beside: list[float] = []
         for _ in range(bench.pick(4, 1)):
-            bench.step("publishing alone, and beside idle groups")
+            bench.step("publishing alone, and with idle groups")
             alone += [publish() for _ in range(4)]
             with members(bench.url, count):
                 beside += [publish() for _ in range(4)]
     # Medians: each run is short and noisy, and the two should not differ at all.
     ours, peer = statistics.median(beside), statistics.median(alone)
-    return faster(f"publish_many beside {count:,} idle groups", ours, peer, "without groups", 0.95)
+    return faster(f"publish_many with {count:,} idle groups", ours, peer, "without groups", 0.95)
 
 
 @contextmanager
 def members(url: str, count: int) -> Iterator[None]:
-    """As many groups, each with one member in another process that holds its lease."""
+    """Run groups, each with one member in another process that holds its lease."""
     context = multiprocessing.get_context("spawn")
     ready, done = context.Event(), context.Event()
     process = context.Process(target=hold, args=(url, count, ready, done), daemon=True)
     process.start()
     try:
-        assert ready.wait(120), "the members did not come up"
+        assert ready.wait(120), "the members did not start"
         yield
     finally:
         done.set()
@@ -131,11 +131,11 @@ def hold(url: str, count: int, ready: Any, done: Any) -> None:
         done.wait(120)
 
 
-# -- take-over ---------------------------------------------------------------------------------
+# -- takeover ----------------------------------------------------------------------------------
 
 
 def take_over(bench: Bench) -> Row:
-    """From the close of the owner to the first record in the hands of the next."""
+    """Measure from the close of the owner to the first record of its successor."""
     bench.clear()
     samples: list[float] = []
     with connected(bench.url) as client:
@@ -145,19 +145,19 @@ def take_over(bench: Bench) -> Row:
         owner = stream.subscriber(group="g")
         owner.poll()
         for _ in range(bench.pick(100, 20)):
-            bench.step("take-over")
+            bench.step("takeover")
             found: list[float] = []
             heir = stream.subscriber(group="g")
             thread = threading.Thread(target=wait_for_record, args=(heir, found))
             thread.start()
-            time.sleep(0.05)  # it waits inside the server by now
+            time.sleep(0.05)  # by now the successor is blocked in the server
             start = time.perf_counter()
             owner.close()
             thread.join(30)
             samples.append(found[0] - start)
             owner = heir
         owner.close()
-    return within("take-over after a clean close, p50", "ms", statistics.median(samples) * 1e3, 20)
+    return within("takeover after a clean close, p50", "ms", statistics.median(samples) * 1e3, 20)
 
 
 def wait_for_record(sub: meteor.Subscriber, found: list[float]) -> None:
@@ -169,11 +169,11 @@ def wait_for_record(sub: meteor.Subscriber, found: list[float]) -> None:
 
 
 def idle_traffic(bench: Bench) -> list[Row]:
-    """Requests per second of an idle group: its owner, one in a poll, one waiting."""
+    """Measure the requests per second of an idle group, for its owner and for other members."""
     bench.clear()
     seconds = _COUNT_S if not bench.quick else 7.0
     with connected(bench.url) as client, plain_client(bench.url) as plain:
-        stream = client.stream("quiet")
+        stream = client.stream("quiet", create=True)
         with stream.subscriber(group="g") as owner, stream.subscriber(group="g") as waiter:
             owner.poll(0)
             bench.step("idle traffic")
@@ -195,9 +195,9 @@ def idle_traffic(bench: Bench) -> list[Row]:
 
 
 def requests_per_s(plain: Any, seconds: float) -> float:
-    """What clients sent: scripts, and blocking reads with the look at meta that goes with them.
+    """Returns the rate of client requests: scripts, and blocking reads with their read of meta.
 
-    Only what no script calls is counted: the statistics include the commands inside scripts.
+    Counts only commands that no script calls, because the statistics include those in scripts.
     """
     plain.config_resetstat()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The time that ``import meteor_py`` takes in a new interpreter, and what it must not load."""
+"""The time of ``import meteor_py`` in a new interpreter, and the modules that it must not load."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The time from publishing one record to having it in another process, one at a time.
+"""Latency of one record at a time, from the publish until another process has it.
 
 Two processes, a sender and a receiver, each with our client and with redis-py's, take turns: one
-record through ours, the next by XADD to XREAD BLOCK. So noise hits both.
+record through ours, the next by XADD and XREAD BLOCK. Noise therefore affects both.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from benchmarks.common import (
     plain_client,
 )
 
-#: Pairs of records before those that count.
+#: Pairs of records for warming up.
 WARM_UP = 100
-#: Seconds that the receiver gets to be waiting in the server when the next record is sent.
+#: Seconds before each record is sent, so that the receiver is already blocked in the server.
 SETTLE_S = 0.0005
-#: Seconds that it waits there at a time.
+#: Seconds for which one read of the receiver blocks.
 BLOCK_S = 2.0
 
 
@@ -36,7 +36,7 @@ def run(bench: Bench) -> list[Row]:
     bench.step("latency, ours and redis-py's")
     bench.clear()
     with connected(bench.url) as client:
-        client.stream("latency")
+        client.stream("latency", create=True)
     # The receiver asks for the next record: the same way for both, outside the measured time.
     asked, ask = multiprocessing.get_context("spawn").Pipe(duplex=False)
     total = WARM_UP + pairs
@@ -56,7 +56,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def sender(ready: Ready, url: str, pairs: int, asked: Any) -> None:
-    """Publish the time whenever the other process asks, by turns in both ways."""
+    """Publish the current time whenever the receiver asks, alternating between both clients."""
     with (
         connected(url) as client,
         client.stream("latency").publisher() as pub,
@@ -77,7 +77,7 @@ def sender(ready: Ready, url: str, pairs: int, asked: Any) -> None:
 
 
 def receiver(ready: Ready, url: str, pairs: int, ask: Any) -> tuple[list[int], list[int]]:
-    """Ask, wait for the record, and note how old it is, in nanoseconds."""
+    """Ask, wait for the record, and note its age in nanoseconds."""
     ours: list[int] = []
     peer: list[int] = []
     with connected(url) as client, plain_client(url) as plain:

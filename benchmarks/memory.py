@@ -1,4 +1,4 @@
-"""Memory that publisher and subscriber take while gigabytes pass through them."""
+"""Memory of a publisher and a subscriber while gigabytes pass through them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.common import (
 )
 
 #: The publisher's own bound (max_pending_bytes) is 64 MiB of records, which it holds as Python
-#: objects; a subscriber fetches 8 MiB at a time.
+#: objects; a subscriber fetches about 1 MiB at a time.
 PUBLISHER_MIB = 192
 SUBSCRIBER_MIB = 96
 
@@ -51,7 +51,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def publisher(ready: Ready, url: str, total: int, lag_max: int, done: Any) -> tuple[float, float]:
-    """Publish as fast as possible, but do not leave the subscriber behind the ring."""
+    """Publish as fast as possible without overrunning the subscriber."""
     calls = cut(values_of(CALL * 10), CALL)
     with connected(url) as client, client.stream("memory").publisher() as pub:
         pub.publish(b"0").result()
@@ -79,9 +79,9 @@ def subscriber(ready: Ready, url: str, total: int, done: Any) -> tuple[float, fl
 
 
 def peak_mib() -> float:
-    """The most memory that this process has had so far."""
+    """Returns the peak memory of this process in MiB."""
     status = Path("/proc/self/status")
-    if status.exists():  # not ru_maxrss there: it begins with what the parent process had
+    if status.exists():  # not ru_maxrss, which starts at the parent's peak
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
         return int(line.split()[1]) / 1024
     unit = 1024 * 1024 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""Records that travel alone: reading one-record frames, and what one costs the server."""
+"""Frames of one record: reading them, and the server's cost of publishing one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def server_costs(bench: Bench, stream: meteor.Stream, plain: Any, values: list[bytes]) -> list[Row]:
-    """CPU of the server for records that are published one by one, in parts taken in turn."""
+    """Measure the server's CPU for records published one by one, ours and the peer's in turn."""
     part = len(values) // 4
     ours: list[tuple[float, float]] = []
     peer: list[tuple[float, float]] = []
@@ -63,7 +63,7 @@ def server_costs(bench: Bench, stream: meteor.Stream, plain: Any, values: list[b
 
 
 def cpu_us(plain: Any, work: Callable[[], None], count: int, command: str) -> tuple[float, float]:
-    """Microseconds of server CPU per record: in all but idling, and as INFO commandstats says."""
+    """Returns microseconds of server CPU per record: in total minus idle, and by commandstats."""
     idle_start = _cpu_s(plain)
     time.sleep(0.2)
     idle = (_cpu_s(plain) - idle_start) / 0.2

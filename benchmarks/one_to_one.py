@@ -1,4 +1,4 @@
-"""One publisher and one subscriber at once, each in a process of its own."""
+"""One publisher and one subscriber at once, each in its own process."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def run(bench: Bench) -> list[Row]:
 def ours(bench: Bench, count: int) -> float:
     bench.clear()
     with connected(bench.url) as client:
-        # Nothing is dropped, however slow the reader. Full from the start, as a ring is in daily
-        # life: each new frame takes the memory of an old one.
+        # The ring is large enough for a slow reader to lose nothing. It is full from the start, as
+        # in production: each new frame takes the memory of an old one.
         stream = client.stream("both", capacity=count)
         with stream.publisher() as pub:
             for call in cut(values_of(count), CALL):

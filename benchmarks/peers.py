@@ -1,4 +1,4 @@
-"""Peer groups: how soon another leads, asking and answering, and what being alive costs."""
+"""Peer groups: time to a new leader, requests and replies, and the cost of heartbeats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import Bench, Row, cheaper, connected, plain_client, within
 
-#: Seconds of silence after which a leader is replaced, for both.
+#: Seconds of silence after which a leader is replaced, here and in etcd.
 _TTL_S = 3
 _STUCK_S = 60.0
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -30,24 +30,24 @@ def run(bench: Bench) -> list[Row]:
     return [fail_over(bench), asking(bench), *heartbeats(bench)]
 
 
-# -- another leads -----------------------------------------------------------------------------
+# -- failover ----------------------------------------------------------------------------------
 
 
 def fail_over(bench: Bench) -> Row:
-    """From the SIGKILL of a leader to the moment at which another knows that it leads."""
+    """Measure from the SIGKILL of a leader until another member knows that it leads."""
     rounds = bench.pick(7, 2)
     etcd = shutil.which("etcd")
     ours: list[float] = []
     theirs: list[float] = []
     with etcd_server(etcd) if etcd else ExitStack() as url:
         for _ in range(rounds):
-            bench.step("fail-over, ours")
+            bench.step("failover, ours")
             bench.clear()
             ours.append(killed(lead, bench.url))
             if etcd:
-                bench.step("fail-over, etcd")
+                bench.step("failover, etcd")
                 theirs.append(killed(lead_etcd, url))
-    what = f"peers: another leads after a SIGKILL, ttl {_TTL_S} s, median"
+    what = f"peers: new leader after a SIGKILL, ttl {_TTL_S} s, median"
     seconds = statistics.median(ours)
     if not theirs:
         return within(what, "s", seconds)
@@ -55,7 +55,7 @@ def fail_over(bench: Bench) -> Row:
 
 
 def killed(lead_it: Any, url: Any) -> float:
-    """Seconds from the end of one process that leads to the election of the other."""
+    """Returns the seconds from the death of the leading process to the election of the other."""
     first, second = (_CONTEXT.Queue() for _ in range(2))
     leader = _CONTEXT.Process(target=lead_it, args=(url, first), daemon=True)
     heir = _CONTEXT.Process(target=lead_it, args=(url, second), daemon=True)
@@ -87,7 +87,7 @@ def lead(url: str, told: Any) -> None:
 
 
 def lead_etcd(url: str, told: Any) -> None:
-    """The same by etcd's own election, and leases renewed as often as ours."""
+    """Become leader in an etcd election, whose leases are renewed as often as ours."""
     import threading
 
     lease = etcd_call(url, "lease/grant", {"TTL": _TTL_S})["ID"]
@@ -132,7 +132,7 @@ def etcd_server(program: str) -> Iterator[str]:
                     etcd_call(client, "lease/grant", {"TTL": 10})
                     break
                 except OSError:
-                    assert time.monotonic() < deadline, "etcd does not come up"
+                    assert time.monotonic() < deadline, "etcd did not start"
                     time.sleep(0.1)
             yield client
         finally:
@@ -146,11 +146,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# -- asking ------------------------------------------------------------------------------------
+# -- requests ----------------------------------------------------------------------------------
 
 
 def asking(bench: Bench) -> Row:
-    """Questions and answers, one after the other, to a member in another process."""
+    """Measure sequential requests to a member in another process."""
     bench.step("asking")
     bench.clear()
     told = _CONTEXT.Queue()
@@ -169,7 +169,7 @@ def asking(bench: Bench) -> Row:
     finally:
         process.kill()
         process.join()
-    return Row("peers: ask and be answered, one at a time", "/s", rate)
+    return Row("peers: request and reply, one at a time", "/s", rate)
 
 
 def answer(url: str, told: Any) -> None:
@@ -183,11 +183,11 @@ def answer(url: str, told: Any) -> None:
         time.sleep(_STUCK_S)
 
 
-# -- being alive -------------------------------------------------------------------------------
+# -- heartbeats --------------------------------------------------------------------------------
 
 
 def heartbeats(bench: Bench) -> list[Row]:
-    """What one heartbeat costs the server, in groups of different size."""
+    """Measure the server's cost of a heartbeat, in groups of different sizes."""
     from meteor_py.peers.config import PeersConfig
     from meteor_py.peers.protocol import PeerProtocol
     from meteor_py.redis.scripts import PEERS_JOIN

@@ -1,4 +1,4 @@
-"""Publishing from one process: calls with many records, and one record after the other."""
+"""Publishing from one process: many records per call, and one record at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 from benchmarks.common import CALL, PIPELINE, Bench, Row, connected, cut, faster, plain_client
 from benchmarks.common import values_of as make_values
 
-#: A ring like most: it is full soon, so each further frame drops an old one. The stream of
+#: A typical ring: it is soon full, so each further frame drops an old one. The stream of
 #: redis-py is not trimmed, which is less work.
 CAPACITY = 100_000
 
@@ -44,7 +44,7 @@ def ours(bench: Bench, work: Callable[[Any, Sequence[Any]], None], parts: Sequen
     with connected(bench.url) as client:
         stream = client.stream("publish", capacity=CAPACITY)
         with stream.publisher() as pub:
-            pub.publish_many(list(map(bytes, make_values(1000)))).result()  # warm
+            pub.publish_many(list(map(bytes, make_values(1000)))).result()  # warm up
             start = time.perf_counter()
             work(pub, parts)
             pub.flush()
@@ -69,7 +69,7 @@ def publish(pub: Any, parts: Sequence[Any]) -> None:
 def theirs(bench: Bench, values: Sequence[bytes]) -> float:
     bench.clear()
     with plain_client(bench.url) as client:
-        xadd_all(client, values[:PIPELINE])  # warm
+        xadd_all(client, values[:PIPELINE])  # warm up
         start = time.perf_counter()
         xadd_all(client, values)
         return len(values) / (time.perf_counter() - start)

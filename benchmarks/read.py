@@ -45,7 +45,7 @@ def run(bench: Bench) -> list[Row]:
 
 @contextmanager
 def filled(bench: Bench) -> Iterator[tuple[meteor.Stream, Any]]:
-    """A stream of ours full of records, and a client of the peer's with a tenth as many."""
+    """Yields a full stream, and a plain client whose stream has a tenth as many records."""
     values = values_of(bench.pick(1_000_000, 300_000))
     bench.clear()
     with connected(bench.url) as client, plain_client(bench.url) as plain:
@@ -62,7 +62,7 @@ def drain(stream: meteor.Stream, form: Callable[[meteor.RecordBatch], Any]) -> f
     with stream.subscriber() as sub:
         end = sub.position
         sub.seek("earliest")
-        sub.poll(max_records=1)  # warm
+        sub.poll(max_records=1)  # warm up
         sub.seek("earliest")
         count, start = 0, time.perf_counter()
         while count < end:
@@ -72,7 +72,7 @@ def drain(stream: meteor.Stream, form: Callable[[meteor.RecordBatch], Any]) -> f
 
 
 def drain_group(client: Any, key: str = "peer") -> float:
-    """The same with redis-py: read as a group and acknowledge."""
+    """Do the same with redis-py: read as a group and acknowledge."""
     end = client.xlen(key)
     client.xgroup_create(key, "g", id="0")
     try:
@@ -85,7 +85,7 @@ def drain_group(client: Any, key: str = "peer") -> float:
 
 
 def read_group(client: Any, key: str, block_ms: int | None = None) -> list[bytes]:
-    """The next values of the group, acknowledged; none if none came in time."""
+    """Read and acknowledge the next values of the group; returns [] if none arrive in time."""
     answer = client.xreadgroup("g", "c", {key: ">"}, count=PIPELINE, block=block_ms)
     if not answer:
         return []

@@ -15,7 +15,7 @@ from benchmarks.common import SEED, Bench, Row, cheaper, connected, values_of
 
 SMALL = 10_000
 LARGE = 10_000_000
-#: Ten million records have to fit into the memory of any machine.
+#: Small records: ten million of them must fit into the memory of any machine.
 VALUE_BYTES = 10
 WARM_UP = 20
 
@@ -29,7 +29,7 @@ def run(bench: Bench) -> list[Row]:
         for size in (SMALL, LARGE):
             bench.step(f"fill a ring of {size:,}")
             ring = client.stream(f"ring-{size}", capacity=size)
-            # Small frames, and so many of them, that the index of the large ring is large.
+            # Many small frames, so that the index of the large ring is large.
             fill(ring, size, frame=bench.pick(250, 1000))
             calls["publish", size] = publishing(stack.enter_context(ring.publisher()))
             calls["seek", size] = seeking(ring, stack.enter_context(ring.subscriber()))
@@ -68,22 +68,22 @@ def publishing(pub: meteor.Publisher) -> Callable[[], None]:
 
 
 def seeking(ring: meteor.Stream, sub: meteor.Subscriber) -> Callable[[], None]:
-    """Go anywhere in the newer half of the ring and read the record there."""
+    """Returns a function that reads a random record in the newer half of the ring."""
     chooser = random.Random(SEED)
     found = ring.describe()
-    first = found.first + found.length // 2  # what is published meanwhile drops the oldest
+    first = found.first + found.length // 2  # publishing meanwhile drops the oldest records
 
     def seek() -> None:
         offset = chooser.randrange(first, found.next)
         sub.seek(offset)
         batch = sub.poll(max_records=1)
-        assert batch.first_offset == offset, "another record than was asked for"
+        assert batch.first_offset == offset, "a seek returned another record"
 
     return seek
 
 
 def medians_us(calls: Mapping[Key, Callable[[], None]], count: int) -> dict[Key, float]:
-    """The median time of each call, all of them taken in turn."""
+    """Returns the median time of each call. The calls alternate."""
     samples: dict[Key, list[float]] = {name: [] for name in calls}
     for _ in range(WARM_UP + count):
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""Shared groups: what claiming and acknowledging costs the server, and how fast consumers are."""
+"""Shared groups: the server's cost of claiming and acknowledging, and the speed of consumers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PEER = "XREADGROUP + XACK, no order"
 _KEYS = 1_000
 _CONSUMERS = 4
 _BATCH = 256
-#: Seconds after which consumers that do not finish are taken for stuck.
+#: Seconds after which consumers count as stuck.
 _STUCK_S = 120.0
 
 
@@ -33,7 +33,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def publish(url: str, count: int) -> None:
-    """Publish records whose ordering keys are in no order."""
+    """Publish records with shuffled ordering keys."""
     keys = keys_of(count)
     with connected(url) as client:
         stream = client.stream("shared", capacity=10_000_000, ordering_key="key")
@@ -42,11 +42,11 @@ def publish(url: str, count: int) -> None:
             for start in range(0, count, 10_000):
                 stop = start + 10_000
                 pub.publish_many(values[start:stop], keys=keys[start:stop])
-        stream.shared_subscriber("g").close()  # it begins
+        stream.shared_subscriber("g").close()  # creates the group
 
 
 def add(url: str, count: int) -> None:
-    """The same as plain entries."""
+    """Add the same records as plain entries."""
     with plain_client(url) as client:
         pairs = list(zip(keys_of(count), values_of(count), strict=True))
         for start in range(0, count, 500):
@@ -66,7 +66,7 @@ def keys_of(count: int) -> list[bytes]:
 
 
 def in_turn(bench: Bench, count: int) -> tuple[float, float]:
-    """Microseconds of the server's CPU per record, consumers taking turns: ours, and the peer's."""
+    """Returns microseconds of server CPU per record, for our consumers and for the peer's."""
     bench.step("shared: server CPU")
     bench.clear()
     publish(bench.url, count)
@@ -118,7 +118,7 @@ def used(plain: Any) -> float:
 
 
 def processes(bench: Bench, count: int, work: Any, fill: Callable[[str, int], None]) -> float:
-    """Records per second of several consumers, each a process."""
+    """Returns the records per second of several consumers, each in its own process."""
     bench.clear()
     fill(bench.url, count)
     context = multiprocessing.get_context("spawn")
@@ -133,7 +133,7 @@ def processes(bench: Bench, count: int, work: Any, fill: Callable[[str, int], No
     for worker in workers:
         worker.start()
     for _ in workers:
-        assert ready.acquire(timeout=_STUCK_S), "a consumer did not come up"
+        assert ready.acquire(timeout=_STUCK_S), "a consumer did not start"
     began = time.perf_counter()
     start.set()
     for worker in workers:
@@ -170,11 +170,11 @@ def consume_plain(url: str, number: int, count: int, ready: Any, start: Any, don
                     done.value += len(found[0][1])
 
 
-# -- what is blocked ---------------------------------------------------------------------------
+# -- blocked keys ------------------------------------------------------------------------------
 
 
 def beside_a_sleeper(bench: Bench) -> Row:
-    """The rate of all other keys, nine records of ten being of one key whose owner sleeps."""
+    """Measure the rate of other keys while the owner of a key with 90 % of the records sleeps."""
     count = bench.pick(200_000, 40_000)
     rng = random.Random(SEED)
     others = [b"key-%d" % rng.randrange(_KEYS) for _ in range(count // 10)]
@@ -211,7 +211,7 @@ def beside_a_sleeper(bench: Bench) -> Row:
 
 
 def empty_claims(bench: Bench) -> Row:
-    """Commands of a claim that finds nothing: another consumer holds the key of all records."""
+    """Count the commands of a claim that finds nothing: another consumer holds the only key."""
     few, many = 1_000, bench.pick(999_999, 50_000)
     peer, ours = (commands_of_an_empty_claim(bench, size) for size in (few, many))
     what = f"shared: an empty claim behind {many:,} blocked records"
@@ -240,6 +240,6 @@ def commands_of_an_empty_claim(bench: Bench, blocked: int) -> float:
 
 
 def calls(plain: Any) -> float:
-    """Commands so far, those inside scripts included, but for INFO itself."""
+    """Returns the number of commands so far, including those in scripts but not INFO itself."""
     stats = plain.info("commandstats")
     return float(sum(stat["calls"] for name, stat in stats.items() if name != "cmdstat_info"))

@@ -1,7 +1,7 @@
-"""Spark: rows through the data source, and what a micro-batch costs that has nothing to do.
+"""Spark: throughput of the data source, and the cost of a micro-batch with little or no data.
 
-Spark runs in a process of its own, so that its JVM ends with the measurement. There, each case is
-measured in turn with its peers; ratios are those of one run.
+Spark runs in a separate process, so that its JVM ends with the measurement. Each case alternates
+with its peers in that process, so ratios compare figures of one run.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
 _STREAM = "spark"
-#: Records that are made; they are published again and again.
+#: Distinct records, which are published repeatedly.
 _VALUES = 500_000
-#: Rows of the batches that the peer has in memory: those of the source.
+#: Rows per batch of the in-memory peer, as in our source.
 _BATCH = 65_536
-#: Rows of a partition, for both.
+#: Rows per partition, for our source and its peer.
 _PARTITION = 500_000
-#: Seconds between two moves of a source that has no rows: longer than a batch takes.
+#: Seconds between two offset changes of a source without rows: longer than a batch takes.
 _PACE_S = 0.25
 _STUCK_S = 600.0
 
 
 def possible() -> bool:
-    """Whether there is a Java to run it."""
+    """Returns whether Java is installed."""
     home = os.environ.get("JAVA_HOME")
     return Path(home, "bin", "java").exists() if home else shutil.which("java") is not None
 
@@ -56,17 +56,17 @@ def run(bench: Bench) -> list[Row]:
         with stream.publisher() as pub:
             for number in range(count // CALL):
                 pub.publish_many(calls[number % len(calls)])
-        bench.step("Spark at work")
+        bench.step("running Spark")
         found = measured(bench, count)
     rows, micro, empty, idle = (found[part] for part in ("rows", "micro", "empty", "idle"))
-    small = "a micro-batch of 1 row, no more to do"
+    small = "a micro-batch of 1 row"
     none = "a micro-batch without a row"
-    look = "a look for records, none there"
+    look = "an empty trigger"
     return [
         faster(
-            "Spark: read into nowhere", rows["ours"], rows["memory"], "a Python source, memory", 0.7
+            "Spark: read and discard", rows["ours"], rows["memory"], "a Python source, memory", 0.7
         ),
-        faster("Spark: read into nowhere", rows["ours"], rows["parquet"], "its Parquet, the same"),
+        faster("Spark: read and discard", rows["ours"], rows["parquet"], "its Parquet, the same"),
         cheaper(f"Spark: {small}", "ms", micro["ours"], micro["nothing"], "a Python source", 1.15),
         cheaper(f"Spark: {small}", "ms", micro["ours"], micro["rate"], "its rate source"),
         cheaper(f"Spark: {none}", "ms", empty["ours"], empty["nothing"], "a Python source", 1.15),
@@ -77,7 +77,7 @@ def run(bench: Bench) -> list[Row]:
 
 
 def measured(bench: Bench, count: int) -> dict[str, dict[str, float]]:
-    """What the process has found."""
+    """Returns the figures that the Spark process measured."""
     with tempfile.TemporaryDirectory(prefix="meteor-bench-") as folder:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.spark", bench.url, str(count), str(bench.quick)],
@@ -125,7 +125,7 @@ def started() -> SparkSession:
 
 
 def rows(spark: SparkSession, url: str, count: int, folder: str, repeats: int) -> dict[str, float]:
-    """Rows per second; every column is read, and nothing is done with it."""
+    """Returns rows per second when every column is read and discarded."""
     from pyspark_meteor.source import MeteorDataSource
 
     spark.dataSource.register(memory_source())
@@ -145,7 +145,7 @@ def rows(spark: SparkSession, url: str, count: int, folder: str, repeats: int) -
             frame = load()
             start = time.perf_counter()
             frame.write.format("noop").mode("overwrite").save()
-            if turn:  # the first one warms up
+            if turn:  # the first turn is a warm-up
                 took[name].append(time.perf_counter() - start)
         if not turn:
             assert cases["ours"]().count() == cases["memory"]().count() == count
@@ -153,7 +153,7 @@ def rows(spark: SparkSession, url: str, count: int, folder: str, repeats: int) -
 
 
 def memory_source() -> Any:
-    """As little as a Python source can do: it yields batches that it has made beforehand."""
+    """Returns a minimal Python source, which yields batches built beforehand."""
     from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
     class Reader(DataSourceReader):
@@ -189,7 +189,7 @@ _made: dict[int, pa.RecordBatch] = {}
 
 
 def made(schema: Any, size: int) -> pa.RecordBatch:
-    """A batch, once in each process: making it is not what is measured."""
+    """Returns a batch, built once per process, outside the measured time."""
     from pyspark.sql.pandas.types import to_arrow_schema
 
     if size not in _made:
@@ -208,11 +208,11 @@ def made(schema: Any, size: int) -> pa.RecordBatch:
     return _made[size]
 
 
-# -- what a micro-batch costs ------------------------------------------------------------------
+# -- cost of a micro-batch ---------------------------------------------------------------------
 
 
 def micro_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> dict[str, float]:
-    """Milliseconds of a micro-batch with a row or so; the middle one of many, in turn."""
+    """Returns the median milliseconds of a micro-batch with one row, for each source."""
     spark.dataSource.register(nothing_source())
     stream = spark.readStream
     cases: dict[str, Callable[[], DataFrame]] = {
@@ -230,10 +230,10 @@ def micro_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> di
 
 
 def empty_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> dict[str, float]:
-    """The same without a row: offsets have moved, and there is nothing to read.
+    """Returns the figures for batches without rows: offsets have moved, but there are no records.
 
-    For ours that is so when a stream has come that has no records yet. The Python source beside it
-    moves as often; the rate source does so once a second, and has no rows as it begins so slowly.
+    Our offsets move when a new, empty stream matches the pattern. The Python source moves its
+    offsets as often. The rate source moves once a second, and ramps up too slowly to have rows.
     """
     rate = spark.readStream.format("rate").option("rowsPerSecond", "1").option("rampUpTime", "1h")
     pace = str(_PACE_S)
@@ -244,7 +244,7 @@ def empty_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> di
         with connected(url) as client:
 
             def another() -> None:
-                client.stream(f"{prefix}-{time.monotonic_ns()}")
+                client.stream(f"{prefix}-{time.monotonic_ns()}", create=True)
 
             return batch_times(frame, place, wanted // 3, another, empty=True)
 
@@ -264,16 +264,16 @@ def empty_batches(spark: SparkSession, url: str, folder: str, wanted: int) -> di
 
 
 def looks(spark: SparkSession, url: str, folder: str) -> dict[str, float]:
-    """Milliseconds of a trigger that finds nothing, and runs no batch.
+    """Returns the mean milliseconds of a trigger that finds nothing and runs no batch.
 
-    Spark says them without decimals, so it is the average.
+    The mean, because Spark reports whole milliseconds.
     """
     interval = "spark.sql.streaming.noDataProgressEventInterval"
-    spark.conf.set(interval, "0")  # else it tells of one in ten seconds
+    spark.conf.set(interval, "0")  # otherwise Spark reports one every ten seconds
     cases: dict[str, Callable[[], DataFrame]] = {
         "ours": lambda: stream_of(spark, url, stream=_STREAM, startingOffsets="latest"),
         "nothing": spark.readStream.format("nothing").option("pace", "1e9").load,
-        # A row a second: between them, there is none.
+        # One row per second: most triggers find none.
         "rate": spark.readStream.format("rate").option("rowsPerSecond", "1").load,
     }
     took = in_turn(
@@ -288,7 +288,7 @@ def stream_of(spark: SparkSession, url: str, **options: str) -> DataFrame:
 
 
 def in_turn(cases: dict[str, Callable[[str], list[float]]], folder: str) -> dict[str, list[float]]:
-    """What each case finds, with a place for its checkpoint; the first time is to warm up."""
+    """Run the cases alternately, each with a new checkpoint, and drop the first turn as warm-up."""
     took: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(4):
         for name, times_at in cases.items():
@@ -306,11 +306,11 @@ def batch_times(
     *,
     empty: bool = False,
 ) -> list[float]:
-    """Run a query until it has done so many batches; how long each took, but the first ones.
+    """Run a query for ``wanted`` batches and return their durations, without the first three.
 
     Args:
-        move: Called as often as a source should move, if it does not do so by itself.
-        empty: That the batches have no rows is checked.
+        move: Called every ``_PACE_S`` to move the source, if it does not move by itself.
+        empty: Whether the batches must have no rows.
     """
     with running(frame, checkpoint) as query:
         moved = 0.0
@@ -326,7 +326,7 @@ def batch_times(
 
 
 def look_times(load: Callable[[], DataFrame], checkpoint: str) -> list[float]:
-    """Run a query until it has often looked in vain; how long that took, but the first times."""
+    """Run a query until most triggers have found nothing; returns the durations of those."""
     with running(load(), checkpoint) as query:
         while len(query.recentProgress) < 90:  # Spark keeps a few more
             check(query)
@@ -356,9 +356,9 @@ def check(query: StreamingQuery) -> None:
 
 
 def nothing_source() -> Any:
-    """A Python streaming source with one row for each batch, out of nowhere.
+    """Returns a Python streaming source that generates one row per batch.
 
-    With ``rows=0`` it has none; with ``pace`` it moves only once in so many seconds.
+    With ``rows=0`` it generates none. With ``pace``, its offset moves once in ``pace`` seconds.
     """
     from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 

@@ -1,11 +1,11 @@
-"""Shopping carts: several consumers at once, and yet nothing is removed before it was added.
+"""Shopping carts: several consumers in parallel, yet nothing is removed before it was added.
 
     python examples/shopping_carts.py
 
-Customers add things to their carts, and change their minds. Three consumers apply that at the same
-time. With a queue, one of them might get "remove book" while another is still busy with "add book".
-Here the changes of one cart are in order, with one consumer at a time; the others go on with other
-carts meanwhile. Starts a private server, which ends with it.
+Customers add things to their carts and change their minds. Three consumers apply these changes in
+parallel. With a plain queue, one of them might get "remove book" while another is still busy with
+"add book". Here one consumer at a time gets the changes of a cart, in order, while the others work
+on other carts. The program starts a private server and stops it at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ THINGS = ("book", "pen", "tea", "lamp")
 
 
 def make_changes() -> list[tuple[str, dict[str, str]]]:
-    """Carts, and what happens to them: a thing is removed only after it was added."""
+    """Returns random changes of carts. A thing is removed only after it was added."""
     inside: defaultdict[str, list[str]] = defaultdict(list)
     changes: list[tuple[str, dict[str, str]]] = []
     for _ in range(CHANGES):
@@ -38,10 +38,10 @@ def make_changes() -> list[tuple[str, dict[str, str]]]:
 
 
 def apply(cart: Counter[str], change: dict[str, str]) -> None:
-    """Change a cart; what is not in it cannot be removed."""
+    """Apply a change. Removing a thing that is not in the cart is an error."""
     for what, thing in change.items():
         if what == "remove" and not cart[thing]:
-            raise RuntimeError(f"{thing} is removed before it was added")
+            raise RuntimeError(f"{thing} was removed before it was added")
         cart[thing] += 1 if what == "add" else -1
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     seen_by: defaultdict[str, set[int]] = defaultdict(set)
 
     def handle(consumer: int, record: meteor.SharedRecord) -> None:
-        time.sleep(random.random() / 500)  # some take longer than others
+        time.sleep(random.random() / 500)  # some changes take longer
         cart = record.ordering_key.decode()
         apply(carts[cart], record.value)
         seen_by[cart].add(consumer)
@@ -61,7 +61,7 @@ def main() -> None:
         with stream.publisher() as pub:
             for cart, change in changes:
                 pub.publish(change, key=cart.encode())
-        # In processes of their own, as a rule, and on other machines: it makes no difference.
+        # Usually these run in other processes, on other machines. That makes no difference.
         consumers = [
             stream.shared_subscriber("billing", prefetch=8, max_per_key=4) for _ in range(CONSUMERS)
         ]
@@ -85,10 +85,10 @@ def main() -> None:
     expected: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for cart, change in changes:
         apply(expected[cart], change)
-    assert carts == expected, "the carts are as if one consumer had done it all"
+    assert carts == expected, "the result differs from that of a single consumer"
     moved = sum(len(names) > 1 for names in seen_by.values())
     print(f"{CHANGES} changes of {len(carts)} carts by {CONSUMERS} consumers in {took_s:.2f} s")
-    print(f"{moved} of the carts went from one to another; {failures} changes failed")
+    print(f"{moved} carts moved between consumers; {failures} changes failed")
     for cart in sorted(carts)[:3]:
         things = [f"{number} {thing}" for thing, number in sorted(carts[cart].items()) if number]
         print(f"{cart}: {', '.join(things) or 'empty'}")

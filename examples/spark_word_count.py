@@ -1,9 +1,9 @@
-"""Count words per window of time with Spark, while they are published. Needs no server.
+"""Count words per time window with Spark while they are published. Needs no server.
 
     pip install 'meteor-py[spark]'          # and Java 17 or newer
     python examples/spark_word_count.py
 
-It takes about twenty seconds, most of which Spark needs to start, and leaves nothing behind.
+It takes about twenty seconds, mostly to start Spark, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 SECONDS, PAUSE_S = 8.0, 0.02
-#: How long a window is, and how late a record may be.
+#: Length of a window, and how late a record may be, in seconds.
 WINDOW_S, LATE_S = 2, 1
 SENTENCES = (
     "the quick brown fox jumps over the lazy dog",
@@ -35,26 +35,26 @@ SENTENCES = (
 
 
 def main() -> None:
-    """Publish in a thread, count in Spark, and end."""
+    """Publish in a thread and count in Spark."""
     require_spark()
-    print("Spark starts; that takes a few seconds...", flush=True)
+    print("Starting Spark, which takes a few seconds...", flush=True)
     spark = start_spark()
     try:
         with tempfile.TemporaryDirectory(prefix="meteor-spark-") as folder:
-            # A server that is kept in a directory: Spark's processes meet us there.
+            # An embedded server with a directory, through which Spark's processes find it.
             url = f"embedded://{folder}/server"
             with meteor.connect(url) as m:
                 try:
                     with publishing(m.stream("sentences", codec="text")) as words:
                         count(spark, url, f"{folder}/checkpoint", words)
                 finally:
-                    spark.stop()  # before the server: the last to leave ends it, and waits for that
+                    spark.stop()  # before the server, which stops with its last client
     finally:
         spark.stop()
 
 
 def require_spark() -> None:
-    """Say what is missing, before Spark does at length."""
+    """Exit with a short message if Java or PySpark is missing."""
     home = os.environ.get("JAVA_HOME")
     if not (Path(home, "bin", "java").exists() if home else shutil.which("java")):
         sys.exit("Spark needs Java 17 or newer (Debian: apt-get install openjdk-17-jre-headless).")
@@ -65,17 +65,17 @@ def require_spark() -> None:
 
 
 def start_spark() -> SparkSession:
-    """A Spark inside this process, as quiet as it can be."""
+    """Returns a quiet Spark session on this machine."""
     from pyspark.sql import SparkSession
 
-    # The processes that Spark starts need this Python, for it has meteor_py.
+    # Spark's worker processes need this Python, which has meteor_py.
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     return (
         SparkSession.builder.master("local[2]")
         .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
-        .config("spark.sql.shuffle.partitions", "2")  # 200 are for clusters
+        .config("spark.sql.shuffle.partitions", "2")  # the default, 200, is for clusters
         .config("spark.log.level", "ERROR")
         .getOrCreate()
     )
@@ -83,7 +83,7 @@ def start_spark() -> SparkSession:
 
 @contextmanager
 def publishing(stream: meteor.Stream) -> Iterator[threading.Thread]:
-    """A thread that publishes sentences for a few seconds, and ends early if it has to."""
+    """Run a thread that publishes sentences for a few seconds; stop it with the block."""
     ended = threading.Event()
     thread = threading.Thread(target=publish, args=(stream, ended))
     thread.start()
@@ -95,7 +95,7 @@ def publishing(stream: meteor.Stream) -> Iterator[threading.Thread]:
 
 
 def publish(stream: meteor.Stream, ended: threading.Event) -> None:
-    """Sentences, and after a while one more: it closes the last window."""
+    """Publish sentences, and after a pause one more, which closes the last window."""
     with stream.publisher() as pub:
         for _ in range(int(SECONDS / PAUSE_S)):
             pub.publish(random.choice(SENTENCES))
@@ -106,7 +106,7 @@ def publish(stream: meteor.Stream, ended: threading.Event) -> None:
 
 
 def count(spark: SparkSession, url: str, checkpoint: str, words: threading.Thread) -> None:
-    """Print each window once it is complete: when nothing that belongs there can come."""
+    """Print each window when it is complete: no further record can belong to it."""
     from pyspark.sql import functions as f
 
     sentences = (
@@ -115,7 +115,7 @@ def count(spark: SparkSession, url: str, checkpoint: str, words: threading.Threa
         .option("stream", "sentences")
         .option("startingOffsets", "earliest")
         .option("valueFormat", "string")
-        .option("group", "word-count")  # `meteor top` would show how far it is
+        .option("group", "word-count")  # `meteor top` shows its progress
         .load()
     )
     counts = (
@@ -138,7 +138,7 @@ def count(spark: SparkSession, url: str, checkpoint: str, words: threading.Threa
 
 
 def show(batch: DataFrame, number: int) -> None:
-    """The windows that a micro-batch has closed, with their three most frequent words."""
+    """Print the windows that a micro-batch has closed, with their three most frequent words."""
     windows: dict[str, list[str]] = {}
     for row in batch.orderBy("window", "count", ascending=[True, False]).collect():
         start, end = row["window"]

@@ -1,15 +1,15 @@
-"""Two leaders: one is frozen in the middle of its work, the other takes over, and nothing is lost.
+"""Two leaders: one freezes during its work, the other takes over, and nothing is lost.
 
     python examples/two_leaders.py
 
-Two processes join a group. One is elected, and writes a counter. It is stopped (SIGSTOP), as a long
-pause of a virtual machine would: the other is elected in a higher term, and goes on with the
-counter. Then the first wakes up, in the middle of what it wanted to write. It knows at once,
-without asking anybody, that its term is over, and its write is refused; one that had already been
-on its way would be refused by the server, since it carries the number of its term. In the end the
-present leader is killed (SIGKILL), and the first one leads again.
+Two processes join a peer group. One is elected and writes a counter. SIGSTOP freezes it, like a
+long pause of a virtual machine. The other is elected in a higher term and continues the counter.
+Then the first wakes up in the middle of a write. It knows at once, without a request, that its term
+is over, and its write is refused. The server would refuse even a write that was already sent, since
+it carries the number of its term. Finally SIGKILL ends the current leader, and the first one leads
+again.
 
-Starts a private server, which ends with it.
+The program starts a private server and stops it at the end.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from meteor_py.server import open_embedded
 
 TTL_S = 1.0
 
-warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # nothing is kept on disk, on purpose
+warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this example needs no data on disk
 
 
 def work(name: str) -> None:
-    """What each of the two processes does."""
+    """Run one of the two processes: join, and count whenever it leads."""
     with meteor.connect() as m, m.peer_group("workers", ttl=TTL_S) as group, group.join(name) as me:
         say(name, "joined")
         while True:
@@ -46,9 +46,9 @@ def count(name: str, group: meteor.PeerGroup, term: meteor.Term) -> None:
     while True:
         number = int(group.guarded("counter") or 0) + 1
         term.lost.wait(0.05)  # work
-        valid = term.valid  # answered here, without the network
+        valid = term.valid  # known locally, without a request
         try:
-            # Fenced: whoever does not look at `valid`, or looked too early, is refused.
+            # Fenced: refused after the term, even if `valid` was not checked or checked too early.
             term.guard.set("counter", str(number))
         except meteor.StaleTerm as error:
             say(name, f"valid is {valid}; refused: {error}")
@@ -67,17 +67,17 @@ def main() -> None:
     ):
         workers = {name: start(name, server.url) for name in ("one", "two")}
         try:
-            tell_the_story(group, workers)
+            run_scenario(group, workers)
         finally:
             for process in workers.values():
                 process.kill()
                 process.wait()
 
 
-def tell_the_story(group: meteor.PeerGroup, workers: dict[str, subprocess.Popen[bytes]]) -> None:
+def run_scenario(group: meteor.PeerGroup, workers: dict[str, subprocess.Popen[bytes]]) -> None:
     wait_for(lambda: len(group.members) == 2 and group.guarded("counter") is not None)
     first = leader(group)
-    print(f"main: {first} is stopped at {counter(group)}", flush=True)
+    print(f"main: stopped {first} at {counter(group)}", flush=True)
     os.kill(workers[first].pid, signal.SIGSTOP)
     stopped = time.monotonic()
     wait_for(lambda: leader(group) not in ("", first))
@@ -89,7 +89,7 @@ def tell_the_story(group: meteor.PeerGroup, workers: dict[str, subprocess.Popen[
     os.kill(workers[first].pid, signal.SIGCONT)
     wait_for(lambda: any(m.id == first and m.alive for m in group.members))
     time.sleep(2 * TTL_S / 3)
-    print(f"main: {second} is killed at {counter(group)}", flush=True)
+    print(f"main: killed {second} at {counter(group)}", flush=True)
     workers[second].kill()
     wait_for(lambda: leader(group) == first)
     reached = counter(group)
@@ -114,7 +114,7 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"It has not happened within {timeout_s:g} s.")
+            raise TimeoutError(f"The condition was not met within {timeout_s:g} s.")
         time.sleep(0.01)
 
 

@@ -1,9 +1,9 @@
-"""Two terminals that meet, with no server installed and no address given.
+"""Two terminals that exchange records, without an installed server and without an address.
 
     python examples/two_terminals.py read        # in one terminal: waits for records
-    python examples/two_terminals.py publish     # in another: sends what you type, line by line
+    python examples/two_terminals.py publish     # in another: sends each line that you type
 
-The first starts a server of your own, kept on disk; it ends with the last of the two.
+The first one starts a personal server that keeps its data on disk. It stops with the last one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def publish(stream: meteor.Stream) -> None:
 
 
 def read(stream: meteor.Stream) -> None:
-    """Print each record as it comes, until Ctrl-C."""
+    """Print each record as it arrives, until Ctrl-C."""
     with stream.subscriber() as sub:
         print("waiting at offset", sub.position, flush=True)
         for record in sub:

@@ -14,7 +14,7 @@
 from meteor_py._version import __version__
 from meteor_py.archive.admin import Archive
 from meteor_py.archive.archiver import Archiver
-from meteor_py.client import Client, connect
+from meteor_py.client import Client, close_on_signal, connect
 from meteor_py.errors import (
     AccessDenied,
     ActionRefused,
@@ -93,7 +93,7 @@ from meteor_py.records.config import (
     StreamConfig,
     SubscriberConfig,
 )
-from meteor_py.records.descriptions import Description, GroupDescription
+from meteor_py.records.descriptions import Description, GroupDescription, RepairReport
 from meteor_py.records.position import Position
 from meteor_py.records.record import ARROW_SCHEMA, Record, RecordBatch
 from meteor_py.redis.connection import DataSafetyWarning
@@ -102,7 +102,7 @@ from meteor_py.shared.admin import Consumer, KeyState, SharedDescription, Shared
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
 from meteor_py.shared.record import SharedRecord
 from meteor_py.shared.subscriber import SharedSubscriber
-from meteor_py.store.base import Bounds, Flaw, RingbufferStore
+from meteor_py.store.base import Bounds, ColumnStore, Flaw, RingbufferStore, StatefulStore
 from meteor_py.store.memory import MemoryStore
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import SegmentDescription
@@ -122,6 +122,7 @@ __all__ = [
     "Client",
     "ClockTooUncertain",
     "Codec",
+    "ColumnStore",
     "Compression",
     "ConnectionFailed",
     "Consumer",
@@ -188,6 +189,7 @@ __all__ = [
     "RecordBatch",
     "RecordTooLarge",
     "RecordsLost",
+    "RepairReport",
     "Replies",
     "RingbufferStore",
     "SegmentDescription",
@@ -201,6 +203,7 @@ __all__ = [
     "SharedRecord",
     "SharedSubscriber",
     "StaleTerm",
+    "StatefulStore",
     "Status",
     "StoreMismatch",
     "StoreUnavailable",
@@ -217,5 +220,6 @@ __all__ = [
     "UnsupportedFrame",
     "View",
     "__version__",
+    "close_on_signal",
     "connect",
 ]

@@ -1,8 +1,9 @@
-"""The client: where everything begins."""
+"""The client: the entry point of the library."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from signal import SIGTERM
+from typing import TYPE_CHECKING
 
 from meteor_py.archive.archiver import start_archiver
 from meteor_py.log.catalog import list_names
@@ -10,13 +11,15 @@ from meteor_py.log.handle import open_stream
 from meteor_py.peers.codec import Format, PeerCodec, find_codec
 from meteor_py.peers.config import UNSET, Election, Unset
 from meteor_py.peers.group import PeerGroup, open_group
-from meteor_py.records.config import Compression, check_seconds
+from meteor_py.records.codec import CodecName
+from meteor_py.records.config import Compression, check_seconds, without_none
 from meteor_py.redis import keys
 from meteor_py.redis.address import Address, parse
 from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import ALL
 from meteor_py.redis.server_info import ServerDescription, describe_server
 from meteor_py.runtime.lifecycle import Closeable, close_owned
+from meteor_py.runtime.signals import install
 from meteor_py.store.identity import Store
 from meteor_py.stream import Stream
 
@@ -25,19 +28,20 @@ if TYPE_CHECKING:
 
 
 def connect(url: str | None = None, *, timeout: float = 5.0) -> Client:
-    """Return a client of the server at ``url``. Nothing is sent before it is used.
+    """Return a client for the server at ``url``. It connects when it is first used.
 
     Args:
         url: ``redis://[user:password@]host:port/db``, ``rediss://`` (TLS), ``unix:///socket``;
-            ``embedded://``: a private server that lives as long as the client;
-            ``embedded:///dir``: a server kept in ``dir``, shared by all processes that open it;
-            ``fake://``: no server at all, inside this process (for tests).
-            Without one: ``$METEOR_URL``, else a kept server of the user's own, so that two
-            terminals meet.
-        timeout: Seconds to wait for a connection and for each answer.
+            ``embedded://``: a private server that ends with the client;
+            ``embedded:///dir``: a server with its data in ``dir``, shared by all processes that
+            open it; ``fake://``: an emulation inside this process, for tests.
+            An embedded server that is killed is restarted by its clients.
+            The default is ``$METEOR_URL``, or else an embedded server that all programs of the
+            user share.
+        timeout: Seconds to wait for a connection and for each reply.
 
     Raises:
-        ValueError: The address cannot be understood.
+        ValueError: ``url`` is not a valid address.
 
     >>> with connect("embedded://") as m:
     ...     stream = m.stream("orders")
@@ -48,18 +52,44 @@ def connect(url: str | None = None, *, timeout: float = 5.0) -> Client:
     return Client(parse(url), check_seconds("timeout", timeout))
 
 
+def close_on_signal(*signals: int, timeout: float = 8.0) -> None:
+    """Close everything when a signal asks the process to end, and then end it.
+
+    By default, SIGTERM ends a Python program at once: records that were not sent are lost, and a
+    group waits until the lease of the dead member expires. Call this at the start of a service:
+
+    >>> meteor.close_on_signal()                                     # doctest: +SKIP
+
+    On the signal, all publishers send their records, the last confirms are sent, and all leases and
+    memberships are released. Then the previously installed handler is called. If it returns, or if
+    there was none, the signal ends the process (status 143 for SIGTERM in a shell). A second signal
+    ends the process at once.
+
+    The interrupted code does not continue, and neither ``finally`` blocks nor ``atexit`` functions
+    run. To run them, first install a handler that calls ``sys.exit()``.
+
+    Args:
+        signals: The signals to handle; SIGTERM if none is named.
+        timeout: Seconds within which everything is closed. After that, the process ends in any
+            case. Records that could not be sent are lost.
+
+    Raises:
+        RuntimeError: This is not the main thread.
+        ValueError: A signal cannot be handled, or the timeout is not positive.
+    """
+    install(signals or (SIGTERM,), check_seconds("timeout", timeout))
+
+
 class Client(Closeable):
-    """A server, and the streams on it. Safe for several threads, and usable after a fork."""
+    """A server and the streams on it. Thread-safe, and usable after a fork."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._connector = Connector(address, timeout_s)
 
     @property
     def address(self) -> Address:
-        """The address that the client was opened with. It shows no password."""
+        """The address that the client was opened with. Printing it masks the password."""
         return self._connector.address
-
-    # -- streams -------------------------------------------------------------------------------
 
     def stream(
         self,
@@ -68,19 +98,28 @@ class Client(Closeable):
         capacity: int | None = None,
         compression: Compression | None = None,
         checksum: bool | None = None,
-        codec: str | None = None,
+        codec: CodecName | None = None,
         ordering_key: str | None = None,
         store: Store | None = None,
         max_unarchived: int | None = None,
+        max_age: float | None = None,
+        max_bytes: int | None = None,
+        retain: float | None = None,
+        retain_bytes: int | None = None,
         archive: bool = True,
         resume: bool = False,
-        create: bool = True,
+        create: bool | None = None,
     ) -> Stream:
-        """Open a stream, and create it if it does not exist.
+        """Open a stream.
 
-        ``StreamConfig`` describes ``capacity``, ``compression``, ``checksum``, ``codec``,
-        ``ordering_key`` and ``max_unarchived``. An omitted setting is not compared with that of an
-        existing stream.
+        If the stream does not exist, the first publisher creates it, and so does this call if it
+        passes a setting. Readers do not create streams: a misspelt name would wait forever.
+
+        By default a stream keeps only its newest 10,000 records. Pass a larger ``capacity``, or a
+        ``store`` for older records. ``StreamConfig`` describes the settings, ``capacity`` to
+        ``retain_bytes``. An omitted setting is not compared with that of an existing stream.
+
+        >>> orders = m.stream("orders", capacity=1_000_000)      # doctest: +SKIP
 
         Args:
             name: 1 to 128 characters of A-Z a-z 0-9 . _ -
@@ -90,34 +129,31 @@ class Client(Closeable):
             archive: With a store, run an archiver in the background until the client is closed.
                 If false, archivers elsewhere do the work.
             resume: With a store, if the stream does not exist, continue the stream archived there
-                instead of starting at offset 0.
-            create: If false, raise ``StreamNotFound`` instead of creating the stream.
+                instead of starting at offset 0, with its groups and transactions.
+            create: If true, create the stream now if it does not exist; for consumers that may
+                start before the first publisher. If false, raise ``StreamNotFound`` instead.
 
         Raises:
             StreamConfigMismatch: The stream exists with other settings.
             StoreMismatch: The stream exists with another store.
             StoreUnavailable: The store cannot be reached.
             StreamNotFound: The stream does not exist, and ``create`` is false.
+            ValueError, TypeError: A setting is out of range or of the wrong type.
         """
-        if resume and store is None:
-            raise ValueError("resume=True continues what is in a store; give one with store=.")
-        asked = _given(
-            capacity=capacity,
-            compression=compression,
-            checksum=checksum,
-            codec=codec,
-            ordering_key=ordering_key,
-        )
+        requested = without_none(capacity=capacity, max_age=max_age, max_bytes=max_bytes)
+        requested |= without_none(compression=compression, checksum=checksum, codec=codec)
+        requested |= without_none(ordering_key=ordering_key)
+        requested |= without_none(retain=retain, retain_bytes=retain_bytes)
         handle = open_stream(
-            self._connector, name, asked, max_unarchived, store, create=create, resume=resume
+            self._connector, name, requested, max_unarchived, store, create=create, resume=resume
         )
-        stream = Stream(self, handle)
-        if store is not None and archive:
+        stream = Stream(self, name, handle)
+        if handle is not None and store is not None and archive:
             start_archiver(stream, handle, handle.find_store())
         return stream
 
     def streams(self) -> list[str]:
-        """The names of all streams, sorted."""
+        """Return the names of all streams, sorted."""
         return list_names(self._connector, keys.STREAMS, keys.meta)
 
     def peer_group(
@@ -133,7 +169,7 @@ class Client(Closeable):
         codec: Format | PeerCodec = "json",
         create: bool = True,
     ) -> PeerGroup:
-        """Open a peer group to watch it, send messages or join. Close it, or use ``with``.
+        """Open a peer group, to watch or join it or to send messages. Close it, or use ``with``.
 
         The first client to open a group chooses its settings, which ``PeersConfig`` describes. An
         omitted setting is not compared with that of an existing group.
@@ -142,56 +178,54 @@ class Client(Closeable):
             name: 1 to 128 characters of A-Z a-z 0-9 . _ -, or name/instance, as ``peer_groups()``
                 lists it.
             instance: Names one of several independent groups with the same name.
-            codec: How this client writes messages: "json", "msgpack", "bytes", or a ``PeerCodec``
-                with types of your own.
+            codec: How this client encodes messages: "json", "msgpack", "bytes", or a ``PeerCodec``
+                that has your types registered.
             create: If false, raise ``PeerGroupNotFound`` instead of creating the group.
 
         Raises:
             PeerError: The group exists with other settings.
             PeerGroupNotFound: The group does not exist, and ``create`` is false.
-            ValueError, TypeError: A setting out of its range, or of the wrong type.
+            ValueError, TypeError: A setting is out of range or of the wrong type.
         """
-        asked = _given(ttl=ttl, min_size=min_size, max_inbox=max_inbox)
+        requested = without_none(ttl=ttl, min_size=min_size, max_inbox=max_inbox)
         if not isinstance(member_expiration, Unset):
-            asked["member_expiration"] = member_expiration
+            requested["member_expiration"] = member_expiration
         if not isinstance(election, Unset):
-            asked["election"] = election or "none"
-        return open_group(self._connector, name, instance, asked, find_codec(codec), create)
+            requested["election"] = election or "none"
+        return open_group(self._connector, name, instance, requested, find_codec(codec), create)
 
     def peer_groups(self) -> list[str]:
-        """The names of all peer groups, sorted."""
+        """Return the names of all peer groups, sorted."""
         return list_names(self._connector, keys.PEERS, lambda name: keys.peers(name, "config"))
-
-    # -- the server ----------------------------------------------------------------------------
 
     @property
     def redis(self) -> redis.Redis:
-        """A plain redis-py client of the same server, for whatever we do not offer.
+        """A redis-py client of the same server, for other commands. It does not retry.
 
-        Closed with this client. It does not retry.
+        Closing this client also closes the redis-py client.
         """
         return self._connector.redis
 
     def describe(self) -> ServerDescription:
-        """Look at the server: what it is, its memory, its clients.
+        """Describe the server: its version, memory, persistence and clients.
 
-        Whatever it will not tell this user is None.
+        Fields that the server hides from this user are None.
         """
         return self._connector.use(describe_server)
 
     def load_scripts(self) -> None:
-        """Load all scripts, for users that may run but not load them (docs/acl.md)."""
+        """Load all Lua scripts, for users whose ACL forbids loading them (docs/acl.md)."""
         for script in ALL:
             self._connector.call("SCRIPT", "LOAD", script.source)
 
     def close(self) -> None:
-        """Close its publishers, its subscribers of groups, its archivers, and the connection.
+        """Close every publisher, subscriber, peer group and archiver of this client.
 
-        A server that was ours alone ends.
+        Closing an ``embedded://`` client also stops its server.
 
         Raises:
-            MeteorError: A record could not be published or confirmed, and nobody was told of it.
-            Exception: What ended a receiver.
+            MeteorError: A publish or confirm failed and its ``Ack`` was never checked.
+            Exception: The error that ended a receiver.
         """
         try:
             close_owned(self._connector)
@@ -200,8 +234,3 @@ class Client(Closeable):
 
     def __repr__(self) -> str:
         return f"<Client of {self.address}{' (closed)' if self._connector.closed else ''}>"
-
-
-def _given(**settings: Any) -> dict[str, Any]:
-    """Return the settings that are not None."""
-    return {name: value for name, value in settings.items() if value is not None}

@@ -1,77 +1,81 @@
-"""Everything meteor_py raises, besides ``ValueError`` and ``TypeError`` for wrong arguments.
+"""Every error that meteor_py raises, except ``ValueError`` and ``TypeError`` for wrong arguments.
 
     MeteorError                     .problem .hint .retriable: the same call may succeed later
-    ├── ConnectionFailed            no server there, or it went away                    retriable
-    ├── ServerRefused               .code: the server replied with an error (rights, memory)
-    │   ├── AccessDenied            wrong password, or the ACL forbids it
-    │   └── OutOfMemory             maxmemory is reached                                retriable
-    ├── ServerNotFound              no server program to start an embedded one with
-    ├── ServerStartFailed           the embedded server did not come up
+    ├── ConnectionFailed            the server cannot be reached, or went away          retriable
+    ├── ServerRefused               .code: the server replied with an error
+    │   ├── AccessDenied            the password is wrong, or the ACL forbids the command
+    │   └── OutOfMemory             the server has reached maxmemory                    retriable
+    ├── ServerNotFound              no server program found to run as an embedded server
+    ├── ServerStartFailed           the embedded server did not start
     ├── StreamError                 .stream
-    │   ├── StreamNotFound          no stream of that name
-    │   ├── StreamConfigMismatch    .setting .changeable: it exists, with other settings
-    │   ├── CorruptStream           something in its log is not ours
+    │   ├── StreamNotFound          .similar: no stream has that name
+    │   ├── StreamConfigMismatch    .setting .changeable: the stream exists with other settings
+    │   ├── CorruptStream           the log holds an entry that no publisher wrote
     │   ├── StreamFull              publishing waits for the archiver                   retriable
-    │   ├── StoreUnavailable        the store cannot be reached or written to now       retriable
-    │   ├── StoreMismatch           .missing: not the store that holds the stream's history
+    │   ├── StoreUnavailable        the store cannot be read or written now             retriable
+    │   ├── StoreMismatch           .missing: not the store of this stream
     │   └── GroupError              .group
-    │       ├── GroupNotFound       no group of that name
-    │       ├── GroupActive         .owner .shared: a member has its lease              retriable
-    │       ├── GroupConfigMismatch it exists, with other settings, or is of the other kind
-    │       ├── LeaseLost           lost or given up; nothing was confirmed
-    │       ├── Fenced              .offsets: they were given to another consumer
-    │       ├── NoConfirmedOffset   InitialOffset.NONE, and nothing confirmed yet
-    │       └── NotGrouped          only a subscriber of a group can do this
+    │       ├── GroupNotFound       no group has that name
+    │       ├── GroupActive         .owner .shared: a member holds the lease            retriable
+    │       ├── GroupConfigMismatch the group exists with other settings, or of the other kind
+    │       ├── LeaseLost           the lease was lost or released; nothing was confirmed
+    │       ├── Fenced              .offsets: records that another consumer gets now
+    │       ├── NoConfirmedOffset   InitialOffset.NONE, but nothing is confirmed yet
+    │       └── NotGrouped          only a subscriber in a group can do this
     ├── PublishError                .stream
-    │   ├── RecordTooLarge          over the limit; also a ValueError
-    │   ├── PublisherFull           max_pending_bytes are waiting already               retriable
+    │   ├── RecordTooLarge          the record is over the limit; also a ValueError
+    │   ├── PublisherFull           max_pending_bytes are unacknowledged                retriable
     │   ├── PublisherClosed         not sent: the publisher was closed
-    │   ├── OutcomeUnknown          may or may not be in the log
+    │   ├── OutcomeUnknown          the publish, or the confirm, may have taken effect
     │   └── NotReplicated           in the log, but not on enough replicas in time
-    ├── PeerError                   .group: of a peer group
-    │   ├── PeerGroupNotFound       there is no such group, or not any more
-    │   ├── PeerGroupActive         .alive: it has live members
-    │   ├── MemberTaken             somebody has that name
+    ├── PeerError                   .group: the peer group
+    │   ├── PeerGroupNotFound       no peer group has that name, or it was deleted
+    │   ├── PeerGroupActive         .alive: the group has live members
+    │   ├── MemberTaken             another member has that name
     │   ├── MembershipLost          expelled, removed, or replaced by the same name elsewhere
-    │   ├── StaleTerm               not the leader of that term any more
-    │   ├── NoLeader                the group has none now                              retriable
-    │   ├── ClockTooUncertain       the time of the group is not known well enough      retriable
-    │   ├── ActionRefused           too late for it, or it is decided on already
+    │   ├── StaleTerm               no longer the leader of that term
+    │   ├── NoLeader                the group has no leader now                         retriable
+    │   ├── ClockTooUncertain       the group's time is not known precisely enough      retriable
+    │   ├── ActionRefused           too late to vote on it, or it was already decided
     │   └── MessageFailed           .member
-    │       ├── MemberUnknown       there is no such member, or none at all
-    │       ├── MemberLeft          it left before it had answered
-    │       ├── HandlerFailed       its handler raised, or failed it
+    │       ├── MemberUnknown       no such member, or the group is empty
+    │       ├── MemberLeft          the member left before it replied
+    │       ├── HandlerFailed       the handler raised, or failed the message
     │       ├── MessageExpired      .timeout: no reply in time                          retriable
-    │       ├── InboxFull           it has as many messages as it may                   retriable
-    │       └── PartialFailure      .values .failed: not all of those it was sent to took it
+    │       ├── InboxFull           the member's inbox is at its limit                  retriable
+    │       └── PartialFailure      .values .failed: some targets did not accept the message
     └── ReadError                   .stream
-        ├── RecordsLost             .first .last: gone from the ring and not in a store
+        ├── RecordsLost             .first .last: dropped by the ring and not in a store
         ├── CorruptSegment          .first .last: damaged in the store
-        ├── LogTruncated            .first .last: the server lost what it had acknowledged
+        ├── LogTruncated            .first .last: the server lost acknowledged records
         ├── CorruptFrame            .first .last: bytes that are not a frame
         ├── UnsupportedFrame        .first .last: written by a newer version
-        ├── DecodeError             .record: the codec could not read a value
+        ├── DecodeError             .record: the codec could not decode a value
         └── InvalidInitialOffset    an ungrouped subscriber needs a place to start
 
-Each message is one full sentence and, where something can be done, a hint.
+A message says what happened and, if the caller can do something about it, what to do.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 if TYPE_CHECKING:
     from meteor_py.records.record import Record
 
+_E = TypeVar("_E", bound=Exception)
+
 
 class MeteorError(Exception):
-    """Root of all errors of this package.
+    """Base class of all errors of this package.
 
-    ``problem`` says what happened. ``hint`` says what to do about it in Python; it is empty if the
-    problem says all. The text of the error is both.
+    ``problem`` says what happened, and ``hint`` what to do about it in Python (it may be empty).
+    ``str(error)`` is both.
     """
 
-    #: Whether the same call may succeed later without anything being changed.
+    #: Whether repeating the same call later may succeed.
     retriable: ClassVar[bool] = False
 
     def __init__(self, problem: str, *, hint: str = "") -> None:
@@ -79,19 +83,41 @@ class MeteorError(Exception):
         self.problem = problem
         self.hint = hint
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[MeteorError], args: tuple[Any, ...], fields: dict[str, Any]) -> MeteorError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
+
+
+def fresh(error: _E) -> _E:
+    """Return a copy of a stored error, for the caller to raise.
+
+    Raising the stored error itself would keep the caller's frame, and everything in its variables,
+    alive for as long as the error is stored.
+    """
+    copied = copy.copy(error)
+    copied.__cause__ = error.__cause__
+    return copied
+
 
 class ConnectionFailed(MeteorError):
-    """The server could not be reached, or went away before it answered."""
+    """The server could not be reached, or went away before it replied."""
 
     retriable = True
-    #: It did answer: that it cannot do this now, or not here. So it did nothing.
+    #: Whether the server replied that it cannot do this now, or not here. If so, the command had no
+    #: effect.
     answered = False
 
 
 class ServerRefused(MeteorError):
-    """The server replied with an error that repeating the command will not cure.
+    """The server replied with an error that repeating the command will not fix.
 
-    ``code`` is the first word of its reply, such as ``WRONGTYPE``; empty if the library refused.
+    ``code`` is the first word of the reply, such as ``WRONGTYPE``. It is empty if the library, not
+    the server, refused.
     """
 
     def __init__(self, message: str, *, code: str = "") -> None:
@@ -100,21 +126,21 @@ class ServerRefused(MeteorError):
 
 
 class AccessDenied(ServerRefused):
-    """The password is wrong, or the ACL of this user forbids the command or key."""
+    """The password is wrong, or the user's ACL forbids the command or key."""
 
 
 class OutOfMemory(ServerRefused):
-    """The server has reached ``maxmemory`` and takes no new record."""
+    """The server has reached ``maxmemory`` and accepts no new records."""
 
     retriable = True
 
 
 class ServerNotFound(MeteorError):
-    """No server program was found to start an embedded server with."""
+    """No server program was found to run as an embedded server."""
 
 
 class ServerStartFailed(MeteorError):
-    """The embedded server did not start; the message ends with what it logged."""
+    """The embedded server did not start. The message ends with its last log lines."""
 
 
 class _OfStream(MeteorError):
@@ -126,18 +152,27 @@ class _OfStream(MeteorError):
 
 
 class StreamError(_OfStream):
-    """Something is wrong with the stream itself."""
+    """Base class of errors about a stream as a whole."""
 
 
 class StreamNotFound(StreamError):
-    """There is no stream of that name, or it was deleted."""
+    """No stream has that name, or the stream was deleted.
+
+    ``similar`` lists streams with similar names.
+    """
+
+    def __init__(
+        self, problem: str, *, stream: str, hint: str = "", similar: Sequence[str] = ()
+    ) -> None:
+        super().__init__(problem, stream=stream, hint=hint)
+        self.similar = tuple(similar)
 
 
 class StreamConfigMismatch(StreamError):
-    """The stream exists with settings other than those asked for.
+    """The stream exists with settings other than the requested ones.
 
-    ``setting`` is the first that differs; None if the stream has no store. ``changeable``: whether
-    ``stream.configure()`` can change it.
+    ``setting`` is the first setting that differs; None if the stream lacks a store. ``changeable``
+    says whether ``stream.configure()`` can change it.
     """
 
     def __init__(
@@ -155,26 +190,26 @@ class StreamConfigMismatch(StreamError):
 
 
 class CorruptStream(StreamError):
-    """The log holds an entry that no publisher of ours wrote."""
+    """The log holds an entry that no meteor_py publisher wrote."""
 
 
 class StreamFull(StreamError):
-    """The unarchived part has reached ``max_unarchived``; publishing waits for the archiver."""
+    """``max_unarchived`` records are not archived yet; publishing waits for the archiver."""
 
     retriable = True
 
 
 class StoreUnavailable(StreamError):
-    """The store could not be read or written: no connection, no space, no rights."""
+    """The store could not be read or written: no connection, no space, or no permission."""
 
     retriable = True
 
 
 class StoreMismatch(StreamError):
-    """What lies at the store's address is not the history of this stream, or nothing is.
+    """The store at this address does not hold this stream's records, or there is no store.
 
-    ``missing`` is "store" if the stream has none, "address" if it must be given when the stream is
-    opened, and None otherwise.
+    ``missing`` is "store" if the stream has no store, "address" if the caller must pass the store
+    when opening the stream, and None otherwise.
     """
 
     def __init__(
@@ -190,7 +225,10 @@ class StoreMismatch(StreamError):
 
 
 class GroupError(StreamError):
-    """Something about a subscriber group; ``group`` is None for an ungrouped subscriber."""
+    """Base class of errors about a subscriber group.
+
+    ``group`` is None for an ungrouped subscriber.
+    """
 
     def __init__(self, message: str, *, stream: str, group: str | None) -> None:
         super().__init__(message, stream=stream)
@@ -198,11 +236,11 @@ class GroupError(StreamError):
 
 
 class GroupNotFound(GroupError):
-    """The stream has no group of that name, or it was deleted."""
+    """The stream has no group with that name, or the group was deleted."""
 
 
 class GroupActive(GroupError):
-    """A member holds the group's lease, or consumers share the group (``shared``).
+    """A member holds the group's lease, or (``shared``) a shared group has live consumers.
 
     ``owner`` is the name of the member, or of one of the consumers.
     """
@@ -218,21 +256,22 @@ class GroupActive(GroupError):
 
 
 class LeaseLost(GroupError):
-    """The lease was lost or given up, so this confirm was refused and changed nothing.
+    """The lease was lost or released, so this confirm was refused and changed nothing.
 
-    The records will be, or have been, given to the member that has the lease now.
+    The records have been, or will be, delivered to the member that holds the lease now.
     """
 
 
 class GroupConfigMismatch(GroupError):
-    """The group exists with settings other than those asked for, or as a group of another kind."""
+    """The group exists with settings other than the requested ones, or is of the other kind."""
 
 
 class Fenced(GroupError):
-    """Records of a shared group, ``offsets``, are not this consumer's any more.
+    """The records ``offsets`` of a shared group no longer belong to this consumer.
 
-    It was taken for dead, or they went back with one before them in their group. They will be, or
-    have been, delivered again; what was said of them here was refused and changed nothing.
+    The consumer was taken for dead, or an earlier record with the same ordering key was released.
+    The records have been, or will be, delivered again; settling them here was refused and changed
+    nothing.
     """
 
     def __init__(self, message: str, *, stream: str, group: str, offsets: tuple[int, ...]) -> None:
@@ -241,23 +280,23 @@ class Fenced(GroupError):
 
 
 class NoConfirmedOffset(GroupError):
-    """``InitialOffset.NONE`` needs a group that has confirmed something."""
+    """``InitialOffset.NONE`` needs a group that has a confirmed offset."""
 
 
 class NotGrouped(GroupError):
-    """This subscriber belongs to no group, so there is nothing to confirm or to hold."""
+    """This subscriber belongs to no group, so it has no lease and cannot confirm."""
 
 
 class PublishError(_OfStream):
-    """A record was not published as asked."""
+    """Base class of errors about publishing a record."""
 
 
 class RecordTooLarge(PublishError, ValueError):
-    """The record is over the limit; nothing was sent."""
+    """The record is over the size limit; nothing was sent."""
 
 
 class PublisherFull(PublishError):
-    """``max_pending_bytes`` are waiting already; this record was not taken."""
+    """``max_pending_bytes`` are unacknowledged; this record was not accepted."""
 
     retriable = True
 
@@ -267,14 +306,17 @@ class PublisherClosed(PublishError):
 
 
 class OutcomeUnknown(PublishError):
-    """The record was sent, and whether it arrived could not be learnt before the deadline.
+    """The record was sent, but no reply arrived before the deadline.
 
-    Publishing it again may put it into the log twice.
+    The record may be in the log. Publishing it again may append it twice.
+
+    A confirm raises this error if its reply and then the lease were lost, and the server no longer
+    remembers the term. The group may or may not deliver the records again.
     """
 
 
 class NotReplicated(PublishError):
-    """The record is in the log, but fewer replicas than asked for confirmed it in time."""
+    """The record is in the log, but fewer replicas than requested confirmed it in time."""
 
     def __init__(self, why: str, *, stream: str, offset: int) -> None:
         super().__init__(f"Record {offset} of stream {stream!r} {why}", stream=stream)
@@ -282,14 +324,14 @@ class NotReplicated(PublishError):
         self.offset = offset
 
     def at(self, offset: int) -> NotReplicated:
-        """The same of another record of the batch."""
+        """Return the same error for another record of the batch."""
         error = NotReplicated(self.why, stream=self.stream, offset=offset)
         error.__cause__ = self.__cause__
         return error
 
 
 class PeerError(MeteorError):
-    """Something about a peer group: ``group``."""
+    """Base class of errors about the peer group ``group``."""
 
     def __init__(self, message: str, *, group: str) -> None:
         super().__init__(message)
@@ -297,11 +339,11 @@ class PeerError(MeteorError):
 
 
 class PeerGroupNotFound(PeerError):
-    """There is no such peer group: none was to be begun, or it was deleted, or lost."""
+    """No peer group has that name: it was not created, was deleted, or the server lost it."""
 
 
 class PeerGroupActive(PeerError):
-    """The group has live members: ``alive`` of them."""
+    """The group has ``alive`` live members."""
 
     def __init__(self, problem: str, *, group: str, alive: int) -> None:
         super().__init__(problem, group=group)
@@ -309,15 +351,15 @@ class PeerGroupActive(PeerError):
 
 
 class MemberTaken(PeerError):
-    """Another member has that name, and is alive; or it is the id of one without a name."""
+    """Another live member has that name, or it is the id of an unnamed member."""
 
 
 class MembershipLost(PeerError):
-    """This is not a member any more: it was expelled, removed, or joined again elsewhere."""
+    """This process is no longer a member: it was expelled, removed, or rejoined elsewhere."""
 
 
 class StaleTerm(PeerError):
-    """The writer is not the leader of that term any more; nothing was written."""
+    """The writer is no longer the leader of that term; nothing was written."""
 
 
 class NoLeader(PeerError):
@@ -327,17 +369,17 @@ class NoLeader(PeerError):
 
 
 class ClockTooUncertain(PeerError):
-    """The time of the group is not known as well as was asked for."""
+    """The group's time is not known as precisely as requested."""
 
     retriable = True
 
 
 class ActionRefused(PeerError):
-    """There is not enough time left for a vote, or the same action is decided on already."""
+    """Not enough time is left for a vote, or the same action was already decided."""
 
 
 class MessageFailed(PeerError):
-    """A message was not delivered, or not answered; ``member`` is who failed, if it is known."""
+    """A message was not delivered or got no reply. ``member`` is the target, if known."""
 
     def __init__(self, message: str, *, group: str, member: str | None = None) -> None:
         super().__init__(message, group=group)
@@ -345,11 +387,11 @@ class MessageFailed(PeerError):
 
 
 class MemberUnknown(MessageFailed):
-    """There is no such member, or the group is empty."""
+    """The group has no such member, or is empty."""
 
 
 class MemberLeft(MessageFailed):
-    """The member left before it had answered."""
+    """The member left before it replied."""
 
 
 class HandlerFailed(MessageFailed):
@@ -359,8 +401,8 @@ class HandlerFailed(MessageFailed):
 class MessageExpired(MessageFailed):
     """No reply arrived in time.
 
-    ``timeout`` is how many seconds the sender waited. None: the member found that the message had
-    expired, or it was never sent.
+    ``timeout`` is how many seconds the sender waited; None if the message was never sent, or the
+    member found that it had expired.
     """
 
     retriable = True
@@ -378,15 +420,15 @@ class MessageExpired(MessageFailed):
 
 
 class InboxFull(MessageFailed):
-    """The member has as many unsettled messages as it may have."""
+    """The member has ``max_inbox`` unsettled messages."""
 
     retriable = True
 
 
 class PartialFailure(MessageFailed):
-    """Some members did not take a message to all: ``failed`` has their errors, by member.
+    """Some targets of a message failed: ``failed`` maps each to its error.
 
-    ``values`` has what the others said: None for each that acknowledged it.
+    ``values`` maps each other target to its reply; None if it only acknowledged the message.
     """
 
     def __init__(
@@ -403,11 +445,11 @@ class PartialFailure(MessageFailed):
 
 
 class ReadError(_OfStream):
-    """Records could not be read as asked."""
+    """Base class of errors about reading records."""
 
 
 class _OfRange(ReadError):
-    """An error about the records ``first`` to ``last``, both included."""
+    """An error about the records ``first`` to ``last``, inclusive."""
 
     def __init__(self, message: str, *, stream: str, first: int, last: int) -> None:
         super().__init__(message, stream=stream)
@@ -420,23 +462,23 @@ class RecordsLost(_OfRange):
 
 
 class CorruptSegment(_OfRange):
-    """The store holds these records, and they are damaged; others stay readable."""
+    """These records are damaged in the store; the others stay readable."""
 
 
 class LogTruncated(_OfRange):
     """The server lost these records after it had acknowledged or delivered them.
 
-    A fail-over to a replica that lagged, a restart without full persistence, or a stream that
-    was deleted and created anew. Offsets from ``first`` on may now name other records.
+    Causes: a failover to a lagging replica, a restart without full persistence, or a stream that
+    was deleted and recreated. Offsets from ``first`` on may now name other records.
     """
 
 
 class CorruptFrame(_OfRange):
-    """The bytes of this frame are not what a publisher wrote."""
+    """The bytes of this frame are not those that a publisher wrote."""
 
 
 class UnsupportedFrame(_OfRange):
-    """The frame has a format that this version does not know; a newer one wrote it."""
+    """A newer version wrote this frame, in a format that this version does not know."""
 
 
 class DecodeError(ReadError):
@@ -448,4 +490,4 @@ class DecodeError(ReadError):
 
 
 class InvalidInitialOffset(ReadError):
-    """``InitialOffset.NONE`` says nothing about where an ungrouped subscriber starts."""
+    """``InitialOffset.NONE`` does not tell an ungrouped subscriber where to start."""

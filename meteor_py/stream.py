@@ -1,36 +1,40 @@
-"""A stream: the handle from which publishers and readers are opened."""
+"""The public handle of a stream, which opens its publishers and subscribers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from meteor_py.archive.admin import Archive
 from meteor_py.archive.archiver import Archiver, stop_archiver
 from meteor_py.archive.config import ArchiverConfig
-from meteor_py.errors import ServerRefused
-from meteor_py.log.handle import StreamHandle, first_readable
+from meteor_py.errors import MeteorError, ServerRefused
+from meteor_py.log.handle import StreamHandle, first_readable, open_stream
+from meteor_py.log.repair import repair
+from meteor_py.log.retention import configure
 from meteor_py.publish.publisher import Publisher
-from meteor_py.records.codec import Codec, find_codec
+from meteor_py.records.codec import Codec, CodecName, find_codec
 from meteor_py.records.config import (
     OFFSET_MAX,
     Compression,
     InitialOffset,
     OnGap,
     PublisherConfig,
+    Start,
     StreamConfig,
     SubscriberConfig,
     check_choice,
     check_int,
+    parse_start,
+    without_none,
 )
-from meteor_py.records.descriptions import Description, GroupDescription
+from meteor_py.records.descriptions import Description, GroupDescription, RepairReport
 from meteor_py.records.position import Position
 from meteor_py.records.record import RecordBatch
 from meteor_py.records.times import to_ms
 from meteor_py.redis import keys, reply_errors
-from meteor_py.redis.scripts import CONFIGURE_STREAM, DELETE_STREAM
+from meteor_py.redis.scripts import DELETE_STREAM
 from meteor_py.shared.admin import SharedGroup, list_shared, open_shared, summarize_shared
 from meteor_py.shared.config import ConsumerConfig, Keyless, OnPoison
 from meteor_py.shared.subscriber import SharedSubscriber
@@ -42,33 +46,53 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """One stream of records with dense offsets 0, 1, 2... Get it with ``client.stream(name)``."""
+    """A stream of records with offsets 0, 1, 2... Open it with ``client.stream(name)``.
 
-    def __init__(self, client: Client, handle: StreamHandle) -> None:
-        #: The client that opened it.
+    If the stream does not exist yet, ``publisher()`` creates it, and everything else raises
+    ``StreamNotFound``.
+    """
+
+    def __init__(self, client: Client, name: str, handle: StreamHandle | None) -> None:
+        #: The client that opened the stream.
         self.client = client
-        self._handle = handle
+        self._name = name
+        self._opened = handle
 
     def _at(self, handle: StreamHandle) -> Stream:
-        """Return the same stream with another handle, as after it was recreated."""
-        return Stream(self.client, handle)
+        """Return the same stream with another handle, such as after it was recreated."""
+        return Stream(self.client, self._name, handle)
+
+    @property
+    def _handle(self) -> StreamHandle:
+        """The stream's handle. Raises ``StreamNotFound`` as long as the stream does not exist."""
+        return self._open(create=False)
+
+    def _open_for_writing(self) -> StreamHandle:
+        """Return the handle of the stream, creating it if it does not exist."""
+        return self._open(create=True)
+
+    def _open(self, *, create: bool) -> StreamHandle:
+        if self._opened is None:
+            self._opened = open_stream(self.client._connector, self._name, {}, create=create)
+        assert self._opened is not None, "it was opened, or an error raised"
+        return self._opened
 
     @property
     def name(self) -> str:
-        return self._handle.name
+        return self._name
 
     @property
     def incarnation(self) -> str:
-        """An id that the stream has from its creation until it is deleted."""
+        """An id that changes only if the stream is deleted and recreated."""
         return self._handle.incarnation
 
     @property
     def config(self) -> StreamConfig:
-        """The settings, as of when the stream was opened or configured here."""
+        """The settings at the time when this object last opened or configured the stream."""
         return self._handle.config
 
     def end(self) -> Position:
-        """Return where the next record will be; as ``Subscriber.checkpoint``, to be kept outside.
+        """Return the position after the last record, which can be stored like a checkpoint.
 
         Raises:
             StreamNotFound, LogTruncated: The stream was deleted, or recreated.
@@ -92,15 +116,19 @@ class Stream:
         delivery_timeout: float = PublisherConfig.delivery_timeout,
         max_pending_bytes: int = PublisherConfig.max_pending_bytes,
         max_record_bytes: int = PublisherConfig.max_record_bytes,
-        codec: str | Codec | None = None,
+        on_error: Callable[[MeteorError], object] | None = None,
+        codec: CodecName | Codec | None = None,
     ) -> Publisher:
-        """Open a publisher. Close it, or use ``with``.
+        """Open a publisher, creating the stream if it does not exist. Close it, or use ``with``.
 
         ``PublisherConfig`` describes the settings. ``codec`` encodes values; None means the
         stream's codec.
 
+        >>> with stream.publisher(linger=0.01) as pub:           # doctest: +SKIP
+        ...     pub.publish(b"hello")
+
         Raises:
-            ValueError, TypeError: A setting out of its range, or of the wrong type.
+            ValueError, TypeError: A setting is out of range or of the wrong type.
         """
         config = PublisherConfig(
             linger=linger,
@@ -109,43 +137,47 @@ class Stream:
             delivery_timeout=delivery_timeout,
             max_pending_bytes=max_pending_bytes,
             max_record_bytes=max_record_bytes,
+            on_error=on_error,
         )
-        if acks and self._handle.connector.address.scheme == "fake":
-            raise ValueError("fake:// has no replicas; publish there with acks=0.")
-        self._handle.connector.warn_of_hidden_history()
-        return Publisher(
-            self, self._handle, config, find_codec(self.config.codec if codec is None else codec)
-        )
+        if acks and self.client.address.scheme == "fake":
+            raise ValueError("fake:// has no replicas. Publish there with acks=0.")
+        handle = self._open_for_writing()
+        handle.connector.warn_of_hidden_history()
+        return Publisher(self, handle, config, self._codec(codec))
 
     def subscriber(
         self,
         *,
         group: str | None = None,
-        initial_offset: InitialOffset | str = InitialOffset.AUTO,
+        initial_offset: Start = InitialOffset.AUTO,
         lease_ttl: float = SubscriberConfig.lease_ttl,
         max_poll_interval: float = SubscriberConfig.max_poll_interval,
         on_gap: OnGap = SubscriberConfig.on_gap,
         on_gap_skipped: Callable[[int, int], object] | None = None,
         on_assigned: Callable[[Subscriber], Position | int | None] | None = None,
         auto_confirm: bool = SubscriberConfig.auto_confirm,
-        codec: str | Codec | None = None,
+        codec: CodecName | Codec | None = None,
     ) -> Subscriber:
         """Open a subscriber. Close it, or use ``with``.
 
-        Without a group, it reads on its own, from anywhere, and leaves no trace on the server. In a
-        group, one member reads at a time, and confirmed records are not read again.
-        ``SubscriberConfig`` describes the settings. ``codec`` decodes values; None means the
-        stream's codec.
+        A subscriber without a group reads independently, from any offset, and stores nothing on
+        the server. In a group, one member reads at a time, and confirmed records are not read
+        again. ``SubscriberConfig`` describes the settings. ``codec`` decodes values; None means
+        the stream's codec.
+
+        >>> with stream.subscriber(group="billing") as sub:      # doctest: +SKIP
+        ...     for record in sub.poll(timeout=1.0):
+        ...         sub.confirm(record)
 
         Raises:
+            StreamNotFound: The stream does not exist.
             InvalidInitialOffset: ``initial_offset`` is NONE, without a group.
-            NoConfirmedOffset: ``initial_offset`` is NONE, and the group has confirmed nothing.
-            ValueError, TypeError: A setting out of its range, or of the wrong type.
+            NoConfirmedOffset: ``initial_offset`` is NONE, and the group has no confirmed offset.
+            ValueError, TypeError: A setting is out of range or of the wrong type.
         """
-        check_choice("initial_offset", initial_offset, tuple(InitialOffset))
         config = SubscriberConfig(
             group=group,
-            initial_offset=InitialOffset(initial_offset),
+            initial_offset=initial_offset,
             lease_ttl=lease_ttl,
             max_poll_interval=max_poll_interval,
             on_gap=on_gap,
@@ -153,9 +185,7 @@ class Stream:
             on_assigned=on_assigned,
             auto_confirm=auto_confirm,
         )
-        return Subscriber(
-            self, self._handle, config, find_codec(self.config.codec if codec is None else codec)
-        )
+        return Subscriber(self, self._handle, config, self._codec(codec))
 
     def shared_subscriber(
         self,
@@ -169,53 +199,54 @@ class Stream:
         on_poison: OnPoison | None = None,
         default_key: str | None = None,
         keyless: Keyless | None = None,
-        initial_offset: InitialOffset | str = InitialOffset.AUTO,
+        initial_offset: Start = InitialOffset.AUTO,
         max_poll_interval: float = ConsumerConfig.max_poll_interval,
         on_gap: OnGap = ConsumerConfig.on_gap,
         on_gap_skipped: Callable[[int, int], object] | None = None,
-        codec: str | Codec | None = None,
+        codec: CodecName | Codec | None = None,
     ) -> SharedSubscriber:
-        """Open a consumer of a shared group; close it, or use ``with``.
+        """Open a consumer of a shared group. Close it, or use ``with``.
 
-        The consumers of a shared group work in parallel; records of one ordering key are processed
-        in order, by one consumer at a time. ``SharedConfig`` documents the settings of the group,
-        ``max_per_key`` to ``keyless``: they count when it is created, and must be the same, or left
-        out, later. ``ConsumerConfig`` documents those of this consumer.
+        The consumers of a shared group work in parallel. Records with the same ordering key are
+        processed in order, by one consumer at a time. ``SharedConfig`` describes the settings of
+        the group, ``max_per_key`` to ``keyless``: the first consumer chooses them, and later ones
+        omit them or pass the same. ``ConsumerConfig`` describes the settings of this consumer.
 
         Args:
             group: The name of the shared group. Its first consumer creates it.
-            initial_offset: Where a new group begins: EARLIEST (AUTO means the same here) or LATEST;
-                NONE: it must exist.
-            codec: How to decode values; None = as the stream says.
+            initial_offset: Where a new group begins: EARLIEST (also AUTO), LATEST, an offset, or an
+                aware datetime. With NONE, the group must exist.
+            codec: Decodes values; None means the stream's codec.
 
         Raises:
+            StreamNotFound: The stream does not exist.
             MeteorError: The stream has no ``ordering_key``.
-            GroupConfigMismatch: It exists with other settings, or for one reader at a time.
-            GroupNotFound: NONE, and it does not exist.
-            ValueError, TypeError: A setting out of its range, or of the wrong type.
+            GroupConfigMismatch: The group exists with other settings, or is not a shared group.
+            GroupNotFound: ``initial_offset`` is NONE, and the group does not exist.
+            ValueError, TypeError: A setting is out of range or of the wrong type.
         """
-        given = {
-            "max_per_key": max_per_key,
-            "lease_ttl": lease_ttl,
-            "max_deliveries": max_deliveries,
-            "dead_letter": dead_letter,
-            "on_poison": on_poison,
-            "default_key": default_key,
-            "keyless": keyless,
-        }
-        check_choice("initial_offset", initial_offset, tuple(InitialOffset))
+        requested = without_none(
+            max_per_key=max_per_key,
+            lease_ttl=lease_ttl,
+            max_deliveries=max_deliveries,
+            dead_letter=dead_letter,
+            on_poison=on_poison,
+            default_key=default_key,
+            keyless=keyless,
+        )
+        start = parse_start("initial_offset", initial_offset)
         config = ConsumerConfig(prefetch, max_poll_interval, on_gap, on_gap_skipped)
-        asked = {setting: value for setting, value in given.items() if value is not None}
-        start = InitialOffset(initial_offset)
-        shared, settings = open_shared(self, self._handle, group, asked, start)
-        found = find_codec(self.config.codec if codec is None else codec)
-        return SharedSubscriber(shared, settings, config, found)
+        shared, settings = open_shared(self, self._handle, group, requested, start)
+        return SharedSubscriber(shared, settings, config, self._codec(codec))
+
+    def _codec(self, codec: CodecName | Codec | None) -> Codec | None:
+        return find_codec(self.config.codec if codec is None else codec)
 
     def shared_group(self, name: str) -> SharedGroup:
         """Return a shared group, to describe, purge, resume, check or delete it.
 
         Raises:
-            GroupNotFound: It does not exist.
+            GroupNotFound: The group does not exist.
         """
         shared = SharedGroup(self, self._handle, name)
         shared._protocol.require()
@@ -224,16 +255,19 @@ class Stream:
     def read(
         self, start: int | str | datetime = "earliest", stop: int | None = None
     ) -> Iterator[RecordBatch]:
-        """Iterate over the batches from ``start`` to before ``stop``, and end there.
+        """Iterate over the records from ``start`` up to ``stop``, in batches.
+
+        >>> for batch in stream.read(stop=1000):                 # doctest: +SKIP
+        ...     print(batch.to_arrow())
 
         Args:
-            start: An offset, "earliest", "latest" (which gives nothing), or an aware datetime.
-            stop: An offset, exclusive; None, or one beyond the end, means the end as it is now.
+            start: An offset, "earliest", "latest" (yields nothing), or an aware datetime.
+            stop: An offset, exclusive. None, or one beyond the end, means the current end.
 
         Raises:
-            ValueError: A negative offset, one beyond the end, or a datetime without a timezone.
-            RecordsLost: Some are neither in the ring nor in the store.
-            CorruptSegment: Some are damaged in the store.
+            ValueError: The offset is negative or beyond the end, or the datetime has no timezone.
+            RecordsLost: Some records are neither in the ring nor in the store.
+            CorruptSegment: Some records are damaged in the store.
         """
         if isinstance(start, datetime):
             to_ms(start)
@@ -247,31 +281,31 @@ class Stream:
         return self._read(start, end if stop is None else min(stop, end))
 
     def _read(self, start: int | str | datetime, end: int) -> Iterator[RecordBatch]:
-        with self.subscriber() as sub:  # stands at the end
+        with self.subscriber() as sub:  # starts at the end
             if start != "latest":
                 sub.seek(start)
             while sub.position < end:
                 batch = sub.poll(max_records=min(end - sub.position, 10_000))
-                if batch.last_offset >= end:  # "earliest" has moved in the meantime
+                if batch.last_offset >= end:  # the ring dropped records since "earliest" was found
                     batch = batch[: max(end - batch.first_offset, 0)]
                 if batch:
                     yield batch
 
     def offset_at(self, time: datetime) -> int:
-        """Return the first offset that was appended at ``time`` or later; the end if none was.
+        """Return the first offset appended at ``time`` or later; the end if there is none.
 
         Raises:
-            ValueError: A datetime without a timezone.
-            StreamNotFound: The stream was deleted.
+            ValueError: The datetime has no timezone.
+            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
             CorruptStream: The log holds an entry that is not a frame.
         """
         return self._handle.offset_at(time)
 
     def groups(self) -> list[GroupDescription]:
-        """The groups of the stream, shared ones too, by name.
+        """Return descriptions of all subscriber groups, shared ones included, sorted by name.
 
         Raises:
-            StreamNotFound, LogTruncated: As ``describe``.
+            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
         """
         return self._groups(self.bounds()[1])
 
@@ -282,27 +316,28 @@ class Stream:
         return sorted(found, key=lambda group: group.name)
 
     def group(self, name: str) -> GroupDescription:
-        """One of them.
+        """Return the description of one subscriber group.
 
         Raises:
-            GroupNotFound: There is none of that name.
+            GroupNotFound: The stream has no group with that name.
         """
-        for found in self._groups(self.bounds()[1]):
+        for found in self.groups():
             if found.name == name:
                 return found
         raise reply_errors.group_not_found(self.name, name)
 
     def seek_group(self, group: str, to: int | str | datetime, *, force: bool = False) -> int:
-        """Let a group go on from somewhere else, and return the offset; it begins if it is new.
+        """Move a group to another offset, creating it if needed. Returns that offset.
 
         Args:
-            group: Its name.
+            group: The name of the group.
             to: An offset, "earliest", "latest", or an aware datetime, as in ``Subscriber.seek``.
-            force: Take an active group from its owner, whose confirms are then refused.
+            force: Move the group even if a member holds its lease; that member's confirms are
+                then refused.
 
         Raises:
-            GroupActive: A member has the lease, and ``force`` is False.
-            ValueError: A negative offset, one beyond the end, or a datetime without a timezone.
+            GroupActive: A member holds the lease, and ``force`` is false.
+            ValueError: The offset is negative or beyond the end, or the datetime has no timezone.
         """
         keys.check_name(group, "group")
         offset, floating = self._handle.resolve(to)
@@ -310,15 +345,16 @@ class Stream:
         return offset
 
     def delete_group(self, group: str, *, force: bool = False) -> None:
-        """Delete a group, shared or not, with what it has confirmed.
+        """Delete a group, shared or not, with its confirmed offset.
 
         Args:
-            group: Its name.
-            force: Even if a member has the lease, or there are consumers; they will be told.
+            group: The name of the group.
+            force: Delete the group even if it has an owner or live consumers, which lose their
+                records and rejoin.
 
         Raises:
-            GroupActive: Somebody is at work, and ``force`` is False.
-            GroupNotFound: There is none.
+            GroupActive: A member holds the lease or consumers are alive, and ``force`` is false.
+            GroupNotFound: The stream has no group with that name.
         """
         keys.check_name(group, "group")
         if self.config.ordering_key is not None and group in list_shared(self._handle):
@@ -327,17 +363,16 @@ class Stream:
             delete_group(self._handle, group, force=force)
 
     def describe(self) -> Description:
-        """Look at the stream: bounds, size, settings, groups.
+        """Describe the stream: bounds, size, settings, groups.
 
         Raises:
             StreamNotFound: The stream was deleted.
-            LogTruncated: It was deleted and created anew: open it again.
+            LogTruncated: The stream was deleted and recreated. Open it again.
         """
-        meta, frames, first = self._handle.look()
+        handle = self._handle
+        meta, frames, first = handle.snapshot()
         try:
-            size = self._handle.connector.call(
-                "MEMORY", "USAGE", self._handle.keys[0], "SAMPLES", 5
-            )
+            size = handle.connector.call("MEMORY", "USAGE", handle.keys[0], "SAMPLES", 5)
         except ServerRefused:
             size = None
         return Description(
@@ -349,7 +384,7 @@ class Stream:
             bytes=size,
             appended=meta.appended,
             archived=meta.archived,
-            archiver=None if meta.store is None else find_archiver(self._handle),
+            archiver=None if meta.store is None else find_archiver(handle),
             config=meta.config,
             incarnation=meta.incarnation,
             epoch=meta.epoch,
@@ -364,45 +399,62 @@ class Stream:
         compression: Compression | None = None,
         checksum: bool | None = None,
         max_unarchived: int | None = None,
+        max_age: float | None = None,
+        max_bytes: int | None = None,
+        retain: float | None = None,
+        retain_bytes: int | None = None,
     ) -> None:
-        """Change settings. Publishers that are open keep theirs for compression and checksum.
+        """Change settings, which ``StreamConfig`` describes. None leaves a setting unchanged.
 
-        A smaller capacity trims the ring in small steps, so that nobody has to wait.
+        0 removes the limit ``max_age``, ``max_bytes``, ``retain`` or ``retain_bytes``. Open
+        publishers keep their compression and checksum. A smaller ring is trimmed at once, in small
+        steps, so that other clients do not wait long.
 
         Raises:
-            ValueError, TypeError: A setting out of its range, or of the wrong type.
-            StreamNotFound: The stream was deleted.
-            LogTruncated: It was deleted and created anew.
+            ValueError, TypeError: A setting is out of range or of the wrong type.
+            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
         """
-        if max_unarchived is not None and self._handle.store_id is None:
-            raise ValueError("max_unarchived is for a stream with a store, which this one has not.")
-        given = {
-            "capacity": capacity,
-            "compression": compression,
-            "checksum": checksum,
-            "max_unarchived": max_unarchived,
-        }
-        asked = {setting: value for setting, value in given.items() if value is not None}
-        present = self._handle.look()[0].config  # others may have changed it
-        config = replace(present, **asked).check_room()  # type: ignore[arg-type]  # checked inside
-        fields = config.to_fields()
-        others = [item for s in asked if s != "capacity" for item in (s, fields[s])]
-        new_capacity = fields["capacity"] if capacity is not None else ""
-        logs = [*self._handle.keys, *self._handle.index_keys]
-        while (
-            self._handle.run(CONFIGURE_STREAM, [self.incarnation, new_capacity, *others], logs)[0]
-            == b"MORE"
-        ):
-            pass  # ends: each step trims at least one entry of a finite ring
-        self._handle.config = config
+        requested = without_none(
+            capacity=capacity,
+            compression=compression,
+            checksum=checksum,
+            max_unarchived=max_unarchived,
+            max_age=max_age,
+            max_bytes=max_bytes,
+            retain=retain,
+            retain_bytes=retain_bytes,
+        )
+        configure(self._handle, requested)
+
+    def repair(self, *, dry_run: bool = True) -> RepairReport:
+        """Remove entries from the log that no publisher wrote, such as those of a stray ``XADD``.
+
+        Such an entry beyond the end of the log blocks publishing for good; any other stops readers
+        with ``CorruptStream``. The repair copies the ring on the server, which needs memory for
+        both, and replaces it with the copy. Publishers and subscribers may stay open.
+
+        >>> stream.repair().foreign                              # doctest: +SKIP
+        1
+        >>> stream.repair(dry_run=False).repaired                # doctest: +SKIP
+        True
+
+        Args:
+            dry_run: Change nothing; only report what would be removed.
+
+        Raises:
+            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
+            ConnectionFailed: The server did not reply. Run the repair again to see how far it got.
+            OutOfMemory: The server has no room for the copy. Nothing was changed.
+        """
+        return repair(self._handle, dry_run=dry_run)
 
     @property
     def store(self) -> Archive:
-        """What is in the store of the stream.
+        """The stream's store, to inspect, verify and compact the archived records.
 
         Raises:
-            StoreMismatch: It has none, or it is not found at its address.
-            StoreUnavailable: It cannot be reached.
+            StoreMismatch: The stream has no store, or its store is not at its address.
+            StoreUnavailable: The store cannot be reached.
         """
         return Archive(self._handle, self.groups)
 
@@ -414,14 +466,14 @@ class Stream:
         segment_age: float = ArchiverConfig.segment_age,
         lease_ttl: float = ArchiverConfig.lease_ttl,
     ) -> Archiver:
-        """Return an archiver with settings of your own, described by ``ArchiverConfig``.
+        """Return an archiver with settings other than the defaults of ``ArchiverConfig``.
 
-        ``run()`` it, or ``start()`` and ``close()`` it. The archiver that this client runs in the
-        background stops when this one starts.
+        Call ``run()``, or ``start()`` and ``close()``. When it starts, it replaces the archiver
+        that this client runs in the background.
 
         Raises:
-            StoreMismatch, StoreUnavailable: As ``store``.
-            ValueError, TypeError: A setting out of its range, or of the wrong type.
+            StoreMismatch, StoreUnavailable: See ``store``.
+            ValueError, TypeError: A setting is out of range or of the wrong type.
         """
         config = ArchiverConfig(
             segment_records=segment_records,
@@ -432,40 +484,38 @@ class Stream:
         return Archiver(self, self._handle, self._handle.find_store(), config)
 
     def delete(self, *, history: bool = False) -> None:
-        """Delete the stream with all its records. Publishers and subscribers will be told.
+        """Delete the stream and its records. Open publishers and subscribers will raise.
 
         Args:
-            history: Also what is in the store; else the files stay.
+            history: Also delete the archived records in the store; by default the files stay.
 
         Raises:
-            StreamNotFound: It was deleted before.
-            LogTruncated: It was deleted and created anew; the new one is left alone.
+            StreamNotFound: The stream was already deleted.
+            LogTruncated: The stream was deleted and recreated. The new stream is not deleted.
         """
-        backend = (
-            self._handle.find_store() if history and self._handle.store_id is not None else None
-        )
-        stop_archiver(self._handle)
-        found: set[bytes] = set()  # of which some end with any bytes: the ids of groups
-        cursor, log, meta = b"0", self._handle.keys[0].encode(), self._handle.keys[1].encode()
+        handle, connector = self._handle, self._handle.connector
+        store = handle.find_store() if history and handle.store_id is not None else None
+        stop_archiver(handle)
+        found: set[bytes] = set()  # not str: keys that contain ids of groups may end in any bytes
+        cursor, log, meta = b"0", handle.keys[0].encode(), handle.keys[1].encode()
         while True:
-            cursor, part = self._handle.connector.call(
+            cursor, part = connector.call(
                 "SCAN", cursor, "MATCH", keys.everything(self.name), "COUNT", 1000
             )
             found.update(part)
             if cursor == b"0":
                 break
         names: list[Any] = [meta, *sorted((found | {log}) - {meta})]
-        answer = self._handle.connector.run(DELETE_STREAM, names, [self.incarnation])
-        # Not found, though it was there before: deleted by a first try whose answer was lost.
-        if answer[0] != b"OK" and not (answer[0] == b"NOSTREAM" and meta in found):
-            raise reply_errors.stream_gone(self.name, answer[0])
-        self._handle.connector.call("SREM", keys.STREAMS, self.name)
-        if self._handle.connector.call(
-            "EXISTS", self._handle.keys[1]
-        ):  # created anew by somebody meanwhile
-            self._handle.connector.call("SADD", keys.STREAMS, self.name)
-        if backend is not None:
-            backend.delete(self.incarnation)
+        reply = connector.run(DELETE_STREAM, names, [self.incarnation])
+        # If SCAN saw the stream and it is gone now, a first attempt whose reply was lost has
+        # deleted it.
+        if reply[0] != b"OK" and not (reply[0] == b"NOSTREAM" and meta in found):
+            raise reply_errors.stream_gone(self.name, reply[0])
+        connector.call("SREM", keys.STREAMS, self.name)
+        if connector.call("EXISTS", handle.keys[1]):  # another client has recreated it
+            connector.call("SADD", keys.STREAMS, self.name)
+        if store is not None:
+            store.delete(self.incarnation)
 
     def __repr__(self) -> str:
         return f"<Stream {self.name!r} on {self.client.address}>"

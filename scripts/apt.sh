@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs Debian packages if this user may: apt.sh PACKAGE...
-# Fails, silently, where there is no apt-get or no right to use it.
+# Fails silently without apt-get, or without permission to use it.
 set -eu
 
 command -v apt-get >/dev/null || exit 1

@@ -1,7 +1,8 @@
-"""A Griffe extension for the documentation site: our docstrings as Markdown.
+"""A Griffe extension for the documentation site: docstrings as Markdown, and all fields.
 
 Docstrings are written for the terminal: examples start with ``>>>``, and a few names are Sphinx
-roles. Markdown would show the first as quotations and the second with colons.
+roles. Markdown would show the first as quotations and the second with colons. The site hides
+members without a docstring, but a field of a data class is public even if its name says it all.
 """
 
 from __future__ import annotations
@@ -17,12 +18,24 @@ _FLAG = re.compile(r" *# doctest: .*")
 
 
 class MarkdownDocstrings(griffe.Extension):
-    """Turns doctests into code blocks and roles into code."""
+    """Turns doctests into code blocks and roles into code; shows undocumented fields."""
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        public = not attr.name.startswith("_") and attr.annotation is not None
+        if attr.docstring is None and public and _is_data_class(attr.parent):
+            attr.docstring = griffe.Docstring("", parent=attr)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             text = _DOCTEST.sub(_fence, obj.docstring.value)
             obj.docstring.value = _ROLE.sub(r"`\1`", text)
+
+
+def _is_data_class(parent: griffe.Object | None) -> bool:
+    if not isinstance(parent, griffe.Class):
+        return False
+    made_by = [str(base) for base in parent.bases] + [str(d.value) for d in parent.decorators]
+    return any(re.search(r"\b(dataclass|NamedTuple|Struct)\b", each) for each in made_by)
 
 
 def _fence(found: re.Match[str]) -> str:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Sees to it that there is a Java for Spark: 17 or newer.
+# Ensures that Java 17 or newer is installed, for Spark.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -15,7 +15,7 @@ recent() {
 }
 
 if ! recent; then
-    # Each Debian and Ubuntu has one of these.
+    # Every release of Debian and Ubuntu has one of these.
     scripts/apt.sh openjdk-17-jre-headless || scripts/apt.sh openjdk-21-jre-headless || true
     recent || {
         echo "Spark needs Java 17 or newer: install it (Debian: sudo apt-get install openjdk-17-jre-headless)" \

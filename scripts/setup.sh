@@ -26,7 +26,7 @@ find_python() {
 # An interrupted run leaves a .venv without pip.
 if ! recent .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     python=$(find_python) || fail "meteor_py needs Python 3.11 or newer: install it, then run make again."
-    # Debian ships venv and its pip (ensurepip) in a package of their own.
+    # Debian ships venv and its pip (ensurepip) in a separate package.
     if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
         package="$(basename "$python")-venv"
         scripts/apt.sh "$package" ||
@@ -38,5 +38,7 @@ fi
 
 echo "Installing meteor_py and its tools into .venv; the first time this takes a minute."
 .venv/bin/python -m pip install --quiet --upgrade "pip>=25.1" # the first that knows --group
-.venv/bin/python -m pip install --quiet --editable . --group test --group lint
+# Exactly these files, whichever index they come from; `make lock` renews the list.
+.venv/bin/python -m pip install --quiet --require-hashes --requirement requirements-dev.txt
+.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 touch .venv/installed

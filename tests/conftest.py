@@ -1,8 +1,8 @@
 """Fixtures for all tests: servers, seeds, and a guard against threads left behind.
 
-`url` is the usual one: a real Valkey, empty. `any_url` runs a test on every kind of server.
-`private_server` is for tests that kill, pause or configure theirs. `rng` is the only source of
-randomness: a failed test prints the seed that repeats it.
+`url` is an empty, real Valkey. `any_url` runs a test on every kind of server. `private_server` is
+for tests that kill, pause or configure their server. `rng` is the only source of randomness: a
+failed test prints the seed that repeats it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class ServerFactory(Protocol):
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The Valkey that the tests of one worker share. Do not stop or configure it."""
+    """The Valkey that all tests of a worker share. Do not stop or configure it."""
     with Server(binaries()["valkey"]) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[Server]:
-    """The same, but the machine's own Redis."""
+    """Like ``server``, but the Redis of this machine."""
     require_redis()
     with Server(binaries()["redis"]) as running:
         yield running
@@ -73,9 +73,9 @@ def url(server_url: str) -> str:
 
 @pytest.fixture(params=["valkey", "redis", "fake"])
 def any_url(request: pytest.FixtureRequest) -> str:
-    """The address of an empty server: the test runs once on each kind."""
+    """The address of an empty server. The test runs once on each kind of server."""
     if request.param == "fake":
-        return f"fake://{secrets.token_hex(8)}"  # a name: two clients of one test meet there
+        return f"fake://{secrets.token_hex(8)}"  # named, so that the clients of a test share it
     name = "redis_server" if request.param == "redis" else "server"
     running: Server = request.getfixturevalue(name)
     return emptied(running.url)
@@ -97,7 +97,7 @@ def private_server() -> Iterator[ServerFactory]:
 
 
 def require_redis() -> None:
-    """Skip without a redis-server, but never where the whole suite is meant to run."""
+    """Skip without a redis-server, except in CI, where the whole suite must run."""
     if "redis" not in binaries():
         missing = "redis-server is not on PATH (Debian: apt-get install redis-server)."
         if os.environ.get("CI") == "true":
@@ -113,7 +113,7 @@ def emptied(server_url: str) -> str:
 
 @pytest.fixture
 def crew(url: str) -> Iterator[Crew]:
-    """A stream, a group, and members of it in other processes."""
+    """A stream and a group, with members in other processes."""
     with Crew(url) as crew:
         yield crew
 
@@ -127,8 +127,8 @@ def pair(private_server: ServerFactory) -> Iterator[Pair]:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """The Spark of a worker: it takes seconds to start, so there is one for all tests."""
-    from tests.support.spark import session  # most tests do without PySpark
+    """The Spark session that all tests of a worker share, since it takes seconds to start."""
+    from tests.support.spark import session  # most tests do not need PySpark
 
     require_java()
     with session() as spark:
@@ -146,7 +146,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_configure() -> None:
     # The workers of pytest-xdist are started later and inherit the seed.
     os.environ.setdefault(SEED, str(secrets.randbelow(1 << 32)))
-    # What is started in the background ignores Ctrl-C, and so would all that the tests start.
+    # A shell's background job ignores Ctrl-C, and so would all processes that the tests start.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -157,7 +157,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
-    """Random numbers from the seed of the run and the name of the test, whatever its order."""
+    """Random numbers that depend only on the seed of the run and the name of the test."""
     return random.Random(f"{os.environ[SEED]} {request.node.nodeid}")
 
 
@@ -168,7 +168,7 @@ def pytest_runtest_makereport(
     report = yield
     if report.failed and "rng" in getattr(item, "fixturenames", ()):
         again = f"{SEED}={os.environ[SEED]} pytest '{item.nodeid}'"
-        report.sections.append(("to repeat it with the same seed", again))
+        report.sections.append(("to repeat with the same seed", again))
     return report
 
 
@@ -177,7 +177,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True)
 def no_threads_left() -> Iterator[None]:
-    """Fail a test whose `meteor...` threads outlive it: somebody was not closed."""
+    """Fail a test whose `meteor...` threads outlive it: it did not close every object."""
     before = set(threading.enumerate())
     yield
     deadline = time.monotonic() + THREAD_GRACE_S

@@ -1,4 +1,4 @@
-"""Commands that take the common options wherever people put them, and show an example."""
+"""Command classes: global options in any place, examples in the help, hints for other names."""
 
 from __future__ import annotations
 
@@ -10,57 +10,54 @@ from typing import Any
 
 import click
 
+from meteor_cli.args.options import Option
 from meteor_cli.session import TIMEOUT_S, Session
 
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 def common_options(*, hidden: bool) -> list[click.Option]:
-    """Those of every command; after the name of a command they are taken, but not listed."""
+    """Returns the options of every command; subcommands accept them but do not list them."""
 
-    def note(context: click.Context, option: click.Parameter, value: Any) -> None:
+    def store(context: click.Context, option: click.Parameter, value: Any) -> None:
         name = option.name or ""
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
             setattr(context.find_object(Session), name, value)
 
     def set_logging(context: click.Context, option: click.Parameter, value: int) -> None:
         if value:
-            note(context, option, value)
+            store(context, option, value)
             logging.getLogger("meteor_py").setLevel(logging.INFO if value == 1 else logging.DEBUG)
 
-    def option(*names: str, callback: Callable[..., None] = note, **settings: Any) -> click.Option:
-        return click.Option(names, expose_value=False, hidden=hidden, callback=callback, **settings)
+    def option(*names: str, callback: Callable[..., None] = store, **settings: Any) -> click.Option:
+        return Option(names, expose_value=False, hidden=hidden, callback=callback, **settings)
 
     return [
         option(
             "--url",
             metavar="URL",
-            help="The server: redis://host:port, rediss://, unix:///socket, embedded:///dir. "
-            "Default: $METEOR_URL, else a server of your own that is kept on disk.",
+            help="Server to use: redis://host:port, rediss://, unix:///socket, embedded:///dir. "
+            "Default: $METEOR_URL, or else your personal server, which keeps its data on disk.",
         ),
         option(
             "--timeout",
             type=click.FloatRange(min=0, min_open=True, max=3600),
             default=TIMEOUT_S,
             metavar="SECONDS",
-            help=f"How long to wait for the server: {TIMEOUT_S:g}.",
+            help=f"How long to wait for the server. Default: {TIMEOUT_S:g}.",
         ),
         option("--debug", is_flag=True, help="Show tracebacks."),
-        option(
-            *("-v", "--verbose"),
-            count=True,
-            help="Say more of what goes on; twice: even more.",
-            callback=set_logging,
-        ),
-    ]
+        option("-v", "--verbose", count=True, help="Log more; -vv for even more.",
+               callback=set_logging),
+    ]  # fmt: skip
 
 
 class Command(click.Command):
     """A command whose help ends with an example.
 
     Args:
-        example: Lines for a shell.
-        more: Titles and texts of sections of the help that are shown as they are.
+        example: Shell lines.
+        more: Further sections of the help, by title; printed verbatim.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class Command(click.Command):
     ) -> None:
         settings["context_settings"] = CONTEXT_SETTINGS | (settings.get("context_settings") or {})
         super().__init__(*args, **settings)
-        own = {option.name for option in self.params}  # such as --timeout of an answer
+        own = {option.name for option in self.params}  # such as the --timeout of `peers ask`
         common = (name for name in ("url", "timeout", "debug") if name not in own)
         self._others = ", ".join(f"--{name}" for name in common)
         self.params += [each for each in common_options(hidden=True) if each.name not in own]
@@ -80,11 +77,11 @@ class Command(click.Command):
         for name, text in (self._more | {title: self.example}).items():
             with formatter.section(name):
                 formatter.write("".join(f"  {line}\n" for line in text.splitlines()))
-        formatter.write(f"\n{self._others} and -v are options, too: `meteor --help`.\n")
+        formatter.write(f"\nGlobal options ({self._others}, -v): see `meteor --help`.\n")
 
 
 class Group(click.Group):
-    """A family of commands, in the order in which they were added."""
+    """A group of commands, listed in the order in which they were added."""
 
     command_class = Command
     group_class = type
@@ -105,11 +102,11 @@ class Group(click.Group):
         meant = [name for name in meant if name in own]
         if meant and self.get_command(context, args[0]) is None:
             paths = " or ".join(f"`{context.command_path} {name}`" for name in meant)
-            raise click.UsageError(f"No such command {args[0]!r}; {paths} does that.", context)
+            raise click.UsageError(f"No such command {args[0]!r}. Did you mean {paths}?", context)
         return super().resolve_command(context, args)
 
 
-#: Names that others have given to the same things, by ours.
+#: Words that users of other tools may try, by our name for the command.
 _ALIASES = {
     "tail": "consume read sub subscribe",
     "publish": "pub produce",
@@ -129,13 +126,13 @@ _ALIASES = {
 
 
 def section(module: ModuleType) -> str:
-    """The table in what a module says of itself: its indented paragraph."""
+    """Returns the indented paragraph of a module's docstring."""
     paragraphs = (module.__doc__ or "").split("\n\n")
     return dedent(next(part for part in paragraphs if part.startswith("    ")))
 
 
 def command(name: str | None = None, **settings: Any) -> Callable[[Callable[..., object]], Command]:
-    """In place of ``click.command``: a ``Command``; the function gets the session first."""
+    """Decorator like ``click.command`` that makes a ``Command`` and passes the session first."""
 
     def decorate(function: Callable[..., object]) -> Command:
         made: Command = click.command(name, cls=Command, **settings)(click.pass_obj(function))

@@ -1,4 +1,4 @@
-"""Errors of the library, said in the language of the command line."""
+"""Error messages of the library, with hints that name commands instead of methods."""
 
 from __future__ import annotations
 
@@ -8,41 +8,36 @@ from meteor_cli.render.text import counted
 
 
 def explain(error: Exception) -> str:
-    """One sentence, and a hint that names commands in place of methods."""
+    """Returns the problem, and what to do about it at a shell."""
     match error:
         case meteor_py.GroupNotFound():
             return (
-                f"Stream {error.stream!r} has no group {error.group!r}; `meteor groups ls "
-                f"{error.stream}` shows those it has."
+                f"Stream {error.stream!r} has no group {error.group!r}. "
+                f"`meteor groups ls {error.stream}` lists its groups."
             )
         case meteor_py.StreamNotFound():
+            guess = f" Did you mean {' or '.join(map(repr, error.similar))}?"
             return (
-                f"There is no stream {error.stream!r}; `meteor streams ls` shows those there are, "
-                f"and `meteor streams create {error.stream}` makes it."
+                f"There is no stream {error.stream!r}.{guess if error.similar else ''} `meteor "
+                f"streams ls` lists all streams; `meteor streams create {error.stream}` creates it."
             )
         case meteor_py.PeerGroupNotFound():
-            return (
-                f"There is no peer group {error.group!r}; `meteor peers ls` shows those there are."
-            )
+            return f"There is no peer group {error.group!r}. `meteor peers ls` lists all groups."
         case meteor_py.MemberUnknown() if error.member:
             return (
-                f"There is no member {error.member!r} in group {error.group!r}; `meteor peers "
-                f"members {error.group}` shows who is."
-            )
-        case meteor_py.GroupActive(shared=True):
-            return (
-                f"Shared group {error.group!r} of stream {error.stream!r} is active: "
-                f"{sanitize(error.owner)} is one of its consumers. Stop them first, or use --force."
+                f"There is no member {error.member!r} in group {error.group!r}. "
+                f"`meteor peers members {error.group}` lists the members."
             )
         case meteor_py.GroupActive():
+            role = "consumes from it" if error.shared else "has its lease"
+            kind = "Shared group" if error.shared else "Group"
             return (
-                f"Group {error.group!r} of stream {error.stream!r} is active: "
-                f"{sanitize(error.owner)} has its lease. Stop that member first, or take the group "
-                "from it with --force."
+                f"{kind} {error.group!r} of stream {error.stream!r} is active: "
+                f"{sanitize(error.owner)} {role}. Stop it first, or use --force."
             )
         case meteor_py.LogTruncated() | meteor_py.RecordsLost() | meteor_py.CorruptSegment():
             return _explain_loss(error)
-        case OSError() if error.strerror and not error.filename:  # as of a full disk
+        case OSError() if error.strerror and not error.filename:  # such as a full disk
             return f"{error.strerror}."
         case meteor_py.PeerGroupActive():
             return (
@@ -53,42 +48,35 @@ def explain(error: Exception) -> str:
             return f"{error.problem} {_hint(error)}"
         case meteor_py.MeteorError() | ValueError() | ImportError() | TimeoutError() | OSError():
             return str(error)
-    return (
-        f"Something unexpected went wrong: {type(error).__name__}: {error} (--debug shows where)."
-    )
+    return f"Unexpected error: {type(error).__name__}: {error} (--debug shows the traceback)."
 
 
 def _hint(error: meteor_py.MeteorError) -> str:
-    """What to do about it at a shell."""
     match error:
         case meteor_py.StreamConfigMismatch(changeable=True):
             return f"Omit the option, or change it with `meteor streams configure {error.stream}`."
         case meteor_py.StoreMismatch(missing="store"):
-            return "Give a stream its store with `meteor streams create NAME --store DIR`."
+            return "Create a stream with a store: `meteor streams create NAME --store DIR`."
         case meteor_py.StoreMismatch(missing="address"):
-            return "`meteor archive` takes the address of the store with --store."
+            return "Pass the address of the store to `meteor archive` with --store."
         case meteor_py.StreamFull():
             return f"Start an archiver: `meteor archive run {error.stream}`."
         case meteor_py.StoreUnavailable():
-            return "Does `meteor archive run` run somewhere, and can it write to the store?"
+            return "Check that `meteor archive run` is running and can write to the store."
         case meteor_py.RecordTooLarge():
-            return "Publish a reference to it, cut it into pieces, or raise --max-bytes."
+            return "Publish a reference to the data, split it, or raise --max-bytes."
     return error.hint
 
 
 def _explain_loss(
     error: meteor_py.LogTruncated | meteor_py.RecordsLost | meteor_py.CorruptSegment,
 ) -> str:
-    what = f"records {error.first} to {error.last} of stream {error.stream!r}"
+    records = f"records {error.first} to {error.last} of stream {error.stream!r}"
     if not isinstance(error, meteor_py.LogTruncated):
         state = "gone" if isinstance(error, meteor_py.RecordsLost) else "damaged in the store"
-        return f"R{what[1:]} are {state}; start at {error.last + 1}, with `-o {error.last + 1}`."
-    if error.last < error.first:
-        return (
-            f"Stream {error.stream!r} was deleted and created anew, or the server has lost records "
-            "of it; what is there now may be other records. Start again."
-        )
+        return f"R{records[1:]} are {state}. Continue after them with `-o {error.last + 1}`."
+    lost = "records" if error.last < error.first else records
     return (
-        f"The server has lost {what}, or the stream was created anew; what is there now may be "
-        "other records. Start again to read them."
+        f"The server lost {lost}, or stream {error.stream!r} was deleted and created again. Other "
+        "records may have their offsets now; run the command again to read them."
     )

@@ -1,4 +1,4 @@
-"""The entry point of the ``meteor`` command: parses, calls the library, renders."""
+"""Entry point of the ``meteor`` command."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from meteor_cli.render.text import say
 from meteor_cli.session import Session
 from meteor_cli.signals import repeat_lost_signal
 
-#: In the order of the help. Each is in the module of its name in ``commands``, which is imported
-#: when it is needed: a command starts in the time of its own imports.
+#: Commands in the order of the help. Each lives in the module ``commands.<name>``, which is
+#: imported on demand so that a command does not pay for the imports of the others.
 COMMANDS = (
     "demo", "server", "tail", "publish", "seek", "streams", "groups", "shared", "peers", "archive",
     "top", "watch", "bench", "completion",
 )  # fmt: skip
-#: The shell's way to say that a signal ended it.
-INTERRUPTED = 128 + signal.SIGINT
 
 
 class Root(Group):
-    """The command itself."""
+    """The ``meteor`` command."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -46,23 +44,23 @@ class Root(Group):
         return found
 
     def make_context(self, *args: Any, **settings: Any) -> click.Context:
-        with _until_cut_off():  # --help and --version are printed here
+        with _accept_closed_pipe():  # --help and --version are printed here
             return super().make_context(*args, **settings)
 
     def invoke(self, context: click.Context) -> Any:
-        with _until_cut_off():
+        with _accept_closed_pipe():
             return super().invoke(context)
 
 
 @contextmanager
-def _until_cut_off() -> Iterator[None]:
+def _accept_closed_pipe() -> Iterator[None]:
+    """Exit with 0 if the reader of stdout has closed the pipe, as ``head`` does."""
     try:
         yield
     except BrokenPipeError:
         if not is_cut_off(sys.stdout.fileno()):
             raise
-        # Whoever reads has seen enough: nothing is wrong. What is still in the buffer must
-        # not fail again at the end of the interpreter.
+        # The interpreter flushes the buffer at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.exceptions.Exit(0) from None
 
@@ -72,7 +70,7 @@ def _until_cut_off() -> Iterator[None]:
 def meteor() -> None:
     """Real-time streaming on Redis or Valkey: Kafka without the brokers.
 
-    The options may stand behind the name of a command, too.
+    These options are also accepted after the name of a command.
     """
 
 
@@ -80,22 +78,22 @@ meteor.params[:0] = common_options(hidden=False)
 
 
 def main() -> None:
-    """Run the command; errors and warnings are one sentence on stderr."""
+    """Run the command and print errors and warnings as one line each on stderr."""
     _open_standard_files()
     session = Session()
-    # In place of Python's own, which shows a line of the source.
+    # Python's default would also print a line of source code.
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
     handler = logging.StreamHandler()
     handler.setFormatter(_LogLine(session))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    # What the library would log, commands tell in their own words; -v shows it all the same.
+    # Commands report in their own words what the library would log. -v shows the log as well.
     logging.getLogger("meteor_py").setLevel(logging.ERROR)
     sys.unraisablehook = repeat_lost_signal
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         code = meteor.main(prog_name="meteor", obj=session, standalone_mode=False)
     except click.Abort:
-        code = INTERRUPTED
+        code = 128 + signal.SIGINT  # as shells report a process killed by a signal
     except click.ClickException as error:
         error.show()
         code = error.exit_code
@@ -109,21 +107,21 @@ def main() -> None:
     sys.exit(code)
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """At SIGTERM: leave by way of every ``with``, so that leases are given up."""
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle SIGTERM by unwinding every ``with`` block, so that leases are released."""
     raise SystemExit(128 + number)
 
 
 def _open_standard_files() -> None:
-    """Put something in the place of standard files that are closed, as by ``>&-``.
+    """Replace standard files that are closed, as by ``>&-``.
 
-    Else the next socket would get their numbers. Results that nobody gets and input that cannot
-    be read are errors: there it is opened for the wrong direction. What goes to stderr is dropped.
+    Otherwise the next socket would get their descriptors. Stdin and stdout are opened in the wrong
+    direction, so that using them is an error. Output to a closed stderr is discarded.
     """
     if sys.stdin is None:
         sys.stdin = os.fdopen(os.open(os.devnull, os.O_WRONLY))
     if sys.stdout is None:
-        # Without a buffer: what could not be written must not fail again at the end.
+        # Unbuffered: a failed write must not fail again when the interpreter exits.
         nowhere = io.FileIO(os.open(os.devnull, os.O_RDONLY), "w")
         sys.stdout = io.TextIOWrapper(nowhere, write_through=True)
     if sys.stderr is None:
@@ -131,7 +129,7 @@ def _open_standard_files() -> None:
 
 
 class _LogLine(logging.Formatter):
-    """A line for each message: others may have named what is in it. Tracebacks with --debug."""
+    """Formats a log message as one sanitized line, with a traceback only under ``--debug``."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The reference of the command line, written from the commands themselves.
+"""Generates the command-line reference from the help of the commands.
 
 python -m meteor_cli.reference > docs/cli.md
 """
@@ -20,8 +20,8 @@ from meteor_cli.render import jsonl, schema, template
 _HEAD = """\
 # meteor(1)
 
-The command line of meteor_py. This page is written by `python -m meteor_cli.reference`, from what
-the commands say of themselves with `--help`.
+The command line of meteor_py. `python -m meteor_cli.reference` generates this page from the
+`--help` of the commands.
 """
 
 _TAIL = """\
@@ -29,27 +29,27 @@ _TAIL = """\
 
 | code | meaning |
 |---|---|
-| 0 | all is well; also if whoever reads the output has closed the pipe |
-| 1 | it could not be done, or records were lost on the way: a sentence on stderr says what |
-| 2 | the command line is wrong |
-| 130 | Ctrl-C |
-| 143 | SIGTERM |
+| 0 | success, even if the reader of the output has closed the pipe |
+| 1 | failure, or records were lost on the way; a message on stderr says which |
+| 2 | invalid command line |
+| 130 | ended by Ctrl-C |
+| 143 | ended by SIGTERM |
 
-Results go to stdout, all else to stderr. `--debug` shows the traceback of an error.
+Results go to stdout, everything else to stderr. `--debug` shows the traceback of an error.
 
 ## Environment
 
 | variable | meaning |
 |---|---|
-| `METEOR_URL` | the server, if `--url` does not name one |
-| `XDG_STATE_HOME` | where your own server keeps its data, in `meteor`; else `~/.local/state` |
-| `TZ` | the zone of times that are shown, and of those written without one |
-| `NO_COLOR` | no colours in a terminal |
+| `METEOR_URL` | the server, unless `--url` names one |
+| `XDG_STATE_HOME` | your personal server keeps its data in `meteor` there (`~/.local/state`) |
+| `TZ` | the time zone of times in the output, and of times you write without a zone |
+| `NO_COLOR` | no colours in the output |
 """
 
 
 def reference() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [_HEAD, *_describe(meteor, click.Context(meteor, info_name="meteor"))]
     parts += ["## Positions and times\n\n" + _prose(positions)]
     parts += ["## JSON\n\n" + _prose(jsonl), _prose(schema), *_schema()]
@@ -58,7 +58,7 @@ def reference() -> str:
 
 
 def _describe(command: click.Command, context: click.Context) -> Iterator[str]:
-    """A command, and then those below it."""
+    """Yields the section of a command, then those of its subcommands."""
     help_text = inspect.cleandoc(command.help or "").replace("\b\n", "")
     usage = " ".join(command.collect_usage_pieces(context))
     lines = [
@@ -86,14 +86,14 @@ def _describe(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def _schema() -> Iterator[str]:
-    """The fields of what ``--json`` prints, as tables."""
+    """Yields tables of the fields that ``--json`` prints."""
     for titles, table in (
         ("| command | fields |", schema.FIELDS),
         ("| in `groups` of | fields |", schema.GROUP_FIELDS),
         ("| in `keys` of | fields |", {"shared info": schema.KEY_FIELDS}),
         ("| in `consumers` of | fields |", {"shared": schema.CONSUMER_FIELDS}),
-        ("| event of `watch` | fields besides |", schema.EVENTS),
-        ("| event of `peers watch` | fields besides |", schema.PEER_EVENTS),
+        ("| event of `watch` | additional fields |", schema.EVENTS),
+        ("| event of `peers watch` | additional fields |", schema.PEER_EVENTS),
         ("| in `members` of | fields |", {"state": schema.MEMBER_FIELDS}),
     ):
         rows = [f"| `{name}` | {', '.join(fields)} |" for name, fields in table.items()]
@@ -105,15 +105,10 @@ def _cell(text: str) -> str:
 
 
 def _prose(module: ModuleType) -> str:
-    """What a module says of the language that it understands; indented parts are shown as code."""
+    """Returns a module's docstring as Markdown; indented paragraphs become code blocks."""
     paragraphs = (module.__doc__ or "").strip().replace("``", "`").split("\n\n")
-    return (
-        "\n\n".join(
-            f"```\n{dedent(paragraph)}\n```" if paragraph.startswith("    ") else paragraph
-            for paragraph in paragraphs
-        )
-        + "\n"
-    )
+    parts = [f"```\n{dedent(part)}\n```" if part[:4].isspace() else part for part in paragraphs]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

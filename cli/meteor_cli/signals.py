@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a new size of the terminal, for commands that have something to clean up."""
+"""Signal handling for commands that must clean up: Ctrl-C, SIGTERM, terminal resizes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-#: Seconds after Ctrl-C in which another one is taken for impatience: cleaning up goes on.
+#: Seconds after Ctrl-C during which further ones are ignored, so that cleaning up can finish.
 _CLEANING_S = 3.0
-#: Seconds after which a signal that came at a bad moment comes again.
+#: Seconds after which a signal that arrived at a bad moment is raised again.
 _AGAIN_S = 0.01
 
 
 @contextlib.contextmanager
 def cleaning_up() -> Iterator[None]:
-    """Let Ctrl-C end the block, and what it does at its end be done, even if Ctrl-C comes again."""
+    """Lets Ctrl-C end the block, but lets no second Ctrl-C interrupt its cleanup."""
     interrupted_at = float("-inf")
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -34,17 +34,17 @@ def cleaning_up() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        before = signal.SIG_IGN  # nothing is left to do but to end
+        before = signal.SIG_IGN  # only exiting is left
         raise
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _is_fragile(frame: FrameType | None) -> bool:
-    """Whether an exception would do harm here.
+    """Returns whether an exception raised in this frame would be lost or leak resources.
 
-    In a finalizer, Python would print it, and go on as if nothing had been. In the ``__enter__`` of
-    a ``@contextmanager``, what it has begun would not be cleaned up before it is collected.
+    Python prints and ignores an exception in a finalizer. In the ``__enter__`` of a
+    ``@contextmanager``, it delays the cleanup of opened resources until garbage collection.
     """
     while frame is not None:
         code = frame.f_code
@@ -57,10 +57,10 @@ def _is_fragile(frame: FrameType | None) -> bool:
 
 
 def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
-    """For ``sys.unraisablehook``: what Python cannot raise where it happened.
+    """``sys.unraisablehook`` that raises a swallowed KeyboardInterrupt or SystemExit again.
 
-    A signal may come while a finalizer or the callback of a weak reference runs, from which no
-    exception gets out. Python would print the traceback, and the command would go on for ever.
+    A signal may arrive while a finalizer or a weak reference callback runs. No exception can leave
+    those: Python would print a traceback, and the command would never end.
     """
     if issubclass(lost.exc_type, KeyboardInterrupt):
         _repeat(signal.SIGINT)
@@ -71,7 +71,7 @@ def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
 
 
 def _repeat(number: int) -> None:
-    # Not at once: that would be here, where it would be lost, too.
+    # Later: an immediate signal would be lost in the same frame.
     again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
     again.daemon = True
     again.start()
@@ -79,33 +79,34 @@ def _repeat(number: int) -> None:
 
 @contextlib.contextmanager
 def ended_once() -> Iterator[Callable[[bool], None]]:
-    """Let a signal end what is done while the function was called with True last; and only one.
+    """Lets the first SIGINT or SIGTERM end the block, and only while signals are enabled.
 
-    Else one that came while the terminal is prepared or put back, such as the second of an
-    impatient user, would leave it as it is then.
+    Yields a function that enables and disables them. A signal that arrives while the terminal is
+    being set up or restored, such as the second Ctrl-C of an impatient user, must not leave it
+    half configured.
     """
-    noted: list[int] = []
-    is_heard = False
+    received: list[int] = []
+    is_enabled = False
 
-    def end() -> None:
-        handler = before[signal.Signals(noted[0])]
+    def handle() -> None:
+        handler = before[signal.Signals(received[0])]
         if callable(handler):
-            handler(noted[0], None)
+            handler(received[0], None)
 
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-        if is_heard and len(noted) == 1:
-            end()
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if is_enabled and len(received) == 1:
+            handle()
 
-    def hear(wanted: bool) -> None:
-        nonlocal is_heard
-        is_heard = wanted
-        if wanted and noted:
-            end()
+    def enable(wanted: bool) -> None:
+        nonlocal is_enabled
+        is_enabled = wanted
+        if wanted and received:
+            handle()
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield hear
+        yield enable
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -113,7 +114,7 @@ def ended_once() -> Iterator[Callable[[bool], None]]:
 
 @contextlib.contextmanager
 def resizing(react: Callable[[], None]) -> Iterator[None]:
-    """Call a function whenever the terminal gets another size."""
+    """Calls ``react`` whenever the terminal is resized."""
     before = signal.signal(signal.SIGWINCH, lambda number, frame: react())
     try:
         yield

@@ -1,36 +1,39 @@
-"""The archive of a stream: the part of its history that is in its store, as users see it."""
+"""The archive of a stream: the part of its history that is in its store."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from meteor_py.archive.archiver import flush, run_archive_script
+from meteor_py.archive.archiver import flush
+from meteor_py.archive.expiry import delete_below, first_kept
 from meteor_py.errors import RecordsLost, StoreUnavailable
+from meteor_py.log.handle import StreamHandle
 from meteor_py.records.config import OFFSET_MAX, check_int, check_seconds
-from meteor_py.redis import keys
-from meteor_py.redis.scripts import EXPIRE_HISTORY
+from meteor_py.records.descriptions import GroupDescription
 from meteor_py.store.base import Flaw, Progress
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.store.segment import SegmentDescription
 
 if TYPE_CHECKING:
-    from meteor_py.log.handle import StreamHandle
-    from meteor_py.records.descriptions import GroupDescription
+    import pyarrow.dataset as ds
+    import pyarrow.fs as fs
 
-#: What a compacted segment has at most.
+_T = TypeVar("_T")
+
+#: Default limits of a compacted segment.
 COMPACT_RECORDS = 1_000_000
 COMPACT_BYTES = 256 * 1024 * 1024
 
 _POLL_S = 0.02
-#: Looks at the files until something that is wrong with them is believed.
-_LOOKS = 5
+#: Attempts to list the files before an inconsistency is reported.
+_ATTEMPTS = 5
 
 
 class Archive:
-    """What is in the store of a stream. Get it with ``stream.store``.
+    """The archived part of a stream. Get it with ``stream.store``.
 
     >>> stream.store.files()  # doctest: +SKIP
     ['/data/meteor/orders/5f1d.../00000000000000000000-00000000000000099999-17...-9c2f01ab.parquet']
@@ -50,65 +53,100 @@ class Archive:
 
     @property
     def uri(self) -> str | None:
-        """The address of the store, without secrets."""
+        """The address of the store, with secrets masked."""
         return self.backend.uri
 
     def bounds(self) -> tuple[int, int]:
-        """The first offset in the store, and the one behind the last."""
+        """Return the first offset in the store, and the one after the last."""
         return self._stream.archived_bounds()
 
     def files(self) -> list[str]:
-        """The files that hold the archived records, each record once, in order of the offsets.
+        """Return the files that hold the archived records, each record once, ordered by offset.
 
-        Paths, or URIs for an object store: pyarrow, Spark, DuckDB and Polars read them as they
-        are. The columns are those of ``ARROW_SCHEMA``.
+        They are Parquet files with the columns of ``ARROW_SCHEMA``: paths, which pyarrow, Spark,
+        DuckDB and Polars read directly, or URIs for an object store, such as ``s3://bucket/key``.
+        Spark, DuckDB and Polars can read these URIs once they are configured for that object store.
+        For pyarrow, use ``dataset()``, or ``paths()`` with ``filesystem``.
 
         Raises:
-            StoreUnavailable: The store is not there; or an archiver or a server has failed, and no
-                archiver has put things in order yet.
+            StoreUnavailable: The store cannot be reached. Or an archiver or a server has failed,
+                and no archiver has repaired the store yet.
             RecordsLost: A file is missing.
         """
-        store, incarnation = self._parquet("files()"), self._stream.incarnation
-        for _ in range(_LOOKS):
+        store = self._parquet("files()")
+        return self._consistent(lambda *span: store.files(*span))
+
+    def paths(self) -> list[str]:
+        """Return the files of ``files`` as paths in ``filesystem``, without scheme or options.
+
+        >>> pq.read_table(store.paths()[0], filesystem=store.filesystem)  # doctest: +SKIP
+
+        Raises:
+            StoreUnavailable, RecordsLost: See ``files``.
+        """
+        store = self._parquet("paths()")
+        return self._consistent(lambda *span: store.paths(*span))
+
+    @property
+    def filesystem(self) -> fs.FileSystem:
+        """The pyarrow filesystem that holds the files, with the store's own credentials."""
+        return self._parquet("filesystem").filesystem
+
+    def dataset(self) -> ds.Dataset:
+        """Return the archived records as a pyarrow dataset, wherever the files are.
+
+        Reads nothing yet. Selecting columns or filtering by offset reads only those parts:
+
+        >>> stream.store.dataset().to_table(columns=["offset", "key"])  # doctest: +SKIP
+
+        Raises:
+            StoreUnavailable, RecordsLost: See ``files``.
+        """
+        store = self._parquet("dataset()")
+        return self._consistent(lambda *span: store.dataset(*span))
+
+    def _consistent(self, find: Callable[[str, int, int], _T]) -> _T:
+        """Call ``find`` on the store, and retry if the store changed meanwhile."""
+        for _ in range(_ATTEMPTS):
             try:
-                return store.files(incarnation, *self.bounds())
+                return find(self._stream.incarnation, *self.bounds())
             except (StoreUnavailable, RecordsLost) as error:
-                # A commit may be under way, or the last files were merged since.
+                # An archiver may be committing a segment, or compaction has just merged files.
                 self._stream.check_store()
                 failure = error
             time.sleep(_POLL_S)
         raise failure
 
     def segments(self) -> list[SegmentDescription]:
-        """The files that count, in order of the offsets: what each is for, and how large it is.
+        """Return a description of each file that readers use, ordered by offset.
 
-        Unlike ``files`` it passes over what is missing, so that a damaged store can be looked at;
-        the offsets tell.
+        Unlike ``files``, this method skips missing files, so that it can show a damaged store. To
+        find missing files, look for gaps in the offsets.
 
         Raises:
-            StoreUnavailable: The store is not there.
+            StoreUnavailable: The store cannot be reached.
         """
         found = self._parquet("segments()").segments(self._stream.incarnation, *self.bounds())
-        self._stream.check_store()  # a disk that is not mounted would be an empty list
+        self._stream.check_store()  # an unmounted disk would look like an empty store
         return found
 
     def flush(self, timeout: float = 30.0) -> int:
-        """Have all that is in the stream now archived, and wait for it.
+        """Make the stream's archiver archive all records now, and wait for it.
 
         Returns:
-            The end of what is archived.
+            The offset after the last archived record.
 
         Raises:
-            StoreUnavailable: It was not done within ``timeout`` seconds.
+            StoreUnavailable: The archiver did not finish within ``timeout`` seconds.
         """
         check_seconds("timeout", timeout, zero=True)
         return flush(self._stream, timeout)
 
     def verify(self, progress: Progress | None = None) -> list[Flaw]:
-        """Read everything, compare all checksums; return what is wrong, nothing if all is well.
+        """Read every record and compare all checksums; return the flaws found.
 
         Args:
-            progress: Called with the records read so far, and all there are.
+            progress: Called with the number of records read so far and the total.
         """
         return list(self.backend.verify(self._stream.incarnation, *self.bounds(), progress))
 
@@ -119,18 +157,18 @@ class Archive:
         max_bytes: int = COMPACT_BYTES,
         progress: Progress | None = None,
     ) -> int:
-        """Merge small files into larger ones. Readers do not notice.
+        """Merge small files into larger ones, without disturbing readers.
 
-        The small ones stay for ten minutes at least, for readers that have a list of them. Then an
+        The small files stay for at least ten minutes, for readers that have listed them. Then an
         archiver removes them.
 
         Args:
-            max_records: The largest file to make, in records.
-            max_bytes: The same in bytes.
-            progress: Called with the records looked at so far, and all there are.
+            max_records: Maximum number of records in a merged file.
+            max_bytes: Maximum size of a merged file in bytes.
+            progress: Called with the number of records examined so far, and the total.
 
         Returns:
-            How many files fewer there are to read.
+            The number of files by which the list has shrunk.
         """
         return self._parquet("compact()").compact(
             self._stream.incarnation,
@@ -151,58 +189,27 @@ class Archive:
     ) -> int:
         """Delete the oldest records from the store, in whole files.
 
-        Those that the ring still holds can be read from there as long as it does.
+        Records that the ring still holds stay readable there.
+
+        >>> stream.store.expire(max_bytes=10**12)  # doctest: +SKIP
+        1200000
 
         Args:
-            before: Those that were appended before this time.
-            max_bytes: So many that the files which stay are not larger together.
-            offset: Those below.
-            force: Also those that a group has not confirmed yet.
-            dry_run: Delete nothing, only tell what would stay.
+            before: Delete the records appended before this time.
+            max_bytes: Delete as many records as needed for the rest to fit into this size.
+            offset: Delete the records below this offset.
+            force: Delete even records that a group has not confirmed yet.
+            dry_run: Delete nothing; only return what would be kept.
 
         Returns:
-            The first offset that stays.
+            The first offset that is kept.
         """
-        stream = self._stream
+        stream, store = self._stream, self.backend
         groups = [] if force else self._list_groups()
-        stays = self._expiring(before, max_bytes, offset, groups)
-        if dry_run:
-            return stays
-        # Looked at once more by the script: one of them may have been moved back meanwhile.
-        group_keys = [keys.group(stream.name, group.name) for group in groups]
-        reply = run_archive_script(stream, EXPIRE_HISTORY, stays, group_keys=group_keys)
-        stays = int(reply[1])
-        # First the stream knows that they are gone, then they go.
-        self.backend.delete(stream.incarnation, stays)
-        return stays
-
-    def _expiring(
-        self,
-        before: datetime | None,
-        max_bytes: int | None,
-        offset: int | None,
-        groups: list[GroupDescription],
-    ) -> int:
-        """The first offset that stays, as it looks now."""
-        stream = self._stream
-        first, end = self.bounds()
-        wanted = first
-        if before is not None:
-            wanted = max(wanted, stream.offset_at(before))
-        if offset is not None:
-            wanted = max(wanted, check_int("offset", offset, 0, OFFSET_MAX))
-        if max_bytes is not None:
-            check_int("max_bytes", max_bytes, 0, OFFSET_MAX)
-            fitting = self._parquet("expire(max_bytes=...)").fitting(
-                stream.incarnation, end, max_bytes
-            )
-            wanted = max(wanted, fitting)
-        wanted = min([wanted, end, *(group.confirmed for group in groups)])
-        if isinstance(self.backend, ParquetStore):
-            wanted = self.backend.segment_end(stream.incarnation, wanted)
-        return max(wanted, first)
+        kept = first_kept(stream, store, groups, before=before, max_bytes=max_bytes, offset=offset)
+        return kept if dry_run else delete_below(stream, store, groups, kept)
 
     def _parquet(self, method: str) -> ParquetStore:
         if not isinstance(self.backend, ParquetStore):
-            raise TypeError(f"{method} is for stores of files; {self.backend!r} has none.")
+            raise TypeError(f"{method} is for stores of files, and {self.backend!r} has none.")
         return self.backend

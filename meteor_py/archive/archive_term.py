@@ -1,27 +1,31 @@
 """One term of an archiver: gathering records and committing them to the store.
 
-Records are gathered from where the stream is archived up to; when there are enough of them, they
-are appended to the store, and then the stream is told, which is the commit. The order makes a
-crash at any point harmless: before the commit the stream still has them all, and what lies in the
-store from there on does not count.
+The archiver gathers records from the stream's ``archived`` offset on. When there are enough, it
+saves the stream's state, appends the records to the store, and then advances ``archived``, which is
+the commit. A crash at any point is harmless: until the commit the ring keeps the records, and
+segments beyond it do not count. ``store/state.py`` explains why a segment ends where a snapshot of
+the state was taken, and why the archiver saves the state first.
 
-After a fail-over the old server may live on, and its archiver with it: a lease cannot keep that
-one from appending. So the store is given terms that begin with the epoch, which is later on the new
-server: whatever the old one appends counts for less. An archiver that sees a later epoch stops.
+The hazard: after a failover the old server and its archiver may stay up, and no lease stops that
+archiver from appending. A term in the store therefore begins with the epoch, which is higher on the
+new server, and its segments outrank those of the old one. An archiver that sees a later epoch
+stops.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
 from meteor_py.archive.config import ArchiverConfig
+from meteor_py.archive.expiry import RetainPolicy
+from meteor_py.archive.snapshots import take_snapshot
 from meteor_py.errors import (
+    AccessDenied,
     CorruptFrame,
     CorruptStream,
     MeteorError,
@@ -30,50 +34,64 @@ from meteor_py.errors import (
     UnsupportedFrame,
 )
 from meteor_py.log.epochs import begin_epoch
+from meteor_py.log.handle import StreamHandle
 from meteor_py.log.log_reader import LogReader
 from meteor_py.records.position import Position
-from meteor_py.records.record import ARROW_SCHEMA, Chunk, Headers, ListChunk
+from meteor_py.records.record import ARROW_SCHEMA, Chunk, ListChunk
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import parse_info
 from meteor_py.redis.scripts import ADVANCE_ARCHIVED
 from meteor_py.runtime.clock import now
-from meteor_py.store.base import TERMS
+from meteor_py.store.base import TERMS, RingbufferStore, StatefulStore
 from meteor_py.store.identity import check_identity
+from meteor_py.store.parquet import ParquetStore
+from meteor_py.store.state import StreamState, encode, last_snapshot
+from meteor_py.subscribe.group_session import GroupSession
 from meteor_py.subscribe.lease import Term
-
-if TYPE_CHECKING:
-    from meteor_py.log.handle import StreamHandle
-    from meteor_py.store.base import RingbufferStore
-    from meteor_py.subscribe.group_session import GroupSession
 
 _log = logging.getLogger(__name__)
 
-#: Records that one ``advance_archived`` covers. It trims as many entries, while other clients wait.
+#: Records that one ``advance_archived`` covers. The call trims up to that many entries, while other
+#: clients wait.
 _ADVANCE_RECORDS_MAX = 10_000
-#: Seconds between two looks at the stream while records are gathered.
+#: Seconds between two checks of the stream's settings while records are gathered.
 _LOOK_S = 0.2
-#: Seconds between two looks at the server's memory, and the part of it from which on not to wait.
+#: Seconds between two checks of the server's memory, and the fraction in use that is too high.
 _MEMORY_S = 1.0
 _PRESSURE = 0.8
-#: Seconds between two looks at what lies about in the store.
+#: Seconds between two removals of leftovers from the store.
 _TIDY_S = 600.0
-#: Seconds for which it is certain that no other archiver has moved the end of what counts.
+#: Seconds after a commit, or after the start of the term, during which no other archiver can have
+#: changed which segments are live.
 _CERTAIN_S = 60.0
+#: Maximum snapshots of the state per segment while a transaction is only partly in the log, and
+#: seconds to wait for the rest of the transaction.
+_SNAPSHOTS = 3
+_REST_S = 0.05
+#: Maximum fetches to reach the end of a snapshot, and the fraction of a segment that they may add.
+_ALIGN_FETCHES = 8
+_NEAR = 4
+#: Commits between two searches for small segments to merge.
+_MERGE_COMMITS = 8
+#: Errors for records that cannot be archived.
+_UNREADABLE = (CorruptStream, CorruptFrame, UnsupportedFrame, RecordsLost)
+#: Minimum seconds between two checks of an idle stream's state.
+_IDLE_S = 1.0
 
 
 class TermTooLow(Exception):
-    """The store already has segments of this epoch in the same or a later term."""
+    """The store already has segments of the same or a later term in this epoch."""
 
     def __init__(self, term: int) -> None:
         self.term = term
 
 
 class ArchiveTerm:
-    """For one thread; made when a term begins.
+    """The work of an archiver during one term. For one thread.
 
     Raises:
-        StoreMismatch, StoreUnavailable: The store is another, or cannot be reached.
-        TermTooLow: What is appended in this term would not count.
+        StoreMismatch, StoreUnavailable: The store is not the stream's, or cannot be reached.
+        TermTooLow: Segments of this term would not count.
     """
 
     def __init__(
@@ -89,16 +107,25 @@ class ArchiveTerm:
         self._config = config
         self._session = session
         self._term = term
-        #: Records that were gathered and are not archived yet.
+        #: Decides what the archiver deletes from the store; None: nothing.
+        self.retain_policy: RetainPolicy | None = None
+        #: Number of records that are gathered but not archived yet.
         self.records = 0
         self._gathered: list[Chunk] = []
         self._bytes = 0
-        self._since = 0.0  # when the first of them came
+        self._since = 0.0  # when the first of these records was gathered
         self._looked_at = self._memory_at = 0.0
         self._settings = stream.config
         self._identity = ""
         self._flush = 0
         self._memory_is_short = False
+        # The store, if it keeps states and this user may read them.
+        self._states = store if isinstance(store, StatefulStore) else None
+        # Ordered by their ends: the last snapshot up to ``archived``, if known, and all later ones.
+        self._snapshots: list[StreamState] = []
+        self._saved: list[StreamState] = []
+        self._until_merge = 0  # remaining commits
+        self._idle_at = time.monotonic() + self._idle_s
         self._connection = stream.connector.open_connection()
         self._log: LogReader | None = None
         try:
@@ -108,52 +135,61 @@ class ArchiveTerm:
             raise
 
     def step(self) -> None:
-        """Wait for records, up to a short time, and write a segment if there are enough."""
+        """Wait a short time for records, and write a segment if there are enough."""
         assert self._log is not None, "closed"
         self._session.alive_at = now()
-        self._look()
-        block_s = (
-            min(_LOOK_S, self._connection.block_max_s)
-            if self.records
-            else self._connection.block_max_s
-        )
+        self._refresh()
+        self._enforce_retain()
+        block_s = self._connection.block_max_s
+        if self.records:
+            block_s = min(_LOOK_S, block_s)
         wanted = max(self._config.segment_records - self.records, 1)
         try:
             chunks = self._log.fetch(self._position, block_s, records=wanted)
-        except (CorruptStream, CorruptFrame, UnsupportedFrame, RecordsLost):
+        except _UNREADABLE:
             if self.records:
-                self._commit()  # what lies before it is whole, and nothing will follow
+                self._commit()  # the records before the damage are intact, and none will follow
             raise
-        for chunk in chunks:
-            if not self.records:
-                self._since = time.monotonic()
-            self._gathered.append(chunk)
-            self.records += len(chunk)
-            self._bytes += _size(chunk)
+        self._gather(chunks)
         if self.records and self._is_enough():
             self._commit()
+            self._until_merge -= 1
+        elif self._until_merge <= 0:
+            self._merge_small()
         elif time.monotonic() >= self._tidy_at:
             self._tidy()
+        elif not self.records and time.monotonic() >= self._idle_at:
+            self._save_idle_state()
+
+    def finish(self) -> None:
+        """As the last step of the term, save the state of a stream that is completely archived."""
+        if self.records:
+            return
+        try:
+            self._save_idle_state()
+        except MeteorError as error:
+            _log.warning("Could not save the state of stream %r: %s", self._stream.name, error)
 
     def interrupt(self) -> None:
         """End a wait in another thread."""
-        log = self._log
-        if log is not None:
-            log.interrupt()
+        if self._log is not None:
+            self._log.interrupt()
 
     def close(self) -> None:
         self._connection.close()
         if self._log is not None:
             self._log.close()
 
-    # -- beginning -----------------------------------------------------------------------------
+    # -- starting ------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        stream = self._stream
+        stream, meta, call = self._stream, keys.meta(self._stream.name), self._connection.call
         self._certain_at = now()
-        self._begin_epoch()
-        fields = ("incarnation", "epoch", "next", "archived", "store")
-        reply = self._connection.call("HMGET", keys.meta(stream.name), *fields)
+        history = call("HGET", meta, "history")
+        if history is not None and self._connection.history not in ("", history.decode()):
+            # This is not the server that was last written to: its epoch must begin first.
+            begin_epoch(self._connection, stream.name, stream.incarnation, history.decode())
+        reply = call("HMGET", meta, "incarnation", "epoch", "next", "archived", "store")
         reply_errors.check_incarnation(stream.name, stream.incarnation, reply[0])
         if reply[3] is None:
             raise reply_errors.no_store(stream.name)
@@ -168,27 +204,34 @@ class ArchiveTerm:
                 raise reply_errors.store_continued_elsewhere(stream.name)
             raise TermTooLow(highest % TERMS)
         self._tidy()
+        self._find_last_snapshot()
         position = Position(stream.incarnation, epoch, self._archived)
         self._log = LogReader(stream.connector.open_connection(), stream.name, position)
         self._log.start_term(position, end, keys.ARCHIVERS, self._term.nonce)
 
-    def _begin_epoch(self) -> None:
-        """If this is another server than the one that was last written to, say so first."""
-        found = self._connection.call("HGET", keys.meta(self._stream.name), "history")
-        if found is not None and self._connection.history not in ("", found.decode()):
-            begin_epoch(
-                self._connection, self._stream.name, self._stream.incarnation, found.decode()
-            )
-
     def _tidy(self) -> None:
-        """Put the store in order. Not while its end is in doubt: what counts must not go."""
+        """Remove leftovers from the store, unless a live segment could be among them."""
         self._tidy_at = time.monotonic() + _TIDY_S
         certain_until = self._certain_at + _CERTAIN_S
         try:
             incarnation, number = self._stream.incarnation, self._store_term
             self._store.tidy(incarnation, number, self._archived, lambda: now() < certain_until)
         except MeteorError as error:
-            _log.warning("The store cannot be put in order now: %s", error)
+            _log.warning("Could not remove leftovers from the store: %s", error)
+
+    def _merge_small(self) -> None:
+        """Merge a run of small segments. If there is none, search again after some commits."""
+        certain_until = self._certain_at + _CERTAIN_S
+        merged = False
+        if isinstance(self._store, ParquetStore):
+            try:
+                incarnation, number = self._stream.incarnation, self._store_term
+                merged = self._store.merge_small(
+                    incarnation, number, self._archived, lambda: now() < certain_until
+                )
+            except MeteorError as error:
+                _log.warning("Could not merge small segments: %s", error)
+        self._until_merge = 0 if merged else _MERGE_COMMITS
 
     # -- gathering -----------------------------------------------------------------------------
 
@@ -197,8 +240,16 @@ class ArchiveTerm:
         """The offset of the next record to gather."""
         return self._archived + self.records
 
-    def _look(self) -> None:
-        """Read the stream's settings, and whether a flush was requested."""
+    def _gather(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            if not self.records:
+                self._since = time.monotonic()
+            self._gathered.append(chunk)
+            self.records += len(chunk)
+            self._bytes += _size(chunk)
+
+    def _refresh(self) -> None:
+        """Read the stream's settings and requested flush, and check the server's memory."""
         at = time.monotonic()
         if at < self._looked_at + _LOOK_S:
             return
@@ -213,12 +264,19 @@ class ArchiveTerm:
             self._memory_at = at
             self._memory_is_short = self._is_memory_short()
 
+    def _enforce_retain(self) -> None:
+        """Delete expired records, unless another archiver has continued the store's history."""
+        policy = self.retain_policy
+        if policy is None or not policy.is_due():
+            return
+        if self._store.bounds(self._stream.incarnation).term <= self._store_term:
+            policy.enforce()
+
     def _is_memory_short(self) -> bool:
-        """Whether the server needs the room."""
         try:
             facts = parse_info(self._connection.call("INFO", "memory"))
         except ServerRefused:
-            return False  # this user may not look, or there is no memory to speak of
+            return False  # the ACL denies INFO, or the server is a fake
         most = int(facts.get("maxmemory", 0))
         return most > 0 and int(facts.get("used_memory", 0)) >= _PRESSURE * most
 
@@ -238,19 +296,28 @@ class ArchiveTerm:
     # -- committing ----------------------------------------------------------------------------
 
     def _commit(self) -> None:
-        """Append what was gathered to the store, and tell the stream."""
-        batches = [chunk.to_arrow() for chunk in self._gathered]
-        table = pa.Table.from_batches(batches, schema=ARROW_SCHEMA)
-        end = self._archived + len(table)
-        check_identity(self._store, self._stream.name, self._identity)
-        if self._store.bounds(self._stream.incarnation).term > self._store_term:
-            raise reply_errors.store_continued_elsewhere(self._stream.name)
+        """Save the state, append gathered records to the store, then advance ``archived``."""
+        self._align()
+        end = self._segment_end()
+        taken, left = _split(self._gathered, end - self._archived)
+        table = pa.Table.from_batches([chunk.to_arrow() for chunk in taken], schema=ARROW_SCHEMA)
+        self._check_store()
+        self._save_states()
         self._store.append(self._stream.incarnation, self._store_term, table)
         while self._archived < end:
             self._advance(min(self._archived + _ADVANCE_RECORDS_MAX, end))
-        self._gathered = []
-        self.records = self._bytes = 0
+        self._gathered, self.records, self._bytes = [], 0, 0
+        self._gather(left)
         self._memory_is_short = False
+        self._forget_snapshots()
+
+    def _check_store(self) -> None:
+        """Check that the store and the history are still those of this term."""
+        check_identity(self._store, self._stream.name, self._identity)
+        if self._store.bounds(self._stream.incarnation).term > self._store_term:
+            raise reply_errors.store_continued_elsewhere(self._stream.name)
+        if self._log is None or self._log.epoch != self._epoch:
+            raise self._changed("EPOCH")  # the records may not fit the snapshots
 
     def _advance(self, to: int) -> None:
         stream, term = self._stream, self._term
@@ -262,9 +329,8 @@ class ArchiveTerm:
         ]
         args: list[Any] = [stream.incarnation, self._connection.history, term.nonce, term.number]
         sent_at = now()
-        # The epoch in which this term began; the log reader may have seen a later
-        # one. The number under which all was appended begins with it. And never sent twice: a late
-        # repeat could find a new epoch.
+        # The epoch in which this term began, which the segments' term contains; the log reader may
+        # have seen a later one. Never send it twice: a late repeat could arrive in a new epoch.
         reply = self._connection.run(
             ADVANCE_ARCHIVED, script_keys, [*args, self._epoch, self._archived, to]
         )
@@ -277,18 +343,124 @@ class ArchiveTerm:
             raise reply_errors.lease_lost(stream.name, keys.ARCHIVERS, reply[1])
         if reply[0] == b"HISTORY":
             begin_epoch(self._connection, stream.name, stream.incarnation, reply[1].decode())
-        # The next term begins at what is archived now, in what is left of the stream.
-        raise MeteorError(f"Stream {stream.name!r} has changed while it was archived.")
+        # The next term starts at the ``archived`` offset that the stream has now.
+        raise self._changed(reply[0].decode())
+
+    def _changed(self, what: str) -> MeteorError:
+        return MeteorError(
+            f"Stream {self._stream.name!r} changed while its records were archived: {what}."
+        )
+
+    # -- state ---------------------------------------------------------------------------------
+
+    @property
+    def _idle_s(self) -> float:
+        return max(self._config.segment_age, _IDLE_S)
+
+    def _find_last_snapshot(self) -> None:
+        """Find the previous term's snapshot, which this term's state files must contain too."""
+        if self._states is not None:
+            incarnation = self._stream.incarnation
+            saved, epochs = self._states.load_states(incarnation), self._store.epochs(incarnation)
+            found = last_snapshot(self._stream.name, saved, epochs, self._archived)
+            self._snapshots = [] if found is None else [found]
+
+    def _take_snapshot(self) -> StreamState | None:
+        """Return the state of the stream; None if the ACL denies it."""
+        try:
+            epoch, snapshot = take_snapshot(self._connection, self._stream)
+        except AccessDenied as error:
+            _log.warning(
+                "The state of stream %r is not archived, so resume=True would restore its records "
+                "only: %s",
+                *(self._stream.name, error),
+            )
+            self._states = None
+            return None
+        if epoch != self._epoch:
+            raise self._changed("EPOCH")
+        return snapshot
+
+    def _align(self) -> None:
+        """Gather records up to the end of a snapshot, if that is near."""
+        if self._states is None or self._log is None:
+            return
+        for attempt in range(_SNAPSHOTS):
+            if self._snapshots and self._snapshots[-1].end > self._position:
+                return  # far behind: a later segment will reach this snapshot
+            snapshot = self._take_snapshot()
+            if snapshot is None:
+                return
+            self._snapshots.append(snapshot)
+            for _ in range(_ALIGN_FETCHES):
+                wanted = snapshot.end - self._position
+                is_near = wanted <= max(self._config.segment_records // _NEAR, 1)
+                if wanted <= 0 or not is_near or self._bytes >= 2 * self._config.segment_bytes:
+                    break
+                if not self._try_gather(0.0, wanted):
+                    return
+            if snapshot.is_whole or attempt == _SNAPSHOTS - 1:
+                return
+            if not self._try_gather(_REST_S, 1):
+                return
+
+    def _try_gather(self, block_s: float, records: int) -> bool:
+        """Gather more records, unless the next one is damaged; ``step`` reports the damage."""
+        assert self._log is not None, "closed"
+        try:
+            self._gather(self._log.fetch(self._position, block_s, records=records))
+        except _UNREADABLE:
+            return False
+        return True
+
+    def _segment_end(self) -> int:
+        """Return where the segment ends: at a snapshot, preferably with no partial transaction."""
+        reached = [x for x in self._snapshots if self._archived < x.end <= self._position]
+        whole = [snapshot for snapshot in reached if snapshot.is_whole]
+        return max((snapshot.end for snapshot in whole or reached), default=self._position)
+
+    def _save_states(self) -> None:
+        if self._states is not None and self._snapshots != self._saved:
+            data = encode(self._snapshots)
+            self._states.save_state(self._stream.incarnation, self._store_term, data)
+            self._saved = list(self._snapshots)
+        self._idle_at = time.monotonic() + self._idle_s
+
+    def _forget_snapshots(self) -> None:
+        """Keep the last snapshot up to ``archived``, and later ones."""
+        before = [x for x in self._snapshots if x.end <= self._archived]
+        self._snapshots = before[-1:] + [x for x in self._snapshots if x.end > self._archived]
+
+    def _save_idle_state(self) -> None:
+        """Save the state if it changed since the last segment: confirms change it as well."""
+        self._idle_at = time.monotonic() + self._idle_s
+        snapshot = None if self._states is None else self._take_snapshot()
+        if snapshot is None or snapshot.end != self._archived:
+            return
+        self._snapshots = [snapshot]
+        if self._snapshots != self._saved:
+            self._check_store()
+            self._save_states()
+
+
+def _split(chunks: list[Chunk], records: int) -> tuple[list[Chunk], list[Chunk]]:
+    """Split chunks after a number of records."""
+    taken: list[Chunk] = []
+    for index, chunk in enumerate(chunks):
+        if records < len(chunk):
+            if records:
+                taken.append(chunk.slice(0, records))
+            return taken, [chunk.slice(records, len(chunk)), *chunks[index + 1 :]]
+        taken.append(chunk)
+        records -= len(chunk)
+    return taken, []
 
 
 def _size(chunk: Chunk) -> int:
-    """The bytes of a chunk, about."""
-    if isinstance(chunk, ListChunk):
-        keys_size = sum(len(key) for key in chunk.keys or () if key)
-        headers = sum(len(name) + len(x) for row in chunk.headers or () for name, x in _items(row))
-        return sum(map(len, chunk.values)) + keys_size + headers
-    return int(chunk.columns.nbytes)
-
-
-def _items(headers: Headers | None) -> Iterable[tuple[str, bytes]]:
-    return headers.items() if headers else ()
+    """Return the approximate size of a chunk in bytes."""
+    if not isinstance(chunk, ListChunk):
+        return int(chunk.columns.nbytes)
+    texts = [*chunk.values, *(key for key in chunk.keys or () if key)]
+    rows = [row for row in chunk.headers or () if row]
+    headers = sum(len(name) + len(text) for row in rows for name, text in row.items())
+    return sum(map(len, texts)) + headers

@@ -15,15 +15,18 @@ from meteor_py.records.config import (
 
 @dataclass(frozen=True)
 class ArchiverConfig:
-    """When an archiver writes a segment: as soon as one of these is reached."""
+    """Settings of an archiver. It writes a segment when the first of the three limits is reached.
 
-    #: Records of a segment; at most about half of the stream's ``max_unarchived``.
+    >>> stream.archiver(segment_age=10)    # doctest: +SKIP
+    """
+
+    #: Records in a segment; at most about half of the stream's ``max_unarchived``.
     segment_records: int = 1_000_000
-    #: Bytes of records in memory; in the file they are compressed.
+    #: Size of the records in memory, in bytes. The file is smaller, because it is compressed.
     segment_bytes: int = 64 * 1024 * 1024
-    #: Seconds that a record waits for others.
+    #: Maximum seconds that the oldest record waits for others.
     segment_age: float = 60.0
-    #: Seconds after which another archiver takes over from one that has died.
+    #: Seconds after which another archiver takes over from a dead one.
     lease_ttl: float = 10.0
 
     def __post_init__(self) -> None:
@@ -33,10 +36,10 @@ class ArchiverConfig:
         check_seconds("lease_ttl", self.lease_ttl)
 
     def segment_limit(self, stream: StreamConfig) -> int:
-        """Return how many records a segment has at most.
+        """Return the maximum number of records in a segment.
 
-        That is half of what may be unarchived, less one frame, so that publishers are not blocked
-        while a segment is written.
+        The limit is half of ``max_unarchived``, minus one frame, so that writing a segment does not
+        block publishers.
         """
         room = (stream.max_unarchived or OFFSET_MAX) - min(stream.capacity, FRAME_RECORDS_MAX)
         return max(min(self.segment_records, room // 2), 1)

@@ -1,6 +1,6 @@
-"""One stream as a log: its handle, and reading it from any position.
+"""A stream as a log: its handle, and a reader that starts at any position.
 
-``catalog`` creates and finds streams, and ``handle`` is one of them for the other packages.
-``log_reader`` reads from a position on and notices what is missing: it joins ``ring_reader``, for
-what the server holds, and ``store_reader``, for what the ring has dropped.
+``catalog`` creates and finds streams, and ``handle`` represents one of them for other packages.
+``log_reader`` starts at a position and detects missing records. It combines ``ring_reader``,
+for records on the server, and ``store_reader``, for records that the ring has dropped.
 """

@@ -1,25 +1,27 @@
-"""Which streams exist on a server: creating one, finding one, listing them."""
+"""The streams of a server: creating, finding and listing them."""
 
 from __future__ import annotations
 
+import difflib
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meteor_py.errors import OutOfMemory, StreamConfigMismatch, StreamNotFound
-from meteor_py.records.config import UNARCHIVED_CAPACITIES, StreamConfig
+from meteor_py.errors import MeteorError, OutOfMemory, StreamConfigMismatch, StreamNotFound
+from meteor_py.records.config import STORE_SETTINGS, UNARCHIVED_CAPACITIES, StreamConfig
 from meteor_py.records.descriptions import Meta
 from meteor_py.redis import keys
 from meteor_py.redis.connection import Connection
 from meteor_py.redis.connector import Connector
-from meteor_py.redis.scripts import CREATE_STREAM
+from meteor_py.redis.scripts import CREATE_STREAM, RESUME_STREAM
 from meteor_py.store.base import RingbufferStore
 from meteor_py.store.identity import store_fields
+from meteor_py.store.state import StreamState
 
-#: Names that one pipeline asks about.
+#: Number of names that one pipeline checks.
 _NAMES = 1000
-#: Settings that are fixed when a stream is created.
+#: Settings that cannot change after a stream is created.
 _FIXED = ("codec", "ordering_key")
 
 
@@ -27,16 +29,27 @@ def find_stream(connector: Connector, name: str) -> Meta:
     """Return the meta of an existing stream.
 
     Raises:
-        StreamNotFound: There is none.
+        StreamNotFound: The stream does not exist.
     """
-    meta = _read_meta(connector, name)
+    meta = read_meta(connector, name)
     if meta is None:
+        similar = _similar_names(connector, name)
+        guess = f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
         raise StreamNotFound(
-            f"There is no stream {name!r} on {connector.address}; publish to it, or create it "
-            "with client.stream(name).",
+            f"There is no stream {name!r} on {connector.address}.{guess}",
             stream=name,
+            hint="A publisher creates it, or client.stream(name, create=True).",
+            similar=similar,
         )
     return meta
+
+
+def _similar_names(connector: Connector, name: str) -> list[str]:
+    try:
+        names = list_names(connector, keys.STREAMS, keys.meta)
+    except MeteorError:  # the ACL may allow one stream without allowing to list all
+        return []
+    return difflib.get_close_matches(name, names)
 
 
 def create_stream(
@@ -48,28 +61,33 @@ def create_stream(
     *,
     resume: bool = False,
 ) -> tuple[bool, Meta]:
-    """Create a stream unless it exists. Returns whether this call created it, and its meta."""
+    """Create a stream if it does not exist. Returns whether this call created it, and its meta."""
     extra: dict[str, str] = {}
-    if store is not None or max_unarchived is not None:
-        meta = _read_meta(connector, name)
+    state: StreamState | None = None
+    wanted = config if max_unarchived is None else replace(config, max_unarchived=max_unarchived)
+    needing = [setting for setting in STORE_SETTINGS if getattr(wanted, setting) is not None]
+    if store is not None or needing:
+        meta = read_meta(connector, name)
         if meta is not None:
             return False, meta
         if store is None:
-            raise ValueError("max_unarchived is for a stream with a store; give store= as well.")
-        most = max_unarchived or UNARCHIVED_CAPACITIES * config.capacity
-        config = replace(config, store=store.uri, max_unarchived=most).check_room()
-        extra = store_fields(connector, store, name, resume)
+            raise ValueError(f"{needing[0]} is for a stream with a store. Pass store= as well.")
+        limit = max_unarchived or UNARCHIVED_CAPACITIES * config.capacity
+        config = replace(config, store=store.uri, max_unarchived=limit).check_room()
+        extra, state = store_fields(connector, store, name, resume)
     try:
         connector.call("SADD", keys.STREAMS, name)
     except OutOfMemory:
-        meta = _read_meta(connector, name)
+        meta = read_meta(connector, name)
         if meta is None:
             raise
-        return False, meta  # a full server can still be read, and emptied
+        return False, meta  # clients can still read, and delete, on a full server
+    incarnation = extra.pop("incarnation", None) or secrets.token_hex(8)
     fields = [item for pair in (config.to_fields() | extra).items() for item in pair]
-    incarnation = extra.get("incarnation") or secrets.token_hex(8)
 
     def create(connection: Connection) -> Any:
+        if state is not None:
+            return _resume(connection, name, incarnation, fields, state)
         args = [incarnation, connection.history, *fields]
         return connection.run(CREATE_STREAM, [keys.meta(name)], args)
 
@@ -77,9 +95,25 @@ def create_stream(
     return bool(created), Meta.parse(name, flat)
 
 
-def check_settings(name: str, meta: Meta, asked: Mapping[str, object]) -> None:
-    """Raise ``StreamConfigMismatch`` unless the stream has the settings that were asked for."""
-    for setting, value in asked.items():
+def _resume(
+    connection: Connection, name: str, incarnation: str, fields: list[str], state: StreamState
+) -> Any:
+    """Create a stream with the state saved in its store."""
+    fields = [*fields, "history", connection.history]
+    args: list[Any] = [incarnation, len(fields), *fields]
+    for group, at in state.groups.items():
+        confirmed = "" if at.confirmed is None else at.confirmed
+        args += [group, at.start, confirmed, at.floating, at.term]
+    for writer, fence in state.fences.items():
+        args += [writer.encode(errors="surrogateescape"), fence]
+    script_keys = [keys.meta(name), keys.fences(name), keys.groups(name)]
+    script_keys += [keys.group(name, group) for group in state.groups]
+    return connection.run(RESUME_STREAM, script_keys, args)
+
+
+def check_settings(name: str, meta: Meta, requested: Mapping[str, object]) -> None:
+    """Raise ``StreamConfigMismatch`` unless the stream has the requested settings."""
+    for setting, value in requested.items():
         found = getattr(meta.config, setting)
         if found != value:
             fixed = setting in _FIXED
@@ -94,8 +128,8 @@ def check_settings(name: str, meta: Meta, asked: Mapping[str, object]) -> None:
 
 
 def list_names(connector: Connector, names: str, key: Callable[[str], str]) -> list[str]:
-    """Return the members of the set ``names`` that have a key, sorted."""
-    # A name that cannot be decoded is not ours: written like this, it has no key.
+    """Return the members of the set ``names`` whose key exists, sorted."""
+    # This package writes only UTF-8 names. Any other name is escaped here and matches no key.
     members = connector.call("SMEMBERS", names)
     listed = sorted(name.decode(errors="backslashreplace") for name in members)
     found: list[str] = []
@@ -106,6 +140,7 @@ def list_names(connector: Connector, names: str, key: Callable[[str], str]) -> l
     return found
 
 
-def _read_meta(connector: Connector, name: str) -> Meta | None:
+def read_meta(connector: Connector, name: str) -> Meta | None:
+    """Return the meta of a stream, or None if the stream does not exist."""
     flat = connector.call("HGETALL", keys.meta(name))
     return Meta.parse(name, flat) if flat else None

@@ -1,6 +1,8 @@
-"""Starting a new epoch of a stream on a server whose replication history has changed."""
+"""Starting a new epoch of a stream on a server whose replication id has changed."""
 
 from __future__ import annotations
+
+import secrets
 
 from meteor_py.redis import keys
 from meteor_py.redis.connection import Connection
@@ -8,11 +10,12 @@ from meteor_py.redis.scripts import NEW_EPOCH
 
 
 def begin_epoch(connection: Connection, stream: str, incarnation: str, found: str) -> None:
-    """Begin a new epoch, if the server's history is not ``found``, the one recorded in meta.
+    """Begin a new epoch if the server's replication id differs from ``found``, the one in meta.
 
-    If this changes nothing, the history has changed again or the stream is gone; the reply to the
-    caller's next command shows which.
+    If this call changes nothing, the replication id has changed again or the stream is gone. The
+    reply to the caller's next command shows which of the two.
     """
     seen = connection.refresh_history()
     if seen != found:
-        connection.run(NEW_EPOCH, [keys.meta(stream)], [incarnation, found, seen])
+        number = 1 + secrets.randbelow(65_536)
+        connection.run(NEW_EPOCH, [keys.meta(stream)], [incarnation, found, seen, number])

@@ -1,4 +1,4 @@
-"""A handle of one stream: its identity, its settings, and the way to its server and store."""
+"""The internal handle of a stream: its identity, settings, server and store."""
 
 from __future__ import annotations
 
@@ -7,25 +7,36 @@ from datetime import datetime
 from typing import Any
 
 from meteor_py.errors import MeteorError, StoreMismatch, StoreUnavailable, StreamConfigMismatch
-from meteor_py.log.catalog import check_settings, create_stream, find_stream
+from meteor_py.log.catalog import check_settings, create_stream, find_stream, read_meta
 from meteor_py.log.log_reader import LogReader
-from meteor_py.records.config import OFFSET_MAX, StreamConfig, check_choice, check_int
+from meteor_py.records.config import (
+    OFFSET_MAX,
+    STORE_SETTINGS,
+    StreamConfig,
+    check_choice,
+    check_int,
+)
 from meteor_py.records.descriptions import Meta
 from meteor_py.records.frame import entry_span, foreign_entry
-from meteor_py.records.position import Position
+from meteor_py.records.position import Position, path_of
 from meteor_py.records.times import to_ms
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import DESCRIBE_STREAM, OFFSET_AT_TIME, Script
 from meteor_py.store.base import RingbufferStore
+from meteor_py.store.endpoints import check_endpoint
 from meteor_py.store.identity import Store, bind, check_identity, open_store
 from meteor_py.store.read_ahead import StoreReadAhead
 
-_POSITION = ("incarnation", "epoch", "next")
+_POSITION = ("incarnation", "epoch", "next", "epochs")
 
 
 class StreamHandle:
-    """One incarnation of a stream, for the other packages; users have a ``Stream``."""
+    """One incarnation of a stream, for other packages. Users get a ``Stream`` instead.
+
+    Methods that call the server raise ``StreamNotFound`` if the stream was deleted, and
+    ``LogTruncated`` if it was recreated.
+    """
 
     def __init__(
         self, connector: Connector, name: str, meta: Meta, store: RingbufferStore | None = None
@@ -34,29 +45,29 @@ class StreamHandle:
         self.name = name
         self.incarnation = meta.incarnation
         self.config = meta.config
+        #: The stream's epochs when it was opened.
+        self.epochs = meta.epochs
         #: The id of the stream's store; None without a store.
         self.store_id = meta.store
-        self._store = store  # as given by the user; otherwise opened when it is first needed
-        #: The keys of the log and of meta, as most scripts take them.
+        self._store = store  # opened on first use if the user did not pass a store
+        #: Groups that publishers have already reported as overrun by the ring.
+        self.overrun_groups: set[str] = set()
+        #: The keys of the log and of meta, in the order that most scripts expect.
         self.keys = [keys.log(name), keys.meta(name)]
-        #: The key of the ordering index if there is one, for scripts that write or trim the log.
+        #: The key of the ordering index, if there is one, for scripts that write or trim the log.
         self.index_keys = [] if meta.config.ordering_key is None else [keys.index(name)]
 
     def end(self) -> Position:
-        """Return where the next record will be appended."""
+        """Return the position after the last record."""
         return self._position(self.connector.call("HMGET", self.keys[1], *_POSITION))
 
     def bounds(self) -> tuple[int, int]:
         """Return the first offset in the ring or the store, and the end of the stream."""
-        meta, _, first = self.look()
+        meta, _, first = self.snapshot()
         return first_readable(meta, first), meta.next
 
-    def look(self) -> tuple[Meta, int, int]:
-        """Return meta, the number of frames, and the first offset in the ring, at one instant.
-
-        Raises:
-            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
-        """
+    def snapshot(self) -> tuple[Meta, int, int]:
+        """Return meta, the number of frames, and the first offset in the ring, read atomically."""
         flat, frames, first_id = self.connector.run(DESCRIBE_STREAM, self.keys)
         if not flat:
             raise reply_errors.stream_gone(self.name, b"NOSTREAM")
@@ -66,18 +77,14 @@ class StreamHandle:
         return meta, frames, entry_span(self.name, first_id)[0] if first_id else meta.next
 
     def run(self, script: Script, args: list[Any], script_keys: list[str] | None = None) -> Any:
-        """Run a script of the stream and return its reply.
-
-        Raises:
-            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
-        """
+        """Run a script on the stream and return its reply."""
         reply = self.connector.run(script, script_keys or self.keys, args)
         if reply[0] in (b"NOSTREAM", b"INCARNATION"):
             raise reply_errors.stream_gone(self.name, reply[0])
         return reply
 
     def reopen(self) -> StreamHandle:
-        """Return a handle of the stream that has this name now, keeping its store."""
+        """Return a handle for the current incarnation of the stream, keeping its open store."""
         handle = StreamHandle(
             self.connector, self.name, find_stream(self.connector, self.name), self._store
         )
@@ -85,27 +92,25 @@ class StreamHandle:
             handle._store = None
         return handle
 
-    # -- places in the stream ------------------------------------------------------------------
-
     def open_reader(self) -> LogReader:
-        """Return a reader that stands at the end of the stream; the caller closes it."""
+        """Return a reader positioned at the end of the stream. The caller must close it."""
         connection = self.connector.open_connection()
         try:
-            position = self._position(connection.call("HMGET", self.keys[1], *_POSITION))
+            reply = connection.call("HMGET", self.keys[1], *_POSITION)
+            position = self._position(reply)
         except MeteorError:
             connection.close()
             raise
-        if self.store_id is None:
-            return LogReader(connection, self.name, position)
-        ahead = StoreReadAhead(self.find_store, self.check_store, self.name, self.incarnation)
-        return LogReader(connection, self.name, position, ahead)
+        ahead = None
+        if self.store_id is not None:
+            ahead = StoreReadAhead(self.find_store, self.check_store, self.name, self.incarnation)
+        return LogReader(connection, self.name, position, ahead, reply[3].decode())
 
     def offset_at(self, time: datetime) -> int:
         """Return the first offset appended at ``time`` or later; the end if there is none.
 
         Raises:
             ValueError: The datetime has no timezone.
-            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
             CorruptStream: The log holds an entry that is not a frame.
         """
         reply = self.run(OFFSET_AT_TIME, [self.incarnation, to_ms(time)])
@@ -114,7 +119,7 @@ class StreamHandle:
         found, ring = int(reply[1]), int(reply[2])
         if self.store_id is None or found > ring or ring == 0:
             return found
-        # It is the first record of the ring: the store may hold earlier ones appended since then.
+        # ``found`` is the first record of the ring; the store may hold earlier matches.
         self.check_store()
         first, archived = self.archived_bounds()
         if first >= min(ring, archived):
@@ -122,26 +127,29 @@ class StreamHandle:
         return self.find_store().locate(self.incarnation, to_ms(time), first, min(ring, archived))
 
     def resolve(self, to: int | str | datetime) -> tuple[int, bool]:
-        """Return the offset that a place to seek means now, and whether it means "earliest".
+        """Return the offset that a seek target currently means, and whether that offset floats.
+
+        "earliest" means the first record at the time of reading: the ring may drop the current
+        first record before then. If the stream has no records now, "earliest" means the end, like
+        "latest".
 
         Raises:
-            ValueError: A negative offset, an unknown word, or a datetime without a timezone.
+            ValueError: The offset is negative, the word is unknown, or the datetime has no
+                timezone.
         """
         if isinstance(to, datetime):
             return self.offset_at(to), False
         if isinstance(to, str):
             check_choice("to", to, ("earliest", "latest"))
             first, end = self.bounds()
-            return (first, True) if to == "earliest" else (end, False)
+            return (first, first < end) if to == "earliest" else (end, False)
         return check_int("to", to, 0, OFFSET_MAX), False
 
-    # -- the store -----------------------------------------------------------------------------
-
     def find_store(self) -> RingbufferStore:
-        """Return the stream's store, opened by its address if the user did not give it.
+        """Return the stream's store, opening it by its address if the user did not pass it.
 
         Raises:
-            StoreMismatch: The stream has no store, or the one at its address is another.
+            StoreMismatch: The stream has no store, or another store is at its address.
             StoreUnavailable: The store cannot be reached.
         """
         if self.store_id is None:
@@ -149,16 +157,17 @@ class StreamHandle:
         if self._store is None:
             if self.config.store is None:
                 raise reply_errors.store_address_unknown(self.name)
+            check_endpoint(self.config.store, self.name)
             store = open_store(self.config.store, self.name)
             check_identity(store, self.name, self.store_id)
             self._store = store
         return self._store
 
     def check_store(self) -> None:
-        """Raise unless the store that was found is still there: a disk may have been unmounted.
+        """Check that the store is still at its address: a disk may have been unmounted.
 
         Raises:
-            StoreUnavailable: Another store, or none, is at that place now.
+            StoreUnavailable: Another store, or none, is at that address now.
         """
         store = self.find_store()
         try:
@@ -167,79 +176,76 @@ class StreamHandle:
             fields = ("incarnation", "store")
             incarnation, seen = self.connector.call("HMGET", self.keys[1], *fields)
             reply_errors.check_incarnation(self.name, self.incarnation, incarnation)
-            self.store_id = seen.decode()  # a new one, if the stream was resumed meanwhile
+            self.store_id = seen.decode()  # a resume in the meantime changes the id
             try:
                 check_identity(store, self.name, self.store_id)
             except StoreMismatch as error:
                 raise StoreUnavailable(str(error), stream=self.name) from error
 
     def archived_bounds(self) -> tuple[int, int]:
-        """Return the first offset in the store, and the one after the last.
-
-        Raises:
-            StreamNotFound, LogTruncated: The stream was deleted, or recreated.
-        """
+        """Return the first offset in the store, and the one after the last."""
         fields = ("incarnation", "expired", "archived")
         incarnation, expired, archived = self.connector.call("HMGET", self.keys[1], *fields)
         reply_errors.check_incarnation(self.name, self.incarnation, incarnation)
         return int(expired), int(archived)
 
     def _position(self, reply: list[Any]) -> Position:
-        """Return the end of the stream, if this is still its incarnation."""
+        """Return the end of the stream; raise if its incarnation has changed."""
         reply_errors.check_incarnation(self.name, self.incarnation, reply[0])
-        return Position(self.incarnation, int(reply[1]), int(reply[2]))
+        path = path_of(reply[3].decode())
+        return Position(self.incarnation, int(reply[1]), int(reply[2]), path)
 
 
 def open_stream(
     connector: Connector,
     name: str,
-    asked: dict[str, Any],
+    requested: dict[str, Any],
     max_unarchived: int | None = None,
     store: Store | None = None,
     *,
-    create: bool = True,
+    create: bool | None = None,
     resume: bool = False,
-) -> StreamHandle:
-    """Open a stream, and create it if it does not exist and ``create`` is true.
+) -> StreamHandle | None:
+    """Open or create a stream; see ``Client.stream``.
 
-    Args:
-        connector: The way to the server.
-        name: The name of the stream.
-        asked: Settings of ``StreamConfig`` that the stream must have.
-        max_unarchived: One more, which only a stream with a store has.
-        store: The store that the stream must have.
-        create: Whether to create it.
-        resume: Whether a new stream continues the one archived in the store.
+    ``requested`` has the settings of ``StreamConfig`` that the caller passed, except
+    ``max_unarchived``.
 
-    Raises:
-        StreamConfigMismatch, StoreMismatch: The stream exists with other settings or another store.
-        StreamNotFound: The stream does not exist, and ``create`` is false.
-        StoreUnavailable: The store cannot be reached.
+    Returns:
+        None if the stream does not exist and the caller did not ask to create it, neither with
+        ``create`` nor by passing a setting.
     """
     keys.check_name(name)
-    config = replace(StreamConfig(), **asked)
-    if max_unarchived is not None:  # compared with the stream's capacity once that is known
-        asked["max_unarchived"] = check_int("max_unarchived", max_unarchived, 1, OFFSET_MAX)
+    if resume and store is None:
+        raise ValueError("resume=True continues an archived stream. Pass its store with store=.")
+    if create is None and not requested and store is None and max_unarchived is None:
+        found = read_meta(connector, name)
+        return None if found is None else StreamHandle(connector, name, found)
+    config = replace(StreamConfig(), **requested)
+    requested = {setting: getattr(config, setting) for setting in requested}
+    if max_unarchived is not None:  # checked against the stream's capacity once that is known
+        requested["max_unarchived"] = check_int("max_unarchived", max_unarchived, 1, OFFSET_MAX)
     backend = None if store is None else open_store(store, name)
-    if create:
+    if create is not False:
         created, meta = create_stream(
             connector, name, config, max_unarchived, backend, resume=resume
         )
     else:
         created, meta = False, find_stream(connector, name)
-    if meta.store is None and (backend is not None or max_unarchived is not None):
+    if meta.store is None and (backend is not None or requested.keys() & set(STORE_SETTINGS)):
+        names = ", ".join(f"{setting}=" for setting in ("store", *STORE_SETTINGS))
         raise StreamConfigMismatch(
-            f"Stream {name!r} exists without a store; open it without one, or create another "
+            f"Stream {name!r} exists without a store. Open it without {names}, or create another "
             "stream.",
             stream=name,
         )
-    check_settings(name, meta, asked)
+    check_settings(name, meta, requested)
     if backend is not None:
         bind(backend, name, meta, created=created, resume=resume)
     return StreamHandle(connector, name, meta, backend)
 
 
 def first_readable(meta: Meta, ring: int) -> int:
-    """Return the first offset that can be read, if the ring begins at ``ring``."""
-    # The ring may still hold records that have expired from the store.
+    """Return the first readable offset of a stream whose ring begins at ``ring``."""
+    # Not always ``expired``: the ring may still hold records that have expired from the store.
     return ring if meta.expired is None else min(ring, meta.expired)

@@ -1,24 +1,25 @@
-"""Reading a stream as one log: from its ring, and from its store what the ring has dropped.
+"""Reading a stream as one log: from its ring, or from its store for records the ring has dropped.
 
 A fetch asks for frames and then, in the same pipeline, for the stream's incarnation, epoch and
 end, and in a group for the nonce of its owner. The server replies to these after the frames, and a
-new epoch begins before anything is written in it. So the records belong to the epoch that was seen,
+new epoch begins before anything is written in it. So the records belong to the epoch in the reply,
 or to an older one, and the group still had the same owner when they were read.
 
-The store is read in the same order: first the records, then the look at the stream. Nothing is
-trimmed before it is archived, and ``archived`` is looked at after the ring, so a record that is
-missing in the ring is in the store.
+The reader reads the store in the same order: first the records, then meta. The ring drops no record
+before it is archived, and ``archived`` is read after the ring, so a record that is missing from the
+ring is in the store.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from meteor_py.errors import MeteorError, RecordsLost
 from meteor_py.log.ring_reader import RingReader
 from meteor_py.log.store_reader import StoreReader
 from meteor_py.records.frame import decode, entry_span
-from meteor_py.records.position import Position, diverged_at
+from meteor_py.records.position import Position, diverged_at, epoch_of, path_of
 from meteor_py.records.record import Chunk
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import Connection
@@ -28,10 +29,10 @@ _FIELDS = ("incarnation", "epoch", "next")
 
 
 class LogReader:
-    """Fetches records from any offset of a stream, and notices whatever is missing.
+    """Fetches records from any offset of a stream, and detects missing ones.
 
-    The caller owns the offset; the reader knows the incarnation and epoch that all records fetched
-    so far are part of. Owns its connection. For one thread at a time.
+    The caller owns the offset. The reader knows the incarnation and epoch to which all records
+    fetched so far belong, and owns its connection. For one thread at a time.
     """
 
     def __init__(
@@ -40,48 +41,55 @@ class LogReader:
         stream: str,
         at: Position,
         store: StoreReadAhead | None = None,
+        epochs: str = "",
     ) -> None:
         self._stream = stream
         self._incarnation = at.incarnation
         self._store = None if store is None else StoreReader(store, stream, at.epoch)
         fields = _FIELDS if store is None else (*_FIELDS, *StoreReader.FIELDS)
         self._ring = RingReader(connection, stream, fields)
-        #: The epoch of the stream that everything fetched so far is part of.
+        #: The epoch of the stream to which everything fetched so far belongs.
         self.epoch = at.epoch
-        #: The end of the stream when last seen.
+        self._epochs = epochs  # the epochs up to that one, as in meta; empty if unknown
+        #: The same epochs, in the form used in positions.
+        self.path = path_of(epochs)
+        #: The end of the stream as of the last reply.
         self.end_offset = at.offset
 
     @property
     def block_max_s(self) -> float:
-        """As ``Connection.block_max_s``."""
-        return self._ring.block_max_s
+        """See ``Connection.block_max_s``."""
+        return self._ring.connection.block_max_s
 
     def position(self, offset: int) -> Position:
-        """Return ``offset`` with the incarnation and epoch that it was read in."""
-        return Position(self._incarnation, self.epoch, offset)
+        """Return ``offset`` together with the incarnation and epoch in which it was read."""
+        return Position(self._incarnation, self.epoch, offset, self.path)
 
-    # -- fetching ------------------------------------------------------------------------------
+    def epoch_of(self, offset: int) -> int:
+        """Return the number of the epoch in which a fetched record was appended."""
+        return epoch_of(self._epochs, offset) if self._epochs else self.epoch
 
     def fetch(
         self, offset: int, block_s: float = 0.0, *, records: int, anywhere: bool = False
     ) -> list[Chunk]:
-        """Return consecutive records from ``offset`` on; none if the time is up.
+        """Return consecutive records from ``offset`` on.
 
-        Also none if the stream has changed while it was read.
+        Returns no records if ``block_s`` seconds have passed, or if the stream changed during the
+        read.
 
         Args:
-            offset: The first record that is wanted, at most the end of the stream.
+            offset: Offset of the first record wanted, at most the end of the stream.
             block_s: Seconds to wait for a record if there is none.
-            records: How many are wanted: a hint, there may be more.
-            anywhere: Begin with the first record there is, if the one at ``offset`` is gone.
+            records: How many records are wanted. This is a hint: the result may hold more.
+            anywhere: Begin with the first existing record if the one at ``offset`` is gone.
 
         Raises:
-            OwnerChanged: The group has another nonce: what was read is not for us.
-            RecordsLost: The record is neither in the ring nor in the store any more.
-            LogTruncated: The server lost what lies below ``offset``.
+            OwnerChanged: The group has another nonce, so another member reads for it.
+            RecordsLost: The record is no longer in the ring or in the store.
+            LogTruncated: The server lost records below ``offset``.
             StreamNotFound: The stream was deleted.
-            CorruptFrame, UnsupportedFrame, CorruptStream: As ``frame.decode``.
-            ConnectionFailed: No reply.
+            CorruptFrame, UnsupportedFrame, CorruptStream: See ``frame.decode``.
+            ConnectionFailed: The server did not reply.
         """
         while True:
             try:
@@ -90,8 +98,7 @@ class LogReader:
                 expired = 0 if self._store is None else self._store.expired
                 if not anywhere or lost.last >= expired:
                     raise
-                # Expired: so what "the first there is" means has moved. Else they are lost.
-                offset = lost.last + 1
+                offset = lost.last + 1  # these records expired, so the first existing one has moved
 
     def _fetch(self, offset: int, block_s: float, records: int, anywhere: bool) -> list[Chunk]:
         store = self._store
@@ -99,10 +106,10 @@ class LogReader:
             try:
                 return self._fetch_from_store(store, offset)
             except RecordsLost:
-                pass  # the ring may have more than it must: perhaps this one, or some behind it
+                pass  # the ring may exceed its capacity and hold this record or later ones
         known_end = self.end_offset
         if offset < known_end:
-            block_s = 0.0  # it is there, or in the store, or lost
+            block_s = 0.0  # the record is in the ring or the store, or lost: do not wait
         entries, meta = self._ring.fetch(offset, block_s, records)
         self._check(meta, self.position(offset))
         found = entry_span(self._stream, entries[0][0])[0] if entries else self.end_offset
@@ -111,7 +118,7 @@ class LogReader:
             return self._fetch_from_store(store, offset)
         if not entries:
             if known_end > offset and not anywhere:
-                raise self._lost(offset, known_end - 1)  # it was there, and so were its successors
+                raise self._lost(offset, known_end - 1)  # all of these records did exist
             return []
         if found > offset and not anywhere:
             raise self._lost(offset, found - 1)
@@ -123,97 +130,110 @@ class LogReader:
         return whole
 
     def _fetch_from_store(self, store: StoreReader, offset: int) -> list[Chunk]:
-        """The same from the store; none if the stream has changed meanwhile: ask again."""
-        self._ring.forget_ahead()  # its replies must not be taken for the present stream
+        """Fetch from the store. Returns no records if the stream changed meanwhile."""
+        self._ring.forget_ahead()  # its replies do not show the current state
         epoch, archived = store.epoch, store.archived
         chunks: list[Chunk] = []
         failure: MeteorError | None = None
         try:
-            chunks.append(store.read(offset))
+            chunks.append(store.read(offset, self._epochs))
         except MeteorError as error:
             failure = error
-        self._check(self._ring.look(guarded=True), self.position(offset))
+        self._check(self._ring.read_meta(guarded=True), self.position(offset))
         if store.epoch != epoch or store.archived < archived:
             store.forget()
-            return []  # that may have been read from a branch that is lost
+            return []  # the records may be on a branch that a failover discarded
         if failure is not None:
             raise failure
         return chunks
 
-    # -- jumping -------------------------------------------------------------------------------
+    def read_columns(self, columns: Sequence[str]) -> None:
+        """Read only these columns from the store from now on.
+
+        The ring always sends whole frames. In ``Chunk.to_arrow()``, unread columns are null, except
+        the offset.
+        """
+        if self._store is not None:
+            self._store.read_columns(columns)
 
     def seek(self, offset: int) -> None:
-        """Prepare to read from ``offset`` on, in the present epoch.
+        """Prepare to read from ``offset`` on, in the current epoch.
 
         Raises:
-            ValueError: It is beyond the end.
+            ValueError: ``offset`` is beyond the end.
         """
         self._ring.forget_ahead()
-        meta = self._ring.look(guarded=False)
-        epoch = self.epoch
+        meta = self._ring.read_meta(guarded=False)
+        epoch, epochs = self.epoch, self._epochs
         self._check(meta, self.position(0))
         if offset > self.end_offset:
-            self.epoch = epoch  # the caller stays where it was, in its own epoch
+            self._enter(epoch, epochs)  # the caller's offset has not changed
             raise ValueError(
                 f"Offset {offset} is beyond the end of stream {self._stream!r}, which is "
-                f"{self.end_offset}; seek there, or wait."
+                f"{self.end_offset}. Seek to at most {self.end_offset}."
             )
 
     def resume(self, position: Position) -> None:
-        """Prepare to read from a position that was kept elsewhere.
+        """Prepare to read from a position that the application has stored.
 
         Raises:
-            LogTruncated: The server has lost records before it.
+            LogTruncated: The server has lost records before that position.
             StreamNotFound: The stream was deleted.
         """
         self._ring.forget_ahead()
-        meta = self._ring.look(guarded=False)
+        meta = self._ring.read_meta(guarded=False)
         self._check(meta, position)
-        self._incarnation, self.epoch = position.incarnation, int(meta[1])
+        self._incarnation = position.incarnation
 
     def start_term(self, start: Position, end_offset: int, group: str, nonce: str) -> None:
-        """Prepare to read where a group's term starts, as the server has just replied.
+        """Prepare to read at the start of a new lease term, which the server has just granted.
 
-        From here on each fetch checks that the group still has that nonce.
+        From now on, each fetch checks that the group still has that nonce.
         """
         self._ring.forget_ahead()
-        self._incarnation, self.epoch = start.incarnation, start.epoch
+        if start.epoch != self.epoch:
+            self._enter(start.epoch, "")
+        self._incarnation = start.incarnation
         self.end_offset = end_offset
         if self._store is not None:
-            self._store.archived = 0  # not known: the epoch may be a new one
-        self._ring.guard(keys.group(self._stream, group), nonce)
+            self._store.archived = 0  # unknown, because the epoch may be a new one
+        self._ring.guard = (keys.group(self._stream, group), nonce.encode())
 
     def interrupt(self) -> None:
         """End a wait in another thread."""
-        self._ring.interrupt()
+        self._ring.connection.interrupt()
 
     def close(self) -> None:
-        self._ring.close()
+        self._ring.connection.close()
         if self._store is not None:
             self._store.close()
 
-    # -- what the server says ------------------------------------------------------------------
-
     def _check(self, meta: list[Any], position: Position) -> None:
-        """Compare a position with the server's stream; raise if the server knows less."""
+        """Compare a position with meta; raise if the server has lost records below it."""
         reply_errors.check_incarnation(
-            self._stream, position.incarnation, meta[0], position.offset - 1
+            *(self._stream, position.incarnation, meta[0], position.offset - 1),
+            data_lost=self._ring.connection.data_lost,
         )
         epoch, end_offset = int(meta[1]), int(meta[2])
-        if epoch != position.epoch or end_offset < position.offset:
-            first = diverged_at(position, self._ring.epochs(), end_offset)
+        same_epoch = self.epoch == position.epoch == epoch
+        if not (same_epoch and self._epochs) or end_offset < position.offset:
+            epochs = self._ring.epochs()
+            first = diverged_at(position, epochs, end_offset)
             if first is not None:
                 raise reply_errors.log_truncated(self._stream, first, position.offset - 1)
-            self.epoch = epoch
+            self._enter(epoch, epochs)
         self.end_offset = end_offset
         if self._store is not None:
             self._store.update(epoch, end_offset, meta[3:6])
 
+    def _enter(self, epoch: int, epochs: str) -> None:
+        self.epoch, self._epochs, self.path = epoch, epochs, path_of(epochs)
+
     def _lost(self, first: int, last: int) -> RecordsLost:
         return RecordsLost(
-            f"Records {first} to {last} of stream {self._stream!r} are gone: the ring has dropped "
-            "them before they were read. skip_gap() goes on behind them; a larger capacity gives "
-            "more time.",
+            f"Records {first} to {last} of stream {self._stream!r} are gone: the ring dropped them "
+            "before they were read. skip_gap() continues after them; a larger capacity keeps "
+            "records longer.",
             stream=self._stream,
             first=first,
             last=last,
@@ -221,7 +241,7 @@ class LogReader:
 
 
 def _without_holes(chunks: list[Chunk]) -> list[Chunk]:
-    """The chunks up to the first hole; the next fetch begins at it and reports it."""
+    """Return the chunks before the first hole. The next fetch starts at the hole and reports it."""
     end = chunks[0].first
     for index, chunk in enumerate(chunks):
         if chunk.first != end:

@@ -1,4 +1,12 @@
-"""Reading frames from the ring of a stream, in Redis."""
+"""Reading frames from a stream's ring.
+
+Frames may grow from 20 bytes to 32 MiB between two fetches, and the server and this process hold a
+whole reply in memory. So the reader must not rely on the size of earlier frames to bound a fetch.
+It relies on the field ``large`` in meta, which the appending scripts maintain: the offset from
+which on no frame has more than ``LARGE_FRAME`` bytes, and the size of the largest frame before it.
+The field covers frames up to the end of the log that was read together with it, so a fetch of many
+frames stops at that end. Beyond it, a fetch asks for only a few frames.
+"""
 
 from __future__ import annotations
 
@@ -6,154 +14,216 @@ from collections.abc import Sequence
 from typing import Any
 
 from meteor_py.errors import ConnectionFailed, MeteorError
+from meteor_py.records.config import RECORD_BYTES_LIMIT
 from meteor_py.redis import keys
 from meteor_py.redis.connection import Connection
 
-#: The size that a fetch aims at, in bytes and in frames. Frames may grow from small to large
-#: between two fetches, so the second bounds the memory: 256 frames of 1 MiB at the very worst.
+#: Target size of a fetch in bytes, and its limits in bytes and frames. If a release before 0.2
+#: appends frames during a fetch, the fetch may exceed the limit in bytes.
 FETCH_BYTES = 1024 * 1024
+FETCH_BYTES_MAX = 128 * 1024 * 1024
 FETCH_FRAMES_MAX = 256
+#: Bytes above which ``_append.lua`` notes a frame as large.
+LARGE_FRAME = FETCH_BYTES_MAX // FETCH_FRAMES_MAX
+#: Number of frames to fetch if their sizes are unknown.
+_FRAMES_UNKNOWN = FETCH_BYTES_MAX // RECORD_BYTES_LIMIT
 
 _ID_MAX = 2**64 - 1
-#: Consecutive fetches after which the next one is sent in advance.
-_STRAIGHT = 3
+#: Consecutive fetches after which the reader sends the next one ahead.
+_SEQUENTIAL_MIN = 3
 
 
 class OwnerChanged(Exception):
-    """The group has another owner, or it was moved or deleted: what was read is not for us."""
+    """The group has another owner, or was moved or deleted: the records read are not for us."""
 
 
 class RingReader:
-    """Fetches frames, and in the same pipeline fields of meta. For one thread at a time.
+    """Fetches frames, and fields of meta in the same pipeline. For one thread at a time.
 
-    Owns its connection. Every method raises ``ConnectionFailed`` if the server does not reply.
+    The first two fields are the stream's incarnation and epoch. The reader's owner closes
+    ``connection``. Every method raises ``ConnectionFailed`` if the server does not reply.
     """
 
     def __init__(self, connection: Connection, stream: str, meta_fields: Sequence[str]) -> None:
-        self._connection = connection
+        self.connection = connection
+        #: A group's key and its owner's nonce. If set, each read checks that the nonce is
+        #: unchanged.
+        self.guard: tuple[str, bytes] | None = None
         self._log = keys.log(stream)
         self._meta = keys.meta(stream)
-        self._meta_fields = meta_fields
-        self._guard: tuple[str, bytes] | None = None  # the key of a group, and its owner's nonce
-        self._frames = 16  # to ask for; follows their size
-        self._straight = 0  # fetches since the last jump
-        self._ahead: int | None = None  # the offset of a fetch that was sent in advance
-
-    @property
-    def block_max_s(self) -> float:
-        """As ``Connection.block_max_s``."""
-        return self._connection.block_max_s
-
-    def guard(self, group_key: str, nonce: str) -> None:
-        """From here on, check with each read that the group still has this nonce."""
-        self._guard = (group_key, nonce.encode())
+        self._meta_fields = (*meta_fields, "next", "large")
+        self._frames = 16  # frames to ask for; adapts to their size
+        self._next = 0  # the end of the log as last seen
+        self._end_offset = 0  # ``large`` covers frames up to here; 0 if sizes are unknown
+        self._large = (0, 0)  # the end of the last large frame, and the size of the largest
+        self._sequential = 0  # fetches since the last seek
+        self._ahead: int | None = None  # the offset of a fetch that was sent ahead
 
     def fetch(self, offset: int, block_s: float, records: int) -> tuple[list[Any], list[Any]]:
-        """Return the entries from ``offset`` on, and the fields of meta as seen after them.
+        """Return the entries from ``offset`` on, and the fields of meta, read after them.
 
         Raises:
             OwnerChanged: The group has another nonce.
         """
         replies = self._collect_ahead(offset)
         if replies is None:
-            frames = min(self._frames, records)
-            replies = self._pipeline(self._request(offset, frames, block_s), block_s)
+            replies = self._pipeline(self._request(offset, records, block_s), block_s)
         read, meta, *nonce = replies
         self._check_nonce(nonce)
+        if not read and offset < self._end_offset:
+            # The ring has dropped all frames up to the known end: find the first one after it.
+            self._end_offset = 0
+            read, meta, *nonce = self._pipeline(self._request(offset, records))
+            self._check_nonce(nonce)
+        meta = self._note_sizes(meta)
         if not read:
             return [], meta
-        entries: list[Any] = read[0][1]
+        entries = self._entries(read)
+        meta = self._extend(entries, meta, records)
         self._adapt(entries)
         return entries, meta
 
-    def look(self, *, guarded: bool) -> list[Any]:
-        """Return the fields of meta; if ``guarded``, check the group's nonce as ``fetch`` does."""
+    def _extend(self, entries: list[Any], meta: list[Any], records: int) -> list[Any]:
+        """Fetch more if only unknown sizes limited the fetch; return the latest fields of meta.
+
+        The caller gets all small frames up to the end of the log as of the first reply, as if the
+        sizes had been known.
+        """
+        wanted = min(self._frames, records)
+        end_offset = self._next
+        while len(entries) < wanted and _size(entries) < FETCH_BYTES:
+            after = int(entries[-1][0].partition(b"-")[0]) + 1
+            if after >= end_offset:
+                break
+            read, later, *nonce = self._pipeline(self._request(after, wanted - len(entries)))
+            self._check_nonce(nonce)
+            later = self._note_sizes(later)
+            more = self._entries(read)
+            # In another incarnation or epoch, the entries so far may be gone: return the first
+            # fields.
+            if later[:2] != meta[:2] or not more:
+                break
+            entries += more
+            meta = later
+        return meta
+
+    def _entries(self, read: list[Any] | None) -> list[Any]:
+        """Return the entries in a reply to XREAD, which groups them by key, or to XRANGE."""
+        if not read:
+            return []
+        entries: list[Any] = read[0][1] if read[0][0] == self._log.encode() else read
+        return entries
+
+    def read_meta(self, *, guarded: bool) -> list[Any]:
+        """Return the fields of meta; if ``guarded``, check the group's nonce like ``fetch``."""
         commands: list[Sequence[Any]] = [("HMGET", self._meta, *self._meta_fields)]
-        if guarded and self._guard is not None:
-            commands.append(("HGET", self._guard[0], "nonce"))
+        if guarded and self.guard is not None:
+            commands.append(("HGET", self.guard[0], "nonce"))
         replies = self._pipeline(commands)
         if guarded:
             self._check_nonce(replies[1:])
-        meta: list[Any] = replies[0]
-        return meta
+        return self._note_sizes(replies[0])
 
     def epochs(self) -> str:
-        """Return the epochs of the stream, as ``diverged_at`` takes them."""
-        return (self._connection.call("HGET", self._meta, "epochs") or b"0:0").decode()
+        """Return the stream's table of epochs, for ``diverged_at``."""
+        return (self.connection.call("HGET", self._meta, "epochs") or b"0:0").decode()
 
     def read_ahead(self, offset: int, end_offset: int) -> None:
-        """Let the server prepare the next fetch while the caller works on this one.
+        """Let the server prepare the next fetch while the caller processes this one.
 
-        Only for a caller that reads straight on, and only what is known to be there: nothing waits.
+        Only for a caller that reads sequentially, and only if the records are known to exist, so
+        that the server does not wait.
         """
-        self._straight += 1
-        if self._straight < _STRAIGHT or end_offset <= offset:
+        self._sequential += 1
+        if self._sequential < _SEQUENTIAL_MIN or end_offset <= offset:
             return
         try:
-            self._connection.send(self._request(offset, self._frames))
+            self.connection.send(self._request(offset, self._frames))
             self._ahead = offset
         except ConnectionFailed:
-            pass  # the next fetch connects again, or raises
-        except BaseException:  # Ctrl-C: the next fetch must not read the reply to this
-            self._connection.close()
+            pass  # the next fetch reconnects, or raises
+        except BaseException:  # Ctrl-C: the next fetch must not read the replies to this one
+            self.connection.close()
             raise
 
     def forget_ahead(self) -> None:
-        """Drop a fetch that was sent in advance: the caller jumps, or looks at the stream."""
-        self._straight = 0
+        """Drop a fetch that was sent ahead, because the caller seeks or reads meta."""
+        self._sequential = 0
         if self._ahead is not None:
             self._ahead = None
-            self._connection.close()
-
-    def interrupt(self) -> None:
-        """End a wait in another thread."""
-        self._connection.interrupt()
-
-    def close(self) -> None:
-        self._connection.close()
+            self.connection.close()
 
     def _collect_ahead(self, offset: int) -> list[Any] | None:
-        """The replies to a fetch sent in advance; None if there was none, or of another offset."""
+        """Return the replies to a fetch sent ahead; None if there is none for this offset."""
         if self._ahead is None:
             return None
         try:
-            if self._ahead == offset and self._connection.connected:
-                count = 2 if self._guard is None else 3
-                return self._connection.read_all(count, self._connection.timeout_s)
-            self._connection.close()
+            if self._ahead == offset and self.connection.connected:
+                count = 2 if self.guard is None else 3
+                return self.connection.read_all(count, self.connection.timeout_s)
+            self.connection.close()
         except ConnectionFailed:
-            pass  # tried again in the ordinary way
+            pass  # the caller fetches again
         except MeteorError:
             raise  # all replies were read
-        except BaseException:  # Ctrl-C: the next fetch must not read the reply to this
-            self._connection.close()
+        except BaseException:  # Ctrl-C: the next fetch must not read the replies to this one
+            self.connection.close()
             raise
         finally:
             self._ahead = None
         return None
 
-    def _request(self, offset: int, frames: int, block_s: float = 0.0) -> list[Sequence[Any]]:
-        after = f"{offset - 1}-{_ID_MAX}" if offset else "0-0"
-        block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
-        read = ("XREAD", "COUNT", frames, *block, "STREAMS", self._log, after)
+    def _request(self, offset: int, records: int, block_s: float = 0.0) -> list[Sequence[Any]]:
+        if not self.connection.connected:
+            self._end_offset = 0  # after a failover, other frames may have these offsets
+        frames = min(self._frames, records)
+        read: Sequence[Any]
+        if offset < self._end_offset:
+            large_end, largest = self._large
+            if offset < large_end:
+                frames = max(min(frames, FETCH_BYTES_MAX // largest), 1)
+            last = f"{self._end_offset - 1}-{_ID_MAX}"
+            read = ("XRANGE", self._log, f"{offset}-0", last, "COUNT", frames)
+        else:
+            after = f"{offset - 1}-{_ID_MAX}" if offset else "0-0"
+            block = ("BLOCK", max(int(block_s * 1000), 1)) if block_s > 0 else ()
+            frames = min(frames, _FRAMES_UNKNOWN)
+            read = ("XREAD", "COUNT", frames, *block, "STREAMS", self._log, after)
         commands: list[Sequence[Any]] = [read, ("HMGET", self._meta, *self._meta_fields)]
-        if self._guard is not None:
-            commands.append(("HGET", self._guard[0], "nonce"))
+        if self.guard is not None:
+            commands.append(("HGET", self.guard[0], "nonce"))
         return commands
 
+    def _note_sizes(self, meta: list[Any]) -> list[Any]:
+        """Note how far the sizes of frames are known; return the fields for the caller."""
+        *fields, end_offset, large = meta
+        self._next = int(end_offset or 0)
+        # If only older releases have written to the stream, the field is missing.
+        self._end_offset = 0 if large is None else self._next
+        if large is not None:
+            large_end, _, largest = large.partition(b":")
+            self._large = int(large_end), max(int(largest), LARGE_FRAME)
+        return fields
+
     def _check_nonce(self, nonce: list[Any]) -> None:
-        if self._guard is not None and nonce != [self._guard[1]]:
+        if self.guard is not None and nonce != [self.guard[1]]:
             raise OwnerChanged
 
     def _pipeline(self, commands: list[Sequence[Any]], block_s: float = 0.0) -> list[Any]:
-        """Once more on a new connection, where there is no waiting: an idle one may have died."""
-        timeout_s = block_s + self._connection.timeout_s
+        """Send commands and return the replies. Retry once if an idle connection has died.
+
+        A blocking read is not retried, because it would block twice as long.
+        """
+        timeout_s = block_s + self.connection.timeout_s
         if block_s:
-            return self._connection.pipeline(commands, timeout_s)
-        return self._connection.retry_idle(self._connection.pipeline, commands, timeout_s)
+            return self.connection.pipeline(commands, timeout_s)
+        return self.connection.retry_idle(self.connection.pipeline, commands, timeout_s)
 
     def _adapt(self, entries: list[Any]) -> None:
-        """Ask for as many frames next time as make a good fetch, growing by steps."""
-        size = sum(len(fields[3]) for _, fields in entries if len(fields) > 3) + len(entries)
-        fitting = FETCH_BYTES * len(entries) // size
+        """Adapt the number of frames per fetch to the size of ``entries``, growing in steps."""
+        fitting = FETCH_BYTES * len(entries) // _size(entries)
         self._frames = max(1, min(fitting, self._frames * 4, FETCH_FRAMES_MAX))
+
+
+def _size(entries: list[Any]) -> int:
+    return sum(len(fields[3]) for _, fields in entries if len(fields) > 3) + len(entries)

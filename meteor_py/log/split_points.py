@@ -1,4 +1,4 @@
-"""Offsets at which parallel readers can split a stream without fetching anything twice."""
+"""Offsets at which parallel readers can split a stream without fetching a frame twice."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ if TYPE_CHECKING:
 
 
 def split_points(stream: StreamHandle, offsets: Sequence[int]) -> list[int]:
-    """Return for each offset the end of the frame, or row group, that holds it.
+    """Return, for each offset, the end of the frame or Parquet row group that holds it.
 
-    An offset that is nowhere, or in a store that does not tell, is its own split point.
+    An offset that does not exist, or is in a store without row groups, is its own split point.
     """
-    if not offsets:
-        return []
-    ends = stream.connector.run(SPLIT_POINTS, [keys.log(stream.name)], list(offsets))
-    return [
-        int(end) or _split_point_in_store(stream, offset)
-        for offset, end in zip(offsets, ends, strict=True)
-    ]
+    ends: list[int] = []
+    while len(ends) < len(offsets):  # each call resolves at least one offset
+        rest = list(offsets[len(ends) :])
+        ends += stream.connector.run(SPLIT_POINTS, [keys.log(stream.name)], rest)
+    found = dict(zip(offsets, map(int, ends), strict=True))
+    absent = [offset for offset, end in found.items() if not end]
+    found.update(zip(absent, _split_points_in_store(stream, absent), strict=True))
+    return [found[offset] for offset in offsets]
 
 
-def _split_point_in_store(stream: StreamHandle, offset: int) -> int:
-    if stream.config.store is None:
-        return offset
+def _split_points_in_store(stream: StreamHandle, offsets: list[int]) -> list[int]:
+    if stream.config.store is None or not offsets:
+        return offsets
     try:
         store = stream.find_store()
         stream.check_store()
         if isinstance(store, ParquetStore):
-            return store.row_group_end(stream.incarnation, offset, stream.archived_bounds()[1])
+            end = stream.archived_bounds()[1]
+            return store.row_group_ends(stream.incarnation, offsets, end)
     except MeteorError:
-        pass  # the reader of these records will be told
-    return offset
+        pass  # the reader of these records will get the error
+    return offsets

@@ -1,7 +1,8 @@
-"""Reading records from the store of a stream that its ring has dropped."""
+"""Reading records that the ring has dropped from the stream's store."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from meteor_py.records.record import TableChunk
@@ -10,52 +11,61 @@ from meteor_py.store.read_ahead import StoreReadAhead
 
 
 class StoreReader:
-    """The part of a stream that is read from its store. For one thread at a time.
+    """Reads the archived part of a stream. For one thread at a time.
 
-    Offsets, as last seen: the store holds those from ``expired`` up to ``archived``; the ring
-    begins at ``ring_start``.
+    As of the last update, the store holds the offsets from ``expired`` up to ``archived``, and the
+    ring begins at ``ring_start``.
     """
 
-    #: The fields of meta that ``update`` takes.
+    #: The fields of meta that ``update`` needs.
     FIELDS = ("archived", "expired", "capacity")
 
     def __init__(self, batches: StoreReadAhead, stream: str, epoch: int) -> None:
         self._batches = batches
         self._stream = stream
         self.archived = self.expired = self.ring_start = 0
-        #: The epoch in which these were seen.
+        #: The epoch of the last update.
         self.epoch = epoch
 
     @property
     def stop(self) -> int:
-        """Where the ring begins, or the archived records end: below it the store is read."""
+        """The offset at which reads from the store end: the ring's start, or ``archived``."""
         return min(self.archived, self.ring_start)
 
     def holds(self, offset: int) -> bool:
         return self.expired <= offset < self.stop
 
     def update(self, epoch: int, end_offset: int, fields: list[Any]) -> None:
-        """Take over what the server says of the stream."""
+        """Update the bounds from fields of meta."""
         if epoch != self.epoch:
             self.epoch, self.ring_start = epoch, 0
             self.forget()
         self.archived, self.expired, capacity = map(int, fields)
         self.ring_start = max(self.ring_start, end_offset - capacity)
 
-    def read(self, offset: int) -> TableChunk:
-        """Return some records from ``offset`` on, at least one.
+    def read(self, offset: int, epochs: str) -> TableChunk:
+        """Return one or more records from ``offset`` on.
+
+        Args:
+            epochs: The epochs of the stream, as in meta.
 
         Raises:
-            RecordsLost: They have expired, though the ring may still hold some of them.
-            MeteorError: As ``StoreReadAhead.read``.
+            RecordsLost: The records have expired from the store, though the ring may still hold
+                some of them.
+            MeteorError: See ``StoreReadAhead.read``.
         """
         if offset < self.expired:
             last = min(self.expired, self.stop) - 1
             raise reply_errors.records_lost(self._stream, offset, last)
-        return TableChunk(offset, self._batches.read(offset, self.stop, self.epoch))
+        return TableChunk(offset, self._batches.read(offset, self.stop, self.epoch, epochs))
+
+    def read_columns(self, columns: Sequence[str]) -> None:
+        """Read only these columns from now on; see ``StoreReadAhead.columns``."""
+        self._batches.forget()
+        self._batches.columns = columns
 
     def forget(self) -> None:
-        """Drop what was read in advance: it may have changed."""
+        """Drop records that were read ahead: they may have changed."""
         self._batches.forget()
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""Peer groups: who is there, who leads, messages, votes, and things done at one time."""
+"""Peer groups: membership, leader election, messages, votes, and timed actions."""

@@ -1,6 +1,6 @@
-"""Aliases: a group in the words of Atomix's DistributedGroup. What they mean here is in docs.
+"""Atomix's DistributedGroup API on top of peer groups. See docs/peer-group-words.md.
 
-Nothing is done here but to translate: delivery and execution are a target and a verb.
+These classes only translate: a delivery becomes a target, and an execution a verb.
 
 >>> group = DistributedGroup(m.peer_group("workers"))               # doctest: +SKIP
 >>> local = group.join("worker-7")                             # doctest: +SKIP
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 
 
 class Execution(enum.Enum):
-    """When a message is done."""
+    """When the future of a message completes."""
 
-    #: When it is acknowledged: ``send``.
+    #: When the message is acknowledged: ``send``.
     SYNC = "send"
-    #: When it is stored: ``tell``.
+    #: When the message is stored: ``tell``.
     ASYNC = "tell"
-    #: When it is answered: ``ask``.
+    #: When the reply arrives: ``ask``.
     REQUEST_REPLY = "ask"
 
 
 class Delivery(enum.Enum):
-    """Who gets a message to the group."""
+    """Which members get a message to the group."""
 
-    #: A random member, and another if that one leaves: ``any``.
+    #: A random member, or another if it leaves: ``any``.
     RANDOM = "any"
-    #: All that are alive: ``all``.
+    #: All live members: ``all``.
     BROADCAST = "all"
 
 
 class Producer:
-    """Sends messages to one queue, always in the same way."""
+    """Sends messages to one queue, with one delivery and execution."""
 
     def __init__(self, target: Target, queue: str, execution: Execution) -> None:
         self._target = target
@@ -57,13 +57,13 @@ class Producer:
     def send(
         self, value: Any = None, *, timeout: float = TIMEOUT_S, priority: int = PRIORITY
     ) -> Future[Any]:
-        """Send one; what comes of it is what ``tell``, ``send`` or ``ask`` give."""
+        """Send a message, and return the future of ``tell``, ``send`` or ``ask``."""
         verb: Callable[..., Future[Any]] = getattr(self._target, self._execution.value)
         return verb(self._queue, value, timeout=timeout, priority=priority)
 
 
 class Consumer:
-    """Gets the messages of one queue; each must be settled by ``ack``, ``reply`` or ``fail``."""
+    """Receives the messages of one queue. Settle each with ``ack``, ``reply`` or ``fail``."""
 
     def __init__(self, membership: Membership, queue: str) -> None:
         self._membership = membership
@@ -71,18 +71,18 @@ class Consumer:
         self._callback: Callable[[Message], object] | None = None
 
     def on_message(self, callback: Callable[[Message], object]) -> None:
-        """Call a function with each message, in place of the one before."""
+        """Call a function with each message. It replaces the previous function."""
         first, self._callback = self._callback is None, callback
         if first:
             self._membership.on(self._queue, ack="manual")(self._call)
 
     def _call(self, message: Message) -> None:
-        assert self._callback is not None, "it was given before"
+        assert self._callback is not None, "on_message() sets it first"
         self._callback(message)
 
 
 class Messaging:
-    """The messages of a group, of a member, or of one that joined here."""
+    """The messages of a group, of a member, or of a local member."""
 
     def __init__(
         self,
@@ -101,25 +101,25 @@ class Messaging:
         execution: Execution | None = None,
         delivery: Delivery | None = None,
     ) -> Producer:
-        """Who sends to a queue: to a member, by default with an answer; to a group, to all."""
+        """Returns a producer. By default it asks one member, or sends to all members of a group."""
         if self._target is not None:
             if delivery is not None:
-                raise ValueError("A message to one member has no delivery; leave it out.")
+                raise ValueError("A message to one member has no delivery. Omit it.")
             return Producer(self._target, queue, execution or Execution.REQUEST_REPLY)
-        assert self._sender is not None, "it is of a group"
+        assert self._sender is not None, "a group or a local member"
         which = delivery or Delivery.BROADCAST
         target = self._sender.any if which is Delivery.RANDOM else self._sender.all
         return Producer(target, queue, execution or Execution.SYNC)
 
     def consumer(self, queue: str) -> Consumer:
-        """Who gets what is sent to a queue of a member that joined here."""
+        """Returns a consumer of a queue of a local member."""
         if self._membership is None:
-            raise ValueError("Only the process in which a member joined gets its messages.")
+            raise ValueError("Only the process in which a member joined can receive its messages.")
         return Consumer(self._membership, queue)
 
 
 class GroupMember:
-    """A member, wherever it joined."""
+    """A member of any process."""
 
     def __init__(self, group: PeerGroup, member: Member) -> None:
         self._group = group
@@ -140,7 +140,7 @@ class GroupMember:
 
 
 class LocalMember:
-    """A member that joined here."""
+    """A member that joined in this process."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -149,7 +149,7 @@ class LocalMember:
         return self._membership.id
 
     def messaging(self) -> Messaging:
-        """Its own queues, and producers to the group whose messages name it as the sender."""
+        """Consumers of its queues, and producers whose messages name it as the sender."""
         return Messaging(sender=self._membership, membership=self._membership)
 
     def leave(self) -> None:
@@ -158,7 +158,7 @@ class LocalMember:
 
 @dataclass(frozen=True)
 class GroupTerm:
-    """Who leads, and the number of the term."""
+    """The number of a term, and its leader."""
 
     _number: int
     _leader: GroupMember | None
@@ -171,7 +171,7 @@ class GroupTerm:
 
 
 class GroupElection:
-    """Who leads a group."""
+    """The election of a group's leader."""
 
     def __init__(self, group: PeerGroup) -> None:
         self._group = group
@@ -182,7 +182,7 @@ class GroupElection:
         return GroupTerm(self._group.term, found)
 
     def on_election(self, callback: Callable[[GroupTerm], object]) -> None:
-        """Call a function with each term that begins; at once if there is a leader."""
+        """Call a function with each new term; at once if there is a leader."""
 
         def elected(leader: Member, number: int) -> None:
             callback(GroupTerm(number, GroupMember(self._group, leader)))
@@ -191,14 +191,14 @@ class GroupElection:
 
 
 class DistributedGroup:
-    """A group, in Atomix's words."""
+    """A peer group with Atomix's API."""
 
     def __init__(self, group: PeerGroup) -> None:
-        #: The same in ours.
+        #: The peer group behind it.
         self.group = group
 
     def join(self, member: str | None = None, metadata: Any = None) -> LocalMember:
-        """Become a member; with an id, a persistent one."""
+        """Become a member. An id makes it persistent."""
         return LocalMember(self.group.join(member, metadata=metadata))
 
     def remove(self, member: str) -> bool:
@@ -224,7 +224,7 @@ class DistributedGroup:
         return Messaging(sender=self.group)
 
     def serializer(self) -> PeerCodec:
-        """Where types get their numbers: ``register(User, id=1)``."""
+        """Returns the codec, to register types: ``register(User, id=1)``."""
         return self.group._handle.requests.codec
 
     def close(self) -> None:

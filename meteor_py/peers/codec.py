@@ -1,30 +1,29 @@
-"""Codecs of peer groups: how the bodies of messages become bytes. No pickle, anywhere.
+"""Codecs of peer groups: how bodies of messages are encoded. Pickle is never used.
 
-What kind of bytes they are is written beside them: the name of a format, or the number of a type
-that was registered. So members with different codecs understand each other, as far as they know
-the types.
+Each encoded body carries its type: the name of a format, or the number of a registered type. So
+members with different codecs understand each other if they know the types.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from meteor_py.records.codec import encode_json
 from meteor_py.records.config import check_choice, check_int
 
 Format = Literal["json", "msgpack", "bytes"]
 _T = TypeVar("_T")
 
-#: The largest number of a type.
+#: The largest type number.
 TYPE_MAX = 2**31 - 1
 
 
 class UnknownType(Exception):
-    """The bytes are of a type that is not registered here, or are not what their type says."""
+    """The type of some bytes is not registered here, or the bytes do not match it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class _Kind:
 
 
 class PeerCodec:
-    """A format, and types of your own with numbers that are the same on all nodes.
+    """A format, plus registered types whose numbers are the same in all processes.
 
     >>> codec = PeerCodec("msgpack")
     >>> codec.register(complex, id=1, encode=lambda z: str(z).encode(),
@@ -46,8 +45,8 @@ class PeerCodec:
     >>> codec.decode(*codec.encode(2 + 1j))
     (2+1j)
 
-    Register the types before the first message. Only a value that is of the type itself is written
-    under its number, not one that lies inside of another.
+    Register types before the first message. The codec uses a registered type only for a whole body,
+    not for a value nested inside another.
     """
 
     def __init__(self, format: Format = "json") -> None:
@@ -64,45 +63,44 @@ class PeerCodec:
         encode: Callable[[_T], bytes] | None = None,
         decode: Callable[[bytes], _T] | None = None,
     ) -> None:
-        """Give a type its number.
+        """Assign a number to a type.
 
         Args:
-            type: The class; values of its subclasses are not meant.
-            id: 0 to 2^31 - 1, the same on all nodes, for ever.
-            encode: Makes bytes of a value; without it, the format does: for dataclasses, attrs
+            type: The class. Its subclasses are not included.
+            id: 0 to 2^31 - 1; the same in all processes, and never reused.
+            encode: Converts a value to bytes. By default the format does, for dataclasses, attrs
                 classes and ``msgspec.Struct``.
-            decode: Makes a value of these bytes.
+            decode: Converts the bytes back to a value.
 
         Raises:
-            ValueError: The number or the type is taken, or only one of the functions is given.
+            ValueError: The number or the type is taken, or only one function is given.
         """
         check_int("id", id, 0, TYPE_MAX)
         if (encode is None) != (decode is None):
-            raise ValueError("Give encode and decode, or neither of them.")
+            raise ValueError("Pass both encode and decode, or neither.")
         if type in self._by_type or str(id) in self._by_id:
-            raise ValueError(f"The number {id} or the type {type.__name__} is registered already.")
+            raise ValueError(f"The number {id} or the type {type.__name__} is already registered.")
         if encode is None or decode is None:
             if self.format == "bytes":
-                raise ValueError('With the format "bytes" a type needs encode and decode.')
-            encode, decode = _by_format(self.format, type)
-        kind = _Kind(type, id, encode, decode)
-        self._by_type[type] = kind
-        self._by_id[str(id)] = kind
+                raise ValueError('With format "bytes", a type needs encode and decode.')
+            format: Any = msgspec.json if self.format == "json" else msgspec.msgpack
+            encode, decode = _ENCODERS[self.format], format.Decoder(type).decode
+        self._by_type[type] = self._by_id[str(id)] = _Kind(type, id, encode, decode)
 
     def encode(self, value: Any) -> tuple[str, bytes]:
-        """The type of a value, and its bytes.
+        """Returns the type of a value, and its bytes.
 
         Raises:
-            TypeError, ValueError: The format, or the type's own function, cannot write it. JSON
-                has no NaN and no infinity; "msgpack" has.
+            TypeError, ValueError: The format, or the registered function, cannot encode the value.
+                JSON has no NaN and no infinity; "msgpack" has both.
         """
         try:
             return self._encode(value)
         except (TypeError, ValueError):
             raise
-        except Exception as error:  # OverflowError, RecursionError, or whatever an encode raises
+        except Exception as error:  # OverflowError, RecursionError, or from a registered function
             raise ValueError(
-                f"This {type(value).__name__} cannot be written ({type(error).__name__}: {error})."
+                f"This {type(value).__name__} cannot be encoded ({type(error).__name__}: {error})."
             ) from error
 
     def _encode(self, value: Any) -> tuple[str, bytes]:
@@ -120,17 +118,17 @@ class PeerCodec:
         if self.format == "bytes":
             if not isinstance(value, (bytes, bytearray, memoryview)):
                 raise TypeError(
-                    f'The codec "bytes" sends bytes, not {type(value).__name__}; choose another '
-                    "codec of the group, or register the type."
+                    f'The codec "bytes" sends bytes, not {type(value).__name__}. Choose another '
+                    "codec for the group, or register the type."
                 )
             return "bytes", bytes(value)
         return self.format, _ENCODERS[self.format](value)
 
     def decode(self, kind: str, data: bytes) -> Any:
-        """The value that bytes of a type stand for.
+        """Decodes bytes of a type, and returns the value.
 
         Raises:
-            UnknownType: The type is not known here, or the bytes are not of it.
+            UnknownType: The type is not registered here, or the bytes do not match it.
         """
         known = self._by_id.get(kind)
         try:
@@ -141,41 +139,10 @@ class PeerCodec:
             if kind in _DECODERS:
                 return _DECODERS[kind](data)
         except Exception as error:
-            raise UnknownType(f"The bytes are not of the type {kind!r}: {error}") from error
+            raise UnknownType(f"The bytes are not of type {kind!r}: {error}") from error
         raise UnknownType(
-            f"The type {kind!r} is not known here; register it with codec.register() on all nodes."
+            f"The type {kind!r} is not known here. Register it with codec.register() everywhere."
         )
-
-
-def encode_json(value: Any) -> bytes:
-    """JSON, which has no NaN and no infinity: they would be null, and None for who gets them.
-
-    Raises:
-        TypeError: It cannot be written as JSON.
-        ValueError: Something in it is not a finite number.
-    """
-    data: bytes = msgspec.json.encode(value)
-    if b"null" in data and _has_infinite(value):  # rarely looked at
-        raise ValueError(
-            'NaN and infinity cannot be written as JSON; messages with codec="msgpack" have them.'
-        )
-    return data
-
-
-def _has_infinite(value: Any) -> bool:
-    try:
-        waiting = [msgspec.to_builtins(value)]
-    except TypeError:  # msgspec.Raw: that is JSON already
-        return False
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, float) and not math.isfinite(one):
-            return True
-        if isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, (list, tuple)):
-            waiting += one
-    return False
 
 
 _ENCODERS: dict[str, Callable[[Any], bytes]] = {
@@ -189,22 +156,13 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 }
 
 
-def _by_format(
-    format: Literal["json", "msgpack"], type: type[_T]
-) -> tuple[Callable[[_T], bytes], Callable[[bytes], _T]]:
-    if format == "json":
-        return encode_json, msgspec.json.Decoder(type).decode
-    return msgspec.msgpack.encode, msgspec.msgpack.Decoder(type).decode
-
-
 def find_codec(codec: Format | PeerCodec) -> PeerCodec:
-    """The codec of that name, or the object itself."""
+    """Returns the codec with this name, or the object itself."""
     if isinstance(codec, PeerCodec):
         return codec
     if not isinstance(codec, str):
         raise TypeError(
-            "codec must be a PeerCodec, or one of json, msgpack, bytes; not "
-            f"{type(codec).__name__}."
+            f"codec must be a PeerCodec or one of json, msgpack, bytes, not {type(codec).__name__}."
         )
     check_choice("codec", codec, ("json", "msgpack", "bytes"))
     return PeerCodec(codec)

@@ -1,4 +1,4 @@
-"""Settings of a peer group, which all who use it have."""
+"""Settings of a peer group, shared by all its processes."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ Election = Literal["oldest", "random", "none"]
 
 
 class Unset:
-    """The type of what was not given, where None means something."""
+    """The type of an omitted argument, where None has a meaning."""
 
 
 UNSET = Unset()
 
-#: Bounds of the time after which a silent member is taken for dead, in seconds.
+#: Smallest and largest ``ttl`` in seconds.
 TTL_S = (0.3, 86_400.0)
-#: Members of a group at most: some scripts look at all of them.
+#: Maximum number of members of a group: some scripts read all of them.
 MEMBERS_MAX = 1_000
 
 
 @dataclass(frozen=True)
 class PeersConfig:
-    """Settings of a peer group, kept in Redis: who begins it chooses them."""
+    """Settings of a peer group, stored in Redis. The client that creates the group chooses them."""
 
-    #: Seconds of silence after which a member is taken for dead.
+    #: Seconds without a heartbeat after which a member counts as dead: 0.3 to 86,400.
     ttl: float = 10.0
-    #: Seconds after which a named member that is dead is removed; None = never.
+    #: Seconds after which a dead named member is removed; None = never.
     member_expiration: float | None = None
-    #: Who leads: the "oldest" member, a "random" one, or "none".
+    #: Which member leads: the "oldest", a "random" one, or "none".
     election: Election = "oldest"
-    #: Members that must be alive before a leader is elected.
+    #: Members that must be alive before a leader is elected: 1 to 1,000.
     min_size: int = 1
-    #: Messages that a member may have that are not settled.
+    #: Maximum number of unsettled messages of a member: 1 to 1,000,000.
     max_inbox: int = 10_000
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class PeersConfig:
         check_int("max_inbox", self.max_inbox, 1, 1_000_000)
 
     def to_fields(self) -> dict[str, str]:
-        """As fields of the hash ``config``."""
+        """Convert to fields of the hash ``config``."""
         expiration = -1 if self.member_expiration is None else round(self.member_expiration * 1000)
         return {
             "ttl": str(round(self.ttl * 1000)),
@@ -60,7 +60,7 @@ class PeersConfig:
 
     @classmethod
     def from_fields(cls, found: dict[str, str]) -> PeersConfig:
-        """From fields of the hash ``config``."""
+        """Parse fields of the hash ``config``."""
         expiration = int(found["expiration"])
         return cls(
             ttl=int(found["ttl"]) / 1000,
@@ -71,10 +71,10 @@ class PeersConfig:
         )
 
     def differing(self, asked: dict[str, Any]) -> str | None:
-        """The name of the first setting that is not as it was asked for."""
-        present, wanted = self._kept(), replace(self, **asked)._kept()
+        """The name of the first setting that differs from ``asked``; None if none does."""
+        present, wanted = self._rounded(), replace(self, **asked)._rounded()
         return next((name for name, value in wanted.items() if present[name] != value), None)
 
-    def _kept(self) -> dict[str, Any]:
-        """All settings, as exact as they are kept."""
+    def _rounded(self) -> dict[str, Any]:
+        """All settings, rounded as in Redis."""
         return asdict(PeersConfig.from_fields(self.to_fields()))

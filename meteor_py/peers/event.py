@@ -1,4 +1,4 @@
-"""Events of a peer group: all processes see the same ones, in the same order."""
+"""Events of a peer group: all processes see the same events in the same order."""
 
 from __future__ import annotations
 
@@ -7,46 +7,38 @@ from typing import Literal
 
 from meteor_py.peers.protocol import read_fields
 
-Kind = Literal[
-    "joined",
-    "left",
-    "dead",
-    "alive",
-    "updated",
-    "elected",
-    "resigned",
-    "proposed",
-    "decided",
-    "reset",
-]
+Kind = (
+    Literal["joined", "left", "dead", "alive", "updated"]
+    | Literal["elected", "resigned", "proposed", "decided", "reset"]
+)
 
 
 @dataclass(frozen=True)
 class Event:
-    """One change of a group."""
+    """One change in a group."""
 
-    #: Its number: one above that of the event before it.
+    #: Its number: one more than that of the previous event.
     view: int
     kind: Kind
-    #: When, by the server's clock in ms since 1970.
+    #: When it happened, in ms since 1970 by the server's clock.
     at: int
-    #: Whom it is about, or who proposes.
+    #: The id of the member concerned, or of the proposer.
     member: str | None = None
-    #: The number of the term, of an election or its end.
+    #: The number of the term that began or ended.
     term: int | None = None
-    #: Why it left, died or resigned, or how a vote ended.
+    #: Why the member left, died or resigned, or how a vote ended.
     reason: str | None = None
     #: The poll that was proposed or decided.
     poll: str | None = None
-    #: Found out afterwards, when the events themselves were gone: these have one ``view``.
-    #: "reset" comes first of them if the server has lost state that was known here.
+    #: Whether it was derived by comparing states, because the events themselves were lost. Such
+    #: events share one ``view``; if the server lost state, "reset" is the first of them.
     resync: bool = False
-    #: All fields as they are in Redis.
+    #: All fields as stored in Redis.
     fields: dict[str, bytes] = field(default_factory=dict, repr=False)
 
 
 def read_event(entry_id: bytes, flat: list[bytes]) -> Event:
-    """An event from its entry in the stream ``events``."""
+    """Parse an entry of the stream ``events``."""
     found = read_fields(flat)
 
     def text(name: str) -> str | None:

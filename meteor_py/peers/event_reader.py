@@ -1,4 +1,4 @@
-"""The event reader of a group handle: reads the events of the group, and replies to messages."""
+"""The event reader of a group handle: reads the group's events, and replies to its messages."""
 
 from __future__ import annotations
 
@@ -16,57 +16,49 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-EVENT_READER_PREFIX = "meteor-events"
 _BACKOFF_S = (0.02, 0.64)
-#: Events that are read at a time.
+#: Maximum number of events per read.
 _COUNT = 500
-#: Before all replies.
+#: The position before all replies.
 _FIRST = "0-0"
 
 
-class EventReader:
-    """Owned by its group handle. Has its own connection; calls nothing that could block it."""
+class EventReader(JoinableThread):
+    """A thread with its own connection. It calls nothing that could block it."""
 
     def __init__(self, group: GroupHandle) -> None:
+        super().__init__(self._read_all, f"meteor-events-{group.name}")
         self._group = group
         self._connection = group.protocol.connector.open_connection()
         self._stopped = False
-        #: The last reply to a message that it has read.
+        #: The last reply that was read.
         self._reply_position = _FIRST
         self._again = False
-        self._thread = JoinableThread(self._run, f"{EVENT_READER_PREFIX}-{group.name}")
-
-    def start(self) -> None:
-        self._thread.start()
 
     def read_again(self) -> None:
-        """Read all replies again, soon: the server may have started their stream again, and its
-        clock, which numbers them, may be behind. Replies that are known do no harm."""
+        """Make the thread read all replies again. The server may have recreated their stream, and
+        its clock, which numbers them, may be behind. Reading a reply twice is harmless."""
         self._again = True
 
     def stop(self) -> None:
+        """Stop the thread. Safe to repeat: it may have connected since the last call."""
         self._stopped = True
         self._connection.interrupt()
 
-    def join(self, timeout_s: float) -> bool:
-        # Again and again: it may have connected only now.
-        return self._thread.ends_within(timeout_s, self._connection.interrupt)
-
-    def _run(self) -> None:
+    def _read_all(self) -> None:
         failures = 0
         while not self._stopped:
             try:
                 self._read()
                 failures = 0
+                continue
             except ConnectionFailed:
-                self.read_again()  # it may be another server
-                failures += 1
-                time.sleep(0.0 if self._stopped else pause_s(failures, *_BACKOFF_S))
+                self.read_again()  # the next connection may reach another server
             except Exception:
                 if not self._stopped:
                     _log.exception("The event reader of group %r failed.", self._group.name)
-                failures += 1
-                time.sleep(pause_s(failures, *_BACKOFF_S))
+            failures += 1
+            time.sleep(0.0 if self._stopped else pause_s(failures, *_BACKOFF_S))
         self._connection.close()
 
     def _read(self) -> None:
@@ -80,7 +72,7 @@ class EventReader:
             self._reply_position = _FIRST
         self._connection.connect()
         if self._stopped:
-            return  # end() may have found no connection to interrupt
+            return  # stop() may have found no connection to interrupt
         found = self._connection.call(
             *("XREAD", "COUNT", _COUNT, "BLOCK", max(int(block_s * 1000), 1)),
             *("STREAMS", events, replies, f"{view}-0", self._reply_position),
@@ -100,7 +92,7 @@ class EventReader:
             event = read_event(entry_id, flat)
             with group.lock:
                 if group.view.number != view:
-                    return  # it was loaded again meanwhile
+                    return  # another thread has reloaded the group
                 trimmed = event.view != view + 1
                 replaced = not trimmed and not group.view.continues(event)
                 if not trimmed and not replaced:

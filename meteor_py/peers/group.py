@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,15 +16,12 @@ from meteor_py.peers.member import Member, dump_metadata
 from meteor_py.peers.member_handle import MemberHandle
 from meteor_py.peers.membership import Membership
 from meteor_py.peers.messaging.dead_letter import PeerLetter, read_letter
-from meteor_py.peers.messaging.target import Everybody, Target, Targets
 from meteor_py.peers.protocol import PeerProtocol
+from meteor_py.peers.sender import Sender
 from meteor_py.peers.view import View
-from meteor_py.peers.voting.proposal import Kind, Outcome
-from meteor_py.peers.voting.proposing import Proposer
-from meteor_py.records.config import check_choice, check_function, check_int, check_seconds
+from meteor_py.records.config import check_choice, check_int, check_seconds
 from meteor_py.redis import keys
 from meteor_py.redis.scripts import PEERS_LEAVE
-from meteor_py.runtime.lifecycle import Closeable
 
 if TYPE_CHECKING:
     from meteor_py.redis.connector import Connector
@@ -33,26 +29,25 @@ if TYPE_CHECKING:
 OnConflict = Literal["takeover", "fail", "wait"]
 _F = TypeVar("_F", bound=Callable[..., object])
 
-#: Seconds between two tries to join under a name that is taken.
+#: Seconds between two attempts to join under a name that is taken.
 _WAIT_S = 0.1
-#: The largest number of an event: more cannot be counted.
+#: The largest event number that Lua can count to.
 _VIEW_MAX = 2**53
 
 
-class PeerGroup(Closeable):
-    """One group, watched by this process. Get it with ``client.peer_group(name)``.
+class PeerGroup(Sender):
+    """A peer group as this process sees it. Get it with ``client.peer_group(name)``.
 
     >>> with m.peer_group("workers") as group, group.join() as me:      # doctest: +SKIP
     ...     print(me.id, [member.id for member in group.members], group.leader)
 
-    A process need not join to look on, or to send messages. Safe for several threads.
+    Watching the group and sending messages work without joining. Thread-safe.
     """
 
     def __init__(self, handle: GroupHandle) -> None:
+        super().__init__(handle)
         self.name = handle.name
         self._handle = handle
-        self._targets = Targets(handle.requests)
-        self._proposer = Proposer(handle)
 
     # -- members -----------------------------------------------------------------------------------
 
@@ -63,52 +58,58 @@ class PeerGroup(Closeable):
 
     @property
     def members(self) -> list[Member]:
-        """All members, in the order in which they joined; dead ones too, if they have a name."""
+        """All members in the order in which they joined, including named members that are dead."""
         return self._handle.view.in_order
 
     def find(self, member: str) -> Member | None:
-        """One of them; None if there is no such member."""
+        """Returns the member with this id; None if there is none."""
         return self._handle.view.members.get(member)
 
     @property
     def view(self) -> int:
-        """The number of the last event that is known here."""
+        """The number of the last event that this process has seen."""
         return self._handle.view.number
 
     @property
     def leader(self) -> Member | None:
-        """The member that leads; None if there is no leader now."""
+        """The current leader; None if there is none."""
         view = self._handle.view
         return view.members.get(view.leader or "")
 
     @property
     def term(self) -> int:
-        """The number of the last term; 0 if there was none."""
+        """The number of the last term; 0 before the first election."""
         return self._handle.view.term
 
     def snapshot(self) -> View:
-        """All of these at one instant; ``watch(since=snapshot.number)`` continues from there."""
+        """Returns view number, members, leader and term as of one instant.
+
+        ``watch(since=snapshot.number)`` continues from there.
+        """
         with self._handle.lock:
             return View(self.view, self.members, self.leader, self.term)
 
     def guarded(self, name: str) -> bytes | None:
-        """A value that a leader wrote with ``term.guard``; None if there is none."""
-        self._handle.check_open()
+        """Returns a value that a leader wrote with ``term.guard``; None if there is none."""
+        self._check_open()
         protocol = self._handle.protocol
         value: bytes | None = protocol.connector.call("HGET", protocol.key("guarded"), name)
         return value
 
     def dead_letters(self, limit: int = 1_000) -> list[PeerLetter]:
-        """The last messages that no member could take, the oldest first: of a type that their
-        receiver does not know, or whose receivers left again and again. About 1,000 are kept."""
-        self._handle.check_open()
+        """Returns the newest messages that could not be delivered, oldest first.
+
+        A message becomes a dead letter if its receiver does not know its type, or if too many
+        receivers left, one after the other, before settling it. The group keeps about 1,000.
+        """
+        self._check_open()
         check_int("limit", limit, 1, 1_000_000)
         protocol = self._handle.protocol
         command = ("XREVRANGE", protocol.key("dead"), "+", "-", "COUNT", limit)
         return [read_letter(*entry) for entry in reversed(protocol.connector.call(*command))]
 
     def now(self) -> float:
-        """The time by the clock of the group, its server's, in seconds since 1970."""
+        """Returns the time by the group's clock (its server's), in seconds since 1970."""
         return self._handle.now()
 
     def join(
@@ -122,22 +123,22 @@ class PeerGroup(Closeable):
     ) -> Membership:
         """Become a member.
 
-        Args:
-            name: A name makes it persistent: it stays a member when its process dies, messages to
-                it wait, and it continues when it joins again, here or elsewhere.
-            metadata: Whatever it wants to say of itself: JSON, up to 4 KiB.
-            priority: Members with a higher one lead before others: -1,000 to 1,000.
-            on_conflict: If a live member has the name: "takeover" replaces it, which is what a
-                restart wants; "fail", or "wait" until it is free.
-            timeout: Seconds to wait then; None for as long as it takes.
+        Callbacks of this handle wait until the member has joined.
 
-        The callbacks for it are called when it has joined, and others have to wait for that.
+        Args:
+            name: Makes the member persistent. If its process dies, it remains a member, messages
+                to it wait, and it continues when any process joins under the name again.
+            metadata: Describes the member to others: JSON, up to 4 KiB.
+            priority: Members with a higher priority lead before others: -1,000 to 1,000.
+            on_conflict: What to do if a live member has the name. "takeover" replaces it, as a
+                restarted process wants; "fail" raises; "wait" waits until the name is free.
+            timeout: Seconds to wait for the name; None waits indefinitely.
 
         Raises:
-            MemberTaken: A live member has the name, or a member without a name has that id.
-            PeerError: The group has as many members as it can.
-            TimeoutError: It was not free in time.
-            ValueError, TypeError: A name or a setting that is not valid.
+            MemberTaken: A live member has the name, or the name is the id of an unnamed member.
+            PeerError: The group has reached its maximum number of members.
+            TimeoutError: The name did not become free in time.
+            ValueError, TypeError: An argument is out of range or of the wrong type.
         """
         handle = self._handle
         handle.check_open()
@@ -162,149 +163,55 @@ class PeerGroup(Closeable):
 
     def _taken(self, name: str | None, on_conflict: str) -> MemberTaken:
         if on_conflict == "takeover":
-            why = "That is the id of a member that joined without a name; choose another."
+            hint = "It is the id of a member that joined without a name; choose another."
         else:
-            why = 'Choose another, or take it over with on_conflict="takeover".'
-        text = f"A live member of group {self.name!r} has the name {name!r}. {why}"
+            hint = 'Choose another, or take it over with on_conflict="takeover".'
+        text = f"A live member of group {self.name!r} has the name {name!r}. {hint}"
         return MemberTaken(text, group=self.name)
 
     def remove(self, member: str) -> bool:
-        """Remove a member, wherever it joined; it will not join again by itself.
+        """Remove a member, wherever it joined. It does not rejoin automatically.
 
         Returns:
             Whether there was such a member.
         """
-        self._handle.check_open()
+        self._check_open()
         return bool(self._handle.protocol.run(PEERS_LEAVE, [member, "", ""])[1])
-
-    # -- messages and votes ------------------------------------------------------------------------
-
-    def member(self, member: str) -> Target:
-        """One member, alive or (if it has a name) dead: then the message waits."""
-        return self._targets.member(member)
-
-    @property
-    def any(self) -> Target:
-        """A random member that is alive; if that one leaves before it is done, another."""
-        return self._targets.any
-
-    @property
-    def all(self) -> Everybody:
-        """All members that are alive."""
-        return self._targets.all
-
-    @property
-    def leader_proxy(self) -> Target:
-        """The member that leads when the message is stored."""
-        return self._targets.leader
-
-    def propose(
-        self,
-        topic: Any,
-        *,
-        kind: Kind | int = "majority",
-        timeout: float = 5.0,
-        require_leader: bool = False,
-    ) -> Future[Outcome]:
-        """Ask all members that are alive now to vote (``@me.on_vote``).
-
-        The server decides as soon as the outcome is certain, even if the proposer dies: others
-        learn of it by ``on_decision``. A member that abstains, does not vote in time, or leaves
-        before it has voted, has not said yes.
-
-        >>> group.propose({"limit": 7}, kind="consensus").result().passed  # doctest: +SKIP
-
-        Args:
-            topic: What it is about, for the codec of the group: up to 64 KiB.
-            kind: How many must say yes: a "majority" of those asked, all of them ("consensus"),
-                or a number of them.
-            timeout: Seconds to vote in.
-            require_leader: Whether there must be a leader.
-
-        Returns:
-            A future that ends, with an outcome, at the latest a moment after the time is over; with
-            a ``PeerError`` if it cannot be known, as the server is away or has lost the vote.
-
-        Raises:
-            NoLeader: There must be a leader, and is none.
-            PeerError: No member is alive to vote, or a hundred votes are open.
-            MembershipLost: The proposer is not a member any more.
-            ConnectionFailed: The server was away for ``timeout``.
-            ValueError, TypeError: A setting that is not valid.
-        """
-        self._handle.check_open()
-        return self._proposer.propose(topic, kind, timeout, require_leader)
-
-    def propose_action(
-        self,
-        name: str,
-        params: Any = None,
-        *,
-        at: float,
-        kind: Kind | int = "consensus",
-        timeout: float = 1.0,
-        max_error: float | None = None,
-        require_leader: bool = False,
-    ) -> Future[Outcome]:
-        """Have all members vote on doing something together at a time; if it passes, they do.
-
-        Each member that was asked, and has a handler for it (``@me.on_action``), runs it then,
-        however it voted. Members vote by their ``on_vote``, or else yes if they have that handler.
-
-        >>> group.propose_action("open", {"relay": 3}, at=group.now() + 2)  # doctest: +SKIP
-
-        Args:
-            name: Of the action: 1 to 128 of A-Z a-z 0-9 . _ -
-            params: As a topic.
-            at: When, in seconds by ``group.now()``; whole milliseconds count.
-            kind, timeout, require_leader: As of ``propose``. The vote ends 0.2 s before ``at`` at
-                the latest, so the decision surprises no member.
-            max_error: Seconds that the clocks may be wrong by: a member that knows the time less
-                well says no.
-
-        Raises:
-            ActionRefused: It is too late to vote on that, or the same action is pending already.
-            ClockTooUncertain: This process knows the time less well than ``max_error``.
-            And what ``propose`` raises.
-        """
-        self._handle.check_open()
-        return self._proposer.propose_action(
-            name, params, at, kind, timeout, max_error, require_leader
-        )
 
     # -- events ------------------------------------------------------------------------------------
 
     def on_join(self, function: _F) -> _F:
-        """Call a function with each ``Member`` that joins, also one that comes back from the dead.
+        """Call a function with each ``Member`` that joins, or rejoins after it was dead.
 
-        Like all of these it is called in the order of the events, in one thread of the group; the
-        members are as they were after the event, or later.
+        One thread of the group runs all callbacks, in the order of the events. Meanwhile
+        ``members`` may already show later events.
         """
         return self._listen("join", function)
 
     def on_leave(self, function: _F) -> _F:
-        """Call a function with each ``Member`` that leaves, and "left", "expired" or "removed"."""
+        """Call a function with each ``Member`` that leaves and the reason: "left", "expired" or
+        "removed"."""
         return self._listen("leave", function)
 
     def on_status(self, function: _F) -> _F:
-        """Call a function with a named ``Member`` that dies or comes back, and its ``Status``."""
+        """Call a function with each named ``Member`` that dies or returns, and its ``Status``."""
         return self._listen("status", function)
 
     def on_elected(self, function: _F) -> _F:
-        """Call a function with the leader and the number of its term; at once if there is one."""
-        check_function("on_elected", function)
+        """Call a function with each leader and its term number; at once if there is a leader."""
         with self._handle.lock:
+            self._listen("elected", function)
             leader = self.leader
             if leader is not None:
                 self._handle.listeners.thread.call(function, leader, self.term)
-            return self._listen("elected", function)
+        return function
 
     def on_resigned(self, function: _F) -> _F:
-        """Call a function with the id, term, and reason of each leader that leads no more."""
+        """Call a function with the id, term number and reason of each leader that stops leading."""
         return self._listen("resigned", function)
 
     def on_decision(self, function: _F) -> _F:
-        """Call a function with the ``Outcome`` of each vote, whichever member proposed it."""
+        """Call a function with the ``Outcome`` of each vote, whichever process proposed it."""
         self._handle.polls.use()
         return self._listen("decision", function)
 
@@ -313,11 +220,12 @@ class PeerGroup(Closeable):
         return self._listen("event", function)
 
     def on_reset(self, function: _F) -> _F:
-        """Call a function, without arguments, when the whole group has to be looked at again.
+        """Call a function, without arguments, when the application must read the group's state
+        again.
 
-        The server has lost what was known of the group: the changes are told after it, and members
-        that joined here join again. Or callbacks took so long that 10,000 calls waited, and further
-        ones were left out.
+        There are two causes. Either the server has lost state of the group: callbacks for the
+        differences follow, and members of this process rejoin. Or callbacks were so slow that
+        10,000 calls were waiting, and later calls were dropped.
         """
         return self._listen("reset", function)
 
@@ -326,23 +234,23 @@ class PeerGroup(Closeable):
             return self._handle.listeners.add(what, function)
 
     def watch(self, timeout: float | None = None, *, since: int | None = None) -> Iterator[Event]:
-        """Iterate over the events from now on; ends when none arrives for ``timeout`` seconds, or
-        when the group is closed.
+        """Iterate over the events from now on.
 
-        All processes see the same events in the same order, their ``view`` rising by one.
+        Ends when no event arrives for ``timeout`` seconds, or when the group is closed. All
+        processes see the same events in the same order; ``view`` increases by one per event.
 
         Args:
-            timeout: Seconds; None waits for as long as it takes.
-            since: Begin after the event of that number, as ``snapshot()`` or ``view`` told it.
+            timeout: Seconds; None waits indefinitely.
+            since: Start after the event with this number, from ``snapshot()`` or ``view``.
 
         Raises:
-            PeerError: The server does not have all events since then any more: it keeps 10,000.
+            PeerError: The server no longer has all events since then; it keeps about 10,000.
         """
         handle = self._handle
         if timeout is not None:
             check_seconds("timeout", timeout, zero=True)
         if since is not None and check_int("since", since, 0, _VIEW_MAX) > self.view:
-            handle.catch_up()  # another process may have learned of it first
+            handle.catch_up()  # the number may come from a process that is ahead of this one
         with handle.lock:
             handle.check_open()
             last = self.view
@@ -360,7 +268,7 @@ class PeerGroup(Closeable):
         found = [read_event(*entry) for entry in protocol.connector.call(*command)]
         if [event.view for event in found] != list(range(since + 1, until + 1)):
             raise PeerError(
-                f"Group {self.name!r} has no longer all events since number {since}; take another "
+                f"Group {self.name!r} no longer has all events since number {since}. Take a new "
                 "snapshot.",
                 group=self.name,
             )
@@ -369,15 +277,15 @@ class PeerGroup(Closeable):
     # -- the end -----------------------------------------------------------------------------------
 
     def delete(self, *, force: bool = False) -> None:
-        """Delete the group, with its members, their messages, and guarded values; and close this.
+        """Delete the group with its members, messages and guarded values, and close this handle.
 
-        Live members that joined elsewhere join again, and so start it again.
+        Live members of other processes rejoin, which creates the group again.
 
         Args:
-            force: Delete it even if there are live members.
+            force: Delete the group even if other processes have live members in it.
 
         Raises:
-            PeerGroupActive: There are.
+            PeerGroupActive: Other processes have live members, and ``force`` is false.
         """
         handle = self._handle
         handle.check_open()
@@ -388,26 +296,27 @@ class PeerGroup(Closeable):
             for member in handle.local_members():
                 if member.leave(""):
                     handle.catch_up()
-            alive = handle.protocol.delete(force=force)  # some may have joined since
+            alive = handle.protocol.delete(force=force)  # members may have joined since
         if alive:
             raise PeerGroupActive(
-                f"Group {self.name!r} has {alive} members that are alive; have them leave, or "
-                "delete it with force=True.",
+                f"Group {self.name!r} has live members: {alive}. Let them leave, or delete the "
+                "group with force=True.",
                 group=self.name,
                 alive=alive,
             )
         self.close()
 
     def close(self) -> None:
-        """Leave with all members that joined here (named ones may come back), and look on no more.
+        """Leave with all members of this handle, and stop watching. Named members may come back.
 
-        Waits for handlers and leader tasks, up to 10 seconds. If that is interrupted, closing
-        again, or the end of the process, continues it.
+        Waits up to 10 seconds for handlers and leader tasks. If a signal interrupts it, the next
+        ``close()``, or the end of the process, finishes closing.
         """
         self._handle.close()
 
     @property
     def closed(self) -> bool:
+        """Whether ``close()`` was called."""
         return self._handle.closed
 
     def __repr__(self) -> str:
@@ -422,7 +331,7 @@ def open_group(
     codec: PeerCodec,
     create: bool = True,
 ) -> PeerGroup:
-    """Open a group, and create it if it does not exist. Raises as ``Client.peer_group``."""
+    """Open a group, creating it if needed. See ``Client.peer_group``."""
     if instance is None and "/" in name:
         name, _, instance = name.partition("/")
     keys.check_name(name, "group")
@@ -434,7 +343,7 @@ def open_group(
     if setting is not None:
         raise PeerError(
             f"Group {name!r} exists with {setting}={getattr(present, setting)!r}, not "
-            f"{asked[setting]!r}; leave the setting out.",
+            f"{asked[setting]!r}. Omit the setting, or delete the group first.",
             group=name,
         )
     return PeerGroup(GroupHandle(connector, name, present, codec))

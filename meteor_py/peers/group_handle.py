@@ -1,4 +1,4 @@
-"""One peer group as this process has opened it: its view, its members, and its threads."""
+"""One open peer group in this process: its view, its members and its threads."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that closing waits for what is at work, then for its threads, and at least for the last.
+#: Seconds that closing waits for handlers and tasks, for threads, and at least for each thread.
 _LEAVE_S, _JOIN_S, _LAST_S = 5.0, 4.0, 1.0
-#: Times that a group which changes meanwhile is loaded again, at most.
+#: Maximum attempts to reload a group that keeps changing meanwhile.
 _LOOKS = 10
 
 
 class GroupHandle:
-    """What the threads and parts of a ``PeerGroup``, its public face, share."""
+    """The state behind a ``PeerGroup``, shared by its threads and parts."""
 
     def __init__(
         self, connector: Connector, name: str, config: PeersConfig, codec: PeerCodec
@@ -51,12 +51,12 @@ class GroupHandle:
         self.name = name
         self.config = config
         self.protocol = PeerProtocol(connector, name)
-        #: Names the stream of replies to messages that this handle sends.
+        #: Names the stream of replies to this handle's messages.
         self.reply_session = secrets.token_hex(8)
-        #: The server's clock, as far as this process knows it.
+        #: This process's estimate of the server's clock.
         self.clock = GroupClock()
         self.view = GroupView(self.protocol.look())
-        #: Held while the view changes and its listeners are told.
+        #: Held while the view changes and events are passed to listeners.
         self.lock = threading.RLock()
         self._members: list[MemberHandle] = []
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -73,13 +73,13 @@ class GroupHandle:
         _open_groups.add(self)
 
     def now(self) -> float:
-        """The time by the clock of the group, in seconds since 1970."""
+        """See ``PeerGroup.now``."""
         if not self.clock.known:
             self.heartbeat.hurry()
             deadline = time.monotonic() + _JOIN_S
             while not self.clock.known:
                 if time.monotonic() > deadline:
-                    raise MeteorError(f"The server of group {self.name!r} has not told its time.")
+                    raise MeteorError(f"The server of group {self.name!r} did not report its time.")
                 time.sleep(0.005)
         return self.clock.now()
 
@@ -87,7 +87,7 @@ class GroupHandle:
         """Raise in a forked child."""
         if self._pid != os.getpid():
             raise MeteorError(
-                f"This handle of group {self.name!r} belongs to the parent process; open another "
+                f"This handle of group {self.name!r} belongs to the parent process. Open another "
                 "here with client.peer_group()."
             )
 
@@ -100,15 +100,15 @@ class GroupHandle:
         state = "closed" if self.closed else f"{len(self.view.members)} members"
         return f"<PeerGroup {self.name!r} ({state})>"
 
-    # -- its members -------------------------------------------------------------------------------
+    # -- members -----------------------------------------------------------------------------------
 
     def local_members(self) -> list[MemberHandle]:
-        """The members that joined through this handle, and are not lost."""
+        """The members that joined through this handle and are not lost."""
         with self.lock:
             return list(self._members)
 
     def join(self, member: MemberHandle, on_conflict: str, metadata: bytes) -> bool:
-        """Have a member join; False if another session has the name."""
+        """Let a member join; False if another session has the name."""
         try:
             if not self._join(member, on_conflict, metadata):
                 return False
@@ -116,7 +116,7 @@ class GroupHandle:
             self.catch_up()
         except MeteorError:
             raise
-        except BaseException:  # Ctrl-C, or a SIGTERM: no caller would get the member
+        except BaseException:  # Ctrl-C or SIGTERM: the caller never gets this member
             member.lose("interrupted")
             with suppress(MeteorError):
                 member.withdraw()
@@ -127,7 +127,7 @@ class GroupHandle:
         try:
             joined = member.join(on_conflict, metadata)
         except PeerGroupNotFound:
-            if self.protocol.open(self.config) != self.config:  # else it was deleted: started again
+            if self.protocol.open(self.config) != self.config:  # recreated with other settings
                 raise
             joined = member.join(on_conflict, metadata)
         if not joined:
@@ -139,7 +139,7 @@ class GroupHandle:
                 if self.view.leader == member.id:
                     self._tell_elected(member)
         if closed:
-            member.leave("stay" if member.persistent else "")
+            member.leave()
         return True
 
     def forget(self, member: MemberHandle) -> None:
@@ -148,28 +148,28 @@ class GroupHandle:
                 self._members.remove(member)
 
     def track(self, thread: threading.Thread) -> None:
-        """Join a thread of one of its members at the end."""
+        """Join a thread of one of the members when this handle closes."""
         self._threads.add(thread)
 
-    # -- its view ----------------------------------------------------------------------------------
+    # -- the view ----------------------------------------------------------------------------------
 
     def moment(self) -> Moment:
-        """Which event the view shows."""
+        """The moment that the view shows."""
         with self.lock:
             return self.view.moment
 
     def read_settings(self, connection: Connection | None = None) -> None:
-        """Read the settings again: another process may have started the group with others."""
+        """Reload the settings: another process may have recreated the group with different ones."""
         try:
             found = self.protocol.settings(connection)
         except PeerGroupNotFound:
             return
         if found != self.config:
-            _log.warning("Group %r was started again with other settings: %s.", self.name, found)
+            _log.warning("Group %r was recreated with other settings: %s.", self.name, found)
             self.config = found
 
     def resync(self, *, reset: bool = False, connection: Connection | None = None) -> None:
-        """Load the whole group, and tell what has changed.
+        """Reload the whole group, and report the differences to listeners.
 
         Args:
             reset: The server is known to have lost state.
@@ -192,7 +192,7 @@ class GroupHandle:
                     return
 
     def catch_up(self) -> None:
-        """Wait until the view shows what has happened by now, if the server can be reached."""
+        """Wait until the view has caught up with the server, if the server can be reached."""
         try:
             reply = self.protocol.heartbeat(None, "", [])
             deadline = time.monotonic() + _JOIN_S
@@ -209,7 +209,7 @@ class GroupHandle:
             self.resync(reset=True)
 
     def apply(self, event: Event) -> None:
-        """Take in the next event, under the lock, and tell it to listeners and members."""
+        """Apply the next event, under the lock, and pass it to listeners and members."""
         known = self.view.members.get(event.member or "")
         self.view.apply(event)
         self._react(event, known)
@@ -263,7 +263,7 @@ class GroupHandle:
 
     def _lose_replaced(self, member: Member) -> None:
         for local in list(self._members):
-            # Unless the news is older than the local member.
+            # An event that is older than the local member's session does not replace it.
             newer = member.index > local.index and member.session != local.session
             if local.id == member.id and newer:
                 local.lose("joined again elsewhere")
@@ -271,7 +271,7 @@ class GroupHandle:
     # -- closing -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave with all local members, and stop all threads. See ``PeerGroup.close``."""
+        """See ``PeerGroup.close``."""
         self.closed = True
         if self._stopped or self._pid != os.getpid():
             return
@@ -284,35 +284,35 @@ class GroupHandle:
             part.stop()
         self.listeners.end_queues()
         for part in parts:
-            if not part.join(max(deadline - now(), _LAST_S)):
-                _log.warning("A thread of group %r does not end.", self.name)
+            if not part.ends_within(max(deadline - now(), _LAST_S), part.stop):
+                _log.warning("A thread of group %r did not end in time.", self.name)
         self._stopped = True
         _open_groups.discard(self)
 
     def _leave_all(self, deadline: float) -> None:
-        """All at once: no member stays one because another one's handler takes its time."""
+        """Leave with all members at once, so that a slow handler does not delay other members."""
         leaving = [member for member in self.local_members() if member.start_leaving()]
         patience = now() + self.protocol.connector.timeout_s
         is_away = not all(member.announce_leaving() for member in leaving) and now() > patience
         for member in sorted(leaving, key=attrgetter("busy")):
             if is_away:
-                member.lose("left")  # the server will take it for dead
+                member.lose("left")  # the server will notice the missing heartbeats
             else:
                 is_away = not member.finish_leaving(deadline) and now() > patience
         for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join(max(deadline - now(), 0.0))
                 if thread.is_alive():
-                    _log.warning("A leader task of group %r does not end.", self.name)
+                    _log.warning("A leader task of group %r did not end in time.", self.name)
 
 
 def _at_exit(groups: Sequence[GroupHandle]) -> None:
-    """Let the other members know at once."""
+    """Leave at once, rather than let other members wait for a timeout."""
     for group in groups:
         try:
             group.close()
         except MeteorError as error:
-            _log.error("At the end of %r: %s", group, error)
+            _log.error("Closing %r at exit failed: %s", group, error)
 
 
 _open_groups: Registry[GroupHandle] = Registry(
@@ -320,5 +320,5 @@ _open_groups: Registry[GroupHandle] = Registry(
     owner=lambda group: group.protocol.connector,
     close=lambda groups: close_each(groups, GroupHandle.close, MeteorError),
     at_exit=_at_exit,
-    after_fork=lambda groups: None,  # members, threads and connections are the parent's
+    after_fork=lambda groups: None,  # members, threads and connections belong to the parent
 )

@@ -1,7 +1,7 @@
 """The heartbeat of a group handle: the thread that keeps its members alive on the server.
 
-It also notices in time that a term was not renewed, that the server took a member out, and that
-the server has lost state.
+It also ends a term that was not renewed in time, and detects that the server has dropped a member
+or lost state.
 """
 
 from __future__ import annotations
@@ -27,54 +27,47 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_PREFIX = "meteor-heartbeat"
-#: Seconds between two tries, doubled each time up to the second figure.
+#: Seconds between two attempts: the first figure doubles up to the second.
 _BACKOFF_S = (0.02, 0.64)
-#: Seconds, at most, over which handles spread their reports of a member that is overdue.
+#: Maximum seconds over which handles spread their reports of an overdue member.
 _SPREAD_S = 0.3
-#: Seconds without an event after which a handle that the server is ahead of loads the whole group.
+#: Seconds without an event after which a handle that is behind the server reloads the group.
 _STUCK_S = 5.0
 
 
-class Heartbeat:
-    """Owned by its group handle, which starts and joins it. Has its own connection."""
+class Heartbeat(JoinableThread):
+    """A thread with its own connection, which sends a heartbeat per member every ``ttl / 3``."""
 
     def __init__(self, group: GroupHandle) -> None:
+        super().__init__(self._beat, f"meteor-heartbeat-{group.name}")
         self._group = group
         self._connection = group.protocol.connector.open_connection()
-        # Do not wait longer for a reply than until the next heartbeat is due.
+        # Wait no longer for a reply than until the next heartbeat is due.
         self._timeout_s = min(self._connection.timeout_s, max(group.config.ttl / 3, 0.1))
         self._state = SignalSafeCondition()
         self._stopped = False
         self._hurry = False
-        #: Members whose last heartbeat failed, for whatever reason.
+        #: Members whose last heartbeat failed. Each failure is logged once.
         self._failing: weakref.WeakSet[MemberHandle] = weakref.WeakSet()
-        #: When the next member will be overdue, if the server does not hear of it before.
+        #: When the next member becomes overdue unless it sends a heartbeat.
         self._overdue_at = math.inf
-        #: Where the view was, and since when, if the server was ahead of it.
+        #: While the server is ahead: the moment that the view shows, and since when.
         self._behind: tuple[Moment, float] | None = None
-        self._thread = JoinableThread(self._run, f"{HEARTBEAT_PREFIX}-{group.name}")
-
-    def start(self) -> None:
-        self._thread.start()
 
     def hurry(self) -> None:
-        """Send a heartbeat now: something has changed."""
+        """Send the next heartbeat now."""
         with self._state:
             self._hurry = True
             self._state.notify_all()
 
     def stop(self) -> None:
+        """Stop the thread. Safe to repeat: it may have connected since the last call."""
         with self._state:
             self._stopped = True
             self._state.notify_all()
         self._connection.interrupt()
 
-    def join(self, timeout_s: float) -> bool:
-        # Again and again: it may have connected only now.
-        return self._thread.ends_within(timeout_s, self._connection.interrupt)
-
-    def _run(self) -> None:
+    def _beat(self) -> None:
         failures = 0
         while not self._stopped:
             started = now()
@@ -96,7 +89,7 @@ class Heartbeat:
         self._connection.close()
 
     def _wait(self, pause: float) -> None:
-        """Wait until the next heartbeat; meanwhile end each term as soon as it is not valid."""
+        """Wait until the next heartbeat is due, and end terms that expire meanwhile."""
         deadline = now() + max(pause, 0.0)
         while not self._stopped:
             left = min(deadline - now(), self._first_term_ends() - now())
@@ -107,7 +100,7 @@ class Heartbeat:
                     return
 
     def _first_term_ends(self) -> float:
-        """When the first term of our members stops being valid; terms that are not are lost."""
+        """Drop expired terms; return when the next term of a local member expires."""
         ends = math.inf
         for member in self._group.local_members():
             member.leadership.drop_expired()
@@ -117,10 +110,10 @@ class Heartbeat:
 
     def _send_all(self) -> None:
         group = self._group
-        self._overdue_at = math.inf  # as long as the server does not say otherwise
+        self._overdue_at = math.inf
         members, ends = group.local_members(), self._first_term_ends()
         for member in members:
-            # While it waits for a reply, it must notice in time that a term is not valid any more.
+            # A slow reply must not keep this thread from ending a term on time.
             self._connection.timeout_s = max(min(self._timeout_s, ends - now()), 0.05)
             try:
                 self._send_for(member)
@@ -136,12 +129,12 @@ class Heartbeat:
             self._connection.timeout_s = self._timeout_s
             try:
                 self._send("", [])
-            except PeerGroupNotFound:  # the next member that joins starts it again
+            except PeerGroupNotFound:  # the next member to join creates it again
                 group.resync(connection=self._connection)
 
     def _send_for(self, member: MemberHandle) -> None:
         if member.recovering:
-            if not member.going:
+            if member.active:
                 self._recover(member)
             return
         session = member.session
@@ -150,11 +143,11 @@ class Heartbeat:
             return
         if reply.presence[0] is not Presence.MEMBER:
             self._dropped(member, reply.presence[0])
-        elif member.renewed(sent, reply):  # the server was not told before
+        elif member.renewed(sent, reply):  # the server has not heard of the resignation
             member.leadership.lay_down(reply.term, self._connection)
 
     def _send(self, session: str, members: list[str]) -> tuple[float, HeartbeatReply]:
-        """Send a heartbeat; return when it was sent, and the reply."""
+        """Send a heartbeat; return the time of sending and the reply."""
         group = self._group
         seen = group.moment()
         sent = now()
@@ -168,7 +161,7 @@ class Heartbeat:
         group.clock.read(sent, now(), reply.time)
         if reply.ttl != group.config.ttl:
             group.read_settings(self._connection)
-        # A silent member is reported on time, not with the next heartbeat; not by all at once.
+        # Report an overdue member on time, but spread out: not all handles at once.
         spread = random.uniform(0.002, min(_SPREAD_S, group.config.ttl / 10))
         left_s = 0.0 if reply.has_orphans else reply.overdue_s
         self._overdue_at = math.inf if left_s is None else now() + left_s + spread
@@ -199,24 +192,23 @@ class Heartbeat:
             member.lose("removed")
         elif why is Presence.REPLACED:
             member.lose("joined again elsewhere")
-        elif not member.going:
+        elif member.active:
             member.restart()
             self._recover(member)
 
     def _recover(self, member: MemberHandle) -> None:
-        """The server took it for dead, or has lost the group: join again."""
+        """Rejoin: the server took the member for dead, or has lost the group."""
         try:
             joined = member.join("fail", connection=self._connection)
         except PeerGroupNotFound:
-            # The group is gone, too.
             self._group.protocol.open(self._group.config, self._connection)
             joined = member.join("fail", connection=self._connection)
         if not joined:
             member.lose("joined again elsewhere")
             return
         member.recovering = False
-        if member.going:  # it left meanwhile, and may not have known of this session
+        if not member.active:  # the member left meanwhile, perhaps before it knew this session
             member.withdraw(self._connection)
             return
-        _log.warning("%r was taken for dead, and has joined again.", member)
+        _log.warning("%r was taken for dead, and has rejoined.", member)
         member.rejoined()

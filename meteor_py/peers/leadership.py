@@ -23,111 +23,110 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-LEADER_PREFIX = "meteor-leader"
-#: Seconds at most that resigning waits for leader tasks to end.
+#: Maximum seconds that resigning waits for leader tasks to end.
 TASKS_S = 5.0
-#: Seconds after which a leader task that failed lets other members lead.
+#: Seconds after which a member whose leader task failed resigns.
 _FAILED_S = 1.0
 
 Task = Callable[["Term"], object]
 
 
 class Term:
-    """One term of this process as the leader.
+    """One term of a member of this process as leader.
 
     >>> with me.leadership() as term:               # doctest: +SKIP
     ...     while term.valid:
     ...         write(record, fence=term.number)
 
-    Once lost, it stays lost: a member that is elected again gets another term. So does a leader
-    that was cut off too long to be sure, and then finds that no other member was elected: another
-    term with the same ``number``, which is still its own.
+    Once lost, a term stays lost; a member that is elected again gets another ``Term``. A leader
+    that was cut off for so long that it had to give up its term also gets another. If no other
+    member was elected meanwhile, the new ``Term`` has the same ``number``.
     """
 
     def __init__(self, member: MemberHandle, number: int) -> None:
-        #: Higher than that of every term before it: the number to fence writes with.
+        #: Higher than the number of every earlier term. Fence writes with it.
         self.number = number
-        #: Set as soon as this process knows that it is not the leader any more.
+        #: Set as soon as this process knows that the member no longer leads.
         self.lost = SignalSafeEvent()
         self._member = member
 
     @property
     def leader(self) -> Member | None:
-        """The member that leads, which is this one."""
+        """The leader, which is this member."""
         return self._member.group.view.members.get(self._member.id)
 
     @property
     def valid(self) -> bool:
-        """Whether no other member can be the leader now. Answered here, without the network.
+        """Whether no other member can be the leader now. Does not use the network.
 
-        The exception: a client removes this member or joins under its name, and the news has not
-        arrived here yet. So write with ``guard``, or with ``number``. False in a forked child.
+        There is one exception: a client removed this member or joined under its name, and the
+        event has not arrived here yet. So write with ``guard``, or fence with ``number``. Always
+        False in a forked child.
         """
         if self.remaining > 0:
             return True
         if not self._member.foreign:
-            self._member.leadership.lose(self)  # for good, even if the server answers again
+            self._member.leadership.lose(self)  # for good, even if the server replies again
         return False
 
     @property
     def remaining(self) -> float:
-        """Seconds for which it is valid even if no heartbeat succeeds again."""
+        """Seconds for which the term stays valid even if no further heartbeat succeeds."""
         if self.lost.is_set() or self._member.foreign:
             return 0.0
         return max(self._member.valid_until - now(), 0.0)
 
     @property
     def guard(self) -> Guard:
-        """Writes that only the leader of this term can make."""
-        return Guard(self._member, self)
+        """Writes values that only the leader of this term may write."""
+        return Guard(self)
 
     def __repr__(self) -> str:
         return f"<Term {self.number} ({'valid' if self.valid else 'lost'})>"
 
 
 class Guard:
-    """A few values of the group, written under a term and read by anybody (``group.guarded``)."""
+    """Writes values of the group under a term. Read them with ``group.guarded()``."""
 
-    def __init__(self, member: MemberHandle, term: Term) -> None:
-        self._member = member
+    def __init__(self, term: Term) -> None:
         self._term = term
 
     def set(self, name: str, value: bytes | str) -> None:
         """Write a value.
 
         Raises:
-            StaleTerm: This is not the leader of the term any more; nothing was written.
+            StaleTerm: The member no longer leads in this term; nothing was written.
         """
         self._write("set", name, value)
 
     def delete(self, name: str) -> None:
-        """Remove a value. Raises as ``set``."""
+        """Remove a value. Raises ``StaleTerm`` as ``set`` does."""
         self._write("delete", name, b"")
 
     def _write(self, what: str, name: str, value: bytes | str) -> None:
-        member = self._member
+        member = self._term._member
         if not self._term.valid:
-            raise self._stale("this process has given it up")
+            raise self._stale("this process no longer trusts it")
         args = [self._term.number, member.session, what, name, value]
         reply = member.group.protocol.run(PEERS_GUARDED_WRITE, args)
         if reply[0] != b"OK":
             member.leadership.lose(self._term)
-            raise self._stale(f"the present one is {reply[1]}")
+            raise self._stale(f"the current term is {reply[1]}")
 
     def _stale(self, why: str) -> StaleTerm:
-        group = self._member.group.name
+        group = self._term._member.group.name
         return StaleTerm(
-            f"Term {self._term.number} of group {group!r} is over, {why}; nothing was written. "
+            f"Term {self._term.number} of group {group!r} is over: {why}. Nothing was written. "
             "Stop what only the leader may do.",
             group=group,
         )
 
 
 class LeaderTask:
-    """One function of the application, called with each term, in one thread.
+    """A function of the application that one thread calls with each term.
 
-    The thread exists while there is something to do. Of the terms that begin meanwhile only the
-    last one waits: those before it are over.
+    The thread exists while there is a term to serve. If several terms begin during a call, only the
+    newest waits; the others are over.
     """
 
     def __init__(self, member: MemberHandle, function: Task) -> None:
@@ -135,17 +134,17 @@ class LeaderTask:
         self._function = function
         self._state = SignalSafeCondition()
         self._next: Term | None = None
-        #: The thread that calls the function; None if there is nothing to do.
+        #: The thread that calls the function; None if no term is pending.
         self.thread: JoinableThread | None = None
 
     def start(self, term: Term) -> None:
-        """Call the function with a term, when the call before has returned."""
+        """Call the function with a term, once the previous call has returned."""
         group = self._member.group
         with self._state:
             self._next = term
             if self.thread is not None:
                 return
-            self.thread = JoinableThread(self._run, f"{LEADER_PREFIX}-{group.name}")
+            self.thread = JoinableThread(self._run, f"meteor-leader-{group.name}")
             group.track(self.thread)
             self.thread.start()
 
@@ -163,58 +162,58 @@ class LeaderTask:
         group = self._member.group
         try:
             self._function(term)
-        except BaseException:  # also SystemExit: no member would lead, and nothing report it
+        except BaseException:  # even SystemExit: otherwise an idle member would stay leader
             _log.exception("A leader task of group %r failed.", group.name)
             if not term.lost.wait(min(_FAILED_S, group.config.ttl / 3)):
                 self._member.leadership.resign(term)
 
 
 class Leadership:
-    """The one owner of a member's term. It uses the lock of its member."""
+    """Owns the term of a member. It uses the member's lock."""
 
     def __init__(self, member: MemberHandle) -> None:
         self._member = member
         self._state = member.state
         self._term: Term | None = None
-        #: Terms up to this number are over for the member: no late news makes it lead in them.
+        #: Terms up to this number are over for the member: late events cannot revive them.
         self._over = 0
         self._tasks: dict[Task, LeaderTask] = {}
-        #: How many callers wait for tasks to end before they tell the server that it resigns.
+        #: How many callers wait for tasks to end before they report a resignation to the server.
         self._handing_over = 0
-        #: The term that the member had when it began to leave.
+        #: The number of the member's term when it started leaving.
         self._last: int | None = None
 
     @property
     def term(self) -> Term | None:
-        """Its term, if it is the leader now."""
+        """The member's current term; None if it is not the leader."""
         term = self._term
         return term if term is not None and term.valid else None
 
     @property
     def busy(self) -> bool:
-        """Whether a task runs that leaving would wait for."""
+        """Whether a task is running that leaving would wait for."""
         return any(task.thread is not None for task in self._tasks.values())
 
     def wait(self, timeout: float | None) -> Term:
-        """Wait until it is elected. Raises as ``Membership.leadership``."""
+        """Wait until the member is elected. See ``Membership.leadership``."""
         member = self._member
         if member.group.config.election == "none":
             name = member.group.name
-            raise PeerError(f"Group {name!r} elects nobody (election=None).", group=name)
+            raise PeerError(f"Group {name!r} elects no leader (election=None).", group=name)
         if timeout is not None:
             check_seconds("timeout", timeout, zero=True)
         terms: deque[Term] = deque(maxlen=1)
 
         def decided() -> bool:
             if (term := self.term) is not None:
-                terms.append(term)  # now: a moment later it may be lost
-            return bool(terms) or member.going
+                terms.append(term)  # keep a reference: the term may be lost a moment later
+            return bool(terms) or not member.active
 
         with self._state:
             self._state.wait_for(decided, timeout)
         if terms:
             return terms[0]
-        if member.going:
+        if not member.active:
             raise member.lost_error()
         raise TimeoutError(f"Member {member.id!r} was not elected within {timeout:g} seconds.")
 
@@ -227,7 +226,7 @@ class Leadership:
                     task.start(term)
 
     def resign(self, term: Term) -> bool:
-        """Lay down one term; return whether it had not ended before."""
+        """Resign from one term; return False if it was already over."""
         if self._member.foreign:
             return False
         with self._state:
@@ -235,28 +234,28 @@ class Leadership:
             self.lose(term)  # first: it must not look valid while another member is elected
             self._over = max(self._over, term.number)
             if is_over or self._member.lost.is_set():
-                return False  # should the server think otherwise, the heartbeat will tell it
-            self._handing_over += 1  # until then the heartbeat must not tell it
+                return False  # if the server disagrees, the next heartbeat corrects it
+            self._handing_over += 1  # until tasks have ended, the heartbeat must not report the end
         try:
             self.await_tasks(now() + TASKS_S)
             return self.lay_down(term.number)
         except ConnectionFailed as error:
-            _log.warning("%r could not tell the server that it resigns: %s", self._member, error)
+            _log.warning("%r could not report its resignation: %s", self._member, error)
             return True
         finally:
             with self._state:
                 self._handing_over -= 1
 
     def lay_down(self, number: int, connection: Connection | None = None) -> bool:
-        """Tell the server that it does not lead any more in a term."""
+        """Report to the server that the member has resigned from a term."""
         member = self._member
         args = [member.id, member.session, "resign", number, self._over]
         reply = member.group.protocol.run(PEERS_UPDATE_MEMBER, args, connection)
         return reply[0] == b"OK" and bool(reply[1])
 
     def await_tasks(self, deadline: float) -> None:
-        """Wait for the tasks to end, while no other member is elected: as long as the server keeps
-        this one, and until ``deadline`` by ``now()`` at most."""
+        """Wait for the tasks to end: until ``deadline`` by ``now()``, or until the server may have
+        dropped this member and elected another."""
         for task in list(self._tasks.values()):
             thread = task.thread
             if thread is None or thread is threading.current_thread():
@@ -266,22 +265,22 @@ class Leadership:
                 thread.join(left_s)
 
     def stop(self) -> None:
-        """The member begins to leave: end its term, and begin no other."""
-        self._handing_over += 1  # for good: the heartbeat must not lay it down first
+        """The member starts leaving: end its term, and begin no other."""
+        self._handing_over += 1  # for good: the heartbeat must not report the resignation first
         if self._term is not None:
             self._last = self._term.number
             self.lose(self._term)
 
     def lay_down_last(self) -> None:
-        """Let others lead before the member has left."""
+        """Let another member be elected before this one has left."""
         if self._last is not None:
             self.lay_down(self._last)
 
-    # -- news from the server --------------------------------------------------------------------
+    # -- reports of the server -------------------------------------------------------------------
 
     def observe(self, reply: HeartbeatReply) -> bool:
-        """Take in a heartbeat's reply, under the lock; return whether the server takes the member
-        for the leader though it resigned."""
+        """Process a heartbeat's reply, under the lock; return whether the server has the member as
+        leader although it resigned."""
         leads = reply.leader == self._member.id and reply.session == self._member.session
         term = self._term
         if term is not None and not leads and reply.term >= term.number:
@@ -293,23 +292,23 @@ class Leadership:
         return False
 
     def elected(self, number: int) -> None:
-        """An event says that it leads."""
+        """Process the event that the member leads in a term."""
         with self._state:
             self._begin(number)
 
     def deposed(self, number: int) -> None:
-        """An event says that it leads no more, in that term."""
+        """Process the event that the member no longer leads in a term."""
         with self._state:
             self._over = max(self._over, number)
             if self._term is not None and self._term.number <= number:
                 self.lose(self._term)
 
     def _begin(self, number: int) -> None:
-        """Begin a term, unless that is old news, or the member may have been replaced by now."""
+        """Begin a term, unless the report is outdated or the member may have been replaced."""
         known = self._term
         if number <= self._over or (known is not None and known.number >= number):
             return
-        if self._member.valid_until <= now() or self._member.going:
+        if self._member.valid_until <= now() or not self._member.active:
             return
         if known is not None:
             self.lose(known)
@@ -319,20 +318,20 @@ class Leadership:
             task.start(term)
 
     def lose(self, term: Term) -> None:
-        """It does not lead any more, in that term."""
+        """Mark a term as lost."""
         with self._state:
             term.lost.set()
             if self._term is term:
                 self._term = None
 
     def drop_expired(self) -> None:
-        """Give up the term if it was not renewed: the server may have replaced it by now."""
+        """Lose the term if it was not renewed in time: another member may have been elected."""
         term = self._term
         if term is not None and not term.valid:
             self.lose(term)
 
     def reset(self, *, expelled: bool = False) -> None:
-        """The membership ended, or starts again: in the latter case term numbers may, too."""
+        """Lose the term. After an expulsion, the numbers of terms may start again."""
         if self._term is not None:
             self.lose(self._term)
         if expelled:

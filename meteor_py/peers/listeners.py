@@ -1,10 +1,9 @@
-"""Listeners: the callbacks of a group handle, and its iterators over events."""
+"""The listeners of a group handle: its callbacks, and its iterators over events."""
 
 from __future__ import annotations
 
 import logging
 import queue
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,15 +19,14 @@ from meteor_py.runtime.threads import JoinableThread
 _log = logging.getLogger(__name__)
 _F = TypeVar("_F", bound=Callable[..., object])
 
-CALLBACK_PREFIX = "meteor-callbacks"
-#: Calls that may wait for those before them.
+#: Maximum number of calls that wait for the callback thread.
 _CALLS_MAX = 10_000
-#: Events that may wait for an iterator.
+#: Maximum number of events that wait for an iterator.
 _QUEUE_MAX = 10_000
 
 
 class Listeners:
-    """Owned by its group handle, and changed under the lock of that."""
+    """Owned by a group handle, and changed under its lock."""
 
     def __init__(self, group: str) -> None:
         self._group = group
@@ -37,18 +35,18 @@ class Listeners:
         self.thread = CallbackThread(group, lambda: list(self._functions.get("reset", ())))
 
     def add(self, what: str, function: _F) -> _F:
-        """Call a function from now on."""
+        """Register a function for ``on_<what>``."""
         check_function(f"on_{what}", function)
         self._functions.setdefault(what, []).append(function)
         return function
 
     def tell(self, what: str, *arguments: Any) -> None:
-        """Have the functions for one kind of news called."""
+        """Queue calls of all functions registered for ``on_<what>``."""
         for function in self._functions.get(what, ()):
             self.thread.call(function, *arguments)
 
     def spread(self, event: Event) -> None:
-        """Pass an event to all callbacks for events and to all iterators."""
+        """Pass an event to the ``on_event`` callbacks and to all iterators."""
         self.tell("event", event)
         for events in list(self._queues):
             if events.qsize() >= _QUEUE_MAX:
@@ -64,7 +62,7 @@ class Listeners:
     def iterate(
         self, past: list[Event], events: EventQueue, timeout: float | None
     ) -> Iterator[Event]:
-        """Iterate over past events, and then over a queue."""
+        """Iterate over past events, then over a queue."""
         yield from past
         while True:
             try:
@@ -76,8 +74,8 @@ class Listeners:
             yield event
         if events.behind:
             raise PeerError(
-                f"An iterator over the events of group {self._group!r} was {_QUEUE_MAX:,} events "
-                "behind, and gets no more; watch again from a snapshot.",
+                f"An iterator over the events of group {self._group!r} fell {_QUEUE_MAX:,} events "
+                "behind and was stopped; watch again from a snapshot.",
                 group=self._group,
             )
 
@@ -87,31 +85,29 @@ class Listeners:
 
 
 class EventQueue(queue.SimpleQueue["Event | None"]):
-    """The events of one iterator. A signal handler may put one, too: its lock is of C."""
+    """The events of one iterator. Its ``put`` is reentrant, so signal handlers may call it."""
 
-    #: Too many events wait in it: it gets no more.
+    #: Whether too many events are waiting; then the queue gets no more.
     behind = False
 
 
-class CallbackThread:
-    """A thread that calls functions of the application, one after the other.
+class CallbackThread(JoinableThread):
+    """A thread that calls functions of the application one after another.
 
-    When too many calls wait, it leaves out further ones and calls what ``instead`` returns.
+    If too many calls are waiting, it drops further ones, and then calls the functions that
+    ``instead`` returns.
     """
 
     def __init__(
         self, name: str, instead: Callable[[], Iterable[Callable[[], object]]] = tuple
     ) -> None:
+        super().__init__(self._call_all, f"meteor-callbacks-{name}")
         self._instead = instead
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._state = SignalSafeCondition()
         self._stopped = False
         self._holders: set[object] = set()
-        self._missed = 0  # calls, since one that hangs has let so many wait
-        self._thread = JoinableThread(self._run, f"{CALLBACK_PREFIX}-{name}")
-
-    def start(self) -> None:
-        self._thread.start()
+        self._missed = 0  # calls dropped since the queue was full
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
         with self._state:
@@ -125,7 +121,7 @@ class CallbackThread:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Begin no call inside the block."""
+        """Start no call while the block runs."""
         holder = object()
         try:
             with self._state:
@@ -141,12 +137,7 @@ class CallbackThread:
             self._stopped = True
             self._state.notify_all()
 
-    def join(self, timeout_s: float) -> bool:
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
+    def _call_all(self) -> None:
         while True:
             with self._state:
                 self._state.wait_for(lambda: self._stopped or (self._calls and not self._holders))
@@ -155,15 +146,16 @@ class CallbackThread:
                 function, arguments = self._calls.popleft()
             try:
                 function(*arguments)
-            except BaseException:  # also SystemExit: there would be no more calls
+            except BaseException:  # even SystemExit: it would end the thread and all further calls
                 _log.exception("A callback of a group failed.")
 
     def _make_up(self) -> None:
-        """In the place of calls that were left out."""
+        """Queue the functions of ``instead``, which make up for the dropped calls."""
         with self._state:
             missed, self._missed = self._missed, 0
             self._calls.extendleft((function, ()) for function in reversed([*self._instead()]))
         _log.error(
-            "The callbacks of a group were %d events behind: %d calls were left out.",
-            *(_CALLS_MAX, missed),
+            "The callbacks of a group were %d calls behind, and %d calls were dropped.",
+            _CALLS_MAX,
+            missed,
         )

@@ -1,4 +1,4 @@
-"""A member of a peer group, as it was when it was last heard of."""
+"""A member of a peer group, as of the last event about it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from meteor_py.peers.codec import encode_json
+from meteor_py.records.codec import encode_json
 
-#: Bytes of metadata at most: ten thousand events may carry them.
+#: Maximum bytes of metadata: ten thousand events may carry them.
 METADATA_MAX = 4_096
 
 
 class Status(enum.StrEnum):
-    """Whether a member is there. Only named ones stay members while they are dead."""
+    """Whether a member is alive. Only named members stay in the group while they are dead."""
 
     ALIVE = "alive"
     DEAD = "dead"
@@ -23,21 +23,21 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Member:
-    """Who is in a group."""
+    """A member of a group."""
 
     id: str
-    #: Whatever it says of itself.
+    #: The member's description of itself: any JSON value.
     metadata: Any
     status: Status
-    #: Whether it was given a name: then it stays a member when it dies, and can come back.
+    #: Whether it has a name, and so remains a member when it dies and can come back.
     persistent: bool
-    #: Who has a higher one leads before others.
+    #: Members with a higher priority lead before others.
     priority: int
-    #: Its place in the order of joining, by which the oldest is found.
+    #: Its position in the order of joining, which decides which member is the oldest.
     index: int
-    #: When it joined first, by the server's clock in ms since 1970.
+    #: When it first joined, in ms since 1970 by the server's clock.
     joined: int
-    #: Of its present stay; "" if it is dead.
+    #: Identifies its current session; "" if it is dead.
     session: str
 
     @property
@@ -46,11 +46,11 @@ class Member:
 
 
 def dump_metadata(metadata: Any) -> bytes:
-    """Metadata as it is kept.
+    """Encode metadata.
 
     Raises:
-        TypeError: It cannot be written as JSON.
-        ValueError: It is too long, or too deep, or has a number that JSON has not (NaN, infinity).
+        TypeError: The metadata cannot be written as JSON.
+        ValueError: It is too long or nested too deeply, or contains NaN or infinity.
     """
     try:
         data = encode_json(metadata)
@@ -58,8 +58,8 @@ def dump_metadata(metadata: Any) -> bytes:
         raise ValueError("The metadata of a member is nested too deeply for JSON.") from error
     if len(data) > METADATA_MAX:
         raise ValueError(
-            f"The metadata of a member has at most {METADATA_MAX:,} bytes as JSON, not "
-            f"{len(data):,}: everybody in the group gets it."
+            f"The metadata of a member may have at most {METADATA_MAX:,} bytes as JSON, not "
+            f"{len(data):,}. Every process in the group gets it."
         )
     return data
 
@@ -69,7 +69,7 @@ def load_metadata(data: bytes) -> Any:
 
 
 def read_member(member: str, record: bytes) -> Member:
-    """A member from its record in the hash ``members``."""
+    """Parse a value of the hash ``members``."""
     index, session, persistent, alive, priority, joined, metadata = record.split(b":", 6)
     return Member(
         id=member,

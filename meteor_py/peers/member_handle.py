@@ -1,8 +1,7 @@
-"""A member that this process has joined, as the threads of its group handle see it."""
+"""A member that this process has joined as, for the threads of its group handle."""
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import secrets
@@ -19,7 +18,7 @@ from meteor_py.redis.scripts import PEERS_JOIN, PEERS_LEAVE, PEERS_UPDATE_MEMBER
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition, SignalSafeEvent
-from meteor_py.subscribe.lease import BELIEF
+from meteor_py.subscribe.lease import TRUSTED_FRACTION
 
 if TYPE_CHECKING:
     from meteor_py.peers.group_handle import GroupHandle
@@ -28,29 +27,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds at most that leaving waits for leader tasks and handlers to end.
+#: Maximum seconds that leaving waits for leader tasks and handlers to end.
 LEAVE_S = 5.0
-#: Seconds between two tries, doubled each time up to the second figure.
+#: Seconds between two attempts: the first figure doubles up to the second.
 _BACKOFF_S = (0.01, 0.16)
-#: Ids of a member without a name that are remembered after it got another.
+#: How many former ids an unnamed member remembers.
 _FORMER_MAX = 16
 
 
-class MemberState(enum.Enum):
-    """Where a member is between joining and its end. States only move downwards."""
-
-    #: A member; or the server expelled it, and the heartbeat is joining again.
-    ACTIVE = "active"
-    #: It takes on nothing new. It stays a member until the server knows that it left.
-    LEAVING = "leaving"
-    #: It left on its own account.
-    LEFT = "left"
-    #: It was removed, replaced, or interrupted while it joined.
-    LOST = "lost"
-
-
 class MemberHandle:
-    """Owned by its group handle; ``Membership`` is its public face."""
+    """The state behind a ``Membership``, owned by its group handle."""
 
     def __init__(self, group: GroupHandle, name: str | None, priority: int) -> None:
         self.group = group
@@ -58,24 +44,25 @@ class MemberHandle:
         self.id = name or secrets.token_hex(8)
         self.priority = priority
         self.session = secrets.token_hex(8)
-        #: Until then, by ``now()``, the server keeps it even without another heartbeat.
+        #: Time by ``now()`` until which the server keeps the member even without another heartbeat.
         self.valid_until = 0.0
-        #: Set when it is not a member any more, and will not be by itself.
+        #: Set when it is no longer a member and will not rejoin automatically.
         self.lost = SignalSafeEvent()
-        #: Why.
+        #: Why it was lost.
         self.reason: str | None = None
-        #: Its place in the order of joining when it joined.
+        #: Its position in the order of joining.
         self.index = 0
-        #: Expelled, and not back yet.
+        #: Whether the server has expelled it and it has not rejoined yet.
         self.recovering = False
-        #: Its ids before this one: each time that it was expelled, it got another.
+        #: Ids of an unnamed member before it was expelled: each time it gets a new one.
         self.former_ids: deque[str] = deque(maxlen=_FORMER_MAX)
-        #: Its lock: held while its lifecycle or its term changes.
+        #: Its lock, held while ``active`` or its term changes.
         self.state = SignalSafeCondition()
-        self.lifecycle = MemberState.ACTIVE
-        #: Whether the server knows that it is leaving.
+        #: False once it starts leaving or is lost. An expelled member that will rejoin is active.
+        self.active = True
+        #: Whether the server knows that it is about to leave.
         self.announced = False
-        #: What the server does with it when it leaves: "stay" keeps it, dead; "" removes it.
+        #: How it leaves: "stay" keeps a named member, as dead; "" removes it.
         self._departure = "stay" if self.persistent else ""
         self._metadata: bytes = b""
         self._pid = os.getpid()
@@ -85,29 +72,24 @@ class MemberHandle:
 
     @property
     def foreign(self) -> bool:
-        """Whether this is a forked child: the member is its parent's."""
+        """Whether this is a forked child; the member belongs to its parent."""
         return self._pid != os.getpid()
 
     @property
-    def going(self) -> bool:
-        """Whether it is not a member any more, or is about to leave."""
-        return self.lifecycle is not MemberState.ACTIVE
-
-    @property
     def handling(self) -> bool:
-        """Whether a handler is at work, in another thread."""
+        """Whether a handler is running in another thread."""
         return self._inbox is not None and self._inbox.busy
 
     @property
     def busy(self) -> bool:
-        """Whether a leader task or a handler runs that leaving would wait for."""
+        """Whether a leader task or a handler is running that leaving would wait for."""
         return self.handling or self.leadership.busy
 
     def inbox(self) -> Inbox:
-        """Its inbox, opened with the first call."""
+        """Its inbox, opened by the first call."""
         self.check_owned()
         with self.state:
-            if self.going:  # under the lock: nothing would stop it
+            if not self.active:  # under the lock: leaving would not stop an inbox opened later
                 raise self.lost_error()
             if self._inbox is None:
                 self._inbox = Inbox(self)
@@ -127,8 +109,8 @@ class MemberHandle:
         reply = self.group.protocol.run(PEERS_JOIN, args, connection)
         if reply[0] == b"FULL":
             raise PeerError(
-                f"Group {self.group.name!r} has {reply[1]:,} members, and may not have more; "
-                "remove dead ones, or open another instance.",
+                f"Group {self.group.name!r} has {reply[1]:,} members and may not have more. "
+                "Remove dead ones, or open another instance.",
                 group=self.group.name,
             )
         if reply[0] == b"TAKEN":
@@ -139,8 +121,8 @@ class MemberHandle:
         return True
 
     def restart(self) -> None:
-        """The server expelled it, but not on purpose: it gets another session, and another id if
-        it has no name."""
+        """Prepare to rejoin after an expulsion by timeout: with another session, and
+        another id if it has no name."""
         with self.state:
             self.leadership.reset(expelled=True)
             self.session = secrets.token_hex(8)
@@ -151,26 +133,26 @@ class MemberHandle:
                 self.id = secrets.token_hex(8)
 
     def rejoined(self) -> None:
-        """It has joined again by itself: messages it holds may belong to another member now."""
+        """Tell the inbox that the member has rejoined: held messages may be another member's."""
         if self._inbox is not None:
             self._inbox.rejoined()
 
     def renewed(self, sent: float, reply: HeartbeatReply) -> bool:
-        """Take in a heartbeat's reply; return whether the server takes it for the leader though it
+        """Process a heartbeat's reply; return whether the server has it as leader although it
         resigned."""
         with self.state:
             self._renew(sent, reply.ttl)
             return self.leadership.observe(reply)
 
     def _renew(self, sent: float, ttl: float) -> None:
-        # If the term was in doubt for a moment, another one must begin.
+        # A term that has expired stays lost even if the member is renewed late.
         self.leadership.drop_expired()
-        self.valid_until = max(self.valid_until, sent + ttl * BELIEF)
+        self.valid_until = max(self.valid_until, sent + ttl * TRUSTED_FRACTION)
 
-    # -- leaving: active -> leaving -> left, or at any time lost -----------------------------------
+    # -- leaving -----------------------------------------------------------------------------------
 
-    def leave(self, departure: str) -> bool:
-        """Leave, waiting for what is at work; return whether the server knows."""
+    def leave(self, departure: str | None = None) -> bool:
+        """Leave, waiting for handlers and tasks; return whether the server was notified."""
         if self.start_leaving(departure):
             return self.finish_leaving(now() + LEAVE_S)
         if not self.foreign:
@@ -178,19 +160,19 @@ class MemberHandle:
         return False
 
     def start_leaving(self, departure: str | None = None) -> bool:
-        """Take on nothing new; return whether ``finish_leaving`` is to follow. The order matters:
-        the term stops being valid, its tasks end, and only then another member is elected.
+        """Accept no new work; return whether ``finish_leaving`` must follow. The order matters: the
+        term stops being valid, its tasks end, and only then is another member elected.
 
         Args:
-            departure: "stay" keeps a named member, dead; "" removes it; None is as ``close()``.
+            departure: "stay" keeps a named member, as dead; "" removes it; None is as ``close()``.
         """
         if self.foreign or self.lost.is_set():
             return False
         with self.state:
-            if self.lifecycle is MemberState.ACTIVE:  # else leaving was interrupted
+            if self.active:  # otherwise an earlier attempt to leave was interrupted
                 if departure is not None:
                     self._departure = departure
-                self.lifecycle = MemberState.LEAVING  # first, in case a Ctrl-C comes in between
+                self.active = False  # first, in case of a Ctrl-C in between
                 self.leadership.stop()
             self.state.notify_all()
         self.voter.stop()
@@ -198,8 +180,11 @@ class MemberHandle:
         return True
 
     def announce_leaving(self) -> bool:
-        """If it is busy, have the server choose it for nothing new: no messages for any or all
-        members, no votes, no term. Return whether the server replied, if it was asked."""
+        """If the member is busy, announce that it leaves, so that it gets no new work.
+
+        The server then gives it no messages to any or all members, no votes and no term. Returns
+        False if the server could not be reached.
+        """
         if self.announced or not self.busy:
             return True
         try:
@@ -207,39 +192,41 @@ class MemberHandle:
             self.group.protocol.run(PEERS_UPDATE_MEMBER, args)
             self.announced = True
         except MeteorError as error:
-            _log.warning("%r could not tell the server that it will leave: %s", self, error)
+            _log.warning("%r could not announce to the server that it will leave: %s", self, error)
         return self.announced
 
     def finish_leaving(self, deadline: float) -> bool:
-        """When all work here has ended, or at ``deadline`` by ``now()``, tell the server; return
-        whether it knows. Until then this is a member, with heartbeats."""
+        """Wait for handlers and tasks, until ``deadline`` by ``now()``, then notify the server.
+
+        Until then this is a member, with heartbeats. Returns whether the server was notified.
+        """
         self.announce_leaving()
         self.leadership.await_tasks(deadline)
         try:
             if self.handling:
-                self.leadership.lay_down_last()  # others lead while the handlers finish
+                self.leadership.lay_down_last()  # others can lead while the handlers finish
             self._join_inbox(max(deadline - now(), 0.0))
             self.withdraw()
-            told = True
+            notified = True
         except MeteorError as error:
             _log.warning("%r could not tell the server that it leaves: %s", self, error)
-            told = False
-        self.lose("left")  # not if it was interrupted: then the group tells the server at its end
-        return told
+            notified = False
+        # Not reached if interrupted: then closing the group notifies the server.
+        self.lose("left")
+        return notified
 
     def withdraw(self, connection: Connection | None = None) -> None:
-        """Have the server take it out."""
+        """Tell the server to remove it, or to keep it as dead."""
         args = [self.id, self.session, self._departure]
         self.group.protocol.run(PEERS_LEAVE, args, connection)
 
     def lose(self, reason: str) -> None:
-        """It is not a member any more, for good."""
+        """End the membership for good."""
         with self.state:
             self.reason = self.reason or reason
             self.leadership.reset()
             self.valid_until = 0.0
-            if not self.lost.is_set():
-                self.lifecycle = MemberState.LEFT if reason == "left" else MemberState.LOST
+            self.active = False
             self.lost.set()
             self.state.notify_all()
         self.voter.stop()
@@ -247,18 +234,18 @@ class MemberHandle:
         self.group.forget(self)
 
     def stop_inbox(self, *, close: bool = False) -> None:
-        """Take no more messages; does not wait. Closed, it does not settle any either."""
+        """Accept no more messages, without waiting. A closed inbox settles none either."""
         if self._inbox is not None:
             self._inbox.stop(close=close)
 
     def _join_inbox(self, timeout_s: float) -> None:
         if self._inbox is not None and not self._inbox.join(timeout_s):
-            _log.warning("A handler of %r does not end.", self)
+            _log.warning("A handler of %r did not end in time.", self)
 
     # -- calls of the application ------------------------------------------------------------------
 
     def update(self, metadata: bytes, deadline: float) -> None:
-        """Change its metadata. Raises as ``retry_fenced``."""
+        """Change its metadata. See ``retry_fenced`` for errors."""
         self.retry_fenced(
             lambda: self.group.protocol.run(
                 PEERS_UPDATE_MEMBER, [self.id, self.session, "metadata", metadata]
@@ -268,11 +255,11 @@ class MemberHandle:
         self._metadata = metadata
 
     def retry_fenced(self, call: Callable[[], list[Any]], deadline: float) -> list[Any]:
-        """Run a script for it; again, until a time by ``now()``, if the server says that it is not
-        a member: a member that was expelled joins again by itself.
+        """Run a script for this member; if the server has expelled it, wait until the heartbeat has
+        rejoined, and run the script again.
 
         Raises:
-            MembershipLost: It has not until then, or it is not a member any more for good.
+            MembershipLost: It has not rejoined by ``deadline`` (by ``now()``), or is lost for good.
         """
         failures = 0
         while not self.lost.is_set():
@@ -288,20 +275,20 @@ class MemberHandle:
         raise self.lost_error()
 
     def check_owned(self) -> None:
-        """Raise in a forked child, and if it is not a member any more."""
+        """Raise in a forked child, and if the membership is lost."""
         if self.foreign:
             raise MeteorError(
-                f"Member {self.id!r} of group {self.group.name!r} belongs to the parent process; "
-                "open the group here with client.peer_group(), and join."
+                f"Member {self.id!r} of group {self.group.name!r} belongs to the parent process. "
+                "Open the group here with client.peer_group(), and join."
             )
         if self.lost.is_set():
             raise self.lost_error()
 
     def lost_error(self) -> MeteorError:
-        default = "left" if self.going else "expelled, or joined again elsewhere"
+        default = "expelled, or joined again elsewhere" if self.active else "left"
         return MembershipLost(
-            f"Member {self.id!r} is not in group {self.group.name!r} any more "
-            f"({self.reason or default}); join again if it should be.",
+            f"Member {self.id!r} is no longer in group {self.group.name!r} "
+            f"({self.reason or default}). Join again if it should be.",
             group=self.group.name,
         )
 

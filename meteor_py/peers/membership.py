@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -12,60 +11,56 @@ from meteor_py.peers.member import dump_metadata
 from meteor_py.peers.member_handle import MemberHandle
 from meteor_py.peers.messaging.inbox import Ack
 from meteor_py.peers.messaging.message import Message
-from meteor_py.peers.messaging.target import Everybody, Target, Targets
+from meteor_py.peers.sender import Sender
 from meteor_py.peers.voting.actions import Handler
-from meteor_py.peers.voting.proposal import Kind, Outcome
-from meteor_py.peers.voting.proposing import Proposer
 from meteor_py.records.config import check_choice, check_function, check_seconds
 from meteor_py.redis import keys
 from meteor_py.runtime.clock import now
-from meteor_py.runtime.lifecycle import Closeable
 
 if TYPE_CHECKING:
     from meteor_py.peers.group import PeerGroup
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
-#: Seconds at most that a call waits for a member that was expelled, and does not know it yet.
+#: Maximum seconds that a call waits for an expelled member to rejoin.
 _BACK_S = 5.0
 
 
-class Membership(Closeable):
-    """One member, held by the process that joined. Get it with ``group.join()``.
+class Membership(Sender):
+    """A member that this process has joined as. Get it with ``group.join()``.
 
-    Leaves at the end of a ``with`` block. A member that was given a name stays one, dead, when its
-    process ends without ``leave()``; joining again under that name, anywhere, continues it.
+    A ``with`` block leaves at its end. If the process ends without ``leave()``, a named member
+    remains in the group as dead; joining under its name again, anywhere, continues it.
     """
 
     def __init__(self, group: PeerGroup, handle: MemberHandle) -> None:
+        super().__init__(handle.group, handle)
         self.group = group
-        #: Whether it was given a name: then it stays a member when it dies, and can come back.
+        #: Whether it has a name, and so remains a member when it dies and can come back.
         self.persistent = handle.persistent
-        #: Members with a higher one lead before others.
+        #: Members with a higher priority lead before others.
         self.priority = handle.priority
-        #: Set when it is not a member any more, and will not be by itself.
+        #: Set when it is no longer a member and will not rejoin automatically.
         self.lost = handle.lost
         self._handle = handle
-        self._targets = Targets(handle.group.requests, handle)
-        self._proposer = Proposer(handle.group, handle)
 
     @property
     def id(self) -> str:
-        """Its name, or a random id; another one after the server took it for dead."""
+        """Its name, or a random id, which changes if the server takes the member for dead."""
         return self._handle.id
 
     @property
     def reason(self) -> str | None:
-        """Why it is lost."""
+        """Why the membership was lost; None while it lasts."""
         return self._handle.reason
 
     def update(self, metadata: Any) -> None:
-        """Change its metadata; all listeners are told.
+        """Change the member's metadata; listeners get an "updated" event.
 
         Raises:
-            MembershipLost: It is not a member any more.
-            TypeError: It cannot be written as JSON.
-            ValueError: It is too long, or has a number that JSON has not (NaN, infinity).
+            MembershipLost: It is no longer a member.
+            TypeError: The metadata cannot be written as JSON.
+            ValueError: The metadata is too long, or contains NaN or infinity, which JSON lacks.
         """
         self._handle.check_owned()
         self._handle.update(dump_metadata(metadata), now() + _BACK_S)
@@ -74,19 +69,23 @@ class Membership(Closeable):
 
     @property
     def term(self) -> Term | None:
-        """Its term, if it is the leader now."""
+        """Its current term; None if it is not the leader."""
         return self._handle.leadership.term
 
     @contextmanager
     def leadership(self, timeout: float | None = None) -> Iterator[Term]:
-        """Wait until it is elected; resign at the end of the block.
+        """Wait until the member is elected; resign at the end of the block.
+
+        >>> with me.leadership(timeout=10) as term:     # doctest: +SKIP
+        ...     while term.valid:
+        ...         write(record, fence=term.number)
 
         Args:
-            timeout: Seconds to wait; None waits for as long as it takes.
+            timeout: Seconds to wait; None waits indefinitely.
 
         Raises:
             TimeoutError: It was not elected in time.
-            MembershipLost: It is not a member any more.
+            MembershipLost: It is no longer a member.
             PeerError: The group has no leaders.
         """
         self._handle.check_owned()
@@ -97,11 +96,11 @@ class Membership(Closeable):
             self._handle.leadership.resign(term)
 
     def as_leader(self, function: Callable[[Term], object]) -> Callable[[Term], object]:
-        """Call a function with the term whenever it is elected, in a separate thread.
+        """Call a function with each term of this member, in a separate thread.
 
-        One call at a time: it should end when ``term.lost`` is set, and the next waits for that.
-        When it returns, the member stays the leader; if it raises, also ``SystemExit``, others may
-        try.
+        Calls do not overlap: the function should return when ``term.lost`` is set, and the next
+        term waits for it. If it returns early, the member stays the leader. If it raises, even
+        ``SystemExit``, the member resigns so that others can lead.
         """
         self._handle.check_owned()
         check_function("as_leader", function)
@@ -109,10 +108,10 @@ class Membership(Closeable):
         return function
 
     def resign(self) -> bool:
-        """Stop leading, if it is the leader, and go to the back of the queue.
+        """Stop leading, and move to the end of the order of election.
 
-        Waits for leader tasks to end, up to 5 seconds: no other member is elected before. Alone it
-        is elected again at once, in another term.
+        Waits up to 5 seconds for leader tasks to end; no other member is elected before that. If
+        there is no other candidate, this member is elected again at once, in another term.
 
         Returns:
             Whether it was the leader.
@@ -132,28 +131,31 @@ class Membership(Closeable):
         ack: Ack = "auto",
         timeout: float | None = None,
     ) -> Callable[[_F], _F]:
-        """Call a function with each ``Message`` of a queue: a decorator.
+        """Register a function for the messages of a queue. Use it as a decorator.
 
-        Its return value is the reply, and an exception fails the message. Messages of one sender
-        arrive in the order in which they were sent, if they have the same priority and there is one
-        worker. Each is delivered at least once: if its member dies, or loses its connection for
-        long, it may be delivered again, with the same ``id``. A queue without a function keeps its
-        messages.
+        The function gets a ``Message``. Its return value is the reply; an exception fails the
+        message. Messages of one sender arrive in order if they have the same priority and there is
+        one worker. Delivery is at least once: if the member dies or is cut off, a message may
+        arrive again with the same ``id``. A queue without a function keeps its messages.
+
+        >>> @me.on("price", workers=4)                  # doctest: +SKIP
+        ... def price(message):
+        ...     return PRICES[message.body]
 
         Args:
-            queue: 1 to 128 of A-Z a-z 0-9 . _ -
-            workers: Threads that call it.
-            priority: 1 to 256: functions with a priority take turns in one thread of the member,
-                and of the messages that wait those for the lowest priority come first. Without
-                one it has its own threads, and waits for no other function.
-            ack: "auto", or "manual": the function, or other code later, calls ``message.ack()``,
-                ``reply()``, ``fail()`` or ``retry()``. Up to 1,000 messages may be open then.
-            timeout: Seconds after which a message is failed that it has not settled. The function
-                is not stopped.
+            queue: 1 to 128 characters of A-Z a-z 0-9 . _ -
+            workers: Threads that call the function: 1 to 256.
+            priority: 1 to 256. Functions with a priority take turns in one thread of the member,
+                and messages for the lowest number come first. A function without a priority has
+                its own threads, and waits for no other function.
+            ack: With "auto", the return of the function settles the message. With "manual", the
+                function or other code calls ``message.ack()``, ``reply()``, ``fail()`` or
+                ``retry()``; up to 1,000 messages may be unsettled.
+            timeout: Seconds after which an unsettled message fails. The function keeps running.
 
         Raises:
-            ValueError: The queue has a function already.
-            MembershipLost: It is not a member any more.
+            ValueError: The queue already has a function, or an argument is out of range.
+            MembershipLost: This is no longer a member.
         """
         inbox = self._handle.inbox()
 
@@ -164,70 +166,22 @@ class Membership(Closeable):
         return register
 
     def inbox(self, queue: str, timeout: float | None = None) -> Iterator[Message]:
-        """Iterate over the messages of a queue, instead of a function; settle each of them.
+        """Iterate over the messages of a queue that has no function. Settle each of them.
 
         Args:
-            timeout: Ends when none arrives for so many seconds; None waits for as long as this is a
-                member.
+            timeout: Seconds without a message after which the iteration ends; None iterates for as
+                long as this is a member.
         """
         return self._handle.inbox().pull(queue, timeout)
 
-    def member(self, member: str) -> Target:
-        """As ``group.member``; the receiver sees this member as the sender."""
-        return self._targets.member(member)
-
-    @property
-    def any(self) -> Target:
-        """As ``group.any``; the receiver sees this member as the sender."""
-        return self._targets.any
-
-    @property
-    def all(self) -> Everybody:
-        """As ``group.all``; the receivers see this member as the sender."""
-        return self._targets.all
-
-    @property
-    def leader_proxy(self) -> Target:
-        """As ``group.leader_proxy``; the receiver sees this member as the sender."""
-        return self._targets.leader
-
     # -- votes and actions -------------------------------------------------------------------------
 
-    def propose(
-        self,
-        topic: Any,
-        *,
-        kind: Kind | int = "majority",
-        timeout: float = 5.0,
-        require_leader: bool = False,
-    ) -> Future[Outcome]:
-        """As ``group.propose``; ``by`` names this member."""
-        self._handle.check_owned()
-        return self._proposer.propose(topic, kind, timeout, require_leader)
-
-    def propose_action(
-        self,
-        name: str,
-        params: Any = None,
-        *,
-        at: float,
-        kind: Kind | int = "consensus",
-        timeout: float = 1.0,
-        max_error: float | None = None,
-        require_leader: bool = False,
-    ) -> Future[Outcome]:
-        """As ``group.propose_action``; ``by`` names this member."""
-        self._handle.check_owned()
-        return self._proposer.propose_action(
-            name, params, at, kind, timeout, max_error, require_leader
-        )
-
     def on_vote(self, function: _F) -> _F:
-        """Call a function with each ``Proposal``: it returns True, False, or None to abstain.
+        """Call a function with each ``Proposal``. It returns True, False, or None to abstain.
 
-        An exception is logged, and counts as a no. The function is called in a thread of this
-        member, once for each proposal that was made while it was a member, also those that are open
-        already. A vote after ``proposal.deadline`` does not count. Another function replaces it.
+        One thread of this member calls the function once for each proposal made while it was a
+        member, including those that are already open. An exception is logged and counts as no. A
+        vote after ``proposal.deadline`` does not count. Registering another function replaces it.
         """
         check_function("on_vote", function)
         self._handle.voter.set_vote(function)  # type: ignore[arg-type]  # as documented
@@ -241,22 +195,22 @@ class Membership(Closeable):
         late: Literal["skip", "run"] = "skip",
         max_late: float = 0.1,
     ) -> Callable[[_F], _F]:
-        """Call a function with an ``Action`` of that name, at the time that was agreed on.
+        """Register a function that runs an ``Action`` at the agreed time. Use it as a decorator.
 
-        A member that has such handlers, and no ``on_vote``, votes yes to their actions, and no to
-        others. Each call runs in its own thread, which ends with it.
+        Each call has its own thread. A member with action handlers and no ``on_vote`` votes yes to
+        the actions that it has handlers for, and no to others.
 
         >>> @me.on_action("open")                       # doctest: +SKIP
         ... def open_breaker(action):
         ...     relay(action.params["relay"]).open()
 
         Args:
-            name: Of the action. Another handler of that name replaces it.
-            early: Seconds before the time when it stops sleeping, and spins: that costs a
-                processor, and starts within microseconds rather than when the system likes.
-            late: If the decision is known only after the time, or the process has slept: "skip" it
-                and call ``on_missed``, or "run" it nevertheless.
-            max_late: Seconds after the time from which on it counts as slept through.
+            name: The action. Registering another handler for it replaces this one.
+            early: Seconds before the time at which the thread stops sleeping and spins. Spinning
+                occupies a CPU core, and starts the function within microseconds of the time.
+            late: If the process learns the decision too late, or was asleep: "skip" the action and
+                call ``on_missed``, or "run" it anyway.
+            max_late: Seconds of lateness beyond which the action counts as missed.
         """
         keys.check_name(name, "action")
         check_choice("late", late, ("skip", "run"))
@@ -273,8 +227,11 @@ class Membership(Closeable):
         return register
 
     def on_missed(self, function: _F) -> _F:
-        """Call a function with each ``Action`` that is not run here: its time was over, or this
-        member, without a name, was taken for dead since it was asked, and is another one now."""
+        """Call a function with each ``Action`` that this member does not run.
+
+        Either its time was over, or the server took this unnamed member for dead after the vote
+        started, so that it is now a different member.
+        """
         check_function("on_missed", function)
         self._handle.voter.add_missed(function)
         return function
@@ -282,14 +239,16 @@ class Membership(Closeable):
     # -- the end -----------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Leave for good, named or not: handlers may finish, in 5 seconds; other messages to it
-        fail. Leaving twice is fine."""
+        """Leave for good, named or not. A second call does nothing.
+
+        Waits up to 5 seconds for handlers; all other messages to this member fail.
+        """
         if self._handle.leave(""):
             self._handle.group.catch_up()
 
     def close(self) -> None:
-        """End the membership: one without a name leaves, a named one may come back."""
-        self._handle.leave("stay" if self.persistent else "")
+        """End the membership: an unnamed member leaves, a named one is dead and may come back."""
+        self._handle.leave()
 
     def _end_block(self) -> None:
         self.leave()

@@ -40,11 +40,11 @@ class GroupStatus:
 
     incarnation: str
     view: int
-    #: Which of the events with that number was the last: a fail-over can lose some.
+    #: Identifies the last event: after a failover, another event can have the same number.
     mark: str
     term: int
     leader: str
-    #: The session of the leader.
+    #: The leader's session.
     session: str
 
 
@@ -54,44 +54,43 @@ class HeartbeatReply(GroupStatus):
 
     #: Seconds since 1970 by the server's clock.
     time: float
-    #: One for each member that the heartbeat named.
+    #: One per member that the heartbeat named.
     presence: list[Presence]
-    #: Seconds until the next member is overdue; None if there is no member.
+    #: Seconds until the next member becomes overdue; None if there is no live member.
     overdue_s: float | None
-    #: Whether messages of members that are gone wait to be handed over: a part with each call.
+    #: Whether messages of members that left still have to be moved; each call moves some.
     has_orphans: bool
-    #: The setting, in seconds: the process that starts the group again chooses it.
+    #: The setting in seconds, which another process may have changed by recreating the group.
     ttl: float
 
 
 @dataclass(frozen=True)
 class Look(GroupStatus):
-    """A group at one instant."""
+    """The state of a group, with its members."""
 
     members: dict[str, Member]
 
 
-#: A group that the server does not know.
+#: Stands for a group that does not exist on the server.
 UNKNOWN_GROUP = Look("", 0, "", 0, "", "", {})
 
 
-#: The keys of a group, in the order that ``peers/open.lua`` expects. The script resets all of them
-#: if the server has lost a part. Guarded values, removed members and dead letters survive that.
+#: The keys of a group, in the order that ``peers/open.lua`` expects. If the server has lost a part,
+#: the script resets all of them. Guarded values, removed members and dead letters survive that.
 PARTS = (
     *("config", "state", "members", "polls", "orphans", "limits", "pending", "agenda"),
     *("deadlines", "graced", "expirations", "candidates", "leaving", "events"),
 )
 
-#: Parts of which a group has many: those named after a member or handle, and those with random
-#: names.
+#: Keys of which a group has many: named after members or handles, and with random names.
 _OF_MEMBERS = ("inbox", "movable", "awaited", "replies")
 _TEMPORARY = ("message", "poll", "votes")
-#: Keys that one call deletes.
+#: Maximum number of keys that one call deletes.
 _UNLINKED = 1_000
 
 
 class PeerProtocol:
-    """One peer group."""
+    """The keys and scripts of one peer group."""
 
     def __init__(self, connector: Connector, name: str) -> None:
         self.connector = connector
@@ -104,33 +103,32 @@ class PeerProtocol:
     def open(
         self, config: PeersConfig, connection: Connection | None = None, *, create: bool = True
     ) -> PeersConfig:
-        """Begin the group if it does not exist; return how it is set up."""
+        """Create the group if it does not exist; return its settings."""
         if not create:
             return self.settings()
-        target = self.connector if connection is None else connection
+        target = connection or self.connector
         fields = [item for pair in config.to_fields().items() for item in pair]
         names = [self.key(part) for part in PARTS]
         try:
             target.call("SADD", keys.PEERS, self.name)
             flat = target.run(PEERS_OPEN, names, [secrets.token_hex(8), *fields])
-            target.call("SADD", keys.PEERS, self.name)  # in between it may have been deleted
+            target.call("SADD", keys.PEERS, self.name)  # another client may have deleted it
         except OutOfMemory:
             flat = target.call("HGETALL", self.key("config"))
             if not flat:
-                raise  # one that exists goes on also where the server is full
+                raise  # only creating needs memory
         return _read_config(flat)
 
     def settings(self, connection: Connection | None = None) -> PeersConfig:
-        """How a group that exists is set up.
+        """Returns the settings of an existing group.
 
         Raises:
-            PeerGroupNotFound: It does not.
+            PeerGroupNotFound: The group does not exist.
         """
-        target = self.connector if connection is None else connection
-        flat = target.call("HGETALL", self.key("config"))
+        flat = (connection or self.connector).call("HGETALL", self.key("config"))
         if not flat:
             raise PeerGroupNotFound(
-                f"There is no peer group {self.name!r}; client.peer_group() begins one.",
+                f"There is no peer group {self.name!r}. client.peer_group() creates one.",
                 group=self.name,
             )
         return _read_config(flat)
@@ -139,54 +137,51 @@ class PeerProtocol:
         """Delete the group with all its keys.
 
         Returns:
-            0 if it is deleted. Without ``force``, the number of live members that prevent it.
+            0 if it was deleted. Without ``force``, the number of live members that prevent it.
         """
-        # Live members join again at once, under their names: keys that are named after members are
-        # deleted in the same step as the group.
+        # Live members rejoin at once under their names, so the script that deletes the group must
+        # also delete the keys that are named after members.
         of_members, temporary = self._scan()
         reply = self.run(PEERS_DELETE, ["force" if force else "", *of_members])
         if reply[0] == b"ALIVE":
             return int(reply[1])
         self.connector.call("SREM", keys.PEERS, self.name)
-        if self.connector.call(
-            "EXISTS", self.key("config")
-        ):  # another process has started it again
+        if self.connector.call("EXISTS", self.key("config")):  # another client has recreated it
             self.connector.call("SADD", keys.PEERS, self.name)
         for start in range(0, len(temporary), _UNLINKED):
             self.connector.call("UNLINK", *temporary[start : start + _UNLINKED])
         return 0
 
     def _scan(self) -> tuple[list[bytes], list[bytes]]:
-        """The keys of members and handles, and those of messages and votes. Most would expire by
-        themselves, or disappear with a member."""
+        """Find the keys of members and handles, and those of messages and votes. Most would expire,
+        or disappear with a member."""
         found: set[bytes] = set()
-        cursor = b"0"
-        while True:
+        cursor = None
+        while cursor != b"0":
             cursor, page = self.connector.call(
-                "SCAN", cursor, "MATCH", self.key("*"), "COUNT", 1000
+                "SCAN", cursor or b"0", "MATCH", self.key("*"), "COUNT", 1000
             )
             found.update(page)
-            if cursor == b"0":
-                return self._among(found, _OF_MEMBERS), self._among(found, _TEMPORARY)
 
-    def _among(self, found: set[bytes], parts: tuple[str, ...]) -> list[bytes]:
-        begin = tuple(self.key(f"{part}:").encode() for part in parts)
-        return [key for key in found if key.startswith(begin)]
+        def named(parts: tuple[str, ...]) -> list[bytes]:
+            prefixes = tuple(self.key(f"{part}:").encode() for part in parts)
+            return [key for key in found if key.startswith(prefixes)]
+
+        return named(_OF_MEMBERS), named(_TEMPORARY)
 
     def run(
         self, script: Script, args: Sequence[Any], connection: Connection | None = None
     ) -> list[Any]:
-        """Run a script that may be repeated, and return its reply.
+        """Run a script that is safe to repeat, and return its reply.
 
         Raises:
-            PeerGroupNotFound: The group is gone from the server.
+            PeerGroupNotFound: The server no longer has the group.
         """
-        target = self.connector if connection is None else connection
-        reply: list[Any] = target.run(script, [self.prefix], args)
+        reply: list[Any] = (connection or self.connector).run(script, [self.prefix], args)
         if reply[0] == b"NOGROUP":
             raise PeerGroupNotFound(
-                f"The server has lost the group {self.name!r}, or it was deleted; open it again "
-                "with client.peer_group().",
+                f"The server has lost group {self.name!r}, or it was deleted. Open it again with "
+                "client.peer_group().",
                 group=self.name,
             )
         return reply
@@ -206,10 +201,10 @@ class PeerProtocol:
         )
 
     def look(self, connection: Connection | None = None) -> Look:
-        """The group as it is now.
+        """Returns the current state of the group.
 
         Raises:
-            PeerGroupNotFound: The server does not know it.
+            PeerGroupNotFound: The group does not exist.
         """
         reply = self.run(PEERS_DESCRIBE, [], connection)
         members = {name: read_member(name, value) for name, value in read_fields(reply[7]).items()}
@@ -217,7 +212,7 @@ class PeerProtocol:
 
 
 def read_fields(flat: Sequence[bytes]) -> dict[str, bytes]:
-    """Fields and values that Redis lists in turn."""
+    """Convert the alternating fields and values of a Redis reply to a dict."""
     return {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
 

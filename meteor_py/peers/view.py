@@ -1,4 +1,4 @@
-"""The view that one process has of a group: its members, its leader, and the last known event."""
+"""A process's view of a group: its members, its leader, and the last event it has seen."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from meteor_py.peers.protocol import Look
 
 
 class View(NamedTuple):
-    """A group as it was after one event."""
+    """The state of a group after one event. Get it with ``group.snapshot()``."""
 
     #: The number of that event.
     number: int
     #: In the order in which they joined.
     members: list[Member]
-    #: The member that leads; None if there is none.
+    #: The leader; None if there is none.
     leader: Member | None
-    #: The number of the last term; 0 if there was none.
+    #: The number of the last term; 0 before the first election.
     term: int
 
 
 class Moment(NamedTuple):
-    """Which event of which history a view shows."""
+    """Identifies the last event that a view shows, and the history that the event belongs to."""
 
     incarnation: str
     view: int
@@ -33,21 +33,21 @@ class Moment(NamedTuple):
 
 
 class GroupView:
-    """Changed under its handle's lock, read by any thread: each attribute is replaced whole."""
+    """Changed under its handle's lock. Any thread may read it: each attribute is replaced whole."""
 
     def __init__(self, look: Look) -> None:
         self._load(look)
 
     def _load(self, look: Look) -> None:
-        #: Empty if there is no such group on the server.
+        #: Empty if the group does not exist on the server.
         self.incarnation = look.incarnation
-        #: Which event of that number was the last.
+        #: Identifies the last event: after a failover, another event can have the same number.
         self.mark = look.mark
         self.members: dict[str, Member] = dict(look.members)
         self.term = look.term
-        #: The id of the leader; None if there is none.
+        #: The leader's id; None if there is none.
         self.leader: str | None = look.leader or None
-        #: The number of the last event that it shows. Assigned last, for threads that wait for it.
+        #: The number of the last event. Assigned last: other threads wait for it.
         self.number = look.view
 
     @property
@@ -59,17 +59,17 @@ class GroupView:
         return sorted(self.members.values(), key=lambda member: member.index)
 
     def continues(self, event: Event) -> bool:
-        """Whether the event comes after the last one of the same history."""
+        """Whether the event follows the last one in the same history."""
         return event.fields.get("after") == self.mark.encode()
 
     def apply(self, event: Event) -> None:
-        """Take in the next event."""
+        """Apply the next event."""
         members = dict(self.members)
         known = members.get(event.member or "")
         fields = event.fields
         match event.kind:
             case "joined" | "alive":
-                assert event.member is not None, "it is about a member"
+                assert event.member is not None, "scripts name the member"
                 members[event.member] = Member(
                     id=event.member,
                     metadata=load_metadata(fields["metadata"]),
@@ -90,17 +90,17 @@ class GroupView:
                 self.term, self.leader = event.term or 0, event.member
             case "resigned":
                 self.leader = None
-                if known is not None and "index" in fields:  # it went to the back of the queue
+                if known is not None and "index" in fields:  # the member moved to the end
                     members[known.id] = replace(known, index=int(fields["index"]))
         self.members = members
         self.mark = fields["mark"].decode()
         self.number = event.view
 
     def resync(self, look: Look, *, reset: bool = False) -> list[Event]:
-        """Take in all at once; return what has changed, as events.
+        """Replace the whole view; return the differences as events.
 
         Args:
-            reset: The history is known to be another one.
+            reset: The server is known to have lost state.
         """
         lost = reset or look.incarnation != self.incarnation or look.view < self.number
         changes = list(self._changes(look))

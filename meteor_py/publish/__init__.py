@@ -1,7 +1,7 @@
 """Publishing records to a stream, exactly once.
 
-A record meets the modules in this order: ``publisher`` and ``validation``, ``fast_path`` or
-``accumulator``, ``batch`` (whose ``ack`` the caller has), ``in_flight``, and ``sender``, which
-calls ``redis/lua/log/publish.lua``. ``transaction`` is the other way in: staged writes, committed
-at once.
+A record passes through the modules in this order: ``publisher`` and ``validation``, ``fast_path``
+or ``accumulator``, ``batch`` (whose ``ack`` the caller holds), ``in_flight``, and ``sender``, which
+runs ``redis/lua/log/publish.lua``. ``transaction`` is an alternative: several processes stage
+frames, and one commits them.
 """

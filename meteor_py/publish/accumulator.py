@@ -1,35 +1,41 @@
-"""The accumulator: gathers published records into batches, and bounds what is unacknowledged.
+"""The accumulator: collects published records in batches and limits unacknowledged bytes.
 
-Any thread puts records; the one sender takes batches. Records gather while the sender waits for
-replies. There is no other batching, unless ``linger`` asks for more.
+Any thread may add records; one sender takes the batches. Records collect while the sender waits for
+replies; only ``linger`` makes a batch wait longer.
 
-A bare value takes the fast path (fast_path.py). Every other method first counts what came by it.
+A bare value takes the fast path (fast_path.py). Every other method first counts the records that
+the fast path has appended.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from meteor_py.errors import MeteorError, PublisherClosed, PublisherFull
+from meteor_py.errors import MeteorError, PublisherClosed, PublisherFull, fresh
 from meteor_py.publish.ack import Ack
 from meteor_py.publish.batch import Batch
 from meteor_py.publish.fast_path import RECORD_OVERHEAD, FastPath
 from meteor_py.records.frame import Columns
 from meteor_py.runtime.completion import in_callback
+from meteor_py.runtime.locks import SignalSafeCondition
 
-#: Failed batches that are remembered until the application has seen their errors.
+_log = logging.getLogger(__name__)
+
+#: Failed batches remembered until the application has seen their errors.
 _FAILURES_MAX = 100
 
-#: Places of records: batch, index of the first in it, number of records.
+#: Locations of records: batch, index of the first record in it, number of records.
 Parts = list[tuple[Batch, int, int]]
 
 
 class Accumulator:
-    """Records that wait to be sent, and the count of what is on its way."""
+    """Records waiting to be sent, and counts of the unsettled ones."""
 
     def __init__(
         self,
@@ -40,6 +46,7 @@ class Accumulator:
         pending_max: int,
         linger_s: float,
         delivery_timeout_s: float,
+        on_error: Callable[[MeteorError], object] | None = None,
     ) -> None:
         self._stream = stream
         self._records_max = records_max
@@ -47,25 +54,30 @@ class Accumulator:
         self._pending_max = pending_max
         self._linger_s = linger_s
         self._delivery_timeout_s = delivery_timeout_s
+        self._on_error = on_error
+        self._warned = False  # whether failures since the last success were logged
         self._fast = FastPath(records_max, lambda value, size: self.put(value, size=size))
-        #: Takes a record that is nothing but a value, and its size in bytes; otherwise as ``put``.
+        #: Like ``put``, for a record that has only a value; takes the value and its size.
         self.put_value = self._fast.put
         self._make_locks()
-        self._open: Batch | None = None  # gathers records; never empty
+        self._open: Batch | None = None  # the batch that collects records; never empty
         self._full: deque[Batch] = deque()
         self._pending_bytes = 0
-        self._begun = 0  # batches, ever
-        self._settled = 0  # of these
-        self._waiters = 0  # threads that wait for something to be settled
-        self._flushing = 0  # threads that wait for all of it, so lingering would delay them
+        self._begun = 0  # number of batches started so far
+        self._settled = 0  # how many of them are settled
+        self._waiters = 0  # threads that wait until a batch is settled
+        self._flushing = 0  # threads that wait for all batches: lingering would delay them
+        self._checks_wanted = 0  # see ``wait_checked``
+        self._checks_done: float = 0
+        self._sender_ended = False
         self._closed: MeteorError | None = None
         self._loss: MeteorError | None = None
-        self._failures: list[Batch] = []  # whose errors the application may not have seen
+        self._failures: list[Batch] = []  # batches whose errors the application may not have seen
 
     def _make_locks(self) -> None:
         self._lock = threading.RLock()
-        self._work = threading.Condition(self._lock)  # the sender waits for records
-        self._room = threading.Condition(self._lock)  # publishers wait for room, or for all
+        self._work = SignalSafeCondition(self._lock)  # the sender waits here for records
+        self._room = SignalSafeCondition(self._lock)  # other threads wait for settled batches
         self._fast.use_lock(self._lock, self._work)
 
     # -- for publishers ------------------------------------------------------------------------
@@ -79,11 +91,11 @@ class Accumulator:
         *,
         size: int,
     ) -> Ack:
-        """Take one record of ``size`` bytes in all.
+        """Accept one record of ``size`` bytes, key and headers included.
 
         Raises:
-            PublisherFull: No room within the delivery timeout.
-            PublisherClosed: Closed.
+            PublisherFull: There was no room within the delivery timeout.
+            PublisherClosed: The publisher is closed.
             LogTruncated: The server has lost acknowledged records; raised once.
         """
         self._fast.check_reentry()
@@ -104,11 +116,11 @@ class Accumulator:
         return Ack(batch, index)
 
     def put_rows(self, rows: Columns, sizes: Sequence[int]) -> Parts:
-        """Take many records, given as lists; return where they are.
+        """Accept many records, given as lists; return their locations.
 
-        Raises as ``put`` does if there is no room for the first. If there is none for a later one,
-        it and those after it are in a batch that has failed. That batch is the first part then,
-        because the acknowledgement waits for the last.
+        Raises like ``put`` if there is no room for the first record. If there is no room for a
+        later one, that record and all after it get a failed batch. The failed batch is the first
+        part, because the acknowledgement waits for the last one.
         """
         self._fast.check_reentry()
         parts: Parts = []
@@ -120,7 +132,8 @@ class Accumulator:
                 except MeteorError as error:
                     if not parts:
                         raise
-                    return [(self._failed(error), 0, len(rows) - start), *parts]
+                    failure = error
+                    break
                 batch = self._batch_for(sizes[start] + RECORD_OVERHEAD)
                 stop = self._fitting(batch, sizes, start)
                 columns, index = batch.columns, batch.count
@@ -137,10 +150,12 @@ class Accumulator:
                 self._wake_sender()
             parts.append((batch, index, stop - start))
             start = stop
-        return parts
+        else:
+            return parts
+        return [self._failed(failure, len(rows) - start), *parts]
 
     def put_frames(self, frames: Sequence[tuple[Columns, int]]) -> Parts:
-        """Take frames of Arrow arrays, each with its size in bytes; otherwise as ``put_rows``."""
+        """Like ``put_rows``, for frames of Arrow arrays, each with its size in bytes."""
         self._fast.check_reentry()
         parts: Parts = []
         for number, (columns, size) in enumerate(frames):
@@ -150,8 +165,8 @@ class Accumulator:
                 except MeteorError as error:
                     if not parts:
                         raise
-                    left = sum(len(rest) for rest, _ in frames[number:])
-                    return [(self._failed(error), 0, left), *parts]
+                    failure, left = error, sum(len(rest) for rest, _ in frames[number:])
+                    break
                 self._seal()
                 batch = self._new_batch()
                 batch.columns = columns
@@ -159,24 +174,43 @@ class Accumulator:
                 self._full.append(batch)
                 self._wake_sender()
             parts.append((batch, 0, len(columns)))
-        return parts
+        else:
+            return parts
+        return [self._failed(failure, left), *parts]
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Wait ``timeout_s`` seconds for all that was put by now; return whether it is settled."""
+        """Wait until all records put so far are settled; return whether they are."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             wanted = self._begun
             self._flushing += 1
-            self._work.notify()
             try:
+                self._work.notify_all()
                 while self._settled < wanted and (left := deadline - time.monotonic()) > 0:
                     self._wait_settled(left)
                 return self._settled >= wanted
             finally:
                 self._flushing -= 1
 
+    def wait_checked(self, timeout_s: float) -> None:
+        """Wait until the sender has checked that the server still has all acknowledged records."""
+        with self._lock:
+            self._checks_wanted += 1
+            wanted = self._checks_wanted
+            self._work.notify_all()
+            self._room.wait_for(lambda: self._checks_done >= wanted, timeout_s)
+
+    def wait_sender_ended(self, timeout_s: float) -> bool:
+        """Wait for the sender to end; return whether it has ended.
+
+        Releases the lock while it waits. A signal handler may close the publisher while the code
+        that it interrupted holds the lock, which the sender needs to end.
+        """
+        with self._lock:
+            return self._room.wait_for(lambda: self._sender_ended, timeout_s)
+
     def close(self, reason: MeteorError) -> None:
-        """Refuse more records; the sender still takes those that are here."""
+        """Refuse further records. The sender still takes those already accepted."""
         with self._lock:
             self._count_fast()
             self._closed = self._closed or reason
@@ -184,15 +218,16 @@ class Accumulator:
             self._room.notify_all()
 
     def abandon(self, reason: MeteorError) -> list[Batch]:
-        """In a forked child: refuse more records, and give up those that are here."""
-        self._make_locks()  # a thread that does not exist here may have held them
+        """Refuse further records in a forked child, and return the batches to abandon."""
+        self._make_locks()  # a thread of the parent may have held them
         self._closed = reason
+        self._checks_done, self._sender_ended = math.inf, True
         batches = self.take_all()
         self._settled = self._begun
         return batches
 
     def take_failure(self) -> Exception | None:
-        """Return an error that the application has not seen, once."""
+        """Return an error that the application has not seen; each error is returned once."""
         with self._lock:
             failures, self._failures = self._failures, []
             error = next((batch.error for batch in failures if not batch.observed), None)
@@ -203,14 +238,14 @@ class Accumulator:
     # -- for the sender ------------------------------------------------------------------------
 
     def take(self, *, busy: bool) -> Batch | None:
-        """The next batch to send, or None if there is none now.
+        """Return the next batch to send, or None if no batch is ready.
 
-        While ``busy`` (replies are awaited), returns only full batches and does not wait.
-        Otherwise waits for a record, at most one second.
+        While ``busy`` (replies are outstanding), returns only full batches and does not wait.
+        Otherwise waits up to one second for a record.
         """
         with self._lock:
             if not busy and not self._full:
-                if self._open is None and not self._closed:
+                if self._open is None and not self._closed and not self._check_is_wanted():
                     self._fast.sender_waits = True
                     self._work.wait(1.0)
                     self._fast.sender_waits = False
@@ -218,56 +253,130 @@ class Accumulator:
                 self._seal()
             return self._full.popleft() if self._full else None
 
+    def take_expired(self) -> list[Batch]:
+        """Remove and return the waiting batches whose deadline has passed."""
+        now = time.monotonic()
+        with self._lock:
+            if self._open is not None and self._open.deadline < now:
+                self._seal()
+            expired = []
+            while self._full and self._full[0].deadline < now:
+                expired.append(self._full.popleft())
+            return expired
+
+    def checks_to_do(self) -> int | None:
+        """Return the number of the newest check that a thread is waiting for, or None."""
+        with self._lock:
+            return self._checks_wanted if self._check_is_wanted() else None
+
+    def finish_check(self, number: int) -> None:
+        """Wake the threads that wait for a check up to ``number``."""
+        with self._lock:
+            self._checks_done = number
+            self._room.notify_all()
+
+    def note_sender_ended(self) -> None:
+        """Wake the threads that wait for the sender: it checks and sends nothing more."""
+        with self._lock:
+            self._sender_ended = True
+            self._checks_done = math.inf
+            self._room.notify_all()
+
     def drained(self) -> bool:
-        """Whether it is closed, with nothing left to send."""
+        """Return whether the accumulator is closed and empty."""
         with self._lock:
             return self._closed is not None and not self._full and self._open is None
 
     def settle(self, batch: Batch, error: MeteorError | None = None) -> None:
-        """Publish a batch's outcome, and make room."""
+        """Set a batch's outcome, and make room for other records."""
         batch.settle(error)
+        if error is not None:  # before it counts as settled: flush() returns after on_error
+            self._report_failure(batch, batch.count)
         with self._lock:
             self._pending_bytes -= batch.nbytes
             self._settled += 1
-            if error is not None:
+            if error is None:
+                self._warned = False
+            else:
                 self._note_failure(batch)
             if self._waiters:
                 self._room.notify_all()
 
     def report_loss(self, error: MeteorError) -> None:
-        """Raise ``error`` in the next call of the publisher, once."""
+        """Make the publisher's next call raise ``error``."""
         with self._lock:
             self._count_fast()
             self._loss = error
+        if self._on_error is None:
+            _log.warning("%s", error)
+        else:
+            self._call_on_error(error)
 
     def take_all(self) -> list[Batch]:
-        """Return everything that waits, to be failed."""
+        """Remove and return all waiting batches, so that the caller can fail them."""
         with self._lock:
             self._seal()
             batches = list(self._full)
             self._full.clear()
             return batches
 
-    # -- inside, with the lock held ------------------------------------------------------------
+    # -- called without the lock ---------------------------------------------------------------
+
+    def _failed(self, error: MeteorError, records: int) -> tuple[Batch, int, int]:
+        """Return a failed part, for records that were not accepted."""
+        batch = Batch(0.0, 0.0)
+        batch.settle(error)
+        with self._lock:
+            self._note_failure(batch)
+        self._report_failure(batch, records)
+        return batch, 0, records
+
+    def _report_failure(self, batch: Batch, records: int) -> None:
+        """Report a failure to ``on_error``; without one, log it if the application ignores it."""
+        assert isinstance(batch.error, MeteorError), "the batch has failed"
+        if self._on_error is not None:
+            batch.observed = True
+            self._call_on_error(batch.error)
+        elif not (batch.observed or batch.awaited or self._warned):
+            self._warned = True
+            _log.warning(
+                "Publishing %d records to stream %r failed, and their Acks are not being checked: "
+                "%s",
+                *(records, self._stream, batch.error),
+            )
+
+    def _call_on_error(self, error: MeteorError) -> None:
+        assert self._on_error is not None
+        try:
+            self._on_error(fresh(error))
+        except BaseException as raised:
+            if not isinstance(raised, Exception) and not in_callback():
+                raise
+            _log.exception("on_error of a publisher of stream %r raised.", self._stream)
+
+    # -- called with the lock held -------------------------------------------------------------
+
+    def _check_is_wanted(self) -> bool:
+        return self._checks_done < self._checks_wanted
 
     def _admit(self, size: int) -> None:
-        """Wait for room; raise if there is none in time, or if the publisher is closed."""
+        """Wait for room. Raise if the wait times out or the publisher is closed."""
         self._count_fast()
         deadline: float | None = None
         while True:
             if self._loss is not None:
                 loss, self._loss = self._loss, None
-                raise loss
+                raise fresh(loss)
             if self._closed is not None:
-                raise self._closed.with_traceback(None)
+                raise fresh(self._closed)
             if self._pending_bytes + size <= self._pending_max or self._begun == self._settled:
                 return
             now = time.monotonic()
             deadline = deadline or now + self._delivery_timeout_s
-            if now >= deadline or in_callback():  # the sender would wait for itself
+            if now >= deadline or in_callback():  # in a callback, the sender would wait for itself
                 raise PublisherFull(
-                    f"{self._pending_bytes} bytes for stream {self._stream!r} wait to be "
-                    "acknowledged already; publish more slowly, or raise max_pending_bytes.",
+                    f"{self._pending_bytes} bytes for stream {self._stream!r} are unacknowledged. "
+                    "Publish more slowly, or raise max_pending_bytes.",
                     stream=self._stream,
                 )
             self._wait_settled(deadline - now)
@@ -281,7 +390,7 @@ class Accumulator:
             self._waiters -= 1
 
     def _linger(self) -> None:
-        """Let the open batch wait for more records; the publisher that fills it ends the wait."""
+        """Wait until the open batch is full or ``linger`` seconds old."""
         batch = self._open
         while (
             batch is not None
@@ -293,7 +402,7 @@ class Accumulator:
             self._work.wait(left)
 
     def _batch_for(self, size: int) -> Batch:
-        """Return the open batch if ``size`` bytes still fit into it, else a new one."""
+        """Return the open batch if ``size`` more bytes fit into it, else a new one."""
         batch = self._open
         if (
             batch is None
@@ -309,17 +418,17 @@ class Accumulator:
         return Batch(now, now + self._delivery_timeout_s)
 
     def _seal(self) -> None:
-        """Close the open batch: it is ready to be sent."""
+        """Move the open batch to the full ones, ready to be sent."""
         if self._open is not None:
             self._count_fast()
             batch, self._open = self._open, None
-            if batch is not None:  # None: it had nothing but uncounted records
-                self._full.append(batch)  # nothing can come between this line and the last but one
+            if batch is not None:  # None if an interrupted call left only uncounted records
+                self._full.append(batch)  # no signal handler can run since ``_open`` was cleared
             if self._linger_s:
-                self._work.notify()
+                self._work.notify_all()
 
     def _count(self, batch: Batch, records: int, size: int) -> None:
-        """Count records that are in the columns of a batch."""
+        """Count records that were appended to the columns of a batch."""
         if not batch.count:
             self._begun += 1
         batch.count += records
@@ -327,7 +436,7 @@ class Accumulator:
         self._pending_bytes += size
 
     def _seal_or_grant(self, batch: Batch) -> None:
-        """Seal the open batch if it is full; else open the fast path, if it has only values."""
+        """Seal the open batch if it is full; else open the fast path if it has only values."""
         columns = batch.columns
         if batch.count == self._records_max:
             self._seal()
@@ -336,7 +445,7 @@ class Accumulator:
             self._fast.grant(batch, columns.values, max(room, 0))
 
     def _count_fast(self) -> None:
-        """Close the fast path, and count what came by it."""
+        """Close the fast path, and count the records that it appended."""
         fast = self._fast
         records, used = fast.used()
         if used and self._open is not None:
@@ -347,7 +456,7 @@ class Accumulator:
             self._drop_uncounted(self._open)
 
     def _drop_uncounted(self, batch: Batch) -> None:
-        """Drop what an interrupted call has left in the columns without counting it."""
+        """Drop records that an interrupted call appended to the columns but did not count."""
         columns = batch.columns
         assert columns is not None, "an open batch has its columns"
         for column in (columns.values, columns.keys, columns.headers, columns.timestamps):
@@ -358,14 +467,7 @@ class Accumulator:
 
     def _wake_sender(self) -> None:
         if self._fast.sender_waits:
-            self._work.notify()
-
-    def _failed(self, error: MeteorError) -> Batch:
-        """Return a failed batch, for records that were not taken."""
-        batch = Batch(0.0, 0.0)
-        batch.settle(error)
-        self._note_failure(batch)
-        return batch
+            self._work.notify_all()
 
     def _note_failure(self, batch: Batch) -> None:
         if len(self._failures) >= _FAILURES_MAX:
@@ -374,7 +476,7 @@ class Accumulator:
             self._failures.append(batch)
 
     def _fitting(self, batch: Batch, sizes: Sequence[int], start: int) -> int:
-        """Return how far into ``sizes`` the records fit into this batch; at least one does."""
+        """Return the end index in ``sizes`` of the records that fit here; at least one fits."""
         stop = min(len(sizes), start + self._records_max - batch.count)
         room = min(self._bytes_max - batch.nbytes, self._pending_max - self._pending_bytes)
         while stop > start + 1:
@@ -385,7 +487,7 @@ class Accumulator:
 
 
 def _append(columns: Columns, name: str, index: int, rows: list[Any]) -> None:
-    """Add to an optional column, which starts at the first record that has it."""
+    """Append to an optional column, creating it (padded with None) at its first use."""
     column = getattr(columns, name)
     if column is None:
         column = [None] * index
@@ -395,6 +497,6 @@ def _append(columns: Columns, name: str, index: int, rows: list[Any]) -> None:
 
 def closed_error(stream: str) -> PublisherClosed:
     return PublisherClosed(
-        f"The publisher of stream {stream!r} is closed; open another with stream.publisher().",
+        f"The publisher of stream {stream!r} is closed. Open another with stream.publisher().",
         stream=stream,
     )

@@ -1,4 +1,4 @@
-"""Acknowledgements: what became of a published record, or of a confirm.
+"""Acknowledgements: the outcome of a publish or a confirm.
 
 An :class:`Ack` is an index into a completion, which all records of a batch share.
 """
@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from meteor_py.errors import NotReplicated
+from meteor_py.errors import NotReplicated, fresh
 from meteor_py.runtime.completion import Completion, in_callback
 
 _log = logging.getLogger(__name__)
 
 
 class _Outcome(msgspec.Struct, gc=False, eq=False):
-    """Base class of Ack and ManyAck. The last batch that they are in tells when they are done."""
+    """Base class of Ack and ManyAck. It is done when its last batch is settled."""
 
     _completion: Completion
 
@@ -31,25 +31,29 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
         """Wait for the outcome and return the (first) offset.
 
         Args:
-            timeout: Seconds; None waits as long as it is tried: ``delivery_timeout`` of the
-                publisher, 30 seconds for a confirm.
+            timeout: Seconds. None waits until the operation is settled, which takes at most the
+                publisher's ``delivery_timeout``, or 30 seconds for a confirm.
 
         Raises:
-            TimeoutError: Not known yet.
-            MeteorError: It was not published or confirmed; ``OutcomeUnknown`` if even that is
-                not certain.
+            TimeoutError: The outcome is not known yet.
+            MeteorError: The record was not published, or the offset was not confirmed.
+            OutcomeUnknown: The record may or may not have been published.
         """
         error = self.exception(timeout)
         if error is not None:
-            raise error.with_traceback(None)  # it is shared by all records of the batch
+            raise fresh(error)  # a copy: all records of the batch share this error
         offset = self.offset
         assert offset is not None, "settled without an error"
         return offset
 
     def exception(self, timeout: float | None = None) -> Exception | None:
-        """Wait for the outcome and return the error, or None if all is well."""
+        """Wait for the outcome and return the error, or None if there is none.
+
+        Raises:
+            TimeoutError: The outcome is not known after ``timeout`` seconds.
+        """
         if not self._completion.wait(timeout):
-            raise TimeoutError(f"There was no answer within {timeout} seconds.")
+            raise TimeoutError(f"No reply arrived within {timeout} seconds.")
         return self._error()
 
     @property
@@ -58,10 +62,9 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
         raise NotImplementedError  # pragma: no cover
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Call ``callback(ack)`` when the outcome is known, at once if it is.
+        """Call ``callback(ack)`` when the outcome is known, or now if it already is.
 
-        It runs in the thread that sends and must not block; if it raises, that is
-        logged and has no other effect.
+        The callback runs in the sender's thread and must not block. An exception in it is logged.
         """
 
         def call() -> None:
@@ -85,12 +88,12 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
             if error is None:
                 future.set_result(self.result())
             else:
-                future.set_exception(error.with_traceback(None))
+                future.set_exception(fresh(error))
 
         def finish_soon() -> None:
             try:
                 loop.call_soon_threadsafe(finish)
-            except RuntimeError:  # the loop was closed, so nothing waits any more
+            except RuntimeError:  # the loop was closed, so no task is waiting
                 _log.debug("The event loop of an awaited Ack is closed.")
 
         self._completion.on_settled(finish_soon)
@@ -101,9 +104,13 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
 
 
 class Ack(_Outcome, gc=False, eq=False):
-    """The outcome of one ``publish``, or of one ``confirm``. Can be awaited in asyncio.
+    """The outcome of one ``publish`` or ``confirm``. Can be awaited in asyncio.
 
-    Of a confirm, the offset is the one behind the record: the next to process.
+    >>> ack = pub.publish(b"hello")                           # doctest: +SKIP
+    >>> ack.result(timeout=5.0)                               # doctest: +SKIP
+    0
+
+    For a confirm, the offset is that of the next record to process.
     """
 
     _index: int
@@ -125,8 +132,8 @@ class Ack(_Outcome, gc=False, eq=False):
 class ManyAck(_Outcome, gc=False, eq=False):
     """The outcome of one ``publish_many``. Can be awaited in asyncio.
 
-    ``result()`` is the first offset. The records may lie in several ranges, because others
-    publish in between: see ``ranges``.
+    ``result()`` returns the first offset. If other publishers published in between, the records
+    have several ``ranges`` of offsets.
     """
 
     #: (batch, index of the first record in it, number of records), in order.
@@ -140,7 +147,7 @@ class ManyAck(_Outcome, gc=False, eq=False):
 
     @property
     def ranges(self) -> list[range]:
-        """The offsets of the records acknowledged so far, in order; neighbours are joined."""
+        """The offsets of the records acknowledged so far, in order; adjacent ranges are merged."""
         found: list[range] = []
         for batch, index, count in self._parts:
             if not batch.settled or batch.error is not None:
@@ -162,7 +169,7 @@ class ManyAck(_Outcome, gc=False, eq=False):
 
 
 def _error_of(batch: Completion, index: int) -> Exception | None:
-    """The error of the record at ``index`` of a batch."""
+    """Return the error of the record at ``index`` of a batch."""
     error = batch.error
     return error.at(error.offset + index) if isinstance(error, NotReplicated) else error
 

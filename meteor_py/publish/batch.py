@@ -1,4 +1,4 @@
-"""The batch: records that travel as one frame and share one outcome."""
+"""A batch: records that are sent as one frame and share one outcome."""
 
 from __future__ import annotations
 
@@ -10,47 +10,40 @@ from meteor_py.runtime.completion import Completion
 
 
 class Batch(Completion):
-    """Records on their way into the log. ``base_offset`` is the offset of the first one.
+    """Records to be appended to the log. ``base_offset`` is the offset of the first one.
 
     Args:
-        created_at: When its first record was published, by the monotonic clock in seconds.
-        deadline: When it fails at the latest, by the same clock.
+        created_at: When its first record was published, in seconds of the monotonic clock.
+        deadline: The time, by the same clock, at which an unsettled batch fails.
     """
 
     __slots__ = (
-        "columns",
-        "count",
-        "created_at",
-        "deadline",
-        "encoded",
-        "in_doubt",
-        "index",
-        "nbytes",
+        "columns", "count", "created_at", "deadline", "encoded", "in_doubt", "index", "nbytes",
         "sequence",
     )  # fmt: skip
 
     def __init__(self, created_at: float, deadline: float) -> None:
         super().__init__()
         self.columns: Columns | None = Columns([])
-        #: Name of the format and payload, once it is in the window.
+        #: Name of the frame format, and payload, once the batch is in the in-flight window.
         self.encoded: tuple[str, Any] | None = None
-        #: Its entry in the index, if the stream has one.
+        #: The entry for the ordering index, if the stream has one.
         self.index: Sequence[bytes] = ()
         self.count = 0
         self.nbytes = 0
         self.created_at = created_at
         self.deadline = deadline
         self.sequence = -1
-        #: It was sent, and the reply was lost: it may be in the log.
+        #: Whether the batch was sent and its reply lost, so that it may be in the log.
         self.in_doubt = False
 
     @property
     def acknowledged(self) -> bool:
-        """Whether the server has replied that it is in the log."""
+        """Whether the server has replied that the batch is in the log."""
         return self.base_offset >= 0
 
     def settle(self, error: Exception | None = None) -> None:
-        """Publish the outcome, and free the memory of the records."""
+        """Set the outcome, and free the memory of the records."""
         self.columns = None
         self.encoded = None
         self.index = ()

@@ -1,8 +1,8 @@
-"""The fast path of publishing: a bare value costs a lock, a subtraction and an append.
+"""The fast path for publishing: a bare value costs one lock, one subtraction and one append.
 
-The accumulator grants a number of bytes to its open batch. As long as they last, records that are
-nothing but a value are appended without being counted. Before the accumulator does anything else
-with the batch, it counts them and revokes the grant.
+The accumulator grants a number of bytes to its open batch. While the grant lasts, the fast path
+appends bare values without counting them. Before the accumulator does anything else with the batch,
+it counts them and revokes the grant.
 """
 
 from __future__ import annotations
@@ -12,56 +12,49 @@ from collections.abc import Callable
 
 from meteor_py.publish.ack import Ack
 from meteor_py.publish.batch import Batch
+from meteor_py.runtime.locks import SignalSafeCondition
 
-#: Bytes that a record costs besides its own, so that empty records are bounded too.
+#: Extra bytes counted for each record, so that empty records are bounded too.
 RECORD_OVERHEAD = 64
 
 
 class FastPath:
-    """A grant of bytes for values that are appended to one batch.
+    """A grant of bytes for bare values that are appended to one batch.
 
     Args:
-        records_max: Records that a batch may have.
-        put_slowly: Takes a value and its size in bytes, where the grant does not cover it.
+        records_max: Maximum number of records in a batch.
+        put_slowly: Called with a value and its size in bytes if the grant does not cover the value.
     """
 
     __slots__ = (
-        "_batch",
-        "_index_max",
-        "_is_owned",
-        "_lock",
-        "_put_slowly",
-        "_values",
-        "granted",
-        "left",
-        "sender_waits",
-        "work",
+        "_batch", "_index_max", "_is_owned", "_lock", "_put_slowly", "_values", "granted", "left",
+        "sender_waits", "work",
     )  # fmt: skip
 
-    _batch: Batch  # unset until something was granted
+    _batch: Batch  # unset until the first grant
 
     def __init__(self, records_max: int, put_slowly: Callable[[bytes, int], Ack]) -> None:
         self._index_max = records_max - 1
         self._put_slowly = put_slowly
-        self._values: list[bytes] = []  # of the batch
-        #: Bytes of the grant, and those of them that are unused. The accumulator revokes a grant by
+        self._values: list[bytes] = []  # the values of the batch
+        #: Bytes granted, and how many of them are unused. The accumulator revokes a grant by
         #: setting both to 0.
         self.granted = 0
         self.left = 0
-        #: The sender waits for ``work``; both are guarded by the accumulator's lock.
+        #: Whether the sender waits for ``work``. The accumulator's lock guards both.
         self.sender_waits = False
 
-    def use_lock(self, lock: threading.RLock, work: threading.Condition) -> None:
-        """Share the accumulator's lock, and its condition that wakes the sender."""
+    def use_lock(self, lock: threading.RLock, work: SignalSafeCondition) -> None:
+        """Share the accumulator's lock, and the condition that wakes the sender."""
         self._lock = lock
-        # Private, but what threading.Condition asks its lock as well.
+        # A private method, but threading.Condition calls it as well.
         self._is_owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
         self.work = work
 
     def put(self, value: bytes, size: int) -> Ack:
-        """Take one record that is nothing but a value of ``size`` bytes."""
+        """Accept one record of ``size`` bytes that has only a value."""
         if self._is_owned():
-            raise reentry_error()
+            self.check_reentry()  # raises; not called otherwise, to save a call per record
         with self._lock:
             values = self._values
             index = len(values)
@@ -70,34 +63,31 @@ class FastPath:
                 self.left = left
                 values.append(value)
                 if self.sender_waits:
-                    self.work.notify()
+                    self.work.notify_all()
                 return Ack(self._batch, index)
         return self._put_slowly(value, size)
 
-    # -- for the accumulator, with the lock held -----------------------------------------------
-
     def check_reentry(self) -> None:
-        """Raise ``RuntimeError`` if this thread has the lock.
+        """Raise ``RuntimeError`` if this thread holds the lock.
 
-        A finalizer or signal handler can run in the middle of publishing, in the same thread, and
-        publish. It would find counts that are half updated, and a plain lock would wait forever.
+        A finalizer or signal handler can interrupt a publish in the same thread and publish a
+        record itself. It would find half-updated counts, and with a plain lock it would wait
+        forever.
         """
         if self._is_owned():
-            raise reentry_error()
+            raise RuntimeError(
+                "A finalizer or signal handler tried to publish while its thread was publishing. "
+                "Let it set a flag, and publish from the main program."
+            )
+
+    # -- for the accumulator, which holds the lock ---------------------------------------------
 
     def grant(self, batch: Batch, values: list[bytes], nbytes: int) -> None:
-        """Let ``nbytes`` bytes be appended to ``values``, the only column of ``batch``."""
+        """Allow ``nbytes`` bytes to be appended to ``values``, the only column of ``batch``."""
         self._batch = batch
         self._values = values
         self.granted = self.left = nbytes
 
     def used(self) -> tuple[int, int]:
-        """The records that the batch has now, and the bytes used of the grant."""
+        """Return the number of records in the batch, and the used bytes of the grant."""
         return len(self._values), self.granted - self.left
-
-
-def reentry_error() -> RuntimeError:
-    return RuntimeError(
-        "A finalizer or signal handler tried to publish while its thread was publishing; let it "
-        "set a flag, and publish from the main program."
-    )

@@ -1,13 +1,13 @@
-"""The in-flight window: the batches between the accumulator and their outcome.
+"""The in-flight window: batches that the sender has taken but not settled.
 
 The window is a queue, oldest batch first, in three parts: batches that the server has acknowledged,
 batches that were sent on this connection and await their replies, and batches to be sent.
 
     acknowledged | sent, no reply yet | unsent
 
-Replies come in the order of sending. The first two parts are counted from the left, so ``rewind``,
-which sends all of them again, only resets two numbers. The window also numbers the batches, because
-(epoch, sequence) must agree with their order here.
+Replies arrive in the order in which batches were sent. The first two parts are counted from the
+left, so ``rewind``, which marks the whole window as unsent, only resets two numbers. The window
+also numbers the batches, because (epoch, sequence) must agree with their order.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from itertools import islice
 
 from meteor_py.publish.batch import Batch
 
-#: Batches on their way at a time. The server remembers the last eight of a producer.
+#: Batches in flight at a time. The server remembers each producer's last eight.
 WINDOW_BATCHES = 5
 
 
 class InFlightWindow:
-    """Batches on their way, oldest first. Only the sender's thread changes it."""
+    """Unsettled batches, oldest first. Only the sender's thread changes it."""
 
     def __init__(self) -> None:
-        #: The producer epoch, under which ``sequence`` counts from 0.
+        #: The producer epoch, within which sequences count from 0.
         self.epoch = 0
+        #: Batches sent on this connection, the acknowledged ones included.
+        self.sent = 0
+        self.acknowledged = 0
         self._next_sequence = 0
         self._batches: deque[Batch] = deque()
-        self._sent = 0  # on this connection, the acknowledged ones included
-        self._acknowledged = 0
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._batches)
-
-    # -- batches come and go -------------------------------------------------------------------
 
     def has_room(self) -> bool:
         return len(self._batches) < WINDOW_BATCHES
@@ -52,78 +51,72 @@ class InFlightWindow:
         self._batches.extend(batches)
 
     def number_newest(self) -> None:
-        """Give the newest batch the next sequence."""
+        """Give the newest batch the next sequence number."""
         self._batches[-1].sequence = self._next_sequence
         self._next_sequence += 1
 
     def pop_newest(self) -> Batch:
-        """Remove the newest batch, which has no number."""
+        """Remove the newest batch, which has no sequence number yet."""
         return self._batches.pop()
 
     def pop_oldest(self) -> Batch:
         batch = self._batches.popleft()
-        self._sent = max(self._sent - 1, 0)
-        self._acknowledged = max(self._acknowledged - 1, 0)
+        self.sent = max(self.sent - 1, 0)
+        self.acknowledged = max(self.acknowledged - 1, 0)
         return batch
 
-    # -- progress on this connection -----------------------------------------------------------
-
-    @property
-    def sent(self) -> int:
-        """Batches that were sent on this connection, the acknowledged ones included."""
-        return self._sent
-
-    @property
-    def acknowledged(self) -> int:
-        return self._acknowledged
-
     def unsent(self) -> list[Batch]:
-        return list(islice(self._batches, self._sent, None))
-
-    def mark_sent(self) -> None:
-        self._sent += 1
+        return list(islice(self._batches, self.sent, None))
 
     @property
     def next_to_reply(self) -> Batch:
-        """The batch that the next reply is about."""
-        return self._batches[self._acknowledged]
+        """The batch that the next reply is for."""
+        return self._batches[self.acknowledged]
 
     def behind_next_to_reply(self) -> list[Batch]:
-        """The batches that were sent after it."""
-        return list(islice(self._batches, self._acknowledged + 1, self._sent))
+        """Return the batches sent after ``next_to_reply``."""
+        return list(islice(self._batches, self.acknowledged + 1, self.sent))
 
     def mark_acknowledged(self, base_offset: int) -> None:
-        """The reply said that the batch is in the log, from this offset on."""
-        batch = self._batches[self._acknowledged]
+        """Record that the next batch to get a reply is in the log, from ``base_offset`` on."""
+        batch = self.next_to_reply
         batch.base_offset = base_offset
         batch.in_doubt = False
-        self._acknowledged += 1
+        self.acknowledged += 1
 
     def rewind(self) -> None:
-        """Send the whole window again."""
-        self._sent = self._acknowledged = 0
+        """Mark the whole window as unsent, so that it is sent again."""
+        self.sent = self.acknowledged = 0
 
     def rewind_to_acknowledged(self) -> None:
-        """Send again what has no acknowledgement; none of it is in the log."""
-        self._sent = self._acknowledged
+        """Mark the unacknowledged batches as unsent."""
+        self.sent = self.acknowledged
 
     def renumber(self) -> None:
-        """Begin the next producer epoch with the batches that are left."""
+        """Number the remaining batches in the next producer epoch, and send them again."""
         self.epoch += 1
         for number, batch in enumerate(self._batches):
             batch.sequence = number
         self._next_sequence = len(self._batches)
         self.rewind()
 
-    # -- doubts --------------------------------------------------------------------------------
-
     def doubt_sent(self) -> None:
-        """The replies are lost: any batch that was sent may be in the log."""
-        for batch in islice(self._batches, self._sent):
+        """Mark every sent batch as in doubt: its reply is lost, so it may be in the log."""
+        for batch in islice(self._batches, self.sent):
+            batch.in_doubt = True
+
+    def doubt_unacknowledged(self) -> None:
+        """Mark the sent batches without a reply as in doubt: they may be in the log."""
+        for batch in islice(self._batches, self.acknowledged, self.sent):
+            batch.in_doubt = True
+
+    def doubt_after_next_to_reply(self) -> None:
+        """Mark batches sent after ``next_to_reply`` as in doubt: their bytes may still arrive."""
+        for batch in self.behind_next_to_reply():
             batch.in_doubt = True
 
     def doubt_acknowledged(self) -> None:
-        """Another server has to acknowledge again what the last one did."""
+        """Mark acknowledged batches as in doubt: another server must acknowledge them again."""
         for batch in self._batches:
             if batch.acknowledged:
                 batch.base_offset = -1

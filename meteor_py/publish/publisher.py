@@ -1,20 +1,21 @@
-"""The publisher: puts records into its accumulator, from which its sender takes batches."""
+"""The public publisher. It puts records into an accumulator, and its sender sends the batches."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from meteor_py.errors import MeteorError, PublisherClosed
+from meteor_py.errors import MeteorError, PublisherClosed, fresh
 from meteor_py.log.handle import StreamHandle
 from meteor_py.publish.accumulator import Accumulator, closed_error
 from meteor_py.publish.ack import Ack, ManyAck
-from meteor_py.publish.sender import Route, Sender
+from meteor_py.publish.sender import Sender
 from meteor_py.publish.validation import (
     RecordValidator,
     check_headers,
@@ -32,31 +33,33 @@ from meteor_py.records.config import (
     check_seconds,
 )
 from meteor_py.records.times import to_ms
-from meteor_py.runtime.completion import forbid_waiting
+from meteor_py.runtime.completion import forbid_waiting, in_callback
 from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
+from meteor_py.runtime.locks import run_locked
 
 if TYPE_CHECKING:
     from meteor_py.stream import Stream
 
-#: This many values at once become an Arrow array; fewer join the open batch.
+#: ``publish_many`` makes Arrow arrays of at least this many values; fewer join the open batch.
 _ARROW_MIN = 256
-#: Seconds that closing waits for the thread, beyond the wait for records.
+#: Seconds that ``close`` waits for the sender thread after all records are settled.
 JOIN_TIMEOUT_S = 6.0
-#: Seconds that the end of a client or program waits for a publisher whose closing was interrupted.
+#: Seconds that a second ``close`` waits, after an interrupt ended the first.
 _INTERRUPTED_S = 1.0
 
 _log = logging.getLogger(__name__)
 
 
 class Publisher(Closeable):
-    """Publishes records to one stream, in the order of the calls. Safe for several threads.
+    """Publishes records to one stream, in the order of the calls. Thread-safe.
 
     >>> with stream.publisher() as pub:                       # doctest: +SKIP
     ...     pub.publish(b"hello", key=b"k").result()
     0
 
-    ``publish`` returns at once; a thread sends. Close it, or use ``with``: closing waits for what
-    is still on its way, and raises the first error that the application has not seen.
+    ``publish`` returns at once, and a background thread sends the records. Close the publisher, or
+    use ``with``: closing waits for pending records and raises the first error that the application
+    has not seen. Until then, such an error is only logged. To be notified, pass ``on_error``.
     """
 
     def __init__(
@@ -80,53 +83,41 @@ class Publisher(Closeable):
             pending_max=config.max_pending_bytes,
             linger_s=config.linger,
             delivery_timeout_s=config.delivery_timeout,
+            on_error=config.on_error,
         )
-        self._sender = Sender(
-            handle.connector.open_connection(),
-            self._accumulator,
-            Route(
-                stream=stream.name,
-                incarnation=stream.incarnation,
-                compression=config.compression or settings.compression,
-                checksum=settings.checksum,
-                acks=config.acks,
-                ordering=self._ordering,
-            ),
-        )
+        self._sender = Sender(handle, config, self._accumulator)
         self._closed = False
         self._ended = False
-        self._close_lock = threading.RLock()  # a signal handler may close what is being closed
+        self._close_lock = threading.RLock()  # a signal handler may call close() during close()
         self._put_value = self._accumulator.put_value
         self._sender.start()
         _open_publishers.add(self)
 
-    # -- publishing ----------------------------------------------------------------------------
-
     def publish(
         self,
         value: Any,
-        key: bytes | None = None,
-        headers: Mapping[str, bytes] | None = None,
+        key: bytes | str | None = None,
+        headers: Mapping[str, bytes | str] | None = None,
         timestamp: datetime | int | None = None,
     ) -> Ack:
-        """Publish one record.
+        """Publish one record, and return an ``Ack`` for its offset.
 
         Args:
-            value: Bytes, or what the stream's codec takes.
-            key: Optional bytes.
-            headers: Optional names and bytes.
-            timestamp: When the record came about: an aware datetime, or ms since 1970. Without
-                one it is the time of appending.
+            value: Bytes, or a value that the codec encodes.
+            key: Optional bytes, or text, which is encoded as UTF-8.
+            headers: Optional header names and values. Values are bytes, or text like a key.
+            timestamp: The creation time: an aware datetime, or ms since 1970. The default is the
+                time at which the server appends the record.
 
         Raises:
             TypeError: The value, key, headers or timestamp are of the wrong type.
-            ValueError: The timestamp has no timezone, or is not from 1970 to 9999; or the
-                ordering key of the record has more than 256 bytes.
-            RecordTooLarge: Over ``max_record_bytes`` in all (1 MiB).
-            PublisherFull: ``max_pending_bytes`` are waiting, and none left for
-                ``delivery_timeout`` seconds.
+            ValueError: The timestamp has no timezone, is not from 1970 to 9999, or is in seconds
+                instead of ms; or the ordering key of the record has more than 256 bytes.
+            RecordTooLarge: Value, key and headers exceed ``max_record_bytes`` (1 MiB).
+            PublisherFull: ``max_pending_bytes`` stayed unacknowledged for ``delivery_timeout``
+                seconds.
             PublisherClosed: The publisher is closed.
-            LogTruncated: The server has lost records that it had acknowledged; raised once.
+            LogTruncated: The server has lost acknowledged records of this publisher; raised once.
         """
         if self._codec is not None:
             value = self._codec.encode(value)
@@ -135,34 +126,39 @@ class Publisher(Closeable):
         size = len(value)
         if key is None and headers is None and timestamp is None and size <= self._plain_max:
             return self._put_value(value, size)
-        if key is not None:
-            size += len(check_key(key))
-        if headers is not None:
-            headers = check_headers(headers)
-            size += headers_size(headers)
+        raw_key = None if key is None else check_key(key)
+        if raw_key is not None:
+            size += len(raw_key)
+        raw_headers = None if headers is None else check_headers(headers)
+        if raw_headers is not None:
+            size += headers_size(raw_headers)
         if timestamp is not None:
             timestamp = to_ms(timestamp)
         self._validator.check_size(size)
         if self._ordering is not None:
-            self._ordering.check(key, headers)
-        return self._accumulator.put(value, key, headers, timestamp, size=size)
+            self._ordering.check(raw_key, raw_headers)
+        return self._accumulator.put(value, raw_key, raw_headers, timestamp, size=size)
 
     def publish_many(
         self,
         values: Iterable[Any] | pa.Array | pa.ChunkedArray,
-        keys: Sequence[bytes | None] | pa.Array | pa.ChunkedArray | None = None,
-        headers: Sequence[Mapping[str, bytes] | None] | None = None,
+        keys: Sequence[bytes | str | None] | pa.Array | pa.ChunkedArray | None = None,
+        headers: Sequence[Mapping[str, bytes | str] | None] | None = None,
         timestamps: Sequence[datetime | int | None] | None = None,
     ) -> ManyAck:
-        """Publish many records: several times faster than a loop, faster again from Arrow.
+        """Publish many records, several times faster than a loop. Arrow arrays are faster still.
 
-        Not atomic: others may publish in between, see :attr:`ManyAck.ranges`. All records are
-        checked before the first is taken. Arrow arrays of binary or string type are taken as
-        they are, whatever the codec.
+        Not atomic: other publishers may publish in between, see :attr:`ManyAck.ranges`. All records
+        are validated before the first is accepted. Arrow arrays of binary or string type bypass
+        the codec.
+
+        >>> pub.publish_many([b"a", b"b"], keys=[b"k", None]).result()      # doctest: +SKIP
+        1
 
         Raises:
-            ValueError: Nothing to publish, columns of different length, or times out of range.
-            TypeError, RecordTooLarge, PublisherFull, PublisherClosed, LogTruncated: As ``publish``.
+            ValueError: ``values`` is empty, columns differ in length, or a time is out of range.
+            TypeError, RecordTooLarge, PublisherFull, PublisherClosed, LogTruncated: See
+                ``publish``.
         """
         if not is_arrow(values):
             values = values if isinstance(values, list) else to_list("values", values)
@@ -179,59 +175,61 @@ class Publisher(Closeable):
         return ManyAck(parts[-1][0], parts)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until all that was published is settled.
+        """Wait until every record published so far is acknowledged or has failed.
 
         Args:
-            timeout: Seconds; None waits as long as the publisher tries (``delivery_timeout``).
+            timeout: Seconds; None waits until ``delivery_timeout`` has settled every record.
 
         Raises:
-            TimeoutError: Something is still on its way.
-            MeteorError: Something failed, and the application has not seen the error.
+            TimeoutError: Records are still unacknowledged.
+            MeteorError: A record failed, and the application has not seen the error.
         """
         limit = self._time_limit(timeout)
+        deadline = time.monotonic() + limit
         if not self._accumulator.wait_empty(limit):
-            raise TimeoutError(f"Records were still on their way after {limit:g} seconds.")
+            raise TimeoutError(f"Records were still unacknowledged after {limit:g} seconds.")
+        if self._sender.must_check:
+            self._accumulator.wait_checked(max(deadline - time.monotonic(), 0.0))
         self._raise_failure()
 
     def close(self, timeout: float | None = None) -> None:
-        """Send what is left and end. What could not be sent in time fails; closing twice is fine.
+        """Send pending records, then stop. Records that miss the timeout fail. Idempotent.
 
         Args:
-            timeout: Seconds; None waits as long as the publisher tries (``delivery_timeout``).
+            timeout: Seconds; None waits until ``delivery_timeout`` has settled every record.
 
         Raises:
-            MeteorError: Something failed, and the application has not seen the error.
-            TimeoutError: The sending thread could not be ended.
+            MeteorError: A record failed, and the application has not seen the error.
+            TimeoutError: The sender thread did not end.
         """
         limit = self._time_limit(timeout)
-        if not self._close_lock.acquire(timeout=limit + JOIN_TIMEOUT_S):
-            raise TimeoutError("Another thread is still closing this publisher.")
-        try:
-            if not self._ended:  # closed and not ended: an interrupt came while it waited
-                self._closed = True
-                self._accumulator.close(closed_error(self.stream.name))
-                if not self._accumulator.wait_empty(limit):
-                    self._sender.abandon()
-                if not self._sender.join(JOIN_TIMEOUT_S):
-                    raise TimeoutError(
-                        f"The sending thread of stream {self.stream.name!r} does not end: it is "
-                        "still trying to connect, or a callback waits for something."
-                    )
-                self._ended = True
-                _open_publishers.discard(self)
-        finally:
-            self._close_lock.release()
+        run_locked(self._close_lock, limit + JOIN_TIMEOUT_S, lambda: self._close(limit))
         self._raise_failure()
+
+    def _close(self, timeout_s: float) -> None:
+        if self._ended:  # false if an interrupt ended an earlier close()
+            return
+        self._closed = True
+        self._sender.check_by = time.monotonic() + timeout_s
+        self._accumulator.close(closed_error(self.stream.name))
+        if not self._accumulator.wait_empty(timeout_s):
+            self._sender.abandon()
+        ended = self._accumulator.wait_sender_ended(JOIN_TIMEOUT_S)
+        if not (ended and self._sender.join(JOIN_TIMEOUT_S)):
+            raise TimeoutError(
+                f"The sender thread of stream {self.stream.name!r} did not end within "
+                f"{JOIN_TIMEOUT_S:g} seconds: it is still connecting, or a callback blocks."
+            )
+        self._ended = True
+        _open_publishers.discard(self)
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more records."""
+        """Whether the publisher is closed, so that ``publish`` raises."""
         return self._closed
 
     def __repr__(self) -> str:
         return f"<Publisher of {self.stream.name!r}{' (closed)' if self._closed else ''}>"
-
-    # -- small parts ---------------------------------------------------------------------------
 
     def _time_limit(self, timeout: float | None) -> float:
         forbid_waiting()
@@ -242,16 +240,16 @@ class Publisher(Closeable):
     def _raise_failure(self) -> None:
         failure = self._accumulator.take_failure()
         if failure is not None:
-            raise failure.with_traceback(None)
+            raise fresh(failure)
 
     def _close_finally(self) -> None:
-        """Close it unless that is done; Ctrl-C while it was closing means: no second long wait."""
+        """Close the publisher, without a second long wait if an interrupt ended the first."""
         self.close(_INTERRUPTED_S if self._closed else None)
 
     def _abandon(self) -> None:
-        """In a forked child, which has no sender: the parent sends what waits."""
+        """Settle all records in a forked child, which has no sender: the parent sends them."""
         reason = PublisherClosed(
-            f"This publisher of stream {self.stream.name!r} belongs to the parent process; open "
+            f"This publisher of stream {self.stream.name!r} belongs to the parent process. Open "
             "another here with stream.publisher().",
             stream=self.stream.name,
         )
@@ -261,13 +259,37 @@ class Publisher(Closeable):
             batch.abandon(reason)
 
 
+def _close_together(publishers: Sequence[Publisher]) -> None:
+    """Close the publishers of a client, then raise the first failure."""
+    _stop_accepting(publishers)
+    close_each(publishers, Publisher._close_finally, (MeteorError, TimeoutError))
+
+
+def _close_within(publishers: Sequence[Publisher], timeout_s: float) -> None:
+    """Close publishers under one deadline."""
+    _stop_accepting(publishers)
+    deadline = time.monotonic() + timeout_s
+    close_each(
+        publishers,
+        lambda publisher: publisher.close(max(deadline - time.monotonic(), 0.0)),
+        (MeteorError, TimeoutError),
+    )
+
+
+def _stop_accepting(publishers: Sequence[Publisher]) -> None:
+    """Let all senders finish in parallel, so that the waits for hung servers do not add up."""
+    if not in_callback():  # in a callback, each close() raises before it changes anything
+        for publisher in publishers:
+            publisher._accumulator.close(closed_error(publisher.stream.name))
+
+
 def _at_exit(publishers: Sequence[Publisher]) -> None:
-    """Deliver what the user did not wait for."""
+    _stop_accepting(publishers)
     for publisher in publishers:
         try:
             publisher._close_finally()
         except (MeteorError, TimeoutError) as error:
-            _log.error("At the end of the publisher of %r: %s", publisher.stream.name, error)
+            _log.error("Closing the publisher of %r at exit: %s", publisher.stream.name, error)
 
 
 def _after_fork(publishers: Sequence[Publisher]) -> None:
@@ -278,10 +300,9 @@ def _after_fork(publishers: Sequence[Publisher]) -> None:
 _open_publishers: Registry[Publisher] = Registry(
     ClosingOrder.PUBLISHERS,
     owner=lambda publisher: publisher._handle.connector,
-    close=lambda publishers: close_each(
-        publishers, Publisher._close_finally, (MeteorError, TimeoutError)
-    ),
+    close=_close_together,
     at_exit=_at_exit,
     after_fork=_after_fork,
     keep=True,
+    close_within=_close_within,
 )

@@ -1,27 +1,29 @@
-"""The sender: one thread that gets batches into the log, each exactly once and in order.
+"""The sender: a thread that appends batches to the log, each exactly once and in order.
 
 Several batches are in flight at a time (in_flight.py). Each carries (producer id, epoch, sequence),
-and the server remembers the last eight sequences of a producer with the offsets they got. So a
-batch whose reply was lost is sent again under the same number, and the reply says what happened:
+and the server remembers the last eight sequences of a producer with their offsets. If a reply is
+lost, the sender sends the batch again under the same number, and the reply shows what happened:
 
-* A reply of the script proves what became of the batch. An error reply, or none at all, proves
-  nothing about an *earlier* sending of it: the batch is then ``in_doubt`` until the script says.
-  "Full" and "out of memory" do not settle it: an earlier sending may arrive late and find room.
-* A batch cannot be in the log unless the one before it is. So the batches behind a refused one that
-  were never in doubt may be numbered again, under the next epoch.
-* A batch that is still in doubt at its deadline fails as ``OutcomeUnknown``, with all that was sent
-  behind it; the next epoch fences off whatever arrives late.
+* A reply from the script proves whether the batch is in the log. An error reply, or no reply,
+  proves nothing about an *earlier* attempt: the batch stays ``in_doubt`` until the script replies.
+  "Full" and "out of memory" do not settle it, because an earlier attempt may arrive late and find
+  room.
+* A batch cannot be in the log unless the one before it is. So if a batch is refused and was never
+  in doubt, the batches after it may be renumbered, in the next producer epoch. But a batch that is
+  refused only for now may be appended later. The batches sent after it are already on their way and
+  may then be appended too, so they are in doubt.
+* A batch that is still in doubt at its deadline fails as ``OutcomeUnknown``, with all batches sent
+  after it. The next producer epoch fences off attempts that arrive late.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
-import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from meteor_py.errors import (
@@ -33,18 +35,20 @@ from meteor_py.errors import (
     ServerRefused,
 )
 from meteor_py.log.epochs import begin_epoch
+from meteor_py.log.handle import StreamHandle
 from meteor_py.publish.accumulator import Accumulator, closed_error
 from meteor_py.publish.batch import Batch
 from meteor_py.publish.in_flight import InFlightWindow
-from meteor_py.records.config import Compression
+from meteor_py.publish.overrun_watch import OverrunWatch
+from meteor_py.records.config import PublisherConfig
 from meteor_py.records.frame import encode, fingerprint
-from meteor_py.records.ordering_index import OrderingRule
-from meteor_py.records.position import Position, diverged_at
+from meteor_py.records.position import Position, diverged_at, newest_epoch, path_of
 from meteor_py.redis import keys, reply_errors
-from meteor_py.redis.connection import Connection, EntryIdTaken, ScriptMissing
+from meteor_py.redis.connection import EntryIdTaken, ScriptMissing
 from meteor_py.redis.scripts import PUBLISH
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.completion import SENDER_PREFIX
+from meteor_py.runtime.locks import SignalSafeEvent
 from meteor_py.runtime.threads import JoinableThread
 
 _log = logging.getLogger(__name__)
@@ -53,102 +57,112 @@ _log = logging.getLogger(__name__)
 PRODUCER_TTL_MS = 24 * 3600 * 1000
 #: Seconds to wait for a connection, for room in its buffers, and for each reply.
 SOCKET_TIMEOUT_S = 5.0
-#: Seconds without an acknowledgement after which the server's history is asked for again: a server
-#: can be demoted and promoted under an idle connection.
-_HISTORY_S = 1.0
-#: Seconds between two tries, doubled each time up to the second figure.
+#: Seconds without an acknowledgement after which the sender reads the server's replication id
+#: again: a server can be demoted and promoted under an idle connection.
+_REPLICATION_ID_S = 1.0
+#: Maximum seconds for a check for lost records, and for each reply within it.
+_CHECK_MAX_S, _CHECK_S = 3.0, 1.0
+#: Pauses between attempts in seconds: the first, which doubles each time, and the longest.
 _BACKOFF_S = (0.02, 0.5)
 
 
-@dataclass(frozen=True)
-class Route:
-    """Where batches go, and how."""
-
-    stream: str
-    incarnation: str
-    compression: Compression
-    checksum: bool
-    acks: int
-    #: Where the ordering keys come from, if the stream has an index of them.
-    ordering: OrderingRule | None
-
-
 class Sender:
-    """The sending half of a publisher. Owned by it: started with it, joined by it."""
+    """The sending half of a publisher. The publisher starts and joins its thread."""
 
-    def __init__(self, connection: Connection, accumulator: Accumulator, route: Route) -> None:
-        self._connection = connection
+    def __init__(
+        self, handle: StreamHandle, config: PublisherConfig, accumulator: Accumulator
+    ) -> None:
+        self._connection = handle.connector.open_connection()
         self._accumulator = accumulator
-        self._route = route
+        self._stream = handle.name
+        self._incarnation = handle.incarnation
+        self._acks = config.acks
+        self._compression = config.compression or handle.config.compression
+        self._checksum = handle.config.checksum
+        self._ordering = handle.config.ordering_rule
         self._id = secrets.token_hex(8)
-        self._keys = [
-            keys.log(route.stream),
-            keys.meta(route.stream),
-            keys.producer(route.stream, self._id),
-        ]
-        if route.ordering is not None:
-            self._keys.append(keys.index(route.stream))
-        #: The batches on their way. A forked child looks there for what it has to abandon.
+        self._keys = [*handle.keys, keys.producer(handle.name, self._id), *handle.index_keys]
+        #: The batches in flight. A forked child abandons them.
         self.window = InFlightWindow()
-        self._stream_epoch = 0  # in the last acknowledgement
-        self._send_whole = False  # the server does not know the script
-        self._acked: Position | None = None  # behind the last batch that was settled as in the log
+        self._stream_epoch = 0  # as of the last acknowledgement
+        self._path = path_of(handle.epochs)  # the stream's epochs when last read, for positions
+        self._known_epoch = newest_epoch(handle.epochs)
+        self._send_whole = False  # send the script's text, because the server lacks the script
+        self._acked: Position | None = None  # the position after the last acknowledged batch
         self._failures = 0  # in a row
-        self._reason: MeteorError | None = None  # of the last failure
-        self._acknowledged_at = 0.0  # when the last batch was, by the monotonic clock
-        self._abandoned = threading.Event()
-        self._thread = JoinableThread(self._run, f"{SENDER_PREFIX}-{route.stream}")
+        self._reason: MeteorError | None = None  # the error of the last failure
+        self._acknowledged_at = 0.0  # time of the last acknowledgement, by the monotonic clock
+        self._overruns = OverrunWatch(handle)
+        #: When the last check for lost records must end, by the monotonic clock.
+        self.check_by = math.inf
+        self._abandoned = SignalSafeEvent()
+        self._thread = JoinableThread(self._run, f"{SENDER_PREFIX}-{handle.name}")
 
     def start(self) -> None:
         self._thread.start()
 
     def abandon(self) -> None:
-        """Stop trying: what is left fails. A wait for the server ends at once."""
+        """Stop sending, and fail the remaining batches. Interrupts a wait for the server."""
         self._abandoned.set()
         self._connection.interrupt()
 
     def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end; return whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    # -- the loop ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._abandoned.is_set():
-                self._fill()
+                due = self._overruns.is_due(self._end())
+                if not due:
+                    self._fill()  # if not, the batches in flight must be settled first
                 if self.window:
                     self._exchange()
+                elif due:
+                    self._overruns.check(self._connection, self._end())
+                elif (check := self._accumulator.checks_to_do()) is not None:
+                    self._check_for_loss()
+                    self._accumulator.finish_check(check)
                 elif self._accumulator.drained():
+                    self._check_for_loss()
+                    if self._overruns.is_due(self._end(), last=True):
+                        self._overruns.check(self._connection, self._end())
                     break
         except BaseException as error:
-            _log.exception("The sender of stream %r died.", self._route.stream)
-            self._accumulator.close(reply_errors.publisher_failed(self._route.stream, error))
+            _log.exception("The sender of stream %r died.", self._stream)
+            self._accumulator.close(reply_errors.publisher_failed(self._stream, error))
         finally:
-            self._give_up()
+            self._fail_rest()
             self._connection.close()
+            self._accumulator.note_sender_ended()
+
+    def _end(self) -> int:
+        """Return the offset after the last acknowledged record."""
+        return 0 if self._acked is None else self._acked.offset
 
     def _fill(self) -> None:
-        """Take batches until the window is full; wait for one only if it is empty."""
+        """Take batches until the window is full. Wait for a batch only if the window is empty."""
         while self.window.has_room():
             batch = self._accumulator.take(busy=bool(self.window))
             if batch is None:
                 return
-            self.window.add([batch])  # at once: there a forked child looks for it
+            self.window.add([batch])  # at once, so that a forked child finds it there
             try:
                 assert batch.columns is not None
-                batch.encoded = encode(batch.columns, self._route.compression)
-                if self._route.ordering is not None:
-                    batch.index = self._route.ordering.index(batch.columns)
+                batch.encoded = encode(batch.columns, self._compression)
+                if self._ordering is not None:
+                    batch.index = self._ordering.index(batch.columns)
             except Exception as error:
-                failure = reply_errors.publisher_failed(self._route.stream, error)
+                failure = reply_errors.publisher_failed(self._stream, error)
                 self._accumulator.settle(self.window.pop_newest(), failure)
                 continue
             self.window.number_newest()
 
     def _exchange(self) -> None:
-        """Send what was not sent, read one reply, and handle what went wrong."""
-        self._connection.timeout_s = self._patience()
+        """Send the unsent batches, read one reply, and handle failures."""
+        left_s = self.window.oldest.deadline - time.monotonic()
+        self._connection.timeout_s = min(max(left_s, 0.05), SOCKET_TIMEOUT_S)
         try:
             self._send()
             self._receive()
@@ -156,21 +170,22 @@ class Sender:
             self.window.doubt_sent()
             self._send_again(error)
             self._pause()
-        except ServerRefused as error:  # of another command than publish
+        except ServerRefused as error:  # the server refused a command other than publish
             self.window.doubt_sent()
             self._refuse(error)
         self._expire()
 
     def _send(self) -> None:
-        if not self.window.sent and self._connection.connected and self._idle_s() > _HISTORY_S:
+        idle = self._idle_s() > _REPLICATION_ID_S
+        if idle and not self.window.sent and self._connection.connected:
             self._connection.refresh_history()
-        history = self._connection.history  # connects, if need be
+        replication_id = self._connection.history  # connects, if needed
         for batch in self.window.unsent():
             assert batch.encoded is not None
             name, payload = batch.encoded
             arguments = (
-                self._route.incarnation,
-                history,
+                self._incarnation,
+                replication_id,
                 self.window.epoch,
                 batch.sequence,
                 batch.count,
@@ -178,13 +193,13 @@ class Sender:
                 PRODUCER_TTL_MS,
                 name,
                 payload,
-                zlib.crc32(payload) if self._route.checksum else "",
+                zlib.crc32(payload) if self._checksum else "",
                 *batch.index,
             )
             command = self._connection.script_call(
                 PUBLISH, self._keys, arguments, whole=self._send_whole
             )
-            self.window.mark_sent()  # before it is: a cut in the middle leaves a doubt
+            self.window.sent += 1  # before sending: an interrupted send leaves the batch in doubt
             self._connection.send([command])
             self._send_whole = False
 
@@ -196,8 +211,8 @@ class Sender:
             reply = self._connection.read()
         except ConnectionFailed as error:
             if error.answered and not self.window.next_to_reply.in_doubt:
-                # It is not in the log, so none behind it can be.
-                self.window.rewind_to_acknowledged()
+                self.window.doubt_after_next_to_reply()
+                self.window.rewind_to_acknowledged()  # this batch is not in the log
             raise
         except ScriptMissing:
             self._drain()
@@ -208,7 +223,7 @@ class Sender:
             self._try_later(error)
         except EntryIdTaken:
             self._drain()
-            self._refuse(reply_errors.corrupt_stream(self._route.stream))
+            self._refuse(reply_errors.corrupt_stream(self._stream))
         except ServerRefused as error:
             self._drain()
             self._refuse(error)
@@ -225,156 +240,238 @@ class Sender:
         self._reason = None
         self._acknowledged_at = time.monotonic()
         self._stream_epoch = epoch
-        all_of_them = self.window.acknowledged == self.window.sent
-        if all_of_them or not (self._route.acks or self._in_new_epoch()):
+        all_acknowledged = self.window.acknowledged == self.window.sent
+        if all_acknowledged or not (self._acks or self._in_new_epoch()):
             self._settle_acknowledged()
 
     def _settle_acknowledged(self) -> None:
-        if self._in_new_epoch():  # another client began it
-            lost_from = self._lost_from()
+        if self._in_new_epoch():  # another client has begun that epoch
+            try:
+                _, lost_from = self._lost_from()
+            except ServerRefused:  # this user may not read meta, and has been warned
+                self._known_epoch, lost_from = self._stream_epoch, None
             if lost_from is not None:
                 self._report_loss(lost_from)
-        missing = self._missing_replicas() if self._route.acks else None
+        missing = self._missing_replicas() if self._acks else None
         for _ in range(self.window.acknowledged):
             batch = self.window.pop_oldest()
-            offset = batch.base_offset + batch.count
-            self._acked = Position(self._route.incarnation, self._stream_epoch, offset)
+            self._note_acknowledged(batch)
             error = self._not_replicated(batch, missing) if missing else None
             self._accumulator.settle(batch, error)
 
+    def _note_acknowledged(self, batch: Batch) -> None:
+        """Remember that the server has the records up to the end of a batch."""
+        offset = batch.base_offset + batch.count
+        self._acked = Position(self._incarnation, self._stream_epoch, offset, self._path)
+
     def _missing_replicas(self) -> str | None:
-        """Wait until enough replicas have what was acknowledged; return what is missing."""
+        """Wait for the replicas. Returns None if enough confirmed in time, else the reason."""
         left_ms = max(int((self.window.oldest.deadline - time.monotonic()) * 1000), 1)
         timeout_s = left_ms / 1000 + self._connection.timeout_s
-        wanted = self._route.acks
+        wanted = self._acks
         try:
             seen = int(self._connection.call("WAIT", wanted, left_ms, timeout_s=timeout_s))
         except ServerRefused as error:
-            return f"the server did not wait for replicas: {error}"
+            return f"the server refused to wait for replicas: {error}"
         if seen >= wanted:
             return None
-        return f"{seen} of {wanted} replicas confirmed it in time; check the replicas."
+        return f"only {seen} of {wanted} replicas confirmed it in time. Check the replicas."
 
-    # -- what can go wrong ---------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------------
 
     def _handle_refusal(self, reply: list[Any]) -> None:
-        """The script did not append the oldest batch, and said why."""
+        """Handle a script reply which says that the oldest batch was not appended."""
         code = reply[0].decode()
         if code == "HISTORY":
             self.window.rewind()
             found = reply[1].decode()
-            begin_epoch(self._connection, self._route.stream, self._route.incarnation, found)
+            begin_epoch(self._connection, self._stream, self._incarnation, found)
             self._lose_or(self.window.doubt_acknowledged)
         elif code == "FULL":
-            self._try_later(reply_errors.stream_full(self._route.stream, reply[1]))
+            self._try_later(reply_errors.stream_full(self._stream, reply[1]))
         elif code == "OUTOFSEQ" and reply[1] < self.window.oldest.sequence and self._acked:
-            # Certain, even where a hidden history leaves no other trace of it.
-            lost_from = self._lost_from()
+            # This proves a loss, even if the server hides its replication id.
+            _, lost_from = self._lost_from()
             self._lose(self._acked.offset - 1 if lost_from is None else lost_from)
         elif code == "NOPRODUCER":
-            self._lose_or(self._renumber)  # lost with our records, or forgotten, or evicted
+            self._lose_or(self._renumber)  # the producer's key was lost, expired, or evicted
         elif code in ("NOSTREAM", "INCARNATION"):
             last = self._acked.offset - 1 if self._acked else -1
-            self._fail_all(reply_errors.stream_gone(self._route.stream, reply[0], last))
+            lost = self._connection.data_lost
+            self._fail_all(reply_errors.stream_gone(self._stream, reply[0], last, data_lost=lost))
         elif code == "EXHAUSTED":
-            self._refuse(ServerRefused(f"Stream {self._route.stream!r} has used up its offsets."))
+            self._refuse(ServerRefused(f"Stream {self._stream!r} has used up its offsets."))
+        elif code == "INVALID":
+            self._refuse(ServerRefused(f"The server refused a frame of stream {self._stream!r}."))
         else:  # OUTOFSEQ above us, STALEPRODUCER: another process uses our id
-            _log.error("Producer %s of %r: %s", self._id, self._route.stream, reply)
+            _log.error(
+                "Another process uses producer id %s of stream %r: %s",
+                self._id, self._stream, reply,
+            )  # fmt: skip
             self._id = secrets.token_hex(8)
-            self._keys[2] = keys.producer(self._route.stream, self._id)
+            self._keys[2] = keys.producer(self._stream, self._id)
             self._renumber()
 
     def _try_later(self, error: MeteorError) -> None:
-        """The oldest batch was refused, but may be appended later.
+        """Send the oldest batch, which was refused only for now, again after a pause.
 
-        That lifts no doubt: bytes of an earlier sending may still be under way, and find room.
+        The batch stays in doubt: the bytes of an earlier attempt may still arrive and find room.
         """
         self._send_again(error)
         self._pause()
 
     def _refuse(self, error: MeteorError) -> None:
-        """The oldest batch will never be appended."""
-        self._fail(self.window.pop_oldest(), error)
+        """Fail the oldest batch, which will never be appended."""
+        batch = self.window.pop_oldest()
+        if not batch.in_doubt and not batch.acknowledged:
+            self.window.clear_doubts()  # no later batch can be in the log without it
+        self._fail(batch, error)
         self._renumber()
 
-    def _in_new_epoch(self) -> bool:
-        return self._acked is not None and self._stream_epoch != self._acked.epoch
+    @property
+    def must_check(self) -> bool:
+        """Whether the last acknowledgement is too old to prove that its records still exist."""
+        idle_s = time.monotonic() - self._acknowledged_at
+        return self._acked is not None and (
+            idle_s > _REPLICATION_ID_S or not self._connection.connected
+        )
 
-    def _lost_from(self) -> int | None:
-        """Return the first acknowledged offset that the server has lost, or None."""
-        if self._acked is None:
-            return None
-        epochs = self._connection.call("HGET", self._keys[1], "epochs")
-        end = self._connection.call("HGET", self._keys[1], "next")
+    def _check_for_loss(self) -> None:
+        """Report acknowledged records that a failover has lost since. Takes a few seconds at most.
+
+        A publisher that sends another record learns of the loss from the reply. One that only
+        flushes or closes would never learn of it.
+        """
+        deadline = min(time.monotonic() + _CHECK_MAX_S, self.check_by)
+        attempt = 0
+        while (left_s := deadline - time.monotonic()) > 0:
+            if not self.must_check or self._abandoned.is_set():
+                return
+            attempt += 1
+            self._connection.timeout_s = min(left_s, _CHECK_S)
+            try:
+                incarnation, lost_from = self._lost_from()
+            except ConnectionFailed as error:
+                self._reason = error
+                self._abandoned.wait(min(pause_s(attempt, *_BACKOFF_S), left_s))
+            except ServerRefused as error:
+                self._reason = error
+                break
+            else:
+                self._report_if_lost(incarnation, lost_from)
+                return
+        _log.warning(
+            "Cannot check that the server still has the records published to stream %r: %s",
+            self._stream, self._reason,
+        )  # fmt: skip
+
+    def _report_if_lost(self, incarnation: bytes | None, lost_from: int | None) -> None:
+        assert self._acked is not None, "checked before"
+        try:
+            reply_errors.check_incarnation(
+                *(self._stream, self._incarnation, incarnation, self._acked.offset - 1),
+                data_lost=self._connection.data_lost,
+            )
+        except MeteorError as error:
+            self._accumulator.report_loss(error)
+        else:
+            if lost_from is not None:
+                self._report_loss(lost_from)
+
+    def _in_new_epoch(self) -> bool:
+        return self._stream_epoch != self._known_epoch
+
+    def _lost_from(self) -> tuple[bytes | None, int | None]:
+        """Read the stream's epochs.
+
+        Returns:
+            The stream's incarnation, and the first acknowledged offset that is lost, or None.
+        """
+        fields = ("incarnation", "epochs", "next")
+        incarnation, epochs, end = self._connection.call("HMGET", self._keys[1], *fields)
         if epochs is None or end is None:
-            return None  # the stream is gone, which the next sending will show
-        return diverged_at(self._acked, epochs.decode(), int(end))
+            return incarnation, None  # the stream is gone; the next reply to a batch will say so
+        epochs = epochs.decode()
+        self._path, self._known_epoch = path_of(epochs), newest_epoch(epochs)
+        if self._acked is None:
+            return incarnation, None
+        return incarnation, diverged_at(self._acked, epochs, int(end))
 
     def _lose_or(self, proceed: Callable[[], None]) -> None:
-        lost_from = self._lost_from()
+        _, lost_from = self._lost_from()
         if lost_from is None:
             proceed()
         else:
             self._lose(lost_from)
 
     def _lose(self, first: int) -> None:
-        """Acknowledged records are gone. Nothing sent after them can be there either."""
+        """Report lost acknowledged records, and fail all pending ones: none can be in the log."""
         self._fail_all(self._report_loss(first))
 
     def _report_loss(self, first: int) -> LogTruncated:
-        assert self._acked is not None, "what is lost was known"
+        assert self._acked is not None, "only acknowledged records are reported lost"
         last = self._acked.offset - 1
-        error = reply_errors.acknowledged_records_lost(self._route.stream, min(first, last), last)
+        error = reply_errors.acknowledged_records_lost(self._stream, min(first, last), last)
         self._acked = None
         self._accumulator.report_loss(error)
         return error
 
     def _fail_all(self, error: MeteorError) -> None:
         self.window.clear_doubts()
-        self.window.add(self._accumulator.take_all())  # there a forked child looks for them
+        self.window.add(self._accumulator.take_all())  # so that a forked child finds them there
         while self.window:
             self._accumulator.settle(self.window.oldest, error)
             self.window.pop_oldest()
         self._renumber()
 
     def _renumber(self) -> None:
-        """Begin the next producer epoch with what is left; the batches in doubt cannot be sent."""
-        while self.window and self.window.oldest.in_doubt:
+        """Begin the next producer epoch.
+
+        Batches in doubt fail, and acknowledged ones are settled: sent again under the next epoch,
+        they would be in the log twice.
+        """
+        while self.window and (self.window.oldest.in_doubt or self.window.oldest.acknowledged):
             self._fail(self.window.pop_oldest(), None)
         self.window.renumber()
 
     def _expire(self) -> None:
         """Fail the batches whose deadline has passed."""
         while self.window and time.monotonic() > self.window.oldest.deadline:
-            if self.window.sent:  # a late reply must not be taken for that of another batch
+            if self.window.sent:  # a late reply must not be attributed to another batch
                 self._connection.close()
-                self.window.doubt_sent()
-            self._refuse(self._reason or self._timeout_error())
+                self.window.doubt_unacknowledged()
+            self._refuse(self._expiry_error())
+        for batch in self._accumulator.take_expired():
+            self._accumulator.settle(batch, self._expiry_error())
 
-    def _give_up(self) -> None:
-        """Give every batch an outcome at the end."""
-        self.window.doubt_sent()
+    def _expiry_error(self) -> MeteorError:
+        return self._reason or ConnectionFailed(
+            f"The record could not be sent to stream {self._stream!r} in time. The server "
+            f"at {self._connection.address} is too slow, or delivery_timeout too short."
+        )
+
+    def _fail_rest(self) -> None:
+        """Fail the batches that are left when the thread ends."""
+        self.window.doubt_unacknowledged()
         self.window.add(self._accumulator.take_all())
         while self.window:
-            self._fail(self.window.oldest, closed_error(self._route.stream))
+            self._fail(self.window.oldest, closed_error(self._stream))
             self.window.pop_oldest()
 
     def _fail(self, batch: Batch, error: MeteorError | None) -> None:
-        """Settle a batch with ``error``, unless it is, or may be, in the log."""
-        if batch.acknowledged and not self._route.acks:
-            error = None
+        """Settle a batch with ``error``, unless the batch is, or may be, in the log."""
+        if batch.in_doubt or (error is None and not batch.acknowledged):
+            error = reply_errors.outcome_unknown(self._stream, self._reason)
         elif batch.acknowledged:
-            error = self._not_replicated(batch, "the wait for replicas was cut short.")
-        elif batch.in_doubt or error is None:
-            error = reply_errors.outcome_unknown(self._route.stream, self._reason)
+            self._note_acknowledged(batch)
+            interrupted = "the wait for replicas was interrupted."
+            error = self._not_replicated(batch, interrupted) if self._acks else None
         self._accumulator.settle(batch, error)
 
-    # -- small parts ---------------------------------------------------------------------------
-
     def _drain(self) -> None:
-        """Read the replies of the batches behind a refused one, which will be sent again.
+        """Read the replies to the batches after a refused one; these batches will be sent again.
 
-        The batches before it are settled, so that the refused one is the oldest.
+        Also settles the batches before it, so that the refused one is the oldest.
         """
         for batch in self.window.behind_next_to_reply():
             try:
@@ -382,14 +479,14 @@ class Sender:
             except ConnectionFailed:
                 raise
             except MeteorError:
-                continue  # the batch is sent again, and has its reply then
-            if reply[0] == b"OK":  # the refused one has been in the log before
+                continue  # the batch is sent again, and gets another reply
+            if reply[0] == b"OK":  # an earlier attempt put it, and the refused one, into the log
                 batch.in_doubt = True
         if self.window.acknowledged:
             self._settle_acknowledged()
 
     def _send_again(self, reason: MeteorError) -> None:
-        """Send the whole window again, after a failure."""
+        """Mark the whole window as unsent, after a failure."""
         self.window.rewind()
         self._failures += 1
         self._reason = reason
@@ -399,17 +496,6 @@ class Sender:
         left = self.window.oldest.deadline - time.monotonic() if self.window else 0
         self._abandoned.wait(max(min(pause, left), 0))
 
-    def _patience(self) -> float:
-        """Seconds to wait for the server: not much beyond the oldest batch's deadline."""
-        left = self.window.oldest.deadline - time.monotonic()
-        return min(max(left, 0.05), SOCKET_TIMEOUT_S)
-
-    def _timeout_error(self) -> ConnectionFailed:
-        return ConnectionFailed(
-            f"The record could not be sent to stream {self._route.stream!r} in time; the server "
-            f"at {self._connection.address} is too slow, or delivery_timeout too short."
-        )
-
     def _not_replicated(self, batch: Batch, missing: str) -> NotReplicated:
         why = f"is in the log, but {missing}"
-        return NotReplicated(why, stream=self._route.stream, offset=batch.base_offset)
+        return NotReplicated(why, stream=self._stream, offset=batch.base_offset)

@@ -1,24 +1,25 @@
-"""Transactions: several processes, each of which may die, write many frames exactly once.
+"""Transactions: several processes, any of which may die, write many frames exactly once.
 
-Workers put their frames into *stages*, keys beside the stream that readers do not see; any number
-of them may do the same work. Then one process, the committer, says which stages make up a *version*
-of a *writer* (a batch of a query). The first plan that is made for a version counts. Its frames are
-moved into the log in order, some megabytes at a time, and each is counted as it is moved. If a
-committer is asked for a version again, it finishes the existing plan, or learns that it is done.
+Workers write frames into *stages*, keys beside the stream that readers do not see. Several workers
+may do the same work. Then one process, the committer, names the stages that make up a *version* of
+a *writer* (such as a batch of a query). The first plan made for a version counts. The committer
+moves its frames into the log in order, a few megabytes at a time, and the server counts the moved
+frames. A committer that is asked to commit the same version again finishes the existing plan, or
+finds that it is done.
 
-    worker      Stage(stream, "q.17.0").write(frames)  ->  its name and number of frames
-    committer   commit(stream, "q", 17, [those])
+    worker      stage = Stage(stream, "q.17.0"); stage.write(columns); staged = stage.finish()
+    committer   commit(stream, "q", 17, [staged, ...])
 
-Stages that are not committed expire. Versions never go back: one below the last is refused, because
-its records may differ from those that were written under that number. The last one is known by its
-number of records: with another number, it is not the same.
+Stages that are not committed expire. A version below the last one is refused, because its records
+may differ from those already written under that number. For the last version, only the number of
+records is compared.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meteor_py.errors import MeteorError, NotReplicated, PublishError, ServerRefused
@@ -26,17 +27,20 @@ from meteor_py.log.epochs import begin_epoch
 from meteor_py.records.frame import Columns, encode
 from meteor_py.records.ordering_index import packed
 from meteor_py.redis import keys, reply_errors
-from meteor_py.redis.scripts import DISCARD_STAGES, MOVE_STAGED, PLAN_COMMIT
+from meteor_py.redis.scripts import DISCARD_STAGES, EXPIRE_FENCES, MOVE_STAGED, PLAN_COMMIT
 from meteor_py.runtime.backoff import pause_s
+from meteor_py.store.state import IN_DOUBT
 
 if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
     from meteor_py.redis.connection import Connection
 
-#: Seconds that a stage lives before it is part of a plan, and from then on.
+#: Seconds after which a stage expires: before it is part of a plan, and afterwards.
 STAGE_S = 6 * 3600
 PLANNED_S = 7 * 86_400
-#: Bytes that one call moves at least, if there are so many: others wait as long.
+#: Maximum number of fences that one call of ``let_expire`` deletes.
+_EXPIRE_MAX = 20
+#: Bytes after which a script call stops moving frames: other clients must wait during the call.
 MOVE_BYTES = 4 * 1024 * 1024
 #: Bytes that are sent to a stage at a time.
 _SEND_BYTES = 1024 * 1024
@@ -44,15 +48,19 @@ _SEND_BYTES = 1024 * 1024
 _FULL_S = 30.0
 _REPLICAS_S = 30.0
 _BACKOFF_S = (0.02, 0.5)
+#: How often the server's replication id may change during one script call.
+_EPOCHS_MAX = 5
+#: Stands for the number of records if an older release wrote the version without counting.
+_UNCOUNTED = -1
 
 
 class VersionPassed(PublishError):
-    """The stream has a later version of this writer, ``known``, so nothing was written."""
+    """The stream already has a later version of this writer, ``known``; nothing was written."""
 
     def __init__(self, stream: str, writer: str, version: int, known: int) -> None:
         super().__init__(
             f"Version {version} of the writer {writer} was not written to stream {stream!r}, which "
-            f"has version {known}.",
+            f"already has version {known}.",
             stream=stream,
         )
         self.writer = writer
@@ -61,7 +69,7 @@ class VersionPassed(PublishError):
 
 
 class VersionDiffers(PublishError):
-    """The stream has this version with ``known`` records, not ``records``; nothing was added."""
+    """The stream has this version with ``known`` records, not ``records``; nothing was written."""
 
     def __init__(self, stream: str, writer: str, version: int, known: int, records: int) -> None:
         super().__init__(
@@ -83,11 +91,41 @@ class Staged(NamedTuple):
     records: int
 
 
-class Stage:
-    """Frames that wait for a commit. ``name`` must be unique; for one thread."""
+class StageOwner(NamedTuple):
+    """The version of a writer that a stage is for, and the run of the program that writes it.
 
-    def __init__(self, stream: StreamHandle, name: str) -> None:
+    A program that is restarted for the same writer has a different ``run``.
+    """
+
+    writer: str
+    version: int
+    run: str
+
+
+def _call(work: Callable[[], None]) -> None:
+    work()
+
+
+class Stage:
+    """One worker's frames, which wait for a commit. ``name`` must be unique. Not thread-safe.
+
+    Args:
+        retry: Calls a function that sends frames, and may call it again if it fails: sending them
+            twice changes nothing.
+        owner: The owner of the stage, so that other processes can delete it if this one dies.
+    """
+
+    def __init__(
+        self,
+        stream: StreamHandle,
+        name: str,
+        retry: Callable[[Callable[[], None]], None] = _call,
+        owner: StageOwner | None = None,
+    ) -> None:
         self._stream = stream
+        self._retry = retry
+        self._owner = owner
+        self._failed_sends = 0
         self._name = name
         self._key = keys.stage(stream.name, name)
         self._ordering = stream.config.ordering_rule
@@ -104,7 +142,7 @@ class Stage:
         crc = zlib.crc32(payload) if config.checksum else ""
         if self._ordering is not None:
             self._fields += [f"{frame}g", packed(self._ordering.index(columns))]
-        data = bytes(payload)  # of which the stage needs a copy anyway
+        data = bytes(payload)
         self._fields += [f"{frame}n", len(columns), f"{frame}f", kind]
         self._fields += [f"{frame}p", data, f"{frame}c", crc]
         self._frames += 1
@@ -114,25 +152,59 @@ class Stage:
             self._send()
 
     def finish(self) -> Staged:
-        """Have it all on the server."""
+        """Send the remaining frames.
+
+        Raises:
+            PublishError: The server failed in the meantime and lost frames that were already sent.
+        """
         self._send()
+        if self._failed_sends and self._frames:
+            self._retry(self._check_whole)
         return Staged(self._name, self._frames, self._records)
 
     def abandon(self) -> None:
-        """Delete what was sent, because it will not be committed; else it expires."""
+        """Delete the stage now, because it will not be committed, instead of letting it expire."""
         try:
-            self._stream.connector.call("UNLINK", self._key)
+            commands: list[tuple[Any, ...]] = [("UNLINK", self._key)]
+            if self._owner is not None:
+                index = keys.stages(self._stream.name, self._owner.writer)
+                commands.append(("HDEL", index, self._name))
+            self._stream.connector.pipeline(commands)
         except MeteorError:
-            pass  # there is a failure under way that says more
+            pass  # the error that made the caller abandon the stage says more
 
     def _send(self) -> None:
         if self._fields:
-            # A hash, and not a list: sending it again changes nothing. Together, or a worker that
-            # dies in between leaves frames that never expire.
+            # A hash, not a list, so that a retry changes nothing. Written in one MULTI with its
+            # expiry, because a worker that died in between would leave frames that never expire.
             hset = ("HSET", self._key, *self._fields)
             pexpire = ("PEXPIRE", self._key, STAGE_S * 1000)
-            self._stream.connector.pipeline([("MULTI",), hset, pexpire, ("EXEC",)])
+            commands = [("MULTI",), hset, pexpire, *self._index_commands(), ("EXEC",)]
+            self._retry(lambda: self._send_once(commands))
         self._fields, self._bytes = [], 0
+
+    def _index_commands(self) -> list[tuple[Any, ...]]:
+        if self._owner is None:
+            return []
+        writer, version, run = self._owner
+        index = keys.stages(self._stream.name, writer)
+        return [
+            ("HSET", index, self._name, f"{version}:{run}"),
+            ("PEXPIRE", index, STAGE_S * 1000),
+        ]
+
+    def _send_once(self, commands: list[tuple[Any, ...]]) -> None:
+        try:
+            self._stream.connector.pipeline(commands)
+        except MeteorError:
+            self._failed_sends += 1
+            raise
+
+    def _check_whole(self) -> None:
+        """Raise if frames are missing: the commit would notice too late to write them again."""
+        found = self._stream.connector.call("HLEN", self._key)
+        if found != self._frames * _fields_per_frame(self._stream):
+            raise _lost(self._stream, self._name, "Write them again.")
 
 
 def commit(
@@ -145,31 +217,31 @@ def commit(
     records: int | None = None,
     replicas: int = 0,
 ) -> bool:
-    """Put the frames of stages into the log, in order, if that was not done for this version.
+    """Append the frames of stages to the log, in order, unless this version is already there.
 
     Args:
-        begun: The stages are not all there is to write, as a worker found that it was done: so it
-            has to be, or to be finished by the plan there is.
-        records: How many this version has, to compare with what was written; None: do not.
-        replicas: How many must have it all.
+        begun: Whether the stages are incomplete because a worker found the version already written.
+            The server must then have the version, or a plan for it, which this call finishes.
+        records: The number of records of this version, to compare with the number in the log;
+            None: do not compare.
+        replicas: How many replicas must have the whole version.
 
     Returns:
-        Whether anything was left to do.
+        Whether this call appended anything.
 
     Raises:
         VersionPassed: A later version was committed.
-        VersionDiffers: This one was, now or before, with another number of records.
-        PublishError: Staged frames are gone, or that it was ``begun`` is.
-        NotReplicated: It is in the log, and not on so many replicas in time.
+        VersionDiffers: This version was committed with another number of records.
+        PublishError: Staged frames are gone, or the server lost the ``begun`` version.
+        NotReplicated: The version is in the log, but too few replicas confirmed it in time.
         StreamFull: The stream waits for its archiver.
-        LogTruncated: The stream was created anew since it was opened.
-        StreamNotFound: It was deleted.
+        StreamNotFound, LogTruncated: The stream was deleted, or recreated.
     """
-    mine = [stage for stage in stages if stage.frames]
-    names = [stage.name for stage in mine]
+    staged = [stage for stage in stages if stage.frames]
+    names = [stage.name for stage in staged]
     moved = False
     while True:
-        reply = _plan(stream, writer, version, mine, begun, replicas)
+        reply = _plan(stream, writer, version, staged, begun, replicas)
         match reply[0]:
             case b"DONE":
                 known = int(reply[1])
@@ -177,32 +249,34 @@ def commit(
             case b"PASSED":
                 discard(stream, writer, names)
                 raise VersionPassed(stream.name, writer, version, int(reply[1]))
-            case b"UNFINISHED":  # by a committer that died, and was not asked again
+            case b"UNFINISHED":  # a plan for an earlier version, whose committer died
                 _carry_out(stream, writer, *map(int, reply[1:]))
             case b"OK":
                 moved = True
                 _carry_out(stream, writer, version, *map(int, reply[1:]))
             case b"UNKNOWN":
                 raise _version_lost(stream, writer, version)
-            case b"LOST":
+            case b"LOST" | b"INVALID":
                 raise _lost(stream, reply[1].decode(), "Write them again.")
             case _:
                 raise reply_errors.stream_gone(stream.name, reply[0])
-    discard(stream, writer, names)  # of another try; ours are empty
+    # Stages of other attempts and of dead processes
+    discard(stream, writer, {*names, *_stale(stream, writer, version)})
     if records is not None and known not in (records, _UNCOUNTED):
         raise VersionDiffers(stream.name, writer, version, known, records)
     return moved
 
 
 def is_done(stream: StreamHandle, writer: str, version: int, records: int | None = None) -> bool:
-    """Return whether a version is in the log; False also if that is not known yet.
+    """Return whether a version is completely in the log.
 
     Args:
-        records: How many it has, to compare with what was written; None: do not.
+        records: The number of records of this version, to compare with the number in the log;
+            None: do not compare.
 
     Raises:
-        VersionPassed: A later version is, or has begun to be.
-        VersionDiffers: It is, with another number of records.
+        VersionPassed: A later version was committed, or its commit has begun.
+        VersionDiffers: The version is in the log with another number of records.
     """
     last = _last(stream, writer)
     if last.version > version:
@@ -215,15 +289,11 @@ def is_done(stream: StreamHandle, writer: str, version: int, records: int | None
 
 
 class _Last(NamedTuple):
-    """The last version that was begun, -1 if none was, and whether it is in the log."""
+    """The last version whose commit has begun (-1: none), and whether all of it is in the log."""
 
     version: int
     whole: bool
     records: int
-
-
-#: The records of a version that was written by a release that did not count them.
-_UNCOUNTED = -1
 
 
 def _last(stream: StreamHandle, writer: str) -> _Last:
@@ -235,28 +305,64 @@ def _last(stream: StreamHandle, writer: str) -> _Last:
 
 
 def discard(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
-    """Delete stages that will not be committed; those in a plan stay, for it must be finished."""
-    gone = list(names)
-    if gone:
-        script_keys = [keys.stage(stream.name, name) for name in gone]
-        stream.connector.run(DISCARD_STAGES, [keys.plan(stream.name, writer), *script_keys], gone)
+    """Delete stages that will not be committed, except those of a plan, which must be finished."""
+    stages = list(names)
+    if stages:
+        script_keys = [keys.plan(stream.name, writer), keys.stages(stream.name, writer)]
+        script_keys += [keys.stage(stream.name, name) for name in stages]
+        stream.connector.run(DISCARD_STAGES, script_keys, stages)
+
+
+def discard_stale(stream: StreamHandle, owner: StageOwner) -> None:
+    """Delete the stages that earlier runs of a writer left behind, up to the owner's version.
+
+    If a process of an earlier run is still alive, it can no longer commit: its frames are gone.
+    """
+    discard(stream, owner.writer, _stale(stream, owner.writer, owner.version, owner.run))
+
+
+def _stale(stream: StreamHandle, writer: str, version: int, run: str | None = None) -> list[str]:
+    """Return the stages of a writer up to ``version``, except those of ``run``."""
+    found = stream.connector.call("HGETALL", keys.stages(stream.name, writer))
+    names: list[str] = []
+    for name, value in zip(found[::2], found[1::2], strict=True):
+        for_version, _, of_run = value.decode().partition(":")
+        if int(for_version) <= version and of_run != run:
+            names.append(name.decode())
+    return names
 
 
 def abandon(stream: StreamHandle, writer: str, names: Iterable[str]) -> None:
-    """Forget a writer that failed and will not come again, with its plan and these stages, too.
+    """Delete the state of a writer that failed for good: its fence, its plan and these stages.
 
-    What it has moved into the log stays there. No committer may be running for it.
+    Frames that were moved into the log stay there. No committer may be running for the writer.
     """
     plan = keys.plan(stream.name, writer)
     planned = [name for name, _, _ in _spans(stream.connector.call("LRANGE", plan, 0, -1))]
-    gone = [keys.stage(stream.name, name) for name in {*names, *planned}]
+    index = keys.stages(stream.name, writer)
+    listed = [name.decode() for name in stream.connector.call("HGETALL", index)[::2]]
+    stages = [keys.stage(stream.name, name) for name in {*names, *planned, *listed}]
     hdel = ("HDEL", keys.fences(stream.name), writer)
-    stream.connector.pipeline([("MULTI",), ("UNLINK", plan, *gone), hdel, ("EXEC",)])
+    stream.connector.pipeline([("MULTI",), ("UNLINK", plan, index, *stages), hdel, ("EXEC",)])
 
 
 def forget(stream: StreamHandle, writer: str) -> None:
-    """Forget a writer that is done and will not come again."""
+    """Delete the fence of a writer that has finished for good."""
     stream.connector.call("HDEL", keys.fences(stream.name), writer)
+
+
+def let_expire(stream: StreamHandle, writer: str, lifetime_s: float) -> None:
+    """Let the fence of a writer expire ``lifetime_s`` seconds from now.
+
+    Call it before a commit, so that every fence has an expiry time. A later call replaces that
+    time. Each call also deletes some expired fences.
+    """
+    name = stream.name
+    script_keys = [keys.meta(name), keys.fences(name), keys.fence_times(name)]
+    args = [stream.incarnation, writer, int(lifetime_s * 1000), _EXPIRE_MAX]
+    reply = stream.connector.run(EXPIRE_FENCES, script_keys, args)
+    if reply[0] != b"OK":
+        raise reply_errors.stream_gone(name, reply[0])
 
 
 def _plan(
@@ -270,8 +376,8 @@ def _plan(
     name = stream.name
     script_keys = [keys.meta(name), keys.fences(name), keys.plan(name, writer)]
     script_keys += [keys.stage(name, stage.name) for stage in stages]
-    per_frame = 4 if stream.config.ordering_key is None else 5
-    args: list[Any] = [stream.incarnation, writer, version, PLANNED_S * 1000, per_frame]
+    args: list[Any] = [stream.incarnation, writer, version, PLANNED_S * 1000]
+    args.append(_fields_per_frame(stream))
     args += [0 if begun else 1, sum(stage.records for stage in stages)]
     for stage in stages:
         args += [stage.name, stage.frames]
@@ -279,11 +385,15 @@ def _plan(
     def plan(connection: Connection) -> list[Any]:
         reply: list[Any] = connection.run(PLAN_COMMIT, script_keys, args)
         if replicas and reply[0] == b"DONE":
-            # On this connection, because WAIT is about what the connection has written.
+            # Use this connection, because WAIT covers only the writes of its own connection.
             _wait(connection, name, replicas)
         return reply
 
     return stream.connector.use(plan)
+
+
+def _fields_per_frame(stream: StreamHandle) -> int:
+    return 4 if stream.config.ordering_key is None else 5
 
 
 def _wait(connection: Connection, stream: str, replicas: int) -> None:
@@ -292,25 +402,24 @@ def _wait(connection: Connection, stream: str, replicas: int) -> None:
     if seen < replicas:
         last = int(connection.call("HGET", keys.meta(stream), "next") or 0) - 1
         why = (
-            f"and those before it are in the log, but {seen} of {replicas} replicas confirmed that "
-            "in time; check the replicas."
+            f"and those before it are in the log, but only {seen} of {replicas} replicas confirmed "
+            "them in time. Check the replicas."
         )
         raise NotReplicated(why, stream=stream, offset=last)
 
 
 def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total: int) -> None:
-    """Move what is left of a plan; other committers may be doing the same."""
-    plan = stream.connector.call("LRANGE", keys.plan(stream.name, writer), 0, -1)
-    spans = _spans(plan)
+    """Move the remaining frames of a plan. Other committers may be doing the same."""
+    spans = _spans(stream.connector.call("LRANGE", keys.plan(stream.name, writer), 0, -1))
     full_until: float | None = None
     tries = 0
     while done < total:
         found = next(((name, at, size) for name, at, size in spans if at <= done < at + size), None)
         if found is None:
             if _last(stream, writer)[:2] >= (version, True):
-                return  # another committer has done it, and deleted the plan
-            stream.end()  # raises if it was deleted, too
-            raise _lost(stream, writer, _stuck(writer, version, done, total))
+                return  # another committer has finished, and deleted the plan
+            stream.end()  # raises if the stream was deleted
+            raise _lost(stream, writer, _stuck(stream, writer, version, done, total))
         name, at, size = found
         reply = _move(stream, writer, version, done, name, (done - at, size))
         match reply[0]:
@@ -323,9 +432,9 @@ def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total
                 tries += 1
                 time.sleep(pause_s(tries, *_BACKOFF_S))
             case b"FENCED":
-                return  # another one did it; or a fail-over has lost the plan: the next one tells
-            case b"LOST":
-                raise _lost(stream, name, _stuck(writer, version, done, total))
+                return  # another committer finished, or the plan was lost: the caller plans again
+            case b"LOST" | b"INVALID":
+                raise _lost(stream, name, _stuck(stream, writer, version, done, total))
             case b"EXHAUSTED":
                 raise ServerRefused(f"Stream {stream.name!r} has used up its offsets.")
             case _:
@@ -335,38 +444,24 @@ def _carry_out(stream: StreamHandle, writer: str, version: int, done: int, total
 def _move(
     stream: StreamHandle, writer: str, version: int, done: int, name: str, frames: tuple[int, int]
 ) -> list[Any]:
-    names = stream.name
-    script_keys = [keys.log(names), keys.meta(names), keys.fences(names)]
-    script_keys += [keys.plan(names, writer), keys.stage(names, name)]
-    if stream.config.ordering_key is not None:
-        script_keys.append(keys.index(names))
+    script_keys = [*stream.keys, keys.fences(stream.name), keys.plan(stream.name, writer)]
+    script_keys += [keys.stage(stream.name, name), *stream.index_keys]
+    place = [writer, version, done, *frames, MOVE_BYTES]
 
     def move(connection: Connection) -> list[Any]:
-        for _ in range(_HISTORIES):
-            args = [
-                stream.incarnation,
-                connection.history,
-                writer,
-                version,
-                done,
-                *frames,
-                MOVE_BYTES,
-            ]
+        for _ in range(_EPOCHS_MAX):
+            args = [stream.incarnation, connection.history, *place]
             reply: list[Any] = connection.run(MOVE_STAGED, script_keys, args)
             if reply[0] != b"HISTORY":
                 return reply
-            begin_epoch(connection, names, stream.incarnation, reply[1].decode())
+            begin_epoch(connection, stream.name, stream.incarnation, reply[1].decode())
         return reply
 
     return stream.connector.use(move)
 
 
-#: Times that the history of a server may change while one call is tried.
-_HISTORIES = 5
-
-
 def _spans(plan: list[bytes]) -> list[tuple[str, int, int]]:
-    """The stages of a plan: name, frames before it, and frames in it."""
+    """Return the stages of a plan: name, frames before it, and frames in it."""
     spans: list[tuple[str, int, int]] = []
     at = 0
     for entry in plan:
@@ -378,24 +473,35 @@ def _spans(plan: list[bytes]) -> list[tuple[str, int, int]]:
 
 def _version_lost(stream: StreamHandle, writer: str, version: int) -> PublishError:
     return PublishError(
-        f"Version {version} of the writer {writer} was in stream {stream.name!r}, and the server "
-        "has lost it, by a fail-over to a replica that lagged. Nothing was written; write all of "
-        "it again.",
+        f"Version {version} of the writer {writer} was in stream {stream.name!r}, but the server "
+        "has lost it in a failover to a lagging replica, and nothing was written now. Write all "
+        "of it again.",
         stream=stream.name,
     )
 
 
 def _lost(stream: StreamHandle, what: str, remedy: str) -> PublishError:
     return PublishError(
-        f"Frames that were staged for stream {stream.name!r} are gone ({what}): they have expired, "
-        f"or the server has lost them. {remedy}",
+        f"Frames that were staged for stream {stream.name!r} are gone ({what}): they expired, or "
+        f"the server lost them. {remedy}",
         stream=stream.name,
     )
 
 
-def _stuck(writer: str, version: int, done: int, total: int) -> str:
+def _stuck(stream: StreamHandle, writer: str, version: int, done: int, total: int) -> str:
+    key = keys.fences(stream.name)
+    if total == IN_DOUBT:
+        found = (
+            f"The stream was resumed, and version {version} may or may not be in the log. Compare "
+            "the log with your data. "
+        )
+    else:
+        found = (
+            f"Of version {version}, {done} of {total} frames are in the log, and the others cannot "
+            f"be recovered. To continue without them, run HSET {key} {writer} "
+            f"{version}:{total}:{total}. "
+        )
     return (
-        f"Of version {version}, {done} of {total} frames are in the log, and the others cannot be "
-        f"told from new ones: look what is there, then delete the field {writer} of the key fences "
-        "of the stream to write all of it again."
+        f"{found}To write the whole version again, which repeats those in the log, run HDEL "
+        f"{key} {writer}."
     )

@@ -1,6 +1,6 @@
-"""Validation: checks what the application publishes, and brings it into columns.
+"""Validation of records to publish, and their conversion to columns.
 
-All records are checked before the first is taken, so an error means that nothing was published.
+All records are checked before the first is accepted, so an error means that none was published.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from meteor_py.errors import RecordTooLarge
 from meteor_py.publish.fast_path import RECORD_OVERHEAD
-from meteor_py.records.config import FRAME_BYTES_MAX
+from meteor_py.records.config import FRAME_BYTES_MAX, HEADERS_MAX
 from meteor_py.records.frame import Columns
 from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.records.times import to_ms, to_ms_column
@@ -22,13 +22,13 @@ _HEADER_MAP = pa.map_(pa.string(), pa.binary())
 
 
 class RecordValidator:
-    """The rules for the records of one publisher.
+    """Checks the records of one publisher.
 
     Args:
-        stream: Name of the stream, for errors.
-        records_max: The most records of a frame.
-        record_bytes_max: The most bytes of a record, key and headers included.
-        ordering: Where the ordering keys of the records come from, if the stream has them.
+        stream: Name of the stream, for error messages.
+        records_max: Maximum number of records in a frame.
+        record_bytes_max: Maximum size of a record in bytes, key and headers included.
+        ordering: The source of ordering keys, if the stream has them.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RecordValidator:
     def rows(
         self, values: list[Any], keys: Any, headers: Any, timestamps: Any
     ) -> tuple[Columns, list[int]]:
-        """Columns as lists, and the size of each record in bytes."""
+        """Return columns as lists, and the size of each record in bytes."""
         columns = Columns([to_bytes(value) for value in values])
         sizes = list(map(len, columns.values))
         if keys is not None:
@@ -64,7 +64,7 @@ class RecordValidator:
             columns.timestamps = [t if t is None else to_ms(t) for t in rows]
             _check_length("timestamps", columns.timestamps, values)
         if not values:
-            raise ValueError("There is nothing to publish: values is empty.")
+            raise ValueError("publish_many got no values. Pass at least one.")
         self.check_size(max(sizes))
         if self._ordering is not None:
             self._ordering.check_columns(columns)
@@ -73,13 +73,14 @@ class RecordValidator:
     def frames(
         self, values: Any, keys: Any, headers: Any, timestamps: Any
     ) -> list[tuple[Columns, int]]:
-        """Columns as Arrow arrays, cut into frames, each with its size in bytes."""
+        """Return columns as Arrow arrays, cut into frames, each with its size in bytes."""
         size = len(values)
-        if isinstance(values, list):
-            values = _all_bytes(values)
+        # Arrow would also accept a str, and store its UTF-8 bytes.
+        if isinstance(values, list) and countOf(map(type, values), bytes) != size:
+            values = [to_bytes(value) for value in values]
         columns = {"values": _to_arrow(values, pa.binary(), "values")}
         if columns["values"].null_count:
-            raise TypeError("A value cannot be null; publish b'' for an empty one.")
+            raise TypeError("A value cannot be null. Publish b'' as an empty value.")
         if keys is not None:
             if not is_arrow(keys):
                 keys = [k if k is None else check_key(k) for k in to_list("keys", keys)]
@@ -98,7 +99,7 @@ class RecordValidator:
         for name, column in columns.items():
             _check_length(name, column, range(size))
         if not size:
-            raise ValueError("There is nothing to publish: values is empty.")
+            raise ValueError("publish_many got no values. Pass at least one.")
         frames: list[tuple[Columns, int]] = []
         for start in range(0, size, self._records_max):
             stop = min(start + self._records_max, size)
@@ -109,7 +110,7 @@ class RecordValidator:
         return frames
 
     def _cut(self, columns: dict[str, Any], frames: list[tuple[Columns, int]]) -> None:
-        """Halve columns until each part fits into a frame; a large record travels alone."""
+        """Halve columns until each part fits into a frame; a large record gets its own frame."""
         records = len(columns["values"])
         size = sum(column.nbytes for column in columns.values())
         if size > min(FRAME_BYTES_MAX, self._record_bytes_max) and records > 1:
@@ -123,12 +124,12 @@ class RecordValidator:
         frames.append((Columns(**whole), size + records * RECORD_OVERHEAD))
 
     def check_size(self, size: int) -> None:
-        """Raise ``RecordTooLarge`` for a record of more bytes than it may have."""
+        """Raise ``RecordTooLarge`` if ``size`` bytes are over the limit."""
         if size > self._record_bytes_max:
             raise RecordTooLarge(
                 f"A record of {size} bytes is over the limit of {self._record_bytes_max}.",
                 stream=self._stream,
-                hint="Publish a reference to it, cut it into pieces, or raise max_record_bytes.",
+                hint="Publish a reference to it, split it, or raise max_record_bytes.",
             )
 
 
@@ -137,17 +138,17 @@ def is_arrow(column: Any) -> bool:
 
 
 def to_bytes(value: Any) -> bytes:
-    """A value that no codec has to encode."""
+    """Return a bytes-like value as bytes; raise ``TypeError`` for anything else."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     raise TypeError(
-        f"A value must be bytes, not {type(value).__name__}; encode it, or open the stream with "
+        f"A value must be bytes, not {type(value).__name__}. Encode it, or open the stream with "
         'codec="text", "json" or "msgpack".'
     )
 
 
 def to_list(name: str, column: Any) -> list[Any]:
-    """Many of something, and not one that Python would take apart into numbers or letters."""
+    """Return an iterable as a list; refuse strings and mappings, which iterate over their parts."""
     if is_arrow(column):
         rows: list[Any] = column.to_pylist()
         return rows
@@ -160,37 +161,45 @@ def to_list(name: str, column: Any) -> list[Any]:
 
 
 def check_key(key: Any) -> bytes:
-    if type(key) is not bytes:
-        raise TypeError(f"A key must be bytes, not {type(key).__name__}.")
-    return key
+    """Return a key as bytes; text is encoded as UTF-8."""
+    if type(key) is bytes:
+        return key
+    if isinstance(key, str):
+        return _utf8("A key", key)
+    raise TypeError(f"A key must be bytes or str, not {type(key).__name__}.")
 
 
 def check_headers(headers: Any) -> dict[str, bytes]:
+    """Return headers with their values as bytes; text is encoded as UTF-8."""
     if not isinstance(headers, Mapping):
         raise TypeError(f"Headers must be a mapping, not {type(headers).__name__}.")
+    if len(headers) > HEADERS_MAX:
+        raise ValueError(f"A record has at most {HEADERS_MAX} headers, not {len(headers)}.")
+    raw: dict[str, bytes] = {}
     for name, value in headers.items():
-        if not isinstance(name, str) or type(value) is not bytes:
-            raise TypeError("Headers must be str names with bytes values.")
+        if isinstance(name, str) and type(value) is bytes:
+            raw[name] = value
+        elif isinstance(name, str) and isinstance(value, str):
+            raw[name] = _utf8(f"The header {name!r}", value)
+        else:
+            raise TypeError("Headers must be str names with bytes or str values.")
+    _utf8("A header name", "".join(raw))
+    return raw
+
+
+def _utf8(what: str, text: str) -> bytes:
     try:
-        "".join(headers).encode()
+        return text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"The name of a header cannot be written as UTF-8: {error}.") from None
-    return dict(headers)
+        raise ValueError(f"{what} cannot be encoded as UTF-8: {error}.") from None
 
 
 def headers_size(headers: Mapping[str, bytes]) -> int:
     return sum(len(name.encode()) + len(value) for name, value in headers.items())
 
 
-def _all_bytes(values: list[Any]) -> list[Any]:
-    """Bytes, and nothing that Arrow would quietly make bytes of."""
-    if countOf(map(type, values), bytes) == len(values):
-        return values
-    return [to_bytes(value) for value in values]
-
-
 def _row_size(columns: dict[str, Any]) -> int:
-    """The size of the one record in Arrow columns, counted as ``publish`` does."""
+    """Return the size of the only record in Arrow columns, counted as in ``publish``."""
     cells = {name: column[0].as_py() for name, column in columns.items()}
     headers = dict(cells.get("headers") or ())
     return len(cells["values"]) + len(cells.get("keys") or b"") + headers_size(headers)

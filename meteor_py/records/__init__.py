@@ -1,1 +1,1 @@
-"""Records and what they are made of: frames, codecs, positions, times, settings, descriptions."""
+"""Records, frames, codecs, positions, times, settings and descriptions."""

@@ -1,27 +1,30 @@
-"""Codecs: how values become bytes and bytes values. No pickle, anywhere.
+"""Codecs, which convert values to bytes and back. None of them uses pickle.
 
 A codec is any object with ``encode(value) -> bytes`` and ``decode(data) -> value``. Both are
-called once per record, in the thread of the caller, and must not keep state: a record may be
-decoded again after a seek. An exception in ``encode`` reaches the caller of ``publish`` as it is,
-one in ``decode`` becomes a :class:`~meteor_py.DecodeError` that carries the raw record.
+called once per record, in the caller's thread, and must be stateless: a record may be decoded again
+after a seek. An exception in ``encode`` reaches the caller of ``publish`` unchanged. An exception
+in ``decode`` becomes a :class:`~meteor_py.DecodeError` that carries the raw record.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import math
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
+
+CodecName = Literal["bytes", "text", "json", "msgpack"]
 
 
 @runtime_checkable
 class Codec(Protocol):
-    """What ``codec=`` takes besides a name."""
+    """An object that can be passed as ``codec=`` instead of a name."""
 
     def encode(self, value: Any) -> bytes:
         """Return the bytes to publish for ``value``."""
 
     def decode(self, data: bytes) -> Any:
-        """Return the value that ``data`` stands for."""
+        """Return the value that ``data`` encodes."""
 
 
 class _Text:
@@ -36,37 +39,64 @@ class _Text:
 
 class _Json:
     def encode(self, value: Any) -> bytes:
-        return msgspec.json.encode(value)
+        return encode_json(value)
 
     def decode(self, data: bytes) -> Any:
         return msgspec.json.decode(data)
 
 
-class _MessagePack:
-    def encode(self, value: Any) -> bytes:
-        return msgspec.msgpack.encode(value)
+def encode_json(value: Any) -> bytes:
+    """Encode a value as JSON. Refuse NaN and infinity: JSON lacks them, so readers would get None.
 
-    def decode(self, data: bytes) -> Any:
-        return msgspec.msgpack.decode(data)
+    Raises:
+        TypeError: The value cannot be written as JSON.
+        ValueError: The value contains NaN or infinity.
+    """
+    data: bytes = msgspec.json.encode(value)
+    if b"null" in data and _has_infinite(value):  # msgspec writes NaN and infinity as null
+        raise ValueError(
+            'NaN and infinity cannot be written as JSON. Replace them, or use codec="msgpack".'
+        )
+    return data
 
 
-_BY_NAME: dict[str, Codec | None] = {
+def _has_infinite(value: Any) -> bool:
+    try:
+        waiting = [msgspec.to_builtins(value)]
+    except TypeError:  # msgspec.Raw is JSON already
+        return False
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, float) and not math.isfinite(item):
+            return True
+        if isinstance(item, dict):
+            waiting += item.keys()
+            waiting += item.values()
+        elif isinstance(item, (list, tuple)):
+            waiting += item
+    return False
+
+
+_BY_NAME: dict[CodecName, Any] = {
     "bytes": None,
     "text": _Text(),
     "json": _Json(),
-    "msgpack": _MessagePack(),
+    "msgpack": msgspec.msgpack,  # this module has encode and decode
 }
+#: The names of all codecs.
+CODECS = tuple(_BY_NAME)
 
 
-def find_codec(codec: str | Codec) -> Codec | None:
-    """Return the codec of that name, or the object itself; None = values are bytes already."""
+def find_codec(codec: CodecName | Codec) -> Codec | None:
+    """Return the codec with that name, or the object itself; None if values are already bytes."""
     if isinstance(codec, str):
         if codec not in _BY_NAME:
             raise ValueError(
-                f"There is no codec {codec!r}; use one of {', '.join(_BY_NAME)}, "
+                f"There is no codec {codec!r}. Use one of {', '.join(_BY_NAME)}, "
                 "or an object with encode and decode."
             )
-        return _BY_NAME[codec]
+        found: Codec | None = _BY_NAME[codec]
+        return found
     if not isinstance(codec, Codec):
         raise TypeError(
             f"A codec needs the methods encode and decode; {type(codec).__name__} lacks one."

@@ -1,95 +1,127 @@
-"""Settings: frozen, named as the arguments that set them, checked once."""
+"""Settings of streams, publishers and subscribers, and the checks of their values."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal
 
+from meteor_py.errors import MeteorError
+from meteor_py.records.codec import CODECS, CodecName
 from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.records.position import Position
+from meteor_py.records.times import to_ms
 from meteor_py.redis import keys
 
 #: Default ring capacity in records (the same as Meteor's).
 DEFAULT_CAPACITY = 10_000
-#: Records that may wait for the archiver, in multiples of the capacity.
+#: Default limit of unarchived records, in multiples of the capacity.
 UNARCHIVED_CAPACITIES = 10
-#: Limits of one frame, the unit of transport: a reply stays small, a script short.
+#: Limits of one frame, so that replies stay small and scripts short.
 FRAME_RECORDS_MAX = 4_096
 FRAME_BYTES_MAX = 1_048_576
-#: The largest record by default, key and headers included, and what may be asked for.
+#: Maximum number of headers of a record.
+HEADERS_MAX = 10_000
+#: Maximum record size in bytes, key and headers included: the default, and the upper limit.
 RECORD_BYTES_MAX = 1_048_576
 RECORD_BYTES_LIMIT = 32 * 1_048_576
-#: The largest offset: Lua counts in doubles.
+#: The largest offset. Lua's numbers are doubles, exact only up to here.
 OFFSET_MAX = 2**53 - 1
-
-#: The longest delivery timeout, in seconds: half of what a server remembers an idle publisher for.
+#: The longest delivery timeout in seconds: half as long as a server remembers an idle publisher.
 DELIVERY_TIMEOUT_MAX_S = 12 * 3600
+#: Bounds of a lease's TTL in seconds; the owner renews the lease every third of its TTL.
+LEASE_TTL_S = (0.1, 86_400.0)
 
 Compression = Literal["none", "lz4", "zstd"]
 COMPRESSIONS: tuple[Compression, ...] = ("none", "lz4", "zstd")
-
-
 OnGap = Literal["raise", "skip"]
 
-#: Bounds of a lease's TTL in seconds; its owner renews it every third of that.
-LEASE_TTL_S = (0.1, 86_400.0)
+
+#: Settings of a stream that need a store.
+STORE_SETTINGS = ("max_unarchived", "retain", "retain_bytes")
 
 
 class InitialOffset(enum.StrEnum):
-    """Where a subscriber starts; an existing group continues where it is."""
+    """Where a subscriber starts. An existing group continues at its confirmed offset."""
 
-    #: At the first record that can be read.
+    #: At the first readable record.
     EARLIEST = "earliest"
     #: After the last record that exists when ``subscriber()`` returns.
     LATEST = "latest"
-    #: Nowhere: only for a group that has confirmed something.
+    #: At the group's confirmed offset; raise if there is none.
     NONE = "none"
-    #: EARLIEST in a group, else LATEST.
+    #: EARLIEST in a group, LATEST without one.
     AUTO = "auto"
+
+
+#: Where a subscriber starts: a word, an offset, or an aware datetime, which means the first record
+#: appended at that time or later.
+Start = InitialOffset | Literal["earliest", "latest", "none", "auto"] | int | datetime
 
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Settings of a stream, kept in Redis: all its users have the same."""
+    """Settings of a stream, stored on the server and shared by all clients."""
 
-    #: Records that the ring keeps at least; at most one frame more.
+    #: Number of records that the ring keeps, by default the newest 10,000. It may hold up to one
+    #: frame more. Without a store, older records are dropped for good.
     capacity: int = DEFAULT_CAPACITY
-    #: Compression of frames of several records; a publisher may choose another.
+    #: Compression of frames with several records; a publisher may choose another.
     compression: Compression = "none"
     #: Whether each frame carries a crc32, which detects bits that flipped in memory.
     checksum: bool = False
     #: How values become bytes: "bytes", "text", "json" or "msgpack". Cannot be changed later.
-    codec: str = "bytes"
-    #: What shared subscribers order its records by: "key" or "header:NAME"; None: the stream has no
-    #: shared subscribers. Cannot be changed later.
+    codec: CodecName = "bytes"
+    #: Ordering key of shared groups: "key" or "header:NAME"; None: the stream has no shared groups.
+    #: Cannot be changed later.
     ordering_key: str | None = None
-    #: The address of the store, without secrets; None: no store, or one that has no address.
+    #: The address of the store, without secrets; None: no store, or a store without an address.
     store: str | None = None
-    #: With a store: records that may wait for the archiver before publishers have to.
+    #: With a store: number of unarchived records at which publishers start to wait for the
+    #: archiver.
     max_unarchived: int | None = None
+    #: Seconds for which the ring keeps a record; None: no limit. Each publish drops older records,
+    #: so an idle stream keeps its records. Unarchived records stay.
+    max_age: float | None = None
+    #: Bytes of frames that the ring keeps, counting 32 extra bytes per frame; None: no limit. The
+    #: ring may hold up to one frame more. Unarchived records stay.
+    max_bytes: int | None = None
+    #: With a store: seconds for which it keeps a record that every group has confirmed; None: until
+    #: ``stream.store.expire()`` is called. Archivers delete older records, one whole file at a
+    #: time.
+    retain: float | None = None
+    #: With a store: total size of the files that it keeps, in bytes, under the same conditions as
+    #: ``retain``.
+    retain_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_int("capacity", self.capacity, 1, OFFSET_MAX)
-        if self.max_unarchived is not None:
-            check_int("max_unarchived", self.max_unarchived, 1, OFFSET_MAX)
+        for name in ("max_unarchived", "max_bytes", "retain_bytes"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1, OFFSET_MAX)
+        for name in ("max_age", "retain"):
+            if getattr(self, name) is not None:  # stored in ms
+                seconds = max(round(check_seconds(name, getattr(self, name)), 3), 0.001)
+                object.__setattr__(self, name, seconds)
         check_choice("compression", self.compression, COMPRESSIONS)
         if not isinstance(self.checksum, bool):
             raise TypeError(f"checksum must be True or False, not {self.checksum!r}.")
-        check_choice("codec", self.codec, ("bytes", "text", "json", "msgpack"))
+        check_choice("codec", self.codec, CODECS)
         if self.ordering_key is not None:
             OrderingRule(self.ordering_key)  # raises
 
     def check_room(self) -> StreamConfig:
-        """Return it, if publishers will find room.
+        """Raise ``ValueError`` if ``max_unarchived`` is below the capacity; return self.
 
-        Not checked when it is read: two clients that change settings at once may cause this.
+        Stored settings are not checked, because two clients that change them at once may cause
+        this.
         """
         if self.max_unarchived is not None and self.max_unarchived < self.capacity:
             raise ValueError(
                 f"max_unarchived must be at least the capacity, {self.capacity}, not "
-                f"{self.max_unarchived}: the ring holds that many anyway. Give max_unarchived= too."
+                f"{self.max_unarchived}. Pass a larger max_unarchived, or a smaller capacity."
             )
         return self
 
@@ -99,7 +131,7 @@ class StreamConfig:
         return None if self.ordering_key is None else OrderingRule(self.ordering_key)
 
     def to_fields(self) -> dict[str, str]:
-        """As fields of the hash ``meta``."""
+        """Return the fields of the hash ``meta``."""
         fields = {
             "capacity": str(self.capacity),
             "compression": self.compression,
@@ -112,19 +144,31 @@ class StreamConfig:
             fields["store_uri"] = self.store
         if self.max_unarchived is not None:
             fields["max_unarchived"] = str(self.max_unarchived)
+        if self.max_age is not None or self.max_bytes is not None:
+            age = "" if self.max_age is None else round(self.max_age * 1000)
+            fields["keep"] = f"{age}:{self.max_bytes or ''}"
+        if self.retain is not None:
+            fields["retain"] = str(round(self.retain * 1000))
+        if self.retain_bytes is not None:
+            fields["retain_bytes"] = str(self.retain_bytes)
         return fields
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> StreamConfig:
-        """From fields of the hash ``meta``."""
+        """Parse fields of the hash ``meta``."""
+        age, _, size = fields.get("keep", ":").partition(":")
         return cls(
             capacity=int(fields["capacity"]),
-            compression=fields["compression"],  # type: ignore[arg-type]  # checked right here
+            compression=fields["compression"],  # type: ignore[arg-type]  # checked by __post_init__
             checksum=fields["checksum"] == "1",
-            codec=fields["codec"],
+            codec=fields["codec"],  # type: ignore[arg-type]  # checked by __post_init__
             ordering_key=fields.get("group_by"),
             store=fields.get("store_uri"),
             max_unarchived=int(fields["max_unarchived"]) if "store" in fields else None,
+            max_age=int(age) / 1000 if age else None,
+            max_bytes=int(size) if size else None,
+            retain=int(fields["retain"]) / 1000 if "retain" in fields else None,
+            retain_bytes=int(fields["retain_bytes"]) if "retain_bytes" in fields else None,
         )
 
 
@@ -136,15 +180,22 @@ class PublisherConfig:
     linger: float = 0.0
     #: "none", "lz4" or "zstd", for frames of several records; None means the stream's setting.
     compression: Compression | None = None
-    #: Replicas that must have a record before it is acknowledged.
+    #: Replicas that must confirm a record before it is acknowledged.
     acks: int = 0
-    #: Seconds until a record that could not be delivered fails.
+    #: Seconds after which a record that could not be delivered fails.
     delivery_timeout: float = 30.0
-    #: Bytes of records not yet acknowledged; above, ``publish`` waits, then raises.
+    #: Maximum unacknowledged bytes. Above this limit, ``publish`` waits up to ``delivery_timeout``,
+    #: then raises ``PublisherFull``.
     max_pending_bytes: int = 64 * 1024 * 1024
-    #: Bytes of the largest record, key and headers included; up to 32 MiB. A record over 1 MiB
-    #: travels alone.
+    #: Maximum record size in bytes, key and headers included; up to 32 MiB. A record over 1 MiB
+    #: gets its own frame.
     max_record_bytes: int = RECORD_BYTES_MAX
+    #: Called with the error whenever records fail, or acknowledged records turn out to be lost. It
+    #: runs in the sender's thread, so it must not block. ``flush`` and ``close`` do not raise an
+    #: error again if this function received it for failed records. Without this function, a failure
+    #: is logged as a warning if no thread waits for the ``Ack``, and only once until records
+    #: succeed again.
+    on_error: Callable[[MeteorError], object] | None = None
 
     def __post_init__(self) -> None:
         check_seconds("linger", self.linger, zero=True)
@@ -154,40 +205,44 @@ class PublisherConfig:
         check_seconds("delivery_timeout", self.delivery_timeout)
         if self.delivery_timeout > DELIVERY_TIMEOUT_MAX_S:
             raise ValueError(
-                f"delivery_timeout must be at most {DELIVERY_TIMEOUT_MAX_S} seconds: a server "
-                "remembers a publisher for a day, and no record may be in doubt for longer."
+                f"delivery_timeout must be at most {DELIVERY_TIMEOUT_MAX_S} seconds, not "
+                f"{self.delivery_timeout:g}, so that no retry outlives the day for which the "
+                "server remembers the publisher."
             )
         check_int("max_pending_bytes", self.max_pending_bytes, 1, 2**40)
         check_int("max_record_bytes", self.max_record_bytes, 1, RECORD_BYTES_LIMIT)
+        if self.on_error is not None:
+            check_function("on_error", self.on_error)
 
 
 @dataclass(frozen=True)
 class SubscriberConfig:
     """Settings of a subscriber."""
 
-    #: The group to read for, which its first subscriber creates; None: it reads on its own.
+    #: The group to read for. Its first subscriber creates it. None: read without a group.
     group: str | None = None
-    #: Where to start without a group, or if the group is new.
-    initial_offset: InitialOffset = InitialOffset.AUTO
-    #: Seconds after which the group continues without a member that has died.
+    #: Where to start without a group, or in a new group: EARLIEST, LATEST, an offset, or an aware
+    #: datetime. With NONE, the group must have confirmed an offset.
+    initial_offset: Start = InitialOffset.AUTO
+    #: Seconds after which another member may take over from one that died.
     lease_ttl: float = 10.0
-    #: Seconds between two polls after which this member counts as hung and loses the lease.
+    #: Seconds without a poll after which this member counts as hung and loses the lease.
     max_poll_interval: float = 60.0
-    #: What to do when the ring has dropped the next record: "raise" ``RecordsLost``, or "skip".
+    #: Whether to "raise" ``RecordsLost`` or "skip" when the ring has dropped the next record.
     on_gap: OnGap = "raise"
-    #: Called with the first and last offset of each gap skipped.
+    #: Called with the first and last offset of each skipped gap.
     on_gap_skipped: Callable[[int, int], object] | None = None
     #: Called with the subscriber when it gets the lease, in the thread that polls. It may return
-    #: where to start: an offset, or better a ``checkpoint``. A program that keeps the checkpoint
+    #: where to start: an offset, or better a ``checkpoint``. A program that stores the checkpoint
     #: together with its results processes each record exactly once.
     on_assigned: Callable[[Any], Position | int | None] | None = None
-    #: Whether asking for more records confirms those that were handed out before.
+    #: Whether asking for more records confirms the ones returned before.
     auto_confirm: bool = False
 
     def __post_init__(self) -> None:
         if self.group is not None:
             keys.check_name(self.group, "group")
-        check_choice("initial_offset", self.initial_offset, tuple(InitialOffset))
+        parse_start("initial_offset", self.initial_offset)
         low, high = LEASE_TTL_S
         if not low <= check_seconds("lease_ttl", self.lease_ttl) <= high:
             raise ValueError(
@@ -202,14 +257,30 @@ class SubscriberConfig:
         if not isinstance(self.auto_confirm, bool):
             raise TypeError(f"auto_confirm must be True or False, not {self.auto_confirm!r}.")
         if self.group is None and (self.auto_confirm or self.on_assigned is not None):
-            raise ValueError("auto_confirm and on_assigned need a group; give one with group=.")
+            raise ValueError("auto_confirm and on_assigned need a group. Pass one with group=.")
 
     @property
-    def starts_at(self) -> InitialOffset:
+    def starts_at(self) -> InitialOffset | int | datetime:
         """``initial_offset`` with AUTO resolved."""
-        if self.initial_offset != InitialOffset.AUTO:
-            return InitialOffset(self.initial_offset)
+        start = parse_start("initial_offset", self.initial_offset)
+        if start is not InitialOffset.AUTO:
+            return start
         return InitialOffset.LATEST if self.group is None else InitialOffset.EARLIEST
+
+
+def parse_start(name: str, start: Start) -> InitialOffset | int | datetime:
+    """Return ``start``, with a word converted to an ``InitialOffset``.
+
+    Raises:
+        ValueError: The word is unknown, the offset is negative, or the datetime has no timezone.
+    """
+    if isinstance(start, datetime):
+        to_ms(start)
+        return start
+    if isinstance(start, int):
+        return check_int(name, start, 0, OFFSET_MAX)
+    check_choice(name, start, tuple(InitialOffset))
+    return InitialOffset(start)
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:
@@ -227,14 +298,19 @@ def check_seconds(name: str, value: Any, *, zero: bool = False) -> float:
         raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}.")
     if not 0 <= value < 1e9 or (value == 0 and not zero):
         bound = "zero or more" if zero else "more than zero"
-        raise ValueError(f"{name} must be {bound} seconds, and finite, not {value}.")
+        raise ValueError(f"{name} must be a finite number of seconds, {bound}, not {value}.")
     return float(value)
 
 
 def check_function(name: str, value: Any) -> None:
-    """Raise ``TypeError`` unless ``value`` can be called."""
+    """Raise ``TypeError`` unless ``value`` is callable."""
     if not callable(value):
         raise TypeError(f"{name} needs a function, not {value!r}.")
+
+
+def without_none(**settings: Any) -> dict[str, Any]:
+    """Return the settings that are not None: those that the caller passed."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -15,36 +15,42 @@ LAYOUT_VERSION = "1"
 
 @dataclass(frozen=True)
 class Meta:
-    """The hash ``meta`` of a stream, as it was at one moment."""
+    """A snapshot of the hash ``meta`` of a stream."""
 
     config: StreamConfig
     incarnation: str
     epoch: int
-    #: The next offset when the epoch began.
-    epoch_first: int
+    #: The epochs of the stream; see records/position.py.
+    epochs: str
     next: int
     appended: int
-    #: With a store: its id, what is archived in it, and what of that has expired; else None.
+    #: The id of the store. None without a store; ``archived`` and ``expired`` are then None too.
     store: str | None
     #: The id that the store had before the stream was resumed.
     store_before: str | None
+    #: The store holds the offsets from ``expired`` up to but not including ``archived``.
     archived: int | None
     expired: int | None
 
+    @property
+    def epoch_first(self) -> int:
+        """The next offset when the epoch began."""
+        return int(self.epochs.rpartition(":")[2])
+
     @classmethod
     def parse(cls, name: str, flat: list[bytes]) -> Meta:
-        """From the reply of HGETALL.
+        """Parse the reply of HGETALL.
 
         Raises:
-            CorruptStream: It is not the meta of a stream, or of a newer version.
+            CorruptStream: The hash is not the meta of a stream, or a newer version wrote it.
         """
         pairs = zip(flat[::2], flat[1::2], strict=True)
         fields = {k.decode(errors="replace"): v.decode(errors="replace") for k, v in pairs}
         version = fields.get("version", LAYOUT_VERSION)
         if version != LAYOUT_VERSION:
             raise CorruptStream(
-                f"Stream {name!r} has layout version {version!r}, and this is version "
-                f"{LAYOUT_VERSION}; upgrade meteor-py.",
+                f"Stream {name!r} has layout version {version!r}, and this release reads version "
+                f"{LAYOUT_VERSION}. To open it, upgrade meteor-py.",
                 stream=name,
             )
         try:
@@ -52,7 +58,7 @@ class Meta:
                 config=StreamConfig.from_fields(fields),
                 incarnation=fields["incarnation"],
                 epoch=int(fields["epoch"]),
-                epoch_first=int(fields.get("epochs", "0").rpartition(":")[2]),
+                epochs=fields["epochs"],
                 next=int(fields["next"]),
                 appended=int(fields["appended"]),
                 store=fields.get("store"),
@@ -68,49 +74,72 @@ class Meta:
 
 @dataclass(frozen=True)
 class GroupDescription:
-    """A group, as it was when it was looked at."""
+    """A snapshot of a subscriber group."""
 
     name: str
-    #: The next offset to process; all below are done.
+    #: The next offset to process; all records below it are confirmed.
     confirmed: int
-    #: Records between that and the end of the stream.
+    #: Records from ``confirmed`` to the end of the stream.
     lag: int
-    #: The member that holds the lease; None if no member does, and of a shared group.
+    #: The member that holds the lease; None if no member does, or for a shared group.
     owner: str | None
-    #: The number of the last term; 0 if there was none.
+    #: The number of the last term; each acquisition of the lease starts one. 0 if there was none.
     term: int
-    #: "exclusive": one member reads at a time; "shared": several share out the records.
+    #: "exclusive": one member reads at a time; "shared": consumers work in parallel.
     kind: Literal["exclusive", "shared"] = "exclusive"
-    #: How many share it, the dead not counted; None if it is not a shared one.
+    #: The number of live consumers of a shared group; None for an exclusive group.
     consumers: int | None = None
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a stream is like at one moment."""
+    """A snapshot of a stream."""
 
     name: str
-    #: Offset of the first record that can be read; ``next`` if there is none.
+    #: Offset of the first readable record; ``next`` if there is none.
     first: int
-    #: Offset that the next record will get.
+    #: Offset of the next record to be published.
     next: int
     #: Records in the ring.
     length: int
     #: Frames in the ring.
     frames: int
-    #: Memory of the ring in bytes, estimated by the server; None if it will not say.
+    #: Memory of the ring in bytes, estimated by the server; None if the ACL forbids MEMORY USAGE.
     bytes: int | None
-    #: Time of the last append in ms since 1970, 0 if there was none.
+    #: Time of the last append in ms since 1970; 0 if there was none.
     appended: int
-    #: All records below are in the store; None without a store.
+    #: All records below this offset are in the store; None without a store.
     archived: int | None
-    #: The member that archives it now; None if no member does, or without a store.
+    #: The archiver that is active now; None if there is none.
     archiver: str | None
     config: StreamConfig
     incarnation: str
-    #: Changes when the server fails over or is restarted.
+    #: Changes when the server fails over or restarts.
     epoch: int
-    #: Where the epoch began: a reader that was beyond it then has seen records that were lost.
+    #: The next offset when the epoch began. A reader that was already beyond it has read records
+    #: that are lost now.
     epoch_first: int
     #: The subscriber groups, by name.
     groups: tuple[GroupDescription, ...]
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """What ``Stream.repair`` found, and whether it changed anything."""
+
+    stream: str
+    #: Frames in the ring, which stay.
+    frames: int
+    #: Number of entries that no publisher wrote, in the log and in the index of ordering keys.
+    foreign: int
+    #: The IDs of the first hundred foreign entries.
+    entries: tuple[str, ...]
+    #: Whether an entry beyond the end blocks publishing, even if it was deleted since.
+    blocked: bool
+    #: Whether the repair was carried out.
+    repaired: bool
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there was nothing to repair."""
+        return not self.foreign and not self.blocked

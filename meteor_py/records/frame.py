@@ -1,19 +1,21 @@
-"""Frames: how records travel. The name of an entry's field says how its value is laid out.
+"""Frames, the wire format of records. The name of an entry's field is the format of its value.
 
-The name is a version, the columns that any of the frame's records has, and a compression:
+The name consists of a version, the columns that any of the records has, and a compression:
 
-* ``0v``: one record, the value itself. ``0kv``, ``0hkv``, ``0chkv``...: one record, MessagePack of
-  a list of its columns. One record as an Arrow message would cost 300 bytes more.
+* ``0v``: one record, the bare value. ``0kv``, ``0hkv``, ``0chkv``...: one record, a MessagePack
+  list of its columns. An Arrow message would take 300 bytes more.
 * ``1v``, ``1kv``...: many records, one Arrow IPC record batch message without its schema, which
   the name implies.
-* ``1kv.lz4``, ``1kv.zstd``: that message compressed as a whole: its size (uint32, little endian)
-  and one block.
+* ``1kv.lz4``, ``1kv.zstd``: that message, compressed: its size (uint32, little endian) and one
+  compressed block.
 
 The columns, always in this order: ``c`` timestamp (int64, ms), ``h`` headers
 (map<string, binary>), ``k`` key (binary), ``v`` value (binary, never null).
 
-Bytes from the log are not trusted: a frame is decoded and validated whole, or it is a
-:class:`~meteor_py.CorruptFrame` that names its offsets.
+Bytes from the log are not trusted. The reader validates each frame as a whole, and raises
+:class:`~meteor_py.CorruptFrame` with its offsets if the bytes are not a frame. One frame takes at
+most 256 MiB of memory: the limits below bound its unpacked size and the Python objects made from
+it.
 """
 
 from __future__ import annotations
@@ -26,26 +28,31 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, Any
 
+import lz4.block
 import msgspec
 import pyarrow as pa
 
 from meteor_py.errors import CorruptFrame, CorruptStream, UnsupportedFrame
-from meteor_py.records.config import OFFSET_MAX, Compression
-from meteor_py.records.record import ArrowChunk, Chunk, Headers, ListChunk
+from meteor_py.records.config import FRAME_RECORDS_MAX, OFFSET_MAX, Compression
+from meteor_py.records.record import ArrowChunk, Chunk, Headers, ListChunk, to_pairs
 from meteor_py.records.times import MAX_MS, check_ms_column
 
-#: What a frame may unpack to, in bytes, and as a multiple of what came.
+#: Limits of a decompressed frame: in bytes, and as a multiple of its compressed size.
 _UNPACKED_MAX = 64 * 1024 * 1024
 _RATIO_MAX = 100
-#: ``MetadataVersion.V5``, what Arrow has written since 1.0.
+#: Maximum records and headers that a reader accepts in one frame. Publishers write at most 4,096
+#: records.
+_RECORDS_MAX = 16 * FRAME_RECORDS_MAX
+_HEADERS_MAX = 1024 * 1024
+#: ``MetadataVersion.V5``, which Arrow has written since 1.0.
 _ARROW_V5 = 4
-#: Frames of up to this many records are put together into lists: a chunk has its overhead.
+#: Frames of up to this many records are merged into lists, to save the overhead of a chunk.
 _SMALL = 32
-#: Smaller frames are not worth compressing.
+#: Size in bytes below which compression does not pay off.
 _COMPRESS_MIN = 512
 
-# Frames are alike in size, so the C library reuses their memory; mimalloc, Arrow's default, gives
-# it back and asks for it again, which costs as much as all the rest of encoding.
+# Frames are similar in size, so the C library reuses their memory. mimalloc, Arrow's default,
+# returns it to the system each time, which costs as much as the rest of encoding.
 _POOL = pa.system_memory_pool()
 
 _CODECS = {"lz4": "lz4_raw", "zstd": "zstd"}
@@ -57,7 +64,7 @@ _FIELDS = {
 }
 _TYPES: dict[str, Any] = {
     "c": Annotated[int, msgspec.Meta(ge=0, le=MAX_MS)] | None,
-    "h": dict[str, bytes] | None,
+    "h": msgspec.Raw,
     "k": bytes | None,
     "v": bytes,
 }
@@ -67,14 +74,20 @@ _DECODERS = {
     letters: msgspec.msgpack.Decoder(tuple[tuple(_TYPES[letter] for letter in letters)])  # type: ignore[misc]  # made at run time
     for letters in _LETTERS
 }
-#: Also that of a later version, which may have other columns.
+#: Also matches formats of later versions, which may have other columns.
 _NAME = re.compile(rb"(\d{1,3})([a-z]{1,16})(?:\.([a-z0-9]{1,16}))?")
 _ID = re.compile(rb"(\d{1,16})-(\d{1,16})")
+_HEADERS = msgspec.msgpack.Decoder(dict[str, bytes] | None)
+#: Errors that, raised while decoding, mean that the bytes are not a frame.
+_NOT_A_FRAME = (
+    pa.ArrowException, msgspec.MsgspecError, lz4.block.LZ4BlockError, struct.error, ValueError,
+    LookupError, ArithmeticError, OSError, EOFError, MemoryError, RecursionError,
+)  # fmt: skip
 
 
 @dataclass(slots=True)
 class Columns:
-    """Records on their way out, by column: lists, or Arrow arrays of the types above."""
+    """Columns of records to be encoded: lists, or Arrow arrays of the types above."""
 
     values: Any
     keys: Any = None
@@ -91,26 +104,20 @@ class Columns:
     def to_arrow(self, letters: str) -> pa.RecordBatch:
         columns = {"c": self.timestamps, "h": self.headers, "k": self.keys, "v": self.values}
         schema = _SCHEMAS[letters]
-        arrays = [
-            column if isinstance(column, pa.Array) else pa.array(_plain(column), field.type)
-            for field, column in zip(schema, (columns[x] for x in letters), strict=True)
-        ]
+        arrays: list[Any] = []
+        for letter, field in zip(letters, schema, strict=True):
+            column = columns[letter]
+            if not isinstance(column, pa.Array):
+                column = pa.array(to_pairs(column) if letter == "h" else column, field.type)
+            arrays.append(column)
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _plain(column: list[Any]) -> list[Any]:
-    """Headers as pairs, which is what Arrow makes a map of."""
-    first = next((row for row in column if row is not None), None)
-    if not isinstance(first, dict):
-        return column
-    return [None if row is None else list(row.items()) for row in column]
-
-
-# -- out ---------------------------------------------------------------------------------------
+# -- encoding ----------------------------------------------------------------------------------
 
 
 def encode(columns: Columns, compression: Compression) -> tuple[str, Any]:
-    """Return the name of the frame's format and its bytes, or a buffer of them."""
+    """Return the name of the frame's format, and its bytes (or a buffer)."""
     letters = columns.letters()
     if len(columns) == 1:
         value = columns.values[0]
@@ -131,14 +138,14 @@ def encode(columns: Columns, compression: Compression) -> tuple[str, Any]:
         return f"1{letters}", message
     block = pa.compress(message, codec=_CODECS[compression], asbytes=True)
     if not message.size / _RATIO_MAX < len(block) + 4 < message.size:
-        return f"1{letters}", message  # it does not help, or readers would take it for a bomb
+        return f"1{letters}", message  # no gain, or readers would reject it as a decompression bomb
     return f"1{letters}.{compression}", struct.pack("<I", message.size) + block
 
 
 def fingerprint(payload: Any) -> int:
-    """A checksum that tells one batch of a publisher from another, not a guard of its bytes.
+    """Return a checksum that tells batches of one publisher apart. It does not detect corruption.
 
-    The ends suffice for that; a whole crc32 would take as long as building the frame.
+    It covers only the ends: a crc32 of everything would take as long as building the frame.
     """
     view = memoryview(payload)
     if len(view) <= 8192:
@@ -146,11 +153,11 @@ def fingerprint(payload: Any) -> int:
     return zlib.crc32(view[-4096:], zlib.crc32(view[:4096], len(view)))
 
 
-# -- in ----------------------------------------------------------------------------------------
+# -- decoding ----------------------------------------------------------------------------------
 
 
 def entry_span(stream: str, entry_id: bytes) -> tuple[int, int]:
-    """Return first and last offset of the entry with this ID.
+    """Return the first and last offset of the entry with this ID.
 
     Raises:
         CorruptStream: The ID is not ``<last offset>-<n>``.
@@ -164,19 +171,19 @@ def entry_span(stream: str, entry_id: bytes) -> tuple[int, int]:
 
 
 def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Chunk]:
-    """Return the records of some entries, small frames with consecutive offsets merged.
+    """Return the records of entries, with small frames of consecutive offsets merged.
 
-    What lies before a bad frame is returned; a bad first frame raises. What would unpack to more
-    than 64 MiB in all is left for another call.
+    Stops before a bad frame, or before decompressing more than 64 MiB in all; another call decodes
+    the rest. A bad first frame raises.
 
     Raises:
-        CorruptStream: An entry that no publisher of ours wrote.
-        UnsupportedFrame: A frame of a newer version.
+        CorruptStream: No meteor_py publisher wrote the first entry.
+        UnsupportedFrame: A newer version wrote the first frame.
         CorruptFrame: The bytes are not a frame.
     """
     chunks: list[Chunk] = []
     unpacked = 0
-    bare: ListChunk | None = None  # the last chunk, while it is nothing but values
+    bare: ListChunk | None = None  # the last chunk, if it has only values
     for entry_id, fields in entries:
         if bare is not None and _append_bare(bare, entry_id, fields):
             continue
@@ -186,7 +193,7 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
             if b"." in name:
                 unpacked += int.from_bytes(payload[:4], "little")
                 if chunks and unpacked > _UNPACKED_MAX:
-                    break  # enough for one fetch; the next begins here
+                    break  # enough for one fetch; the next one begins here
             chunk = _decode(stream, name, payload, first, last, time)
         except (CorruptStream, UnsupportedFrame, CorruptFrame):
             if chunks:
@@ -207,7 +214,7 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
 
 
 def _append_bare(chunk: ListChunk, entry_id: bytes, fields: list[bytes]) -> bool:
-    """Fast path for a record without key, headers and time: append it to the last chunk."""
+    """Append a record without key, headers and timestamp to the last chunk (the fast path)."""
     if (
         len(fields) != 4
         or fields[2] != b"0v"
@@ -225,7 +232,7 @@ def _append_bare(chunk: ListChunk, entry_id: bytes, fields: list[bytes]) -> bool
 def _open(
     stream: str, entry_id: bytes, fields: list[bytes], first: int, last: int
 ) -> tuple[int, bytes, bytes]:
-    """Take an entry apart: append time, format, payload."""
+    """Return an entry's append time, format and payload, after checking its checksum."""
     size = len(fields)
     if size not in (4, 6) or fields[0] != b"t" or not fields[1].isdigit() or len(fields[1]) > 15:
         raise foreign_entry(stream, entry_id)
@@ -242,127 +249,125 @@ def _open(
 
 def _decode(stream: str, name: bytes, payload: bytes, first: int, last: int, time: int) -> Chunk:
     n = last - first + 1
-    if name == b"0v" and n == 1:  # fast path for the most common small frame
+    if name == b"0v" and n == 1:
         return ListChunk(first, [payload], None, None, None, [time])
     match = _NAME.fullmatch(name)
     assert match is not None, "checked in _open"
     version, letters, compression = match[1], match[2].decode(), (match[3] or b"").decode()
     known = letters in _SCHEMAS
-    if version == b"0" and known and not compression:
-        if n != 1:
-            raise _corrupt(stream, first, last, f"a frame of one record claims {n}")
-        return _decode_one(stream, letters, payload, first, time)
-    if version == b"1" and known and (not compression or compression in _CODECS):
-        if compression:
-            payload = _unpack(stream, first, last, compression, payload)
-        return _decode_many(stream, letters, payload, first, last, time)
+    try:
+        if version == b"0" and known and not compression:
+            return _decode_one(letters, payload, first, n, time)
+        if version == b"1" and known and (not compression or compression in _CODECS):
+            if compression:
+                payload = _unpack(compression, payload)
+            return _decode_many(letters, payload, first, n, time)
+    except _NOT_A_FRAME as error:
+        raise _corrupt(stream, first, last, str(error)) from None
     raise UnsupportedFrame(
         f"Records {first} to {last} of stream {stream!r} have the frame format "
-        f"{name.decode()!r}, which this version does not know; upgrade meteor-py to read them.",
+        f"{name.decode()!r}, which this version does not know. To read them, upgrade meteor-py.",
         stream=stream,
         first=first,
         last=last,
     )
 
 
-def _decode_one(stream: str, letters: str, payload: bytes, offset: int, time: int) -> ListChunk:
-    if letters == "v":
-        return ListChunk(offset, [payload], None, None, None, [time])
-    try:
-        row = dict(zip(letters, _DECODERS[letters].decode(payload), strict=True))
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise _corrupt(stream, offset, offset, str(error)) from None
+def _decode_one(letters: str, payload: bytes, offset: int, n: int, time: int) -> ListChunk:
+    if n != 1:
+        raise ValueError(f"a frame of one record claims {n}")
+    row = dict(zip(letters, _DECODERS[letters].decode(payload), strict=True))
     return ListChunk(
         offset,
         [row["v"]],
         [row["k"]] if "k" in row else None,
-        [row["h"]] if "h" in row else None,
+        [_decode_headers(row["h"])] if "h" in row else None,
         [row["c"]] if "c" in row else None,
         [time],
     )
 
 
-def _decode_many(
-    stream: str, letters: str, payload: bytes, first: int, last: int, time: int
-) -> Chunk:
-    n = last - first + 1
-    try:
-        _refuse_compression_inside(payload)
-        batch = pa.ipc.read_record_batch(pa.py_buffer(payload), _SCHEMAS[letters])
-        if batch.num_rows != n:
-            raise ValueError(f"it has {batch.num_rows} records in place of {n}")
-        batch.validate(full=True)
-        if batch.column(batch.num_columns - 1).null_count:
-            raise ValueError("a value is null")
-        if "h" in letters and batch.column("headers").items.null_count:
+def _decode_headers(packed: msgspec.Raw) -> Headers | None:
+    """Decode a MessagePack map, after checking the length that it declares."""
+    data = bytes(packed)
+    length = {0xDE: data[1:3], 0xDF: data[1:5]}.get(data[0], b"")
+    if int.from_bytes(length, "big") > _HEADERS_MAX:
+        raise ValueError(f"it has more than {_HEADERS_MAX} headers")
+    headers: Headers | None = _HEADERS.decode(data)
+    return headers
+
+
+def _decode_many(letters: str, payload: bytes, first: int, n: int, time: int) -> Chunk:
+    if n > _RECORDS_MAX:
+        raise ValueError(f"it claims {n} records, and a frame has at most {_RECORDS_MAX}")
+    _refuse_compression_inside(payload)
+    batch = pa.ipc.read_record_batch(pa.py_buffer(payload), _SCHEMAS[letters])
+    if batch.num_rows != n:
+        raise ValueError(f"it has {batch.num_rows} records instead of {n}")
+    batch.validate(full=True)
+    if batch.column(batch.num_columns - 1).null_count:
+        raise ValueError("a value is null")
+    if "h" in letters:
+        items = batch.column("headers").items
+        if len(items) > _HEADERS_MAX:
+            raise ValueError(f"it has more than {_HEADERS_MAX} headers")
+        if items.null_count:
             raise ValueError("a header has no value")
-        if "c" in letters:
-            check_ms_column(batch.column("timestamp"))
-        chunk = ArrowChunk(first, batch, time)
-        return _to_lists(chunk) if n <= _SMALL else chunk
-    except (pa.ArrowException, ValueError, struct.error, OSError, MemoryError) as error:
-        raise _corrupt(stream, first, last, str(error)) from None
+    if "c" in letters:
+        check_ms_column(batch.column("timestamp"))
+    chunk = ArrowChunk(first, batch, time)
+    return _to_lists(chunk) if n <= _SMALL else chunk
 
 
 def _refuse_compression_inside(message: bytes) -> None:
     """Raise if the buffers of an Arrow message are compressed: a bomb could hide there.
 
-    Reads the flatbuffer by hand: the message table's ``header`` (field 2) is a record batch
-    table, whose field 3 is ``compression``. pyarrow also reads what older ones wrote, without
-    the mark at the start, or with the compression said elsewhere; none of that is ours.
+    Parses the flatbuffer by hand: the message table's ``header`` (field 2) is a record batch
+    table, whose field 3 is ``compression``. pyarrow also reads older formats, which lack the marker
+    at the start or declare the compression elsewhere; frames never use those formats.
     """
     if message[:4] != b"\xff\xff\xff\xff":
-        raise ValueError("the message does not begin with Arrow's mark")
-    _, table = _table(message, 8)
+        raise ValueError("the message does not begin with Arrow's marker")
+    table = _table(message, 8)
     if 0 not in table or struct.unpack_from("<h", message, table[0])[0] != _ARROW_V5:
-        raise ValueError("the message is of an older version of Arrow")
+        raise ValueError("an older version of Arrow wrote the message")
     header = table.get(2)
     if header is None:
         raise ValueError("the message has no header")
-    if 3 in _table(message, header)[1]:
-        raise ValueError("Arrow's own compression is not used here")
+    if 3 in _table(message, header):
+        raise ValueError("frames must not use Arrow's own compression")
 
 
-def _table(data: bytes, pointer: int) -> tuple[int, dict[int, int]]:
-    """Follow the offset at ``pointer`` to a flatbuffer table; return where each field lies."""
+def _table(data: bytes, pointer: int) -> dict[int, int]:
+    """Follow the offset at ``pointer`` to a flatbuffer table; return the position of each field."""
     position = pointer + struct.unpack_from("<I", data, pointer)[0]
     vtable = position - struct.unpack_from("<i", data, position)[0]
     if vtable < 0:
         raise ValueError("the message's table points before its start")
     (size,) = struct.unpack_from("<H", data, vtable)
     fields = struct.unpack_from(f"<{max(size - 4, 0) // 2}H", data, vtable + 4)
-    return position, {number: position + at for number, at in enumerate(fields) if at}
+    return {number: position + at for number, at in enumerate(fields) if at}
 
 
-def _unpack(stream: str, first: int, last: int, compression: str, payload: bytes) -> bytes:
-    try:
-        (size,) = struct.unpack_from("<I", payload)
-        if not 8 <= size <= min(_UNPACKED_MAX, _RATIO_MAX * len(payload)):
-            raise ValueError(f"{len(payload)} bytes claim to unpack to {size}")
-        block, codec = memoryview(payload)[4:], _CODECS[compression]
-        unpacked: bytes = pa.decompress(block, decompressed_size=size, codec=codec, asbytes=True)
-        if compression == "lz4" and _fits(block, size - 1):
-            raise ValueError(f"it unpacks to less than the {size} bytes it claims")
-    except (pa.ArrowException, ValueError, struct.error, OSError) as error:
-        raise _corrupt(stream, first, last, str(error)) from None
+def _unpack(compression: str, payload: bytes) -> bytes:
+    (size,) = struct.unpack_from("<I", payload)
+    if not 8 <= size <= min(_UNPACKED_MAX, _RATIO_MAX * len(payload)):
+        raise ValueError(f"{len(payload)} bytes claim to unpack to {size}")
+    block = memoryview(payload)[4:]
+    unpacked: bytes
+    if compression == "lz4":
+        # Do not use pyarrow here: it does not report how many bytes it unpacked. The rest of its
+        # buffer is uninitialised memory of this process, which must not reach the application.
+        unpacked = lz4.block.decompress(block, uncompressed_size=size)
+        if len(unpacked) != size:
+            raise ValueError(f"it unpacks to {len(unpacked)} bytes, not to the {size} it claims")
+    else:  # a zstd block declares its size, which pyarrow verifies
+        unpacked = pa.decompress(block, decompressed_size=size, codec="zstd", asbytes=True)
     return unpacked
 
 
-def _fits(block: memoryview, size: int) -> bool:
-    """Whether an lz4 block unpacks to at most ``size`` bytes.
-
-    pyarrow does not tell how much was unpacked, and what was not filled is memory of this
-    process, which must not be handed out as values. (A zstd block knows its own size.)
-    """
-    try:
-        pa.decompress(block, decompressed_size=size, codec="lz4_raw", asbytes=True)
-    except OSError:
-        return False
-    return True
-
-
 def _to_lists(chunk: ArrowChunk) -> ListChunk:
-    """A small frame as lists, so that it can be merged with its neighbours."""
+    """Convert a small frame to lists, so that it can be merged with its neighbours."""
     names = chunk.columns.schema.names
     columns = {name: chunk.columns.column(name).to_pylist() for name in names}
     headers: list[Headers | None] | None = None
@@ -395,11 +400,12 @@ def _joined(a: list[Any] | None, size_a: int, b: list[Any] | None, size_b: int) 
 
 
 def foreign_entry(stream: str, entry_id: bytes) -> CorruptStream:
-    """The error of an entry in the log that no publisher of ours wrote."""
-    shown = entry_id[:64].decode("ascii", "replace")
+    """Return the error for a log entry that no meteor_py publisher wrote."""
+    name = entry_id[:64].decode("ascii", "replace")
     return CorruptStream(
-        f"Entry {shown!r} in the log of stream {stream!r} is not a frame of ours; delete it "
-        "(XDEL), and let only publishers write the log (docs/acl.md).",
+        f"Entry {name!r} in the log of stream {stream!r} is not a frame of meteor_py. Remove it "
+        "with stream.repair(dry_run=False) or `meteor streams repair`, and let only publishers "
+        "write to the log (docs/acl.md).",
         stream=stream,
     )
 
@@ -407,7 +413,7 @@ def foreign_entry(stream: str, entry_id: bytes) -> CorruptStream:
 def _corrupt(stream: str, first: int, last: int, why: str) -> CorruptFrame:
     return CorruptFrame(
         f"Records {first} to {last} of stream {stream!r} are corrupt: {why.strip().rstrip('.')}. "
-        f"seek({last + 1}) goes on behind them.",
+        f"seek({last + 1}) continues after them.",
         stream=stream,
         first=first,
         last=last,

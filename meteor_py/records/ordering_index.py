@@ -1,15 +1,16 @@
-"""Ordering keys: which key each record of a stream has, and how the index lists them.
+"""Ordering keys of records, and the index that lists them.
 
-A stream with an ordering key has an index beside its log. The index has one entry for each frame,
-with the same ID and no payload, so that a reader of keys need not decode frames. An entry is a list
-of strings, an even number, because Redis takes them for fields and their values:
+A stream with an ordering key has an index beside its log. The index has one entry per frame, with
+the same ID and no payload, so that shared groups learn the keys without decoding frames. An entry
+is a list of strings. Their number is even, because Redis treats them as fields and values:
 
 1. Two bytes for each record, little endian: the number of its key among the strings that follow.
 2. The ordering keys of the frame, each once.
 3. An empty string if the number of keys is even.
 
-A record without an ordering key has the empty string. So has a record whose key is too long: it
-cannot be published, but it may arrive as a dead letter, which keeps its records unchanged.
+The index lists an empty string for a record without an ordering key, and for one whose key is too
+long. The latter cannot be published, but a dead letter may carry it, because dead letters keep
+records unchanged.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _HEADER = "header:"
 
 
 class OrderingRule:
-    """Where the ordering key of a record comes from: ``"key"``, or ``"header:NAME"``.
+    """The source of a record's ordering key: ``"key"``, or ``"header:NAME"``.
 
     Raises:
-        TypeError: It is not a str.
-        ValueError: It is neither of these.
+        TypeError: ``ordering_key`` is not a str.
+        ValueError: ``ordering_key`` has neither form.
     """
 
     def __init__(self, ordering_key: str) -> None:
@@ -45,7 +46,7 @@ class OrderingRule:
         self._header = ordering_key[len(_HEADER) :] if named else None
 
     def key_of(self, record: Record) -> bytes:
-        """Return a record's ordering key; empty if it has none, or one that is too long."""
+        """Return a record's ordering key; empty if there is none or the key is too long."""
         return _short(self._key_of(record.key, record.headers))
 
     def check(self, key: bytes | None, headers: Headers | None) -> None:
@@ -53,7 +54,7 @@ class OrderingRule:
         self._check(len(self._key_of(key, headers)))
 
     def check_columns(self, columns: Any) -> None:
-        """Raise ``ValueError`` if the ordering key of any of these records is too long."""
+        """Raise ``ValueError`` if a record's ordering key is too long."""
         column = columns.keys if self._header is None else columns.headers
         if column is None:
             return
@@ -66,7 +67,7 @@ class OrderingRule:
         self._check(longest or 0)
 
     def index(self, columns: Any) -> list[bytes]:
-        """Return a frame's entry in the index; lists or Arrow arrays, as ``frame.Columns``."""
+        """Return the index entry of a frame (``frame.Columns``)."""
         column = columns.keys if self._header is None else columns.headers
         size = len(columns)
         if column is None:
@@ -82,7 +83,7 @@ class OrderingRule:
         return _even([numbers, *map(_short, encoded.dictionary.to_pylist())])
 
     def index_rows(self, batch: pa.RecordBatch) -> list[bytes]:
-        """Return the entry for records from a store (``record.ARROW_SCHEMA``)."""
+        """Return the index entry of records from a store (``record.ARROW_SCHEMA``)."""
         from meteor_py.records.frame import Columns
 
         keys, headers = batch.column("key"), batch.column("headers")
@@ -101,20 +102,20 @@ class OrderingRule:
     def _arrow(self, column: Any) -> Any:
         import pyarrow.compute as pc
 
-        # Of several headers of one name the last counts, as in the dict that readers get.
+        # If a header occurs more than once, the last one counts, as in the dict that readers get.
         return column if self._header is None else pc.map_lookup(column, self._header, "last")
 
     def _check(self, longest: int) -> None:
         if longest > ORDERING_KEY_BYTES_MAX:
             what = "key" if self._header is None else f"header {self._header!r}"
             raise ValueError(
-                f"The {what} of a record is its ordering key here, and may have "
+                f"The {what} of a record is its ordering key in this stream and may have at most "
                 f"{ORDERING_KEY_BYTES_MAX} bytes, not {longest}; use a hash of it."
             )
 
 
 def packed(entry: Iterable[bytes]) -> bytes:
-    """Return an entry as one string: its parts, each after its length."""
+    """Return an entry as one string: each part with its length before it."""
     return b"".join(b"%d:%b" % (len(part), part) for part in entry)
 
 

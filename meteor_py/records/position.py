@@ -1,50 +1,152 @@
-"""A position in a stream, and how to tell that the server has lost records below it.
+"""A position in a stream, and the check whether the server has lost records below it.
 
-A server that fails over to a lagging replica, or restarts without its last second, gives out
-offsets a second time. So a position kept outside the server is not an offset alone, but
-(incarnation, epoch, offset): the incarnation changes when a stream is created anew, the epoch
-when the server's history does (a new ``master_replid``: each restart, each fail-over). The table
-``epochs`` in meta has the first offset of each epoch: a reader above the first offset of a later
-epoch than its own has seen records that are gone.
+A server that fails over to a lagging replica, or restarts without its last second of data, assigns
+some offsets a second time. An offset alone therefore does not name a record. A position is
+(incarnation, epoch, offset): recreating a stream starts another incarnation, and a change of the
+server's replication history (a new ``master_replid``, at each restart and failover) starts another
+epoch.
+
+After a split, two servers can continue the same stream, each with its own epochs. So the history of
+a stream is a tree, and a server knows one branch of it: the table ``epochs`` in meta, a list of
+``number:first offset``, oldest epoch first. An epoch's number is random enough to occur on one
+branch only. A position belongs to the server's branch up to the last epoch that both have in
+common.
+
+A ``+`` before a number says that no epoch is missing between this entry and the one before it.
+Versions up to 0.1 wrote no ``+`` and dropped epochs in which nothing was appended.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+#: Epochs that a position carries.
+_PATH_EPOCHS = 8
+#: Maximum epochs in a table, as in new_epoch.lua.
+_TABLE_EPOCHS = 1000
+
 
 class Position(NamedTuple):
-    """The next offset to process, in one incarnation and one epoch of a stream."""
+    """The next offset to process, in one incarnation and one epoch of a stream.
+
+    A tuple of text and numbers, so that it can be stored anywhere: ``Position(*saved)`` restores
+    it.
+    """
 
     incarnation: str
     epoch: int
     offset: int
+    #: The last few epochs up to this position, as in the stream's own table; empty if unknown. With
+    #: them, a server on another branch can tell exactly which records it lacks.
+    path: str = ""
+
+
+class _Epoch(NamedTuple):
+    number: int
+    first: int
+    #: Whether the table lists every epoch between the entry before this one and this one.
+    follows: bool
 
 
 def diverged_at(position: Position, epochs: str, end: int) -> int | None:
-    """Return the first offset of what ``position`` knows and the server lost, or None.
+    """Return the first offset below ``position`` that the server lost, or None.
+
+    If the position is from another branch and its path does not show where the branches split, the
+    result is 0, which may be too low but never too high.
 
     Args:
         position: The position of a reader or publisher.
-        epochs: The table of the stream's epochs, as in meta.
-        end: The stream's next offset.
+        epochs: The epochs of the stream on the server, as in meta.
+        end: The stream's next offset on the server.
 
-    >>> diverged_at(Position("i", 1, 200), "1:0,2:100", 300)
+    >>> diverged_at(Position("i", 1, 200), "1:0,+2:100", 300)
     100
-    >>> diverged_at(Position("i", 1, 100), "1:0,2:100", 300) is None
+    >>> diverged_at(Position("i", 1, 100), "1:0,+2:100", 300) is None
     True
     >>> diverged_at(Position("i", 1, 200), "1:0", 150)
     150
+    >>> diverged_at(Position("i", 3, 110, path="1:0,+2:90,+3:100"), "1:0,+2:90,+4:105", 300)
+    100
     """
-    table = [
-        (int(number), int(first))
-        for number, _, first in (entry.partition(":") for entry in epochs.split(","))
-    ]
-    known = [first for number, first in table if number > position.epoch]
-    newest, begun = table[-1]
-    if not known and end < position.offset:
-        known = [end]  # no client has begun a new epoch yet
-    elif not known and newest < position.epoch:
-        known = [begun]  # ours was lost as a whole, and the server's clock had gone back
-    lowest = max(min(known, default=position.offset), 0)
+    table = _parse(epochs)
+    path = _parse(position.path) if position.path else []
+    firsts = [end, *(epoch.first for epoch in _after_split(table, path, position.epoch))]
+    lowest = max(min(firsts), 0)
     return lowest if lowest < position.offset else None
+
+
+def _after_split(table: list[_Epoch], path: list[_Epoch], number: int) -> list[_Epoch]:
+    """The epochs, on either branch, that follow the last one that both branches have."""
+    numbers = [epoch.number for epoch in table]
+    if number in numbers:
+        return table[numbers.index(number) + 1 :]
+    steps = [epoch.number for epoch in path]
+    if number in steps:
+        path = path[: steps.index(number) + 1]
+        for index in range(len(path) - 2, -1, -1):
+            if path[index].number in numbers:
+                return [*table[numbers.index(path[index].number) + 1 :], *path[index + 1 :]]
+    complete_from = max(epoch.number for epoch in table if not epoch.follows)
+    if number < complete_from:
+        return [epoch for epoch in table if epoch.number > number]
+    if not table[-1].follows:  # written by version 0.1, which compared numbers
+        return table[-1:]
+    return table  # the branches may have split anywhere
+
+
+def _parse(epochs: str) -> list[_Epoch]:
+    table = []
+    for index, entry in enumerate(epochs.split(",")):
+        number, _, first = entry.partition(":")
+        table.append(_Epoch(int(number), int(first), index > 0 and number.startswith("+")))
+    return table
+
+
+def path_of(epochs: str) -> str:
+    """Return the part of a table of epochs that positions carry."""
+    return ",".join(epochs.split(",")[-_PATH_EPOCHS:])
+
+
+def with_epoch(epochs: str, number: int, first: int) -> str:
+    """Return a table with one more epoch, and without the oldest one if it is too long.
+
+    >>> with_epoch("1:0,+2:100", 3, 150)
+    '1:0,+2:100,+3:150'
+    """
+    entries = [*epochs.split(","), f"+{number}:{first}"]
+    if len(entries) > _TABLE_EPOCHS:
+        # As in new_epoch.lua: readers from before the second epoch may have lost everything.
+        entries = entries[1 - _TABLE_EPOCHS :]
+        entries[0] = f"{entries[0].lstrip('+').partition(':')[0]}:-1"
+    return ",".join(entries)
+
+
+def newest_epoch(epochs: str) -> int:
+    """Return the number of the last epoch in a table.
+
+    >>> newest_epoch("1:0,+2:100")
+    2
+    """
+    return int(epochs.rpartition(",")[2].partition(":")[0])
+
+
+def table_numbers(epochs: str) -> set[int]:
+    """Return the numbers of the epochs in a table."""
+    return {epoch.number for epoch in _parse(epochs)}
+
+
+def epoch_of(epochs: str, offset: int) -> int:
+    """Return the number of the epoch in which the record at ``offset`` was appended.
+
+    >>> epoch_of("1:0,+2:100,+3:100", 99), epoch_of("1:0,+2:100,+3:100", 100)
+    (1, 3)
+    """
+    table = _parse(epochs)
+    return next((e.number for e in reversed(table) if e.first <= offset), table[0].number)
+
+
+def epoch_numbers(epochs: str) -> set[int] | None:
+    """Return the numbers of all epochs in a table, or None if some may be missing from it."""
+    table = _parse(epochs)
+    complete = table[0].first == 0 and all(epoch.follows for epoch in table[1:])
+    return {epoch.number for epoch in table} if complete else None

@@ -1,12 +1,13 @@
-"""Records, and batches of them that stay in Arrow until the application asks for objects.
+"""Records, and batches that stay in Arrow format until the application asks for objects.
 
-A :class:`RecordBatch` is a run of consecutive offsets in one or more chunks. A chunk is a frame
-as it came (Arrow, not copied), a number of small frames put together (lists), or a part of a store.
+A :class:`RecordBatch` holds consecutive offsets in one or more chunks. A chunk is one large frame
+(Arrow, not copied), several small frames merged (lists), or records from a store (Arrow).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import chain, repeat
 from typing import Any, overload
@@ -36,16 +37,16 @@ ARROW_SCHEMA = pa.schema(
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """One record as it was published, and where it lies."""
+    """A published record and its offset."""
 
     offset: int
-    #: The value: bytes, or what the codec made of them.
+    #: The value: bytes, or the object that the codec decoded.
     value: Any
     key: bytes | None
     headers: Headers | None
-    #: Creation time in ms since 1970: the publisher's if it gave one, else ``appended``.
+    #: Creation time in ms since 1970: the publisher's ``timestamp``, or else ``appended``.
     timestamp: int
-    #: Time in ms since 1970 at which the server appended it; never goes back in a stream.
+    #: Time in ms since 1970 at which the server appended the record; never decreases in a stream.
     appended: int
 
     @property
@@ -54,26 +55,16 @@ class Record(msgspec.Struct, frozen=True, gc=False):
         return EPOCH + timedelta(milliseconds=self.timestamp)
 
 
+@dataclass(slots=True, eq=False)
 class ListChunk:
-    """Records of small frames, as lists of equal length; None = no record has one."""
+    """Records of small frames: lists of equal length, or None if no record has that part."""
 
-    __slots__ = ("appended", "first", "headers", "keys", "timestamps", "values")
-
-    def __init__(
-        self,
-        first: int,
-        values: list[bytes],
-        keys: list[bytes | None] | None,
-        headers: list[Headers | None] | None,
-        timestamps: list[int | None] | None,
-        appended: list[int],
-    ) -> None:
-        self.first = first
-        self.values = values
-        self.keys = keys
-        self.headers = headers
-        self.timestamps = timestamps
-        self.appended = appended
+    first: int
+    values: list[bytes]
+    keys: list[bytes | None] | None
+    headers: list[Headers | None] | None
+    timestamps: list[int | None] | None
+    appended: list[int]
 
     def __len__(self) -> int:
         return len(self.values)
@@ -103,7 +94,7 @@ class ListChunk:
         )
 
     def value_list(self) -> list[bytes]:
-        return self.values.copy()  # the caller's to change
+        return self.values.copy()  # the caller may change it
 
     def key_list(self) -> list[bytes | None]:
         return self.keys.copy() if self.keys else [None] * len(self)
@@ -117,7 +108,7 @@ class ListChunk:
                 pa.array(self.appended, _MILLISECONDS),
                 pa.array(self.keys, pa.binary()) if self.keys else pa.nulls(size, pa.binary()),
                 pa.array(self.values, pa.binary()),
-                pa.array(_pairs(self.headers), _HEADERS)
+                pa.array(to_pairs(self.headers), _HEADERS)
                 if self.headers
                 else pa.nulls(size, _HEADERS),
             ],
@@ -131,15 +122,13 @@ class ListChunk:
         return [appended if time is None else time for time, appended in pairs]
 
 
+@dataclass(slots=True, eq=False)
 class ArrowChunk:
-    """One frame of many records, as it came. All were appended at the same time."""
+    """One frame of many records, not copied. All were appended at the same time."""
 
-    __slots__ = ("appended", "columns", "first")
-
-    def __init__(self, first: int, columns: pa.RecordBatch, appended: int) -> None:
-        self.first = first
-        self.columns = columns
-        self.appended = appended
+    first: int
+    columns: pa.RecordBatch
+    appended: int
 
     def __len__(self) -> int:
         return int(self.columns.num_rows)
@@ -149,16 +138,14 @@ class ArrowChunk:
         return ArrowChunk(self.first + start, part, self.appended)
 
     def rows(self) -> Iterator[Record]:
-        headers = self._column("headers")
+        times = self._column("timestamp")
         return map(
             Record,
             range(self.first, self.first + len(self)),
             self.value_list(),
-            self._list("key"),
-            repeat(None)
-            if headers is None
-            else [None if pairs is None else dict(pairs) for pairs in headers.to_pylist()],
-            self._times(),
+            self.key_list(),
+            _dicts(self._column("headers")),
+            repeat(self.appended) if times is None else times.fill_null(self.appended).to_pylist(),
             repeat(self.appended),
         )
 
@@ -191,25 +178,13 @@ class ArrowChunk:
         index = self.columns.schema.get_field_index(name)
         return None if index < 0 else self.columns.column(index)
 
-    def _list(self, name: str) -> Any:
-        column = self._column(name)
-        return repeat(None) if column is None else column.to_pylist()
 
-    def _times(self) -> Any:
-        column = self._column("timestamp")
-        if column is None:
-            return repeat(self.appended)
-        return column.fill_null(self.appended).to_pylist()
-
-
+@dataclass(slots=True, eq=False)
 class TableChunk:
-    """Records from a store, with all columns of ``ARROW_SCHEMA``."""
+    """Records from a store, with the columns that its reader asked for: usually all of them."""
 
-    __slots__ = ("columns", "first")
-
-    def __init__(self, first: int, columns: pa.RecordBatch) -> None:
-        self.first = first
-        self.columns = columns
+    first: int
+    columns: pa.RecordBatch
 
     def __len__(self) -> int:
         return int(self.columns.num_rows)
@@ -218,15 +193,12 @@ class TableChunk:
         return TableChunk(self.first + start, self.columns.slice(start, stop - start))
 
     def rows(self) -> Iterator[Record]:
-        headers = self.columns.column("headers")
         return map(
             Record,
             range(self.first, self.first + len(self)),
             self.value_list(),
             self.key_list(),
-            repeat(None)
-            if headers.null_count == len(headers)
-            else [None if pairs is None else dict(pairs) for pairs in headers.to_pylist()],
+            _dicts(self.columns.column("headers")),
             self.columns.column("timestamp").view(pa.int64()).to_pylist(),
             self.columns.column("appended").view(pa.int64()).to_pylist(),
         )
@@ -240,7 +212,16 @@ class TableChunk:
         return keys
 
     def to_arrow(self) -> pa.RecordBatch:
-        return self.columns
+        """Return all columns of ``ARROW_SCHEMA``. Those that were not read are null."""
+        size, names = len(self), self.columns.schema.names
+        if len(names) == len(ARROW_SCHEMA):
+            return self.columns
+        columns = [
+            self.columns.column(field.name) if field.name in names else pa.nulls(size, field.type)
+            for field in ARROW_SCHEMA
+        ]
+        columns[0] = pa.arange(self.first, self.first + size)
+        return pa.RecordBatch.from_arrays(columns, schema=ARROW_SCHEMA)
 
 
 Chunk = ListChunk | ArrowChunk | TableChunk
@@ -253,7 +234,7 @@ class RecordBatch(Sequence[Record]):
     >>> len(batch), batch.offsets   # doctest: +SKIP
     (3, range(0, 3))
 
-    ``values()`` is several times faster than a loop over records, ``to_arrow()`` again faster.
+    ``values()`` is several times faster than a loop over records, and ``to_arrow()`` faster still.
     """
 
     __slots__ = ("_chunks", "_codec", "_length", "_stream", "first_offset")
@@ -265,7 +246,7 @@ class RecordBatch(Sequence[Record]):
         self._chunks = chunks
         self._codec = codec
         self._length = sum(map(len, chunks))
-        #: Offset of the first record; of an empty batch, the offset that would come next.
+        #: Offset of the first record; for an empty batch, the next offset to read.
         self.first_offset = first_offset
 
     @property
@@ -279,45 +260,53 @@ class RecordBatch(Sequence[Record]):
         return range(self.first_offset, self.first_offset + self._length)
 
     def values(self) -> list[Any]:
-        """The values of all records, decoded.
+        """Return the values of all records, decoded.
 
         Raises:
-            DecodeError: The codec could not read one of them.
+            DecodeError: The codec could not decode one of them.
         """
-        raw = self._raw_values()
-        return raw if self._codec is None else self._decoded(raw)
+        raw: list[bytes] = []
+        for chunk in self._chunks:
+            raw += chunk.value_list()
+        if self._codec is None:
+            return raw
+        decode = self._codec.decode
+        try:
+            return [decode(value) for value in raw]
+        except Exception:
+            return [record.value for record in self]  # raises DecodeError with the record
 
     def keys(self) -> list[bytes | None]:
-        """The keys of all records; None where there is none."""
-        if len(self._chunks) == 1:
-            return self._chunks[0].key_list()
+        """Return the keys of all records; None for a record without a key."""
         return list(chain.from_iterable(chunk.key_list() for chunk in self._chunks))
 
     def to_arrow(self) -> pa.Table:
-        """As an Arrow table (:data:`ARROW_SCHEMA`); values and keys are not copied or decoded."""
+        """Return an Arrow table (:data:`ARROW_SCHEMA`). Values are not decoded or copied."""
         return pa.Table.from_batches([c.to_arrow() for c in self._chunks], schema=ARROW_SCHEMA)
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Record]:
-        if self._codec is None:
-            return chain.from_iterable(chunk.rows() for chunk in self._chunks)
-        return chain.from_iterable(self._decoded_rows(chunk) for chunk in self._chunks)
+        rows = chain.from_iterable(chunk.rows() for chunk in self._chunks)
+        codec = self._codec
+        if codec is None:
+            return rows
+        return (decode_record(self._stream, codec, record) for record in rows)
 
     @overload
     def __getitem__(self, index: int) -> Record: ...
     @overload
     def __getitem__(self, index: slice) -> RecordBatch: ...
     def __getitem__(self, index: int | slice) -> Record | RecordBatch:
-        """A record, or with a slice (of step 1) a batch that shares the memory of this one."""
+        """Return a record, or for a slice with step 1 a batch that shares this one's memory."""
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)
             if step != 1:
-                raise ValueError("A batch is a run of consecutive offsets; slice it with step 1.")
+                raise ValueError("A batch has consecutive offsets. Slice it with step 1.")
             return self._part(start, max(start, stop))
         if not -self._length <= index < self._length:
-            raise IndexError(f"Record {index} of a batch of {self._length}.")
+            raise IndexError(f"Index {index} is out of range: the length is {self._length}.")
         index %= self._length
         return next(iter(self._part(index, index + 1)))
 
@@ -335,42 +324,31 @@ class RecordBatch(Sequence[Record]):
         span = f"{self.first_offset}..{self.last_offset}" if self._length else "empty"
         return f"<RecordBatch of {self._stream!r}: {span}>"
 
-    def _raw_values(self) -> list[bytes]:
-        values: list[bytes] = []
-        for chunk in self._chunks:
-            values += chunk.value_list()
-        return values
-
-    def _decoded(self, raw: list[bytes]) -> list[Any]:
-        assert self._codec is not None
-        decode = self._codec.decode
-        try:
-            return [decode(value) for value in raw]
-        except Exception:
-            return [record.value for record in self]  # raises again, naming the record
-
-    def _decoded_rows(self, chunk: Chunk) -> Iterator[Record]:
-        assert self._codec is not None
-        for record in chunk.rows():
-            yield decode_record(self._stream, self._codec, record)
-
 
 def decode_record(stream: str, codec: Codec, record: Record) -> Record:
-    """The same record with its value decoded.
+    """Return the record with its value decoded.
 
     Raises:
-        DecodeError: The codec cannot read it.
+        DecodeError: The codec could not decode it.
     """
     try:
         value = codec.decode(record.value)
     except Exception as error:
         raise DecodeError(
-            f"The codec cannot read record {record.offset} of stream {stream!r}: {error}",
+            f"The codec could not decode record {record.offset} of stream {stream!r}: {error}",
             stream=stream,
             record=record,
         ) from error
     return msgspec.structs.replace(record, value=value)
 
 
-def _pairs(headers: list[Headers | None]) -> list[list[tuple[str, bytes]] | None]:
+def to_pairs(headers: list[Headers | None]) -> list[list[tuple[str, bytes]] | None]:
+    """Convert headers to lists of pairs, which Arrow accepts as maps."""
     return [None if row is None else list(row.items()) for row in headers]
+
+
+def _dicts(headers: Any) -> Iterable[Headers | None]:
+    """Convert an Arrow column of headers, or None."""
+    if headers is None or headers.null_count == len(headers):
+        return repeat(None)
+    return [None if pairs is None else dict(pairs) for pairs in headers.to_pylist()]

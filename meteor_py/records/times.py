@@ -1,4 +1,4 @@
-"""Times: ms since 1970 inside, aware datetimes outside."""
+"""Conversion between aware datetimes, which users pass, and ms since 1970, which are stored."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import pyarrow as pa
 
 #: 9999-12-31, in ms.
 MAX_MS = 253_402_300_799_999
+#: Integers from the first up to but not including the second are times from 2001 to 2054, in
+#: seconds. Read as ms, they would fall in January 1970, which no program means.
+_SECONDS = (1_000_000_000, 2_678_400_000)
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECOND = timedelta(milliseconds=1)
 
 
 def to_ms(time: Any) -> int:
-    """Return an aware datetime, or ms since 1970, as ms.
+    """Convert an aware datetime, or ms since 1970, to ms since 1970.
 
-    A datetime between two of them is the later one: so "from this time on" stays true.
+    Rounds up, so that "from this time on" never includes an earlier record.
 
     >>> to_ms(1_700_000_000_000)
     1700000000000
@@ -25,21 +28,30 @@ def to_ms(time: Any) -> int:
     1
 
     Raises:
-        ValueError: A datetime without a timezone, or out of range.
-        TypeError: Something else.
+        ValueError: The datetime has no timezone, the time is not from 1970 to 9999, or the integer
+            is in seconds.
+        TypeError: ``time`` is neither a datetime nor an int.
     """
     if isinstance(time, datetime):
         if time.tzinfo is None or time.utcoffset() is None:
             raise ValueError(
-                f"{time!r} has no timezone, so it is not a point in time; "
-                "use datetime.now(timezone.utc) or add one."
+                f"{time!r} has no timezone. Use datetime.now(timezone.utc), or add a timezone."
             )
         return check_ms(-((EPOCH - time) // _MILLISECOND))
     if isinstance(time, bool) or not isinstance(time, int):
         raise TypeError(
             f"A time must be an aware datetime or ms since 1970, not {type(time).__name__}."
         )
+    if _SECONDS[0] <= time < _SECONDS[1]:
+        raise _in_seconds(time)
     return check_ms(time)
+
+
+def _in_seconds(time: int) -> ValueError:
+    return ValueError(
+        f"{time} is a time in seconds, and a timestamp counts ms since 1970. Multiply it by 1000, "
+        "or pass an aware datetime."
+    )
 
 
 def check_ms(ms: int) -> int:
@@ -49,30 +61,42 @@ def check_ms(ms: int) -> int:
 
 
 def to_ms_column(times: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Return an Arrow column of times, or of ms since 1970, as ms (int64).
+    """Convert an Arrow column of timestamps, or of ms since 1970, to ms since 1970 (int64).
 
     Raises:
-        ValueError: Times without a timezone, or out of range.
-        TypeError: Something else.
+        ValueError: The timestamps have no timezone, a time is not from 1970 to 9999, or an integer
+            is in seconds.
+        TypeError: The column holds neither timestamps nor integers.
     """
     kind = times.type
     if pa.types.is_timestamp(kind):
         if kind.tz is None:
             raise ValueError(
-                f"A column of {kind} has no timezone, so it holds no points in time; "
-                'use pa.timestamp("ms", tz="UTC").'
+                f'A column of {kind} has no timezone. Use pa.timestamp("ms", tz="UTC").'
             )
         times = times.cast(pa.timestamp("ms", tz=kind.tz), safe=False)
     elif not pa.types.is_integer(kind):
         raise TypeError(f"Times must be Arrow timestamps or ms since 1970, not {kind}.")
     column = times.cast(pa.int64())
     check_ms_column(column)
+    if not pa.types.is_timestamp(kind):
+        _check_no_seconds(column)
     return column
 
 
+def _check_no_seconds(column: pa.Array | pa.ChunkedArray) -> None:
+    from pyarrow import compute
+
+    low, high = _SECONDS
+    above, below = compute.greater_equal(column, low), compute.less(column, high)
+    found = column.filter(compute.and_(above, below))
+    if len(found):
+        raise _in_seconds(found[0].as_py())
+
+
 def check_ms_column(column: pa.Array | pa.ChunkedArray) -> None:
-    """Raise ``ValueError`` unless all of it are times from 1970 to 9999, or null."""
-    from pyarrow import compute  # 40 ms, which most programs never need
+    """Raise ``ValueError`` unless every value is a time from 1970 to 9999, or null."""
+    from pyarrow import compute  # importing takes 40 ms, and most programs never need it
 
     bounds = compute.min_max(column).as_py()
     for bound in (bounds["min"], bounds["max"]):
@@ -81,7 +105,7 @@ def check_ms_column(column: pa.Array | pa.ChunkedArray) -> None:
 
 
 def seconds_in_words(seconds: float) -> str:
-    """Return a duration as people write it.
+    """Format a duration with its unit.
 
     >>> seconds_in_words(1.0), seconds_in_words(2.5)
     ('1 second', '2.5 seconds')

@@ -1,5 +1,5 @@
-"""The server: connections, keys, scripts and the errors that its replies stand for.
+"""Access to the server: connections, keys, scripts, and errors for its replies.
 
-``connector`` is the way to one server and ``connection`` one connection to it. ``keys`` documents
+``connector`` connects to one server, and ``connection`` is one connection to it. ``keys`` documents
 every key and field. ``scripts`` lists the Lua scripts in ``lua/``.
 """

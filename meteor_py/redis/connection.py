@@ -1,6 +1,6 @@
-"""One connection to a server: commands out, replies in, errors translated once.
+"""One connection to a server: sends commands, reads replies, translates errors.
 
-The only module that sends commands through redis-py. It leans on it for addresses, TLS,
+This is the only module that sends commands through redis-py. It uses redis-py for addresses, TLS,
 authentication and parsing, and sets every option itself: the defaults of redis-py (a 5 s socket
 timeout, ten retries) would publish records twice and break blocking reads. Nothing is retried here
 unless the caller asks for it with ``retry_idle``.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import redis
@@ -24,29 +25,30 @@ from redis.retry import Retry
 
 from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, OutOfMemory, ServerRefused
 from meteor_py.redis.address import Address, mask
+from meteor_py.redis.embedded_connection import EmbeddedConnection, NotRestarted
 from meteor_py.redis.scripts import Script
 
-#: What an argument of a command may be. Buffers of Arrow are sent without a copy.
+#: An argument of a command: str, int, bytes or a buffer. Arrow buffers are sent without a copy.
 Argument = Any
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
-#: A peer that is gone without a word is noticed after 45 s, also on an idle connection.
+#: Detects a dead peer within 45 s, even on an idle connection.
 _KEEPALIVE = {
     getattr(socket, name): seconds
     for name, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
     if hasattr(socket, name)
 }
 
-#: Bytes that may wait in a unix socket, where the kernel allows it. With its 208 KiB a publisher
-#: and the server would take turns: 2.0 million records/s in place of 2.7.
+#: Send buffer of a unix socket in bytes, where the kernel allows it. With the default of 208 KiB,
+#: publisher and server take turns: 2.0 million records/s instead of 2.7.
 _UNIX_BUFFER = 4 * 1024 * 1024
 
-#: Arguments above this many bytes are sent as they lie, not joined to the others.
+#: Arguments with more bytes than this are sent as separate chunks, without a copy.
 _JOIN_MAX = 16_384
 
-#: Replies that say "not now" or "not here" rather than "no". None of them ran the command.
+#: Error replies that mean "not now" or "not here". The server did not run the command.
 _NOT_NOW = (
     redis.exceptions.AskError,
     redis.exceptions.ClusterDownError,
@@ -54,24 +56,24 @@ _NOT_NOW = (
     redis.exceptions.ReadOnlyError,
     redis.exceptions.TryAgainError,
 )
-#: The same, where redis-py has no class for the code.
+#: The same, for error codes without a class in redis-py.
 _NOT_NOW_CODES = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
-#: What XADD replies, with the code ERR of most errors, if its ID is not above all others.
+#: XADD's reply, with the generic code ERR, if the entry's ID is not above all others.
 _ID_TAKEN = "equal or smaller than the target stream top item"
 
 
 class DataSafetyWarning(UserWarning):
-    """The server is set up in a way that can lose data; the message names the remedy."""
+    """The server's settings can lose data; the message names the remedy."""
 
 
 class ScriptMissing(MeteorError):
-    """The server does not know a script; it did not run."""
+    """The server does not know the script and did not run it."""
 
     retriable = True
 
 
 class EntryIdTaken(ServerRefused):
-    """The stream has an entry with this ID or a later one; nothing was added."""
+    """The stream already has an entry with this ID or a later one; nothing was added."""
 
 
 class Connection:
@@ -81,6 +83,8 @@ class Connection:
         self.address = address
         self.timeout_s = timeout_s
         self._connection: AbstractConnection | None = None
+        self._opening: AbstractConnection | None = None
+        self._server_pid = self._private_server_pid()
         self._history: str | None = None
         self._pid = os.getpid()
 
@@ -96,7 +100,7 @@ class Connection:
             self._fail(error)
 
     def read(self, timeout_s: float | None = None) -> Any:
-        """Return the next reply; an error reply is raised."""
+        """Return the next reply; raise if it is an error."""
         if self._connection is None:
             raise ConnectionFailed(f"The connection to {self.address} was closed.")
         try:
@@ -114,12 +118,12 @@ class Connection:
             return self.read(timeout_s)
         except MeteorError:
             raise
-        except BaseException:  # Ctrl-C: the next caller must not read the reply to this
+        except BaseException:  # Ctrl-C: the next caller must not read this reply
             self.close()
             raise
 
     def pipeline(self, commands: Sequence[Sequence[Argument]], timeout_s: float) -> list[Any]:
-        """Send commands together and return their replies; the first error is raised."""
+        """Send commands together and return their replies; raise the first error."""
         try:
             self.send(commands)
             return self.read_all(len(commands), timeout_s)
@@ -130,7 +134,7 @@ class Connection:
             raise
 
     def read_all(self, count: int, timeout_s: float) -> list[Any]:
-        """Return the next ``count`` replies; the first error among them is raised."""
+        """Return the next ``count`` replies; raise the first error among them."""
         replies: list[Any] = []
         failure: MeteorError | None = None
         try:
@@ -141,9 +145,7 @@ class Connection:
                     raise
                 except MeteorError as error:
                     failure = failure or error
-        except (
-            BaseException
-        ):  # as in call(); a server that cannot do it now leaves replies behind too
+        except BaseException:  # as in call()
             self.close()
             raise
         if failure is not None:
@@ -151,7 +153,7 @@ class Connection:
         return replies
 
     def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument] = ()) -> Any:
-        """Run a script; one that the server does not know yet is sent whole."""
+        """Run a script; send its text if the server does not know it yet."""
         try:
             return self.call(*self.script_call(script, keys, args))
         except ScriptMissing:
@@ -165,7 +167,7 @@ class Connection:
         *,
         whole: bool = False,
     ) -> tuple[Argument, ...]:
-        """The command that runs ``script``: by its hash, or with its ``whole`` text."""
+        """Return the command that runs ``script``: by its hash, or with its ``whole`` text."""
         fake = self.address.scheme == "fake"
         read_only = script.read_only and not fake
         verb = ("EVAL" if whole or fake else "EVALSHA") + ("_RO" if read_only else "")
@@ -173,7 +175,7 @@ class Connection:
         return (verb, body, len(keys), *keys, *args)
 
     def retry_idle(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call ``work``, and once more on a new connection if an idle one turns out to be dead.
+        """Call ``work``, and call it again on a new connection if an idle one was dead.
 
         Only for commands that may be repeated.
 
@@ -192,11 +194,11 @@ class Connection:
 
     @property
     def history(self) -> str:
-        """The server's ``master_replid`` when this connection was made; '' where it is hidden.
+        """The server's ``master_replid`` when this connection was made; '' if the server hides it.
 
         Raises:
-            ConnectionFailed: The server is a replica: it takes no writes, and its history is
-                not its own.
+            ConnectionFailed: The server is a replica. It accepts no writes, and its history is that
+                of its primary.
         """
         self.connect()
         if self._history is None:
@@ -204,7 +206,7 @@ class Connection:
         return self._history or ""
 
     def refresh_history(self) -> str:
-        """Ask again; a server can be promoted under an open connection."""
+        """Read the history again: a server can be promoted while a connection is open."""
         self._history = ""
         if self.address.scheme == "fake":
             return ""
@@ -215,80 +217,89 @@ class Connection:
         if facts.get("role") == "slave":
             self.close()
             raise ConnectionFailed(
-                f"The server at {self.address} is a replica and takes no writes; "
-                "connect to its primary."
+                f"The server at {self.address} is a replica and takes no writes. "
+                "Connect to its primary."
             )
         self._history = facts.get("master_replid", "")
         return self._history
+
+    @property
+    def data_lost(self) -> bool:
+        """Whether a private server has restarted empty since this object was created."""
+        return self._server_pid != self._private_server_pid()
+
+    def _private_server_pid(self) -> int | None:
+        server = self.address.options.get("embedded")  # see EmbeddedConnection
+        return None if server is None or server.keep else server.pid
 
     # -- the connection ------------------------------------------------------------------------
 
     @property
     def block_max_s(self) -> float:
-        """The longest wait to ask a server for: a connection that died is noticed soon after."""
-        return 0.05 if self.address.scheme == "fake" else 2.0  # a fake's cannot be interrupted
+        """Longest blocking read in seconds, so that a dead connection is noticed soon after."""
+        return 0.05 if self.address.scheme == "fake" else 2.0  # a fake server cannot be interrupted
 
     @property
     def connected(self) -> bool:
         return self._connection is not None and self._pid == os.getpid()
 
     def connect(self) -> AbstractConnection:
-        """Return the connection, made anew if there is none or it belongs to our parent."""
+        """Return the connection; open one if there is none or it belongs to the parent process."""
         if self._pid != os.getpid():
-            self._connection = None  # closed in the parent; here it is only forgotten
+            self._connection = None  # do not close it: the parent still uses the socket
             self._pid = os.getpid()
         if self._connection is None:
             connection = self.address.connection_class(
                 **self.address.options, **connection_options(self.address, self.timeout_s)
             )
+            self._opening = connection  # for interrupt()
             try:
                 connection.connect()
             except (redis.RedisError, OSError) as error:
                 self._fail(error)
+            finally:
+                self._opening = None
             self._connection = connection
             self._history = None
-            self._widen()
+            sock = self._socket()
+            if sock is not None and sock.family == socket.AF_UNIX:  # TCP tunes its buffer itself
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
         return self._connection
 
     def close(self) -> None:
-        """Close the connection; the next use makes another. Safe to call twice."""
+        """Close the connection; the next use opens another. Safe to call twice."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.disconnect()
 
     def interrupt(self) -> None:
-        """End a wait in another thread: its ``send`` or ``read`` raises ConnectionFailed."""
-        # Not disconnect(): redis-py would quietly connect again, and replies get mixed up.
+        """Interrupt another thread: its ``send`` or ``read`` raises ConnectionFailed."""
+        opening = self._opening
+        if isinstance(opening, EmbeddedConnection):
+            opening.cancel()
+        # Not disconnect(): redis-py would silently connect again, and replies would get mixed up.
         sock = self._socket()
         if sock is not None:
-            try:
+            with suppress(OSError):  # already closed
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it has ended already
-
-    def _widen(self) -> None:
-        """Let several frames leave at once; over TCP the kernel sees to that by itself."""
-        sock = self._socket()
-        if sock is not None and sock.family == socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
 
     def _socket(self) -> socket.socket | None:
         sock = getattr(self._connection, "_sock", None)
-        return sock if isinstance(sock, socket.socket) else None  # a fake one has another kind
+        return sock if isinstance(sock, socket.socket) else None  # a fake server has none
 
     def _fail(self, error: Exception) -> NoReturn:
         translated = translate(error, self.address)
         if isinstance(translated, ConnectionFailed):
             self.close()
-        error.__context__ = None  # its words are in ours: one cause is enough to read
+        error.__context__ = None  # the new message already includes its text
         try:
             raise translated from error.with_traceback(None)
         finally:
-            del translated, error  # else frame and exception hold each other, and all our callers
+            del translated, error  # a reference cycle would keep all callers' frames alive
 
 
 def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
-    """Every option of a redis-py connection that matters, none left to its defaults."""
+    """Return every relevant option of a redis-py connection; none is left to its default."""
     keepalive = {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}
     return {
         **(keepalive if address.scheme in ("redis", "rediss") else {}),
@@ -307,7 +318,7 @@ def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
 
 
 def encode(commands: Iterable[Sequence[Argument]]) -> list[bytes | memoryview]:
-    """Write commands in the protocol, large arguments as views of their own memory."""
+    """Encode commands for the wire; large arguments stay views of their memory."""
     chunks: list[bytes | memoryview] = []
     small: list[bytes] = []
     for command in commands:
@@ -340,18 +351,18 @@ def parse_info(reply: bytes) -> dict[str, str]:
 
 
 def translate(error: Exception, address: Address) -> MeteorError:
-    """Return the error of this package for an error of redis-py.
+    """Return this package's error for an error from redis-py.
 
-    The only place that reads the text of an error: the first word of an error reply is its code.
+    The only function that reads the text of an error: the first word of an error reply is its code.
     """
     words = mask(str(error)).strip()
-    # redis-py cuts off the codes that it knows.
+    # redis-py removes the codes that it knows.
     code = getattr(error, "status_code", None) or words.partition(" ")[0]
     if isinstance(error, redis.exceptions.NoScriptError):
         return ScriptMissing(words)
     if isinstance(error, redis.exceptions.OutOfMemoryError) or code == "OOM":
         return OutOfMemory(
-            f"The server at {address} has reached its maxmemory and takes no new record; raise "
+            f"The server at {address} has reached its maxmemory and takes no new records. Raise "
             "maxmemory, or lower the capacity of its streams.",
             code=code,
         )
@@ -361,6 +372,8 @@ def translate(error: Exception, address: Address) -> MeteorError:
             "Check user, password and ACL (docs/acl.md).",
             code=code,
         )
+    if isinstance(error, NotRestarted):
+        return ConnectionFailed(words)
     if isinstance(error, redis.BusyLoadingError):
         return _not_now(f"The server at {address} is still loading its data.")
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError, OSError)):
@@ -368,6 +381,8 @@ def translate(error: Exception, address: Address) -> MeteorError:
             f"The server at {address} cannot be reached: {words.rstrip('.')}. "
             "Is it running, and is the address right?"
         )
+    if code == "UNBLOCKED":  # the server was demoted during a blocking read
+        return ConnectionFailed(f"The server at {address} is no longer the primary: {words}")
     if isinstance(error, _NOT_NOW) or code in _NOT_NOW_CODES:
         return _not_now(f"The server at {address} cannot do this now: {words}")
     refused = EntryIdTaken if _ID_TAKEN in words else ServerRefused

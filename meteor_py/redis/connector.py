@@ -1,4 +1,4 @@
-"""The way to one server: resolves its address, opens connections, runs commands on a shared one."""
+"""Access to one server: resolves its address, opens connections, runs commands on a shared one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from redis.connection import UnixDomainSocketConnection
+from redis.connection import AbstractConnection
+from redis.exceptions import ResponseError
 
 from meteor_py.errors import ConnectionFailed, MeteorError
 from meteor_py.redis.address import Address
 from meteor_py.redis.connection import Argument, Connection, connection_options
+from meteor_py.redis.embedded_connection import EmbeddedConnection
 from meteor_py.redis.scripts import Script
 from meteor_py.redis.server_warnings import warn_of_dangers, warn_of_hidden_history
 from meteor_py.redis.shared_connection import use_temporary
@@ -26,11 +28,11 @@ _T = TypeVar("_T")
 
 
 class Connector:
-    """Connects to one server. Safe for several threads, and usable after a fork.
+    """A client's access to one server. Thread-safe, and usable after a fork.
 
-    Commands given to ``call``, ``pipeline``, ``run`` and ``use`` share one connection and may be
-    sent twice: an idle connection may have died unnoticed, so a failure on it is retried once on a
-    new one. Code that must not repeat a command opens a connection of its own.
+    ``call``, ``pipeline``, ``run`` and ``use`` share one connection and may send commands twice: an
+    idle connection may have died unnoticed, so a failure on it is retried once on a new one. Code
+    that must not repeat a command opens its own connection.
     """
 
     def __init__(self, address: Address, timeout_s: float) -> None:
@@ -52,7 +54,7 @@ class Connector:
 
     @property
     def is_private(self) -> bool:
-        """Whether the server and its memory end with this connector, or with this process."""
+        """Whether the server and its data end with this connector or this process."""
         return self.address.scheme == "fake" or (
             self.address.scheme == "embedded" and not self.address.place
         )
@@ -65,13 +67,12 @@ class Connector:
                 from redis import ConnectionPool, Redis
 
                 address = self.resolve()
-                pool = ConnectionPool(
-                    connection_class=address.connection_class,
-                    **address.options,
-                    **connection_options(address, self.timeout_s),
-                )
+                options = {**address.options, **connection_options(address, self.timeout_s)}
+                if address.scheme == "rediss":
+                    options["redis_connect_func"] = _take_tickets
+                pool = ConnectionPool(connection_class=address.connection_class, **options)
                 self._redis = Redis.from_pool(pool)
-            self.resolve()  # refuses if closed
+            self.resolve()  # raises if closed
             return self._redis
 
     def open_connection(self) -> Connection:
@@ -79,7 +80,7 @@ class Connector:
         return Connection(self.resolve(), self.timeout_s)
 
     def warn_of_hidden_history(self) -> None:
-        """Warn, in the calling thread, if the server hides what reveals lost records."""
+        """Warn the calling thread if lost records could go unnoticed on this server."""
         try:
             self.use(warn_of_hidden_history)
         except ConnectionFailed:
@@ -103,7 +104,7 @@ class Connector:
             self._check_open()
             if self._commands is None:
                 self._commands = self.open_connection()
-            if self._in_use:  # a signal handler, in the middle of another call
+            if self._in_use:  # in a signal handler that interrupted another call
                 return use_temporary(self.open_connection, work)
             connection = self._commands
             self._in_use = True
@@ -119,7 +120,7 @@ class Connector:
         return work(connection)
 
     def resolve(self) -> Address:
-        """Return the address to connect to. Starts the embedded server if the address means one."""
+        """Return the address to connect to; start the embedded server if the address names one."""
         with self._exclusive():
             self._check_open()
             if self._resolved is None:
@@ -143,9 +144,10 @@ class Connector:
             from meteor_py.server import open_embedded
 
             self._server = open_embedded(self.address.place)
-            options = {"path": self._server.socket_path, "password": self._server.password}
             return replace(
-                self.address, options=options, connection_class=UnixDomainSocketConnection
+                self.address,
+                options={"embedded": self._server},
+                connection_class=EmbeddedConnection,
             )
         return self.address
 
@@ -158,4 +160,19 @@ class Connector:
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._lock = threading.RLock()
+            self._in_use = False  # a thread of the parent may have been in the middle of a call
         return self._lock
+
+
+def _take_tickets(connection: AbstractConnection) -> None:
+    """Prepare a TLS connection of a redis-py pool.
+
+    A TLS 1.3 server sends session tickets first. The pool mistakes any unread bytes for the reply
+    to an earlier command, and rejects the connection.
+    """
+    connection.on_connect()
+    connection.send_command("PING", check_health=False)
+    try:
+        connection.read_response()
+    except ResponseError:  # this user may not use PING; the tickets were read
+        pass

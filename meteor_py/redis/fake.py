@@ -13,7 +13,7 @@ _shared: dict[str, Any] = {}
 
 
 def fake_address(address: Address) -> Address:
-    """The fake server of ``fake://name``, shared by name; of ``fake://``, a private one."""
+    """Resolve ``fake://name`` to the fake server of that name, and ``fake://`` to a private one."""
     try:
         from fakeredis import FakeRedisConnection, FakeServer
     except ImportError as error:

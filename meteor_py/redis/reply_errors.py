@@ -1,4 +1,4 @@
-"""The errors that script replies stand for, and other errors that several packages raise."""
+"""Errors for script replies, and other errors that several packages raise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from meteor_py.errors import (
     ConnectionFailed,
-    CorruptSegment,
     CorruptStream,
     Fenced,
     GroupActive,
@@ -23,50 +22,74 @@ from meteor_py.errors import (
     StreamFull,
     StreamNotFound,
 )
-from meteor_py.redis.address import mask
 
 
 def stream_full(stream: str, archived: int) -> StreamFull:
     return StreamFull(
-        f"Stream {stream!r} holds as many unarchived records as it may; only those below "
+        f"Stream {stream!r} has reached its limit of unarchived records; only the records below "
         f"{archived} are in the store.",
         stream=stream,
         hint="Is an archiver running?",
     )
 
 
-def stream_gone(stream: str, code: bytes, last: int = -1) -> MeteorError:
-    """For the codes NOSTREAM and INCARNATION; ``last`` is the last offset known of the old one."""
+def stream_gone(
+    stream: str, code: bytes, last: int = -1, *, data_lost: bool = False
+) -> MeteorError:
+    """Return the error for the codes NOSTREAM and INCARNATION.
+
+    Args:
+        stream: The name of the stream.
+        code: The code that the server replied.
+        last: The last known offset of the old stream.
+        data_lost: Whether the server is known to have lost all its data.
+    """
+    if data_lost:
+        return LogTruncated(
+            f"The private server has ended and was restarted without its data: the records of "
+            f"stream {stream!r} are gone. Open the stream again to create it, and use a server "
+            "that keeps its data (embedded:///directory) if it must survive.",
+            stream=stream,
+            first=0,
+            last=last,
+        )
     if code == b"NOSTREAM":
         return StreamNotFound(
-            f"Stream {stream!r} does not exist any more; open it again to create it.",
+            f"Stream {stream!r} does not exist any more. A new publisher creates it again.",
             stream=stream,
         )
     return LogTruncated(
-        f"Stream {stream!r} was deleted and created anew since it was opened; open it again.",
+        f"Stream {stream!r} was deleted and created again since it was opened. Open it again.",
         stream=stream,
         first=0,
         last=last,
     )
 
 
-def check_incarnation(stream: str, incarnation: str, found: bytes | None, last: int = -1) -> None:
-    """Raise unless the incarnation that is in meta is the one that is meant.
+def check_incarnation(
+    stream: str,
+    incarnation: str,
+    found: bytes | None,
+    last: int = -1,
+    *,
+    data_lost: bool = False,
+) -> None:
+    """Check the incarnation that was found in ``meta`` against the expected one.
 
     Raises:
-        StreamNotFound, LogTruncated: As ``stream_gone``.
+        StreamNotFound, LogTruncated: See ``stream_gone``.
     """
     if found is None:
-        raise stream_gone(stream, b"NOSTREAM")
+        raise stream_gone(stream, b"NOSTREAM", last, data_lost=data_lost)
     if found.decode() != incarnation:
-        raise stream_gone(stream, b"INCARNATION", last)
+        raise stream_gone(stream, b"INCARNATION", last, data_lost=data_lost)
 
 
 def acknowledged_records_lost(stream: str, first: int, last: int) -> LogTruncated:
     return LogTruncated(
         f"The server has lost the acknowledged records {first} to {last} of stream {stream!r}: it "
-        "failed over to a replica that lagged, or restarted without its last writes. Publish them "
-        "again if you still have them.",
+        "failed over to a lagging replica, or restarted without its last writes. If you still have "
+        "the records, publish them again.",
         stream=stream,
         first=first,
         last=last,
@@ -76,8 +99,8 @@ def acknowledged_records_lost(stream: str, first: int, last: int) -> LogTruncate
 def log_truncated(stream: str, first: int, last: int) -> LogTruncated:
     return LogTruncated(
         f"The server has lost records {first} to {last} of stream {stream!r}, which this reader "
-        "had passed: it failed over to a replica that lagged, or restarted without its last "
-        "writes. skip_gap() goes on with what is there now.",
+        "had passed: it failed over to a lagging replica, or restarted without its last writes. "
+        "skip_gap() continues with the records that are there now.",
         stream=stream,
         first=first,
         last=last,
@@ -87,19 +110,8 @@ def log_truncated(stream: str, first: int, last: int) -> LogTruncated:
 def records_lost(stream: str, first: int, last: int) -> RecordsLost:
     return RecordsLost(
         f"Records {first} to {last} of stream {stream!r} are neither in the ring nor in its store: "
-        f"they have expired, or a file was removed. A subscriber goes on behind them with "
-        f"skip_gap(); else start at {last + 1}.",
-        stream=stream,
-        first=first,
-        last=last,
-    )
-
-
-def corrupt_segment(stream: str, first: int, last: int, place: str, problem: str) -> CorruptSegment:
-    return CorruptSegment(
-        f"Records {first} to {last} of stream {stream!r} are damaged in the store: "
-        f"{problem.rstrip('.')}. Put the file {place} back from a copy; or a subscriber goes on "
-        f"behind them with skip_gap(), and read() from {last + 1}.",
+        f"they have expired, or a file was removed. A subscriber continues after them with "
+        f"skip_gap(); other readers start at {last + 1}.",
         stream=stream,
         first=first,
         last=last,
@@ -108,16 +120,8 @@ def corrupt_segment(stream: str, first: int, last: int, place: str, problem: str
 
 def opened_before_fork(stream: str) -> MeteorError:
     return MeteorError(
-        f"This shared subscriber of stream {stream!r} belongs to the parent process; open another "
-        "here with stream.shared_subscriber()."
-    )
-
-
-def store_unavailable(stream: str, store: str, done: str, error: BaseException) -> StoreUnavailable:
-    return StoreUnavailable(
-        f"The store of stream {stream!r} at {store} cannot be {done} now: "
-        f"{mask(str(error)).rstrip('.')}.",
-        stream=stream,
+        f"This shared subscriber of stream {stream!r} belongs to the parent process. Open another "
+        "one here with stream.shared_subscriber()."
     )
 
 
@@ -126,10 +130,10 @@ def not_archived(
 ) -> StoreUnavailable:
     why = "" if error is None else f" {error}"
     return StoreUnavailable(
-        f"Only the records below {archived} of {end} of stream {stream!r} were archived within "
+        f"Stream {stream!r} was archived only up to offset {archived} of {end} within "
         f"{timeout:g} seconds.{why}",
         stream=stream,
-        hint="" if error else "Does an archiver run, and can it write to the store?",
+        hint="" if error else "Is an archiver running, and can it write to the store?",
     )
 
 
@@ -137,24 +141,15 @@ def no_store(stream: str) -> StoreMismatch:
     return StoreMismatch(
         f"Stream {stream!r} was created without a store, so its history is what the ring holds.",
         stream=stream,
-        hint="Give a stream its store when you create it: client.stream(name, store=...).",
+        hint="Name the store when you create the stream: client.stream(name, store=...).",
         missing="store",
-    )
-
-
-def store_mismatch(stream: str, store: str, found: str | None) -> StoreMismatch:
-    lies = "nothing is" if found is None else "the history of another is"
-    return StoreMismatch(
-        f"The store at {store} is not the one of stream {stream!r}: {lies} there. Is the same disk "
-        "mounted here, and is the address right? Nothing was read or written.",
-        stream=stream,
     )
 
 
 def store_continued_elsewhere(stream: str) -> StoreMismatch:
     return StoreMismatch(
-        f"Another archiver has continued the history of stream {stream!r}, after a fail-over "
-        "that this server does not know of. Is this server still the one in charge?",
+        f"Another archiver has continued the history of stream {stream!r}, after a failover "
+        "that this server does not know of. Is this server still the primary?",
         stream=stream,
     )
 
@@ -171,8 +166,8 @@ def store_address_unknown(stream: str) -> StoreMismatch:
 def lease_lost(stream: str, group: str, term: int) -> LeaseLost:
     return LeaseLost(
         f"The lease of group {group!r} of stream {stream!r} was lost: another member has taken it, "
-        f"or seek_group() has moved the group (term {term}). What was not confirmed will be read "
-        "again; poll() waits for the next turn.",
+        f"or seek_group() has moved the group (term {term}). Unconfirmed records will be read "
+        "again. poll() waits until it can acquire the lease again.",
         stream=stream,
         group=group,
     )
@@ -181,9 +176,9 @@ def lease_lost(stream: str, group: str, term: int) -> LeaseLost:
 def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
     shown = ", ".join(map(str, offsets[:5])) + (", ..." if len(offsets) > 5 else "")
     return Fenced(
-        f"Of stream {stream!r}, this consumer of the shared group {group!r} does not hold {shown} "
-        "any more: it was silent for longer than lease_ttl, or returned them with one before them. "
-        "They are delivered again.",
+        f"This consumer of shared group {group!r} of stream {stream!r} no longer holds {shown}: it "
+        "was silent for longer than lease_ttl, or returned them together with an earlier record. "
+        "They will be delivered again.",
         stream=stream,
         group=group,
         offsets=tuple(offsets),
@@ -192,8 +187,8 @@ def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
 
 def lease_not_held(stream: str, group: str) -> LeaseLost:
     return LeaseLost(
-        f"This subscriber has lost or given up the lease of group {group!r} of stream {stream!r}, "
-        "so it can confirm nothing; the records will be read again by whoever holds it.",
+        f"This subscriber has lost or released the lease of group {group!r} of stream {stream!r}, "
+        "so it cannot confirm. The owner of the lease will read the records again.",
         stream=stream,
         group=group,
     )
@@ -201,15 +196,33 @@ def lease_not_held(stream: str, group: str) -> LeaseLost:
 
 def confirm_not_sent(stream: str, group: str, address: str) -> ConnectionFailed:
     return ConnectionFailed(
-        f"Group {group!r} of stream {stream!r} was left before the server at {address} had "
-        "answered the last confirm; what is not confirmed will be read again."
+        f"This member left group {group!r} of stream {stream!r} before the server at {address} "
+        "replied to its last confirm. Unconfirmed records will be read again."
+    )
+
+
+def letters_in_doubt(stream: str, group: str, first: int) -> LeaseLost:
+    return LeaseLost(
+        f"The server of stream {stream!r} failed over and may have lost dead letters of group "
+        f"{group!r} that it had acknowledged. The group reads its records from {first} on again.",
+        stream=stream,
+        group=group,
+    )
+
+
+def confirm_unknown(stream: str, group: str) -> OutcomeUnknown:
+    return OutcomeUnknown(
+        f"The lease of group {group!r} of stream {stream!r} was lost before the server replied to "
+        "this confirm, and it is not known whether the confirm took effect. If it did not, the "
+        "records will be read again.",
+        stream=stream,
     )
 
 
 def group_not_found(stream: str, group: str) -> GroupNotFound:
     return GroupNotFound(
-        f"Stream {stream!r} has no group {group!r}, or it was deleted; open a subscriber of it to "
-        "begin it anew.",
+        f"Stream {stream!r} has no group {group!r}, or the group was deleted. Open a subscriber "
+        "with this group to create it.",
         stream=stream,
         group=group,
     )
@@ -217,8 +230,8 @@ def group_not_found(stream: str, group: str) -> GroupNotFound:
 
 def group_is_shared(stream: str, group: str) -> GroupConfigMismatch:
     return GroupConfigMismatch(
-        f"Group {group!r} of stream {stream!r} is a shared one: its consumers settle records one "
-        "by one, so it cannot be moved, nor read by one member at a time; choose another name.",
+        f"Group {group!r} of stream {stream!r} is a shared group: its consumers settle records one "
+        "by one, so it cannot be moved, nor read by one member at a time. Choose another name.",
         stream=stream,
         group=group,
     )
@@ -237,16 +250,16 @@ def group_active(stream: str, group: str, lease: bytes) -> GroupActive:
 
 def corrupt_stream(stream: str) -> CorruptStream:
     return CorruptStream(
-        f"Nothing can be appended to stream {stream!r}: an entry that no publisher of ours wrote "
-        "lies above its end. Delete the stream, and let only publishers write its log "
-        "(docs/acl.md).",
+        f"Nothing can be appended to stream {stream!r}: its log has, or had, an entry beyond its "
+        "end that no publisher wrote. Repair it with stream.repair(dry_run=False) or `meteor "
+        "streams repair`, and let only publishers write the log (docs/acl.md).",
         stream=stream,
     )
 
 
 def corrupt_group(stream: str, group: str) -> CorruptStream:
     return CorruptStream(
-        f"Where group {group!r} of stream {stream!r} stands cannot be read: something else has "
+        f"The position of group {group!r} of stream {stream!r} cannot be read: another program has "
         "written its key. Delete the group, and let only members write it (docs/acl.md).",
         stream=stream,
     )
@@ -255,8 +268,8 @@ def corrupt_group(stream: str, group: str) -> CorruptStream:
 def outcome_unknown(stream: str, reason: MeteorError | None) -> OutcomeUnknown:
     because = f" The reason: {reason}" if reason else ""
     return OutcomeUnknown(
-        f"The record was sent to stream {stream!r}, but whether it arrived could not be learnt; "
-        f"publishing it again may double it.{because}",
+        f"The record was sent to stream {stream!r}, but it is not known whether it arrived. "
+        f"Publishing it again may duplicate it.{because}",
         stream=stream,
     )
 

@@ -2,9 +2,9 @@
 
 Each script is the file ``lua/<name>.lua``, or the parts in ``lua/<name>/`` joined in order. Its
 header states the purpose, keys, arguments, replies, and why it must be atomic. Libraries, whose
-names start with ``_``, are put before the scripts that use them. A script replies with a list whose
-first item is a fixed code. An error reply therefore always comes from the server, before or instead
-of the script.
+names start with ``_``, are inserted before the scripts that use them. A script replies with a list
+whose first item is a fixed code. An error reply therefore always comes from the server, before or
+instead of the script.
 
 ``shared/step`` is far longer than the others. Settling, reaping dead consumers, claiming and
 scanning the index change the same ordering keys and must appear as one change to every client. As
@@ -24,13 +24,13 @@ class Script:
     def __init__(self, name: str, library: str = "") -> None:
         self.name = name
         self.source = _read(name)
-        if library:  # after the first line, which may have flags
+        if library:  # after the first line, which may hold flags
             first, body = self.source.split(b"\n", 1)
             self.source = b"\n".join((first, _read(library), body))
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
-        #: The script can run by EVALSHA_RO: on replicas, and for users with read-only rights.
+        #: Whether EVALSHA_RO can run the script: on replicas, and for users with read-only rights.
         self.read_only = self.source.startswith(b"#!lua flags=no-writes")
-        # fakeredis takes the '#!lua' line for Lua.
+        # fakeredis would parse the '#!lua' line as Lua.
         self.plain_source = (
             self.source.split(b"\n", 1)[1] if self.source.startswith(b"#!") else self.source
         )
@@ -49,32 +49,39 @@ def _read(name: str) -> bytes:
 
 
 _APPEND = "log/_append"
+_META = "log/_meta"
 _PEER_STATE = "peers/_group_state"
 
+APPLY_LIMITS = Script("log/apply_limits")
 CONFIGURE_STREAM = Script("log/configure_stream")
 CREATE_STREAM = Script("log/create_stream")
-DELETE_STREAM = Script("log/delete_stream")
+DELETE_STREAM = Script("log/delete_stream", _META)
 DESCRIBE_STREAM = Script("log/describe_stream")
-NEW_EPOCH = Script("log/new_epoch")
+MEASURE_RING = Script("log/measure_ring")
+NEW_EPOCH = Script("log/new_epoch", _META)
 OFFSET_AT_TIME = Script("log/offset_at_time")
 PUBLISH = Script("log/publish", _APPEND)
+REPAIR_LOG = Script("log/repair_log")
 SPLIT_POINTS = Script("log/split_points")
 
 DISCARD_STAGES = Script("transaction/discard_stages")
+EXPIRE_FENCES = Script("transaction/expire_fences", _META)
 MOVE_STAGED = Script("transaction/move_staged", _APPEND)
-PLAN_COMMIT = Script("transaction/plan_commit")
+PLAN_COMMIT = Script("transaction/plan_commit", _META)
 
-ACQUIRE_LEASE = Script("group/acquire_lease")
-CONFIRM_OFFSET = Script("group/confirm_offset")
-DELETE_GROUP = Script("group/delete_group")
-OPEN_GROUP = Script("group/open_group")
+ACQUIRE_LEASE = Script("group/acquire_lease", _META)
+CONFIRM_OFFSET = Script("group/confirm_offset", _META)
+DELETE_GROUP = Script("group/delete_group", _META)
+OPEN_GROUP = Script("group/open_group", _META)
 RELEASE_LEASE = Script("group/release_lease")
-RENEW_LEASE = Script("group/renew_lease")
-SEEK_GROUP = Script("group/seek_group")
+RENEW_LEASE = Script("group/renew_lease", _META)
+SEEK_GROUP = Script("group/seek_group", _META)
 
 ADVANCE_ARCHIVED = Script("archive/advance_archived")
-EXPIRE_HISTORY = Script("archive/expire_history")
-REQUEST_FLUSH = Script("archive/request_flush")
+EXPIRE_HISTORY = Script("archive/expire_history", _META)
+READ_STATE = Script("archive/read_state", _META)
+REQUEST_FLUSH = Script("archive/request_flush", _META)
+RESUME_STREAM = Script("archive/resume_stream")
 
 SHARED_DESCRIBE = Script("shared/describe")
 SHARED_JOIN = Script("shared/join")
@@ -97,5 +104,5 @@ PEERS_SETTLE = Script("peers/settle", _PEER_STATE)
 PEERS_UPDATE_MEMBER = Script("peers/update_member", _PEER_STATE)
 PEERS_VOTE = Script("peers/vote", _PEER_STATE)
 
-#: Every script, for an administrator who loads them for users that may only EVALSHA.
+#: Every script, to be loaded by an administrator for users that may only run EVALSHA.
 ALL = tuple(script for script in list(globals().values()) if isinstance(script, Script))

@@ -11,25 +11,25 @@ from meteor_py.redis.connection import Connection, parse_info
 
 @dataclass(frozen=True)
 class ServerDescription:
-    """A server, at the time of the call; None is what the server does not disclose."""
+    """A snapshot of a server. Fields that the server does not disclose are None."""
 
     #: "valkey", "redis", or "fake".
     product: str | None = None
     version: str | None = None
-    #: "replica": it can be read, but takes no records.
+    #: A "replica" serves reads, but accepts no records.
     role: Literal["primary", "replica"] | None = None
     #: Memory in use, in bytes.
     memory: int | None = None
-    #: Bytes from which on it takes no new records; None also if it has no such limit.
+    #: Memory limit in bytes, above which the server accepts no records; None also without a limit.
     memory_max: int | None = None
-    #: Connections, this one included.
+    #: Open connections, this one included.
     clients: int | None = None
-    #: Seconds since it was started.
+    #: Seconds since the server was started.
     uptime: int | None = None
 
 
 def describe_server(connection: Connection) -> ServerDescription:
-    """Ask the server; a user who may not (docs/acl.md) gets a description without facts."""
+    """Describe the server; all fields are None if the user may not call INFO (docs/acl.md)."""
     if connection.address.scheme == "fake":
         return ServerDescription("fake")
     try:
@@ -39,7 +39,7 @@ def describe_server(connection: Connection) -> ServerDescription:
 
 
 def parse_facts(facts: dict[str, str]) -> ServerDescription:
-    """What INFO says. Products that are not known by a name of their own say they are Redis.
+    """Turn the fields of INFO into a description. A server that reports no name is "redis".
 
     >>> parse_facts({"redis_version": "7.2.4", "server_name": "valkey", "valkey_version": "9.1.0"})
     ... # doctest: +ELLIPSIS

@@ -1,4 +1,4 @@
-"""Warnings about servers whose settings can lose data, each with the remedy."""
+"""Warnings about server settings that can lose data, each with its remedy."""
 
 from __future__ import annotations
 
@@ -8,25 +8,50 @@ import warnings
 from meteor_py.errors import ServerRefused
 from meteor_py.redis.connection import Connection, DataSafetyWarning, parse_info
 
-#: The oldest server that has what we use.
+#: The oldest version that has every command and option that this package uses.
 _OLDEST = (7, 0)
 
 
 def warn_of_dangers(connection: Connection) -> None:
-    """Warn of a server that is too old, evicts keys, or keeps nothing on disk."""
+    """Warn if the server is too old, evicts keys, or persists nothing."""
     if connection.address.scheme in ("fake", "embedded"):
-        return  # set up by ourselves
+        return  # configured by this package
     try:
         facts = parse_info(connection.call("INFO"))
     except ServerRefused:
-        return  # this user may not look; publishers warn of what that means
+        return  # this user may not call INFO; see warn_of_hidden_history
     for danger in dangers(facts):
         text = f"The server at {connection.address} {danger}"
         warnings.warn(text, DataSafetyWarning, stacklevel=_frames_of_ours() + 1)
 
 
+def find_dangers(connection: Connection) -> list[str]:
+    """Return sentences about server settings that endanger data, each with its remedy."""
+    facts = _ask(connection)
+    return [f"The server at {connection.address} {danger}" for danger in dangers(facts)]
+
+
+def eviction_policy(connection: Connection) -> str | None:
+    """Return the policy by which the server may delete our keys; None if it deletes none.
+
+    Also None if the user may not call INFO.
+    """
+    facts = _ask(connection)
+    policy = facts.get("maxmemory_policy", "noeviction")
+    return None if policy == "noeviction" or facts.get("maxmemory") == "0" else policy
+
+
+def _ask(connection: Connection) -> dict[str, str]:
+    if connection.address.scheme in ("fake", "embedded"):
+        return {}
+    try:
+        return parse_info(connection.call("INFO"))
+    except ServerRefused:
+        return {}
+
+
 def _frames_of_ours() -> int:
-    """How many frames of this package the caller is inside of: a warning shows the user's line."""
+    """Count this package's frames on the stack, so that a warning points to the user's line."""
     frame, count = sys._getframe(1), 0
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("meteor_py."):
         frame, count = frame.f_back, count + 1
@@ -34,18 +59,18 @@ def _frames_of_ours() -> int:
 
 
 def warn_of_hidden_history(connection: Connection) -> None:
-    """Warn of a server whose fail-overs cannot be noticed."""
+    """Warn if failovers of this server cannot be detected."""
     if not connection.history and connection.address.scheme != "fake":
         text = (
             f"The server at {connection.address} hides its replication id (INFO replication), so "
-            "records that it loses in a fail-over or restart will not be noticed; allow INFO for "
+            "records that it loses in a failover or restart cannot be detected. Allow INFO for "
             "this user."
         )
         warnings.warn(text, DataSafetyWarning, stacklevel=_frames_of_ours() + 1)
 
 
 def dangers(facts: dict[str, str]) -> list[str]:
-    """What the facts of INFO say, as predicates with a remedy."""
+    """Return the dangers that the fields of INFO reveal, as predicates with a remedy."""
     found: list[str] = []
     version = facts.get("redis_version", "")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
@@ -54,12 +79,12 @@ def dangers(facts: dict[str, str]) -> list[str]:
     policy = facts.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         found.append(
-            f"evicts keys when it is full (maxmemory-policy {policy}), streams included; set "
+            f"evicts keys, streams included, when it is full (maxmemory-policy {policy}). Set "
             "maxmemory-policy noeviction."
         )
     if facts.get("aof_enabled") == "0":
         found.append(
-            "loses its last records when it crashes, because append-only persistence is off; "
-            "set appendonly yes."
+            "loses its last records when it crashes, because append-only persistence is off. "
+            "Set appendonly yes."
         )
     return found

@@ -1,4 +1,8 @@
-"""Connections that several threads share."""
+"""Connections that several threads share.
+
+A thread waits for its turn on a ``SharedConnection``. ``ThreadConnections`` keeps a second one for
+the main thread.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from meteor_py.errors import ConnectionFailed
+from meteor_py.runtime.locks import LockBusy, run_locked
 
 if TYPE_CHECKING:
     from meteor_py.redis.connection import Connection
@@ -17,9 +22,9 @@ _T = TypeVar("_T")
 def use_temporary(
     open_connection: Callable[[], Connection], work: Callable[[Connection], _T]
 ) -> _T:
-    """Call ``work`` with a connection that is closed afterwards.
+    """Call ``work`` with a new connection and close it.
 
-    A signal handler needs one: the call that it interrupted is still using the shared connection.
+    For signal handlers: the call that the handler interrupted is still using the shared connection.
     """
     connection = open_connection()
     try:
@@ -28,115 +33,102 @@ def use_temporary(
         connection.close()
 
 
+class ConnectionBusy(TimeoutError):
+    """Another thread is using the connection."""
+
+
 class SharedConnection:
-    """One connection that several threads use in turn; its timeouts bound how long others wait."""
+    """One connection that several threads use in turn. Its timeouts bound how long others wait."""
 
     def __init__(self, open_connection: Callable[[], Connection]) -> None:
         self._open_connection = open_connection
         self._connection = open_connection()
         self._lock = threading.RLock()
-        self._user: int | None = None  # the thread that is in the middle of a call
+        self._user: int | None = None  # the thread in the middle of a call
 
     def use(self, work: Callable[[Connection], _T], *, timeout_s: float = -1) -> _T:
         """Call ``work`` with the connection.
 
         Raises:
-            TimeoutError: Another thread has not left it within ``timeout_s`` seconds.
+            ConnectionBusy: Another thread used the connection for ``timeout_s`` seconds.
         """
         if timeout_s < 0:
-            with self._lock:  # no Ctrl-C can come between taking it and giving it back
+            with self._lock:  # no Ctrl-C can leave it locked
                 return self._use(work)
-        if not self._lock.acquire(timeout=timeout_s):
-            raise TimeoutError("The connection is in use.")
         try:
-            return self._use(work)
-        finally:
-            self._lock.release()
+            return run_locked(self._lock, timeout_s, lambda: self._use(work))
+        except LockBusy:
+            raise ConnectionBusy("The connection is in use.") from None
 
     def _use(self, work: Callable[[Connection], _T]) -> _T:
-        if self._user is not None:  # a signal handler, in the middle of a call of this thread
+        if self._user is not None:  # in a signal handler that interrupted a call of this thread
             return use_temporary(self._open_connection, work)
-        self._user = threading.get_ident()
         try:
+            self._user = threading.get_ident()
             return work(self._connection)
         finally:
             self._user = None
 
     def is_mine(self) -> bool:
-        """Whether this thread is in the middle of a call, and a signal handler is asking."""
+        """Whether this thread is in the middle of a call: then the caller is a signal handler."""
         return self._user == threading.get_ident()
 
     def interrupt(self) -> None:
-        """Let a call in another thread fail."""
+        """Make a call in another thread fail."""
         self._connection.interrupt()
 
     def close(self) -> None:
-        """Close the connection; the next use makes another."""
+        """Close the connection; the next use opens another."""
         self._connection.close()
+
+    def close_if_idle(self) -> None:
+        """Close the connection unless a thread, this one included, is in the middle of a call."""
+        if self._user is not None:
+            return
+        try:
+            run_locked(self._lock, 0.0, self._connection.close)
+        except LockBusy:
+            pass
 
 
 class ThreadConnections:
     """One connection for the main thread, and one that the other threads use in turn.
 
-    Signal handlers run in the main thread, between any two lines of it. What they raise would leave
-    a lock taken, and what they call would wait for the lock of the code they interrupted. So the
-    main thread takes no lock. Connections are opened when they are first used.
+    Signal handlers run in the main thread, between any two lines of its code. So the main thread
+    must never wait for a lock that other threads hold while they talk to the server.
     """
 
     def __init__(self, open_connection: Callable[[], Connection]) -> None:
-        self._open_connection = open_connection
-        self._lock = threading.Lock()
-        self._others: Connection | None = None
-        self._main: Connection | None = None
-        self._main_is_used = False
+        self._main = SharedConnection(open_connection)
+        self._others = SharedConnection(open_connection)
         self._closed = False
 
     def use(self, work: Callable[[Connection], _T], timeout_s: float) -> _T:
         """Call ``work`` with a connection.
 
         Raises:
-            ConnectionFailed: Other threads had it for ``timeout_s`` seconds.
+            ConnectionFailed: Other threads used the connection for ``timeout_s`` seconds.
         """
+
+        def call(connection: Connection) -> _T:
+            try:
+                return work(connection)
+            finally:
+                if self._closed:
+                    connection.close()
+
         if threading.current_thread() is threading.main_thread():
-            return self._use_main(work)
-        if not self._lock.acquire(timeout=max(timeout_s, 0.0)):
-            raise ConnectionFailed("Other threads of this process use the connection all the time.")
+            return self._main.use(call)
         try:
-            if self._others is None:
-                self._others = self._open_connection()
-            return self._call(work, self._others)
-        finally:
-            self._lock.release()
-
-    def _use_main(self, work: Callable[[Connection], _T]) -> _T:
-        if self._main_is_used:  # a signal handler, in the middle of a call; or one has raised there
-            return use_temporary(self._open_connection, work)
-        if self._main is None:
-            self._main = self._open_connection()
-        self._main_is_used = True
-        try:
-            return self._call(work, self._main)
-        finally:
-            self._main_is_used = False
-
-    def _call(self, work: Callable[[Connection], _T], connection: Connection) -> _T:
-        try:
-            return work(connection)
-        finally:
-            if self._closed:
-                connection.close()
+            return self._others.use(call, timeout_s=max(timeout_s, 0.0))
+        except ConnectionBusy:
+            raise ConnectionFailed(
+                "Other threads of this process used the connection until the deadline."
+            ) from None
 
     def close(self) -> None:
-        """Interrupt calls of other threads and close; a connection in use is closed by its user."""
+        """Interrupt other threads' calls and close; the thread that uses a connection closes it."""
         self._closed = True
-        for connection in (self._others, self._main):
-            if connection is not None:
-                connection.interrupt()
-        if self._main is not None and not self._main_is_used:
-            self._main.close()
-        if self._lock.acquire(blocking=False):
-            try:
-                if self._others is not None:
-                    self._others.close()
-            finally:
-                self._lock.release()
+        for connection in (self._main, self._others):
+            connection.interrupt()
+            connection.close_if_idle()

@@ -1,1 +1,1 @@
-"""Threads, locks, clocks and closing: what every other package runs on."""
+"""Threads, locks, the clock, backoff, completions, and closing in order."""

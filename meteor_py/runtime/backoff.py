@@ -6,7 +6,7 @@ import random
 
 
 def pause_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Seconds to wait after so many failures in a row (from 1 on): doubled each time, jittered.
+    """Return seconds to wait after ``failures`` failures in a row: doubled each time, with jitter.
 
     >>> 0.04 <= pause_s(4, 0.01, 0.5) <= 0.08
     True

@@ -1,4 +1,4 @@
-"""The clock that leases, deadlines and waits are measured by."""
+"""The clock for leases, deadlines and waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 if hasattr(time, "CLOCK_BOOTTIME"):
 
     def now() -> float:
-        """Return seconds by a clock that cannot be set and that runs while the machine sleeps."""
+        """Return seconds of a clock that cannot be set and that runs while the machine sleeps."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 else:  # pragma: no cover - not on Linux

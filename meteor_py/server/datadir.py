@@ -1,4 +1,4 @@
-"""The data directory of an embedded server: created, checked, configured."""
+"""The data directory of an embedded server: creating, checking and configuring it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import stat
 import tempfile
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from meteor_py.errors import ServerStartFailed
 from meteor_py.server import supervisor
 from meteor_py.server.lock import Lock
 
-#: Bytes of the longest path that ``connect`` takes for a unix socket everywhere: macOS has 104
-#: with the final NUL, Linux 108.
+#: Longest path of a unix socket, in bytes, that works everywhere: macOS allows 104 with the final
+#: NUL, Linux 108.
 SOCKET_PATH_MAX_BYTES = 103
 
-#: Memory that a server may take at least, however small the machine.
+#: The lowest memory limit of a server, however small the machine is.
 MEMORY_MIN_BYTES = 256 << 20
 
-#: Size from which the log of former runs is put aside at the next start.
+#: Size above which the next start rotates the log.
 LOG_MAX_BYTES = 1 << 20
 
 PRIVATE_PREFIX = "meteor-private-"
-STALE_S = 60.0  # age from which a private directory without any lock is a leftover
+STALE_S = 60.0  # age above which a private directory without any lock is a leftover
 LOG_LINES = 10
 LOG_START = "meteor: starting "  # the first line of each run
 
@@ -50,42 +50,60 @@ maxmemory-policy noeviction
 """
 
 
+class Address(NamedTuple):
+    """Where a server listens, from the files in its directory."""
+
+    socket_path: str
+    port: int  # 0: no TCP
+    password: str | None
+    pid: int
+
+
 def default_directory() -> Path:
-    """Where the user's own kept server lives: ``$XDG_STATE_HOME/meteor``."""
+    """Return the directory of the user's default server: ``$XDG_STATE_HOME/meteor``."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    # The XDG rules say to ignore a relative path.
+    # The XDG specification says to ignore a relative path.
     root = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
     return root / "meteor"
 
 
 def kept_directory(directory: Path) -> Path:
-    """Create the directory if necessary, and refuse one that other users could change.
+    """Create the directory if necessary, and refuse a directory that other users could change.
 
     Raises:
-        ServerStartFailed: It belongs to another user, or other users may enter it.
+        ServerStartFailed: The directory belongs to another user, or other users may enter it.
     """
     path = directory.expanduser().absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     datadir = path.resolve()
-    # Check both: the path may be a link, and another user's link would lead where that user likes.
+    # Check both: the path may be a link, and its owner decides where it leads.
     if {path.lstat().st_uid, datadir.lstat().st_uid} - {os.geteuid()}:
         raise ServerStartFailed(
             f"The directory {path} of the embedded server belongs to another user, who could "
-            "read and change what is in it. Name a directory of your own."
+            "read and change its data. Name a directory that belongs to you."
         )
     if not is_private(datadir):
-        # It would be rude to shut a directory that is in use for something else.
-        if any(datadir.iterdir()) and not (datadir / supervisor.USERS_LOCK).exists():
-            raise ServerStartFailed(
-                f"The directory {path} has other files in it, and other users may enter it. "
-                f"Name an empty directory for the embedded server, or run `chmod 700 {path}`."
-            )
+        others_may_write = datadir.stat().st_mode & 0o022
+        # Do not change the permissions of a directory that is used for something else. If other
+        # users may write to it, a lock file there proves nothing: they may have created it.
+        ours = (datadir / supervisor.USERS_LOCK).exists() and not others_may_write
+        if any(datadir.iterdir()) and not ours:
+            raise _not_empty(path)
         datadir.chmod(0o700)
+        if others_may_write and any(datadir.iterdir()):  # added by another user in the meantime
+            raise _not_empty(path)
     return datadir
 
 
+def _not_empty(path: Path) -> ServerStartFailed:
+    return ServerStartFailed(
+        f"The directory {path} holds files, and other users may enter or change it. Name an empty "
+        f"directory for the embedded server, or check the files and run `chmod 700 {path}`."
+    )
+
+
 def private_directory() -> Path:
-    """A new temporary directory; removes old ones whose user and supervisor were both killed."""
+    """Create a temporary directory; remove old ones whose user and supervisor were both killed."""
     root = tempfile.gettempdir()
     if len(os.fsencode(root)) > SOCKET_PATH_MAX_BYTES // 2:
         root = "/tmp"
@@ -93,13 +111,13 @@ def private_directory() -> Path:
         try:
             if entry.name.startswith(PRIVATE_PREFIX) and _is_leftover(Path(entry.path)):
                 shutil.rmtree(entry.path, ignore_errors=True)
-        except OSError:  # gone in the meantime
+        except OSError:  # removed meanwhile
             pass
     return Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=root))
 
 
 def _is_leftover(datadir: Path) -> bool:
-    """Whether no process holds a lock there; a new directory may be about to be locked."""
+    """Whether no process holds a lock there. A new directory may not be locked yet."""
     if not is_private(datadir) or time.time() - datadir.lstat().st_mtime < STALE_S:
         return False
     with (
@@ -111,7 +129,7 @@ def _is_leftover(datadir: Path) -> bool:
 
 
 def is_private(path: str | Path) -> bool:
-    """Whether this is a directory of this user that no other user may enter."""
+    """Whether the path is a directory of this user that no other user may enter."""
     try:
         info = os.lstat(path)
     except OSError:
@@ -119,35 +137,52 @@ def is_private(path: str | Path) -> bool:
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
 
 
-def write_config(datadir: Path, keep: bool, tcp: bool) -> str:
-    """Write the server's configuration; return the socket's path as it stands there.
+def write_config(datadir: Path, keep: bool, tcp: bool, former: Address | None = None) -> str:
+    """Write the server's configuration; return the path of the socket that it names.
 
-    Other processes find the server by this file. The password is only there: every user of the
-    machine can read a command line.
+    Other processes find the server by this file. Only this file has the password: every user of the
+    machine can read command lines.
+
+    Args:
+        datadir: The directory of the server.
+        keep: Whether the server writes its data to disk.
+        tcp: Whether the server also listens on a port of 127.0.0.1.
+        former: The address of the server being restarted. Its clients know the socket, the port and
+            the password.
     """
-    socket_path = _choose_socket_path(datadir)
+    socket_path = _choose_socket_path(datadir, former)
     text = CONFIG.format(
-        port=free_port() if tcp else 0,
+        port=(former.port if former else free_port()) if tcp else 0,
         socket_path=socket_path,
         appendonly="yes" if keep else "no",
         memory=max(MEMORY_MIN_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2),
     )
     if tcp:
-        text += f"requirepass {os.urandom(24).hex()}\n"
+        password = (former and former.password) or os.urandom(24).hex()
+        text += f"requirepass {password}\n"
     new = datadir / (supervisor.CONFIG + ".new")
-    new.touch(mode=0o600)
-    new.write_text(text)
+    new.unlink(missing_ok=True)
+    # Create a new file: an existing one may be a link, or open in another process.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(new, flags, 0o600), "w") as file:
+        file.write(text)
     new.replace(datadir / supervisor.CONFIG)
     return socket_path
 
 
-def _choose_socket_path(datadir: Path) -> str:
-    """A name in the directory or, if its path would be too long, a path in a short one."""
+def _choose_socket_path(datadir: Path, restarted: Address | None) -> str:
+    """Return a name in the directory or, if its path is too long, a path in a shorter directory."""
     if len(os.fsencode(datadir / supervisor.SOCKET)) <= SOCKET_PATH_MAX_BYTES:
-        return supervisor.SOCKET  # relative: nothing in the directory's name can confuse the server
+        return supervisor.SOCKET  # relative: the name of the directory may have special characters
     former = read_config(datadir).get("unixsocket", "")
     if os.path.isabs(former) and is_private(os.path.dirname(former)):
-        return former  # left by a supervisor that was killed
+        return former  # left behind by a supervisor that was killed
+    if restarted is not None:
+        try:
+            os.mkdir(os.path.dirname(restarted.socket_path), 0o700)  # its supervisor removed it
+            return restarted.socket_path
+        except OSError:
+            pass  # another program has taken that name
     root = os.environ.get("XDG_RUNTIME_DIR", "")
     if not (re.fullmatch(r"/[\w/.-]{1,60}", root, re.ASCII) and is_private(root)):
         root = "/tmp"
@@ -155,12 +190,12 @@ def _choose_socket_path(datadir: Path) -> str:
 
 
 def free_port() -> int:
-    """A free port of 127.0.0.1 below the range that the kernel uses for outgoing connections.
+    """Find a free port of 127.0.0.1 below the range that the kernel uses for outgoing connections.
 
-    Inside that range, a client that keeps trying the port of a dead server can be given this very
-    port, connect to itself, and so keep the server from returning.
+    Within that range, the kernel can assign the port of a dead server to a client that keeps trying
+    to reach it. The client then connects to itself, and the server cannot restart.
     """
-    chooser = random.SystemRandom()  # a seeded one would choose the same in every process
+    chooser = random.SystemRandom()  # a seeded one would choose the same ports in every process
     while True:
         port = chooser.randrange(10_000, 32_000)
         with socket.socket() as probe:
@@ -173,7 +208,7 @@ def free_port() -> int:
 
 
 def read_config(datadir: Path) -> dict[str, str]:
-    """What the configuration of the running (or last killed) server says."""
+    """Read the configuration of the running (or last killed) server; empty if there is none."""
     try:
         lines = (datadir / supervisor.CONFIG).read_text().splitlines()
     except FileNotFoundError:
@@ -182,24 +217,22 @@ def read_config(datadir: Path) -> dict[str, str]:
 
 
 def open_log(datadir: Path) -> IO[bytes]:
-    """Open the log for a new server; a large one of former servers is put aside."""
+    """Open the log for a new server; rotate a large one."""
     path = datadir / supervisor.LOG
     if path.exists() and path.stat().st_size > LOG_MAX_BYTES:
         path.replace(path.with_suffix(".log.1"))
-    path.touch(mode=0o600)
-    return open(path, "ab+", buffering=0)
+    if path.is_symlink():
+        path.unlink()
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(path, flags, 0o600), "ab+", buffering=0)
 
 
-def last_lines(log: IO[bytes]) -> str:
-    """The last lines that the newest server has logged."""
-    # Not read(): the server writes through the same open file, which has one position.
-    written = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)
-    lines = written.decode(errors="replace").rpartition(LOG_START)[2].splitlines()
-    # The first is the rest of the line that we wrote ourselves.
-    return "\n".join(f"  {line}" for line in lines[1:][-LOG_LINES:])
-
-
-def last_lines_in(datadir: Path) -> str:
-    """The same, of a server that another process has started."""
-    with open(datadir / supervisor.LOG, "rb") as log:
-        return last_lines(log)
+def last_log_lines(datadir: Path) -> str:
+    """Return the last lines that the most recent server has logged."""
+    try:
+        log = (datadir / supervisor.LOG).read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+    # The first line is the rest of the one that names the program.
+    lines = log.rpartition(LOG_START)[2].splitlines()[1:]
+    return "\n".join(f"  {line}" for line in lines[-LOG_LINES:])

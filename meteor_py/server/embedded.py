@@ -1,4 +1,4 @@
-"""An embedded server, opened and released by its users."""
+"""Opening, sharing and releasing an embedded server."""
 
 from __future__ import annotations
 
@@ -11,59 +11,123 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 from urllib.parse import quote
 
 from meteor_py.errors import ServerStartFailed
-from meteor_py.server import supervisor
+from meteor_py.server import restarts, supervisor
 from meteor_py.server.binary import find_server
 from meteor_py.server.datadir import (
     LOG_START,
+    Address,
     kept_directory,
-    last_lines,
-    last_lines_in,
+    last_log_lines,
     open_log,
     private_directory,
     read_config,
     write_config,
 )
 from meteor_py.server.lock import Lock
-from meteor_py.server.ping import Address, find_address, replies, shut_down
+from meteor_py.server.ping import find_address, replies, shut_down
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.002
+#: Seconds between two checks of a server that is slow to reply, because it is loading much data.
+SLOW_POLL_S = 0.02
 TCP_TRIES = 3
 
 
 class EmbeddedServer:
-    """One user's hold on an embedded server, returned by ``open_embedded``.
+    """An open embedded server, returned by ``open_embedded``.
 
-    The server runs at least until ``close()`` or the end of this process, whichever is first. A
-    forked child may use the server as long as its parent holds it, and does not hold it itself.
+    The server runs at least until ``close()`` or the end of this process, whichever is first. If it
+    ends by itself, or is killed, the next ``reach()`` of any of its users restarts it. A forked
+    child may use the server while its parent keeps it open.
     """
 
     def __init__(
         self, users: Lock, directory: Path, address: Address, *, keep: bool, tcp: bool
     ) -> None:
         self.directory = directory
-        self.socket_path = address.socket_path
-        self.password = address.password
-        #: The server's process id when it was opened.
-        self.pid = address.pid
-        self._tcp_port = address.port if tcp else 0
-        # Runs when the object is collected or the interpreter exits, if close() never came.
+        #: Whether the data survives the end of the server.
+        self.keep = keep
+        self._users = users
+        self._address = address  # when the server last replied
+        self._tcp = tcp
+        # Runs when the object is collected or the interpreter exits, unless close() was called.
         self._release = weakref.finalize(self, _release, users, directory, keep)
 
     @property
+    def socket_path(self) -> str:
+        """The unix socket of the server."""
+        return self._address.socket_path
+
+    @property
+    def password(self) -> str | None:
+        """The password of a server that also listens on TCP."""
+        return self._address.password
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server when it was last reached. A restart changes it."""
+        return self._address.pid
+
+    @property
     def url(self) -> str:
-        """The address for clients: the unix socket, or TCP if that was asked for."""
+        """The address for clients: the unix socket, or TCP if it was requested."""
         return self._url(self.password)
 
+    def reach(self, timeout_s: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the server replies; restart it if it has ended.
+
+        A kept server comes back with its data; a private one comes back empty. The directory, the
+        socket, the TCP port and the password stay the same.
+
+        Args:
+            timeout_s: Seconds within which the server must reply.
+            is_cancelled: Called repeatedly; if it returns true, stop waiting.
+
+        Raises:
+            ServerStartFailed: The server did not start or reply, or may not be restarted yet.
+        """
+        address = find_address(self.directory)
+        if not (address and replies(address, min(timeout_s, 1.0))):
+            try:
+                address = _reach(
+                    self.directory,
+                    self.keep,
+                    bool(self._address.port),
+                    time.monotonic() + timeout_s,
+                    _Restart(self._address, self._check_open, is_cancelled),
+                )
+            except OSError as exc:
+                raise ServerStartFailed(
+                    f"The embedded server in {self.directory} cannot be restarted: {exc}."
+                ) from exc
+        _check_tcp(self.directory, address, self._tcp)  # another user may have restarted it
+        self._address = address
+
+    def _check_open(self) -> None:
+        """Raise if the server has no user left: it would be stopped at once."""
+        if not self._release.alive:
+            raise ServerStartFailed(f"The embedded server in {self.directory} was closed.")
+        if self._users.fd >= 0:
+            in_use = self._users.is_in_place()
+        else:  # in a forked child, which does not count as a user
+            with Lock(self.directory / supervisor.USERS_LOCK) as users:
+                in_use = not users.take(fcntl.LOCK_EX)
+        if not in_use:
+            raise ServerStartFailed(
+                f"The embedded server in {self.directory} is not restarted, because the process "
+                "that opened it has ended, or its directory was deleted. Connect again."
+            )
+
     def close(self) -> None:
-        """Let go of the server; the last user ends it and waits for that. Twice is fine."""
+        """Release the server; the last user stops it and waits until it has ended. Idempotent."""
         self._release()
 
     def __enter__(self) -> Self:
@@ -78,8 +142,8 @@ class EmbeddedServer:
 
     def _url(self, password: str | None) -> str:
         login = f":{password}@" if password else ""
-        if self._tcp_port:
-            return f"redis://{login}127.0.0.1:{self._tcp_port}/0"
+        if self._tcp:
+            return f"redis://{login}127.0.0.1:{self._address.port}/0"
         return f"unix://{login}{quote(os.fsencode(self.socket_path))}"
 
 
@@ -89,15 +153,16 @@ def open_embedded(
     """Start an embedded server, or join the one that runs in the directory.
 
     Args:
-        directory: Where the data is kept; all processes that open it share one server. None: a
-            private server in a temporary directory, without persistence, deleted at the end.
-        tcp: Listen on a free port of 127.0.0.1 too, with a random password. The process that
+        directory: Directory of the data; all processes that open it share one server. None starts a
+            private server in a temporary directory, without persistence, which is deleted at the
+            end.
+        tcp: Also listen on a free port of 127.0.0.1, with a random password. The process that
             starts the server decides.
-        timeout_s: Seconds in which the server has to reply. Loading much data takes time.
+        timeout_s: Seconds within which the server must reply. Loading much data takes time.
 
     Raises:
         ServerNotFound: There is no server program.
-        ServerStartFailed: It did not come up; the message ends with its log.
+        ServerStartFailed: The server did not start; the message ends with its log.
     """
     deadline = time.monotonic() + timeout_s
     keep = directory is not None
@@ -106,6 +171,7 @@ def open_embedded(
         users = _hold(datadir, deadline)
         try:
             address = _reach(datadir, keep, tcp, deadline)
+            _check_tcp(datadir, address, tcp)
             return EmbeddedServer(users, datadir, address, keep=keep, tcp=tcp)
         except BaseException:
             _release(users, datadir, keep)
@@ -115,11 +181,11 @@ def open_embedded(
 
 
 def _hold(datadir: Path, deadline: float) -> Lock:
-    """Become a user: from here on no other process stops the server."""
+    """Become a user: from now on, no other process stops the server."""
     while True:
         users = Lock(datadir / supervisor.USERS_LOCK)
         try:
-            # Refused only while another process stops the former server.
+            # Fails only while another process stops the previous server.
             taken = _poll(partial(users.take, fcntl.LOCK_SH), deadline)
             if taken and users.is_in_place():
                 return users
@@ -129,34 +195,35 @@ def _hold(datadir: Path, deadline: float) -> Lock:
         users.close()
         if not taken:
             raise ServerStartFailed(
-                f"The former embedded server in {datadir} has not ended in time. Try again later."
+                f"The previous embedded server in {datadir} has not stopped in time. Try again."
             )
 
 
 def _release(users: Lock, datadir: Path, keep: bool) -> None:
-    """Stop being a user; the last one ends the server and returns when all of it is gone."""
-    if users.fd < 0:  # a forked child: the hold is its parent's
+    """Stop being a user. The last user stops the server and waits until its processes are gone."""
+    if users.fd < 0:  # in a forked child: its parent is the user
         return
     deadline = time.monotonic() + 2 * supervisor.STOP_S
     try:
-        if users.take(fcntl.LOCK_EX):  # the last one, and nobody comes in before we let go
-            # If the directory was deleted, another may be in its place: leave it to the supervisor.
+        if users.take(fcntl.LOCK_EX):  # the last user, and no other can arrive before the release
+            # If the directory was deleted, another one may have its path: leave this to the
+            # supervisor.
             if users.is_in_place():
-                _end(users, datadir, deadline)
-        elif not users.take(fcntl.LOCK_SH):  # another one was the last, and is ending it
+                _stop(users, datadir, deadline)
+        elif not users.take(fcntl.LOCK_SH):  # another user was the last, and is stopping the server
             _poll(partial(users.take, fcntl.LOCK_SH), deadline)
     except OSError as exc:
         logger.debug("The embedded server in %s is left to its supervisor: %s", datadir, exc)
     finally:
         users.close()
     if not keep:
-        # The supervisor has done it only if it found nobody there.
+        # The supervisor removes the directory only if no user is left when the server ends.
         shutil.rmtree(datadir, ignore_errors=True)
 
 
-def _end(users: Lock, datadir: Path, deadline: float) -> None:
+def _stop(users: Lock, datadir: Path, deadline: float) -> None:
     """Shut the server down and wait until its processes are gone."""
-    # Opened before the files may vanish with a private directory.
+    # Open the locks before the files may vanish with a private directory.
     with (
         Lock(datadir / supervisor.SUPERVISOR_LOCK) as lock,
         Lock(datadir / supervisor.SERVER_LOCK) as server,
@@ -165,75 +232,107 @@ def _end(users: Lock, datadir: Path, deadline: float) -> None:
         def are_gone() -> bool:
             return lock.take(fcntl.LOCK_EX) and server.take(fcntl.LOCK_EX)
 
-        ended = shut_down(datadir) or _poll(are_gone, time.monotonic() + 2 * supervisor.POLL_S)
-        if not ended:
-            users.close()  # still starting, or stuck: the supervisor has the means for both
+        stopped = shut_down(datadir) or _poll(are_gone, time.monotonic() + 2 * supervisor.POLL_S)
+        if not stopped:
+            users.close()  # still starting, or stuck: the supervisor can handle both
         if not _poll(are_gone, deadline):
-            logger.warning("The embedded server in %s has not ended yet.", datadir)
+            logger.warning("The embedded server in %s has not stopped yet.", datadir)
             return
-        left = read_config(datadir).get("unixsocket")
-        if left:  # by a supervisor that was killed; the locks keep others from starting one now
-            supervisor.clean_up(str(datadir), left)
+        leftover = read_config(datadir).get("unixsocket")
+        if leftover:  # its supervisor was killed; the locks prevent a start meanwhile
+            supervisor.clean_up(str(datadir), leftover)
 
 
-def _reach(datadir: Path, keep: bool, tcp: bool, deadline: float) -> Address:
-    """Wait until a server answers; start one when there is none."""
-    log: IO[bytes] | None = None  # of the server that we started
+@dataclass(frozen=True)
+class _Restart:
+    """How to restart a server that has ended."""
+
+    #: The address at which clients expect the server; None to choose another port.
+    former: Address | None
+    #: Raises if the server may not be started.
+    check: Callable[[], None]
+    is_cancelled: Callable[[], bool]
+
+
+def _reach(
+    datadir: Path, keep: bool, tcp: bool, deadline: float, restart: _Restart | None = None
+) -> Address:
+    """Wait until a server replies; start one if there is none."""
+    started = False
     tries = TCP_TRIES if tcp else 1
-    try:
-        while True:
-            # Opened again each time: after a start the supervisor has the open file and its lock.
-            with Lock(datadir / supervisor.SUPERVISOR_LOCK) as lock:
-                if lock.take(fcntl.LOCK_EX):  # no supervisor, and nobody else can start one now
-                    if log:
-                        tries -= 1
-                        _check_why_it_ended(datadir, log, tries)
-                    log = _start(datadir, lock, keep, tcp)
-                else:
-                    address = find_address(datadir)
-                    # Looked up twice, lest it was the address of the one before.
-                    if address and replies(address) and find_address(datadir) == address:
-                        break
-            if time.monotonic() > deadline:
-                said = last_lines(log) if log else last_lines_in(datadir)
-                raise _start_failed(datadir, "did not answer in time", said)
-            time.sleep(POLL_S)
-    finally:
-        if log:
-            log.close()
+    eager_until = time.monotonic() + 100 * POLL_S
+    while True:
+        if restart is not None and restart.is_cancelled():
+            raise ServerStartFailed(f"Reaching the embedded server in {datadir} was interrupted.")
+        # Reopened each time: after a start, the supervisor owns the open file and its lock.
+        with Lock(datadir / supervisor.SUPERVISOR_LOCK) as lock:
+            if lock.take(fcntl.LOCK_EX):  # no supervisor, and no other process can start one now
+                if started:
+                    tries -= 1
+                    # Retry only if another process took the port.
+                    if not (tries and "in use" in last_log_lines(datadir)):
+                        raise _start_failed(datadir, "did not start")
+                    restart = restart and replace(restart, former=None)
+                if started or restart is None or _may_restart(datadir, restart, deadline):
+                    started = _start(datadir, lock, keep, tcp, restart)
+            else:
+                address = find_address(datadir)
+                left_s = min(max(deadline - time.monotonic(), POLL_S), 1.0)
+                # Look it up twice: the first result may have been the address of the previous
+                # server.
+                if address and replies(address, left_s) and find_address(datadir) == address:
+                    return address
+        if time.monotonic() > deadline:
+            raise _start_failed(datadir, "did not reply in time")
+        time.sleep(POLL_S if time.monotonic() < eager_until else SLOW_POLL_S)
+
+
+def _check_tcp(datadir: Path, address: Address, tcp: bool) -> None:
     if tcp and not address.port:
         raise ServerStartFailed(
-            f"The embedded server in {datadir} runs already, without TCP. "
+            f"The embedded server in {datadir} is already running without TCP. "
             "Close all its users, or open it without tcp=True."
         )
-    return address
 
 
-def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool) -> IO[bytes] | None:
-    """Start a supervisor, which gets ``watcher.lock``, and return the log that it writes.
+def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
+    """Whether the server may be restarted now; raise if not before the deadline."""
+    restart.check()
+    wait_s = restarts.wait_s(datadir)
+    if time.monotonic() + wait_s > deadline:
+        problem = f"ends again and again; the next restart is due in {wait_s:.1f} seconds"
+        raise _start_failed(datadir, problem)
+    return wait_s <= 0
 
-    None, and nothing is started, if there still is a server whose supervisor was killed.
+
+def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart | None) -> bool:
+    """Start a supervisor, which inherits ``watcher.lock``.
+
+    Returns False, and starts nothing, if a server whose supervisor was killed is still running.
     """
     with Lock(datadir / supervisor.SERVER_LOCK) as server:
         if not server.take(fcntl.LOCK_EX):
-            # On Linux the kernel has told it to end, elsewhere we do.
+            # On Linux, the kernel has already told the server to stop.
             shut_down(datadir)
-            return None
+            return False
         if not sys.executable:
             raise ServerStartFailed(
                 "An embedded server needs a Python program to supervise it, and sys.executable is "
                 "empty. Start a server by other means, and connect to its address."
             )
         program = find_server()
-        socket_path = write_config(datadir, keep, tcp)
-        # Isolated (-I) and without site-packages (-S): quick, and nothing of the user's is run.
+        if restart is not None:
+            restarts.record(datadir)  # first: a start that kills this process must count as well
+            logger.warning("The embedded server in %s has ended. Restarting it.", datadir)
+        former = None if restart is None else restart.former
+        socket_path = write_config(datadir, keep, tcp, former)
+        # Run isolated (-I) and without site-packages (-S): this is fast, and runs no user code.
         command = [sys.executable, "-I", "-S", supervisor.__file__, str(program), socket_path]
         command += ["keep" if keep else "remove", str(lock.fd), str(server.fd)]
-        log = open_log(datadir)
-        try:
+        with open_log(datadir) as log:
             log.write(LOG_START.encode() + os.fsencode(program) + b"\n")
-            # In a session of its own, so that Ctrl-C in the terminal does not reach it. What we
-            # wait for is only the moment until it has detached itself.
+            # In a new session, so that Ctrl-C in the terminal does not reach it. This waits only
+            # until the supervisor has detached itself.
             subprocess.run(
                 command,
                 cwd=datadir,
@@ -244,23 +343,13 @@ def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool) -> IO[bytes] | None
                 start_new_session=True,
                 check=False,  # if it fails, the log says why
             )
-        except BaseException:
-            log.close()
-            raise
-        return log
+    return True
 
 
-def _check_why_it_ended(datadir: Path, log: IO[bytes], tries: int) -> None:
-    """Raise, unless the port was taken by another just before and is worth another try."""
-    said = last_lines(log)
-    log.close()
-    if not (tries and "in use" in said):
-        raise _start_failed(datadir, "did not start", said)
-
-
-def _start_failed(datadir: Path, what: str, said: str) -> ServerStartFailed:
-    log = f"Its log ends with:\n{said}" if said else "Its log is empty."
-    return ServerStartFailed(f"The embedded server in {datadir} {what}. {log}")
+def _start_failed(datadir: Path, problem: str) -> ServerStartFailed:
+    log = last_log_lines(datadir)
+    ending = f"Its log ends with:\n{log}" if log else "Its log is empty."
+    return ServerStartFailed(f"The embedded server in {datadir} {problem}. {ending}")
 
 
 def _poll(condition: Callable[[], bool], deadline: float) -> bool:

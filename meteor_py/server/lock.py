@@ -1,4 +1,4 @@
-"""Lock files: the kernel releases them when the process that holds them ends."""
+"""Lock files, which the kernel releases when the process that holds them ends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 from typing import Self
 
-# Held while a lock file is opened or closed, and during a fork: no child sees one half-way.
-# Reentrant, for a finalizer may run at any line.
+# Held while a lock file is opened or closed, and during a fork: no child sees a half-open one.
+# Reentrant, because a finalizer may run at any line.
 _fork_guard = threading.RLock()
 _open_locks: set[Lock] = set()
 
@@ -17,8 +17,8 @@ _open_locks: set[Lock] = set()
 class Lock:
     """An open lock file.
 
-    A lock belongs to the open file, which a forked child shares: it would keep the lock alive
-    after its parent's death. So children lose their copy, which does not unlock the parent's.
+    A lock belongs to the open file, which a forked child shares and would keep locked after its
+    parent's death. So a child closes its copy, which does not release the parent's lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,9 +29,9 @@ class Lock:
             _open_locks.add(self)
 
     def take(self, how: int) -> bool:
-        """Take the lock, or change it to ``LOCK_SH`` or ``LOCK_EX``, unless others forbid it.
+        """Try to take the lock, or to convert it, as ``LOCK_SH`` or ``LOCK_EX``.
 
-        A refused change has lost the lock that was held before.
+        A failed conversion loses the lock that was held before.
         """
         try:
             fcntl.flock(self.fd, how | fcntl.LOCK_NB)
@@ -40,7 +40,7 @@ class Lock:
         return True
 
     def is_in_place(self) -> bool:
-        """Whether the path still names this file: it was not deleted."""
+        """Whether the path still names this file: it was not deleted or replaced."""
         try:
             return os.path.samestat(os.fstat(self.fd), os.lstat(self._path))
         except FileNotFoundError:

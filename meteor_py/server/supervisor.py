@@ -1,14 +1,14 @@
 """The process that runs one embedded server, and stops it when its last user is gone.
 
-It is started by its path, detached, in the directory of the server; the rest of the package imports
-no more of it than the names of the files. Every start waits for it, so it uses the standard library
-only, and of that only what loads in a millisecond.
+The supervisor runs as a detached script in the directory of the server; the rest of the package
+imports only constants and ``clean_up`` from this file. Every start waits for the supervisor, so it
+uses only parts of the standard library that load within a millisecond.
 
-The directory holds three lock files. The kernel drops a ``flock`` when its holder dies, for
+The directory holds three lock files. The kernel releases a ``flock`` when its holder dies, for
 whatever reason, and these locks are the only state:
 
 - ``users.lock``: every user holds it shared. A process that gets it exclusively knows that there is
-  no user, and that none can arrive before it lets go: it may stop the server.
+  no user, and that none can arrive before the release. That process may stop the server.
 - ``watcher.lock``: the supervisor holds it exclusively. A process that gets it may start a
   supervisor.
 - ``server.lock``: the supervisor and, by inheritance, the server and its children hold it. While
@@ -23,7 +23,7 @@ import select
 import sys
 import time
 
-TYPE_CHECKING = False  # importing it from typing takes longer than all that this file does
+TYPE_CHECKING = False  # importing typing takes longer than everything this file does
 if TYPE_CHECKING:
     import signal
 else:
@@ -37,11 +37,11 @@ LOG = "server.log"
 PID = "server.pid"
 SOCKET = "meteor.sock"
 
-#: Seconds between two looks at ``users.lock``. Looking, and not waiting in ``flock``, leaves the
-#: last user able to see that it is the last: no other process wants the exclusive lock.
+#: Seconds between two checks of ``users.lock``. Blocking in ``flock`` instead would keep the last
+#: user from getting the exclusive lock, by which it learns that it is the last.
 POLL_S = 0.1
 
-#: Seconds that a server gets to end by itself before it is killed.
+#: Seconds that a server gets to stop by itself before it is killed.
 STOP_S = 5.0
 
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
@@ -52,25 +52,25 @@ def main(arguments: list[str]) -> None:
 
     Arguments: the server program, the socket as the configuration names it, ``keep`` or
     ``remove`` (the directory, at the end), and the descriptors of the supervisor's and the server's
-    lock, both held.
+    lock, both taken.
     """
     binary, socket_path, fate, supervisor_lock, server_lock = arguments
     if os.fork():
-        # The user reaps this one at once, and init the other: a program that waits for its
-        # children never meets one that it did not start.
+        # The user reaps this process at once, and init reaps the child: a program that waits for
+        # any child never gets one that it did not start.
         os._exit(0)
     os.umask(0o077)
     os.set_inheritable(int(supervisor_lock), False)
     os.set_inheritable(int(server_lock), True)
-    # The user may have blocked or ignored signals, and both outlive an exec.
+    # The user may have blocked or ignored signals, and exec preserves both.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
 
     directory = os.getcwd()
-    # Not O_CREAT: without the file the directory was deleted, and nobody could find the server.
+    # Not O_CREAT: without the file, the directory was deleted and no user can find the server.
     users = os.open(USERS_LOCK, os.O_RDWR)
-    # Data is worth a clean end; a temporary server has nothing to save.
+    # A clean shutdown saves the data; a private server has none to save.
     gentle = signal.SIGTERM if fate == "keep" else signal.SIGKILL
     supervisor = os.getpid()
     server = os.fork()
@@ -80,14 +80,14 @@ def main(arguments: list[str]) -> None:
     if status and not stopped:
         code = os.waitstatus_to_exitcode(status)
         how = f"ended with status {code}" if code >= 0 else f"was killed by signal {-code}"
-        print(f"meteor supervisor: {binary} {how}.", file=sys.stderr, flush=True)
+        _log(f"{binary} {how}.")
     try:
-        os.killpg(server, signal.SIGKILL)  # what a killed server had forked
+        os.killpg(server, signal.SIGKILL)  # also kill the children of a killed server
     except OSError:
         pass
-    # Not by its path: there may be another directory now in place of a deleted one.
+    # Do not use the path: if the directory was deleted, another one may have its path now.
     clean_up(".", socket_path)
-    # A user that is still there may want to read the log, or start another; it removes the files.
+    # A remaining user may read the log or start another server; that user removes the files.
     if fate == "remove" and _is_free(users):
         _remove(directory)
 
@@ -95,41 +95,48 @@ def main(arguments: list[str]) -> None:
 def _become_server(binary: str, supervisor: int, gentle: int) -> None:
     """Turn this forked child into the server; never returns."""
     try:
-        # A group of its own, so that what it forks (rewriting its log) can be ended with it.
+        # A new process group, so that its children (which rewrite its log) can be killed with it.
         os.setpgid(0, 0)
         _end_with_parent(gentle)
-        if os.getppid() != supervisor:  # killed before the line above could take effect
+        if os.getppid() != supervisor:  # it was killed before the line above took effect
             os._exit(1)
         with open(PID, "w") as file:
             file.write(f"{os.getpid()}\n")
         os.execv(binary, [binary, CONFIG])
     except OSError as exc:
-        problem = f"meteor supervisor: cannot run {binary}: {exc.strerror}."
-        print(problem, file=sys.stderr, flush=True)
+        _log(f"cannot run {binary}: {exc.strerror}.")
     finally:
         os._exit(127)
+
+
+def _log(message: str) -> None:
+    try:
+        os.write(2, f"meteor supervisor: {message}\n".encode(errors="surrogateescape"))
+    except OSError:  # the disk is full; the next steps matter more
+        pass
 
 
 def _end_with_parent(signal_number: int) -> None:
     """Ask the kernel to send this process a signal when its parent is gone (Linux only).
 
-    Elsewhere a server whose supervisor was killed lives on until the next one opens its directory
-    and ends it: see ``_start`` in ``embedded.py``.
+    Elsewhere a server whose supervisor was killed runs until the next user opens its directory and
+    stops it: see ``_start`` in ``embedded.py``.
     """
     if sys.platform == "linux":
         try:
             import ctypes
-        except ImportError:  # a Python built without libffi: as on the other systems
+        except ImportError:  # Python was built without libffi: behave as on other systems
             return
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
 
 
 def _wait_for_end(server: int, users: int, gentle: int) -> tuple[int, bool]:
-    """Wait for the server's end, or for that of its users and then end it.
+    """Wait until the server ends; stop it when its last user is gone.
 
-    Returns the wait status, and whether it was this process that stopped the server.
+    Returns the wait status, and whether this process stopped the server.
     """
-    # Python writes a byte to the pipe for each signal: no race between a look and the wait.
+    # Python writes a byte to the pipe for each signal: this avoids a race between the check and the
+    # wait.
     wakeup, writer = os.pipe()
     os.set_blocking(wakeup, False)
     os.set_blocking(writer, False)
@@ -157,7 +164,7 @@ def _wait_for_end(server: int, users: int, gentle: int) -> tuple[int, bool]:
 
 
 def _is_free(lock: int) -> bool:
-    """Take the lock exclusively, if nobody holds it."""
+    """Take the lock exclusively, if no process holds it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -166,7 +173,7 @@ def _is_free(lock: int) -> bool:
 
 
 def clean_up(directory: str, socket_path: str) -> None:
-    """Remove what a server that has ended leaves in its directory, besides data, log and locks."""
+    """Remove the files of a stopped server from its directory, except data, log and locks."""
     for name in (socket_path, CONFIG, PID):
         try:
             os.unlink(os.path.join(directory, name))
@@ -180,7 +187,7 @@ def clean_up(directory: str, socket_path: str) -> None:
 
 
 def _remove(directory: str) -> None:
-    """``shutil.rmtree``, without the 10 ms that importing it takes."""
+    """Remove a directory like ``shutil.rmtree``, whose import would take 10 ms."""
     for folder, folders, files in os.walk(directory, topdown=False):
         for name in files:
             os.unlink(os.path.join(folder, name))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import secrets
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from meteor_py.errors import GroupActive, GroupConfigMismatch, GroupNotFound, MeteorError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Records that are looked at in one step ahead.
+#: Records that one step scans ahead.
 _AHEAD = 4_096
 #: Ordering keys that are read at a time.
 _LIST = 500
@@ -45,73 +45,84 @@ Condition = Literal["ready", "owned", "delayed", "parked"]
 
 @dataclass(frozen=True)
 class Consumer:
-    """A consumer of a shared group, as it was when it was looked at."""
+    """A consumer of a shared group at one instant."""
 
     id: str
-    #: Host, process, and something of its own.
+    #: Host, process and a random part.
     name: str
-    #: Ordering keys, and records of them, that it holds.
+    #: Ordering keys that it owns.
     keys: int
+    #: Records that it holds.
     records: int
-    #: Seconds until its lease expires, unless it is renewed. Below 0 it has expired, and the next
-    #: consumer that asks for records gets what it holds.
+    #: Seconds until its lease expires, unless it is renewed. If negative, the lease has expired,
+    #: and the next consumer that asks for records takes its records over.
     lease: float
 
 
 @dataclass(frozen=True)
 class KeyState:
-    """An ordering key with records that are not settled, as it was when it was looked at."""
+    """An ordering key with unsettled records, at one instant."""
 
-    #: The key, or the header, of its records.
+    #: The key or header that its records share.
     key: bytes
-    #: Records that are held or wait.
+    #: Records that are held or waiting.
     count: int
     #: Records that its owner holds.
     acquired: int
-    #: Records that wait.
+    #: Records that are waiting.
     waiting: int
     #: The name of the consumer that holds records of it; None if it is free.
     owner: str | None
-    #: The lowest offset that is not settled.
+    #: The lowest unsettled offset.
     oldest: int
-    #: "ready" for any consumer, "owned", or stopped: "delayed" or "parked".
+    #: "ready" for any consumer, "owned" by one, or stopped: "delayed" or "parked".
     state: Condition
 
 
 @dataclass(frozen=True)
 class SharedDescription:
-    """A shared group, as it was when it was looked at."""
+    """A shared group at one instant."""
 
     name: str
     config: SharedConfig
-    #: All records below are settled.
+    #: All records below this offset are settled.
     confirmed: int
-    #: Records between that and the end of the stream.
+    #: Records between ``confirmed`` and the end of the stream.
     lag: int
-    #: All records below were looked at: they are settled, held, or wait for their ordering key.
+    #: All records below this offset were scanned: they are settled, held or waiting.
     looked: int
-    #: Records that wait for their ordering key, or for a consumer.
+    #: Records that wait for their ordering key or for a consumer.
     waiting: int
-    #: Ordering keys that are free and have records, and those that are delayed or parked.
+    #: Ordering keys that are free and have waiting records.
     ready: int
+    #: Ordering keys that are delayed or parked and have waiting records.
     blocked: int
-    #: Dead letters that are being published.
+    #: Dead letters that are not published yet.
     dying: int
-    #: Records acknowledged, given up, lost, purged and returned since it began.
+    #: Records acknowledged since the group was created.
     acked: int
+    #: Records that became dead letters.
     dead: int
+    #: Records that were lost or unreadable.
     lost: int
+    #: Records that ``purge()`` settled.
     purged: int
+    #: Records that consumers returned, counted once for each time.
     returned: int
-    #: Consumers that died.
+    #: Consumers whose leases expired.
     reaped: int
-    #: The last that was lost: first and last offset; None if nothing was.
+    #: First and last offset of the most recent loss; None if there was none.
     lost_last: tuple[int, int] | None
-    consumers: tuple[Consumer, ...] = field(default=())
+    consumers: tuple[Consumer, ...] = ()
 
 
 class SharedGroup:
-    """One shared group of a stream. Get it with ``stream.shared_group(name)``."""
+    """Administration of one shared group, opened with ``stream.shared_group(name)``.
+
+    >>> billing = stream.shared_group("billing")    # doctest: +SKIP
+    >>> billing.describe().lag    # doctest: +SKIP
+    0
+    """
 
     def __init__(self, stream: Stream, handle: StreamHandle, name: str) -> None:
         self.stream = stream
@@ -119,20 +130,20 @@ class SharedGroup:
         self.name = keys.check_name(name, "group")
         self._protocol = SharedProtocol(handle, name)
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------
 
     def describe(self) -> SharedDescription:
-        """Look at it.
+        """Return settings, counters and consumers.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
+            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
         protocol = self._protocol
         names = [protocol.meta, *protocol.keys("state ready blocked leases consumers letters")]
         args = [protocol.incarnation, protocol.prefix]
         reply = protocol.check(self._handle.connector.run(SHARED_DESCRIBE, names, args))
         state = _fields(reply[1])
-        confirmed, looked, end = int(reply[2]), int(state["next"]), self.stream.end().offset
+        confirmed, end = int(reply[2]), self.stream.end().offset
         flat = reply[6]
         first, _, last = state.get("lost_last", "").partition(":")
         return SharedDescription(
@@ -140,7 +151,7 @@ class SharedGroup:
             config=SharedConfig.from_fields(state),
             confirmed=confirmed,
             lag=max(end - confirmed, 0),
-            looked=looked,
+            looked=int(state["next"]),
             waiting=int(state["waiting"]),
             ready=int(reply[3]),
             blocked=int(reply[4]),
@@ -157,20 +168,20 @@ class SharedGroup:
         )
 
     def keys(self, *, look_ahead: bool = False) -> list[KeyState]:
-        """Return the ordering keys with records that are not settled, by their oldest record.
+        """Return the ordering keys that have unsettled records, sorted by their oldest record.
 
         Args:
-            look_ahead: Look at all records up to the end first, as consumers would. Otherwise keys
-                whose records no consumer has looked at yet are not among them.
+            look_ahead: If true, first scan all records up to the end of the stream, as consumers
+                would. If false, keys whose records no consumer has scanned yet are missing.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
-            StoreUnavailable: Some of what is to be looked at is only there.
+            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
+            StoreUnavailable: Records to scan are in the store, which cannot be read.
         """
-        if look_ahead and not self._look_ahead(self.stream.end().offset):
+        if look_ahead and not self._scan_until(self.stream.end().offset):
             _log.warning(
-                "As many records wait in shared group %r of stream %r as may, so not all of those "
-                "behind them were looked at.",
+                "Shared group %r of stream %r has as many waiting records as it may have, so later "
+                "records were not scanned.",
                 *(self.name, self.stream.name),
             )
         owners = {consumer.id.encode(): consumer.name for consumer in self.describe().consumers}
@@ -201,7 +212,7 @@ class SharedGroup:
             head, held = replies[2 * number : 2 * number + 2]
             offsets = [int(o) for o in held.split(b",")] if held else []
             if not offsets and head is None and not stopped:
-                continue  # settled since
+                continue  # settled meanwhile
             condition: Condition = "owned" if owner else "ready"
             states.append(
                 KeyState(
@@ -216,26 +227,20 @@ class SharedGroup:
             )
         return states
 
-    def _summarize(self) -> GroupDescription:
-        """Describe it as any group of the stream."""
-        found = self.describe()
-        consumers = sum(consumer.lease > 0 for consumer in found.consumers)
-        return GroupDescription(self.name, found.confirmed, found.lag, None, 0, "shared", consumers)
-
     @property
     def confirmed(self) -> int:
         """All records below this offset are settled."""
         return self.describe().confirmed
 
     def fsck(self) -> list[str]:
-        """Check the state of the group, and return a sentence for each contradiction.
+        """Check the state of the group, and return one sentence for each contradiction.
 
-        Reads all of it at one instant: for a large group the server is busy for a moment. Then
-        compares open records with the index, which takes as long as reading that.
+        Reads the whole state at one instant, which keeps the server busy for a moment if the group
+        is large. Then reads the index wherever records are unsettled, to compare ordering keys.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
-            MeteorError: It changes too fast to be read at one instant.
+            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
+            MeteorError: The state changes too fast to be read at one instant.
         """
         return find_flaws(self._protocol)
 
@@ -244,28 +249,28 @@ class SharedGroup:
     def purge(self, key: bytes | str, limit: int | None = None) -> int:
         """Settle waiting records of one ordering key, the oldest first, without processing them.
 
-        What a consumer holds stays with it. Looks ahead up to the end of the stream first.
+        First scans the stream to its end. Records that a consumer holds are not purged.
 
         Args:
             key: The ordering key.
-            limit: At most so many; None for all.
+            limit: The most records to purge; None = all.
 
         Returns:
-            How many.
+            The number of records purged.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
-            StoreUnavailable: Some of what is to be looked at is only there.
+            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
+            StoreUnavailable: Records to scan are in the store, which cannot be read.
         """
-        name = check_key(key)
+        name = _check_key(key)
         if limit is not None:
             check_int("limit", limit, 1, 2**53)
         end, purged = self.stream.end().offset, 0
-        while True:  # ends: with nothing purged there is no more room for what comes behind it
-            is_all = self._look_ahead(end)
+        while True:  # ends: a round that purges nothing makes no room to scan further
+            scanned_all = self._scan_until(end)
             count = self._purge_waiting(name, None if limit is None else limit - purged)
             purged += count
-            if is_all or not count or purged == limit:
+            if scanned_all or not count or purged == limit:
                 return purged
 
     def _purge_waiting(self, name: bytes, limit: int | None) -> int:
@@ -273,7 +278,7 @@ class SharedGroup:
         names: list[Any] = [protocol.meta]
         names += protocol.keys("state groups ready blocked delayed failures suspects")
         names += [waiting := protocol.whole(b"waiting:" + name), protocol.key("bell")]
-        # Up to an offset, and not so many: that may be repeated when an reply is lost.
+        # The script takes an offset, not a count, so that repeating it after a lost reply is safe.
         last = client.call("LINDEX", waiting, -1 if limit is None else limit - 1)
         if last is None:
             last = client.call("LINDEX", waiting, -1)
@@ -285,17 +290,17 @@ class SharedGroup:
         return purged
 
     def resume(self, key: bytes | str) -> bool:
-        """Deliver an ordering key again that is parked or delayed.
+        """Make a parked or delayed ordering key available again.
 
-        The failures of its first record are forgotten.
+        Also resets the failure count of its first record.
 
         Returns:
-            Whether it was stopped.
+            Whether the key was parked or delayed.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
+            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        name, protocol = check_key(key), self._protocol
+        name, protocol = _check_key(key), self._protocol
         names: list[Any] = [protocol.meta]
         names += protocol.keys("state groups ready blocked delayed failures")
         names += [protocol.whole(b"waiting:" + name), protocol.key("bell")]
@@ -303,21 +308,21 @@ class SharedGroup:
         return bool(protocol.check(self._handle.connector.run(SHARED_RESUME, names, args))[1])
 
     def delete(self, *, force: bool = False) -> None:
-        """Delete it, with what it has settled.
+        """Delete the group, and with it the knowledge of which records are settled.
 
         Args:
-            force: Even if it has consumers; their next call raises.
+            force: Delete it even if it has consumers; their next calls raise ``GroupNotFound``.
 
         Raises:
-            GroupActive: It has consumers, and ``force`` is False.
-            GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
+            GroupActive: The group has consumers, and ``force`` is false.
+            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
         consumers = [found for found in self.describe().consumers if found.lease > 0]
         if consumers and not force:
             raise GroupActive(
                 f"Shared group {self.name!r} of stream {self.stream.name!r} is active: "
-                f"{consumers[0].name} is one of {len(consumers)} consumers. Close them first, or "
-                "use force=True.",
+                f"{consumers[0].name} is one of {len(consumers)} consumers. Close them, or use "
+                "force=True.",
                 stream=self.stream.name,
                 group=self.name,
                 owner=consumers[0].name,
@@ -327,33 +332,37 @@ class SharedGroup:
         others: list[Any] = sorted(self._protocol.find() - {b"state"})
         names: list[Any] = [state, *map(self._protocol.whole, others)]
         client.run(DELETE_STREAM, names, [client.call("HGET", state, "incarnation") or ""])
-        # What a consumer has made in between: now that there is no state, none can make more.
+        # Keys that a consumer created in between. Without the state no consumer can create more.
         left = self._protocol.find()
         if left and b"state" not in left:
             client.call("UNLINK", *map(self._protocol.whole, sorted(left)))
         # Last: a crash before this leaves a harmless name, not a group that is not listed.
         client.call("SREM", keys.shared_groups(self.stream.name), self.name)
-        if client.call("EXISTS", state):  # it was recreated meanwhile
+        if client.call("EXISTS", state):  # the group was recreated meanwhile
             client.call("SADD", keys.shared_groups(self.stream.name), self.name)
 
-    def _look_ahead(self, end: int) -> bool:
-        """Look at all records below ``end``, as consumers would: then each is known to wait.
+    def _scan_until(self, end: int) -> bool:
+        """Scan all records below ``end``, as consumers would, into the waiting lists of their keys.
 
         Returns:
-            Whether all were looked at; if not, as many wait as may.
+            Whether all were scanned; False if as many records are waiting as may.
         """
         ordering_rule = self.stream.config.ordering_rule
-        assert ordering_rule is not None, "else there is no shared group"
+        assert ordering_rule is not None, "a shared group needs one"
         entry: Entry | None = None
         before = -1
+
+        def scan(connection: Connection) -> StepReply:
+            return self._protocol.step(connection, "", 0, want=0, acks={}, entry=entry, scan=_AHEAD)
+
         with ExitStack() as opened:
             frames: FrameCache | None = None
             while True:
-                reply = self._handle.connector.use(partial(self._look, entry))
+                reply = self._handle.connector.use(scan)
                 for first, last in reply.lost:
                     _log.warning(
-                        "Records %d to %d of stream %r were dropped by the ring before shared "
-                        "group %r had processed them, and no store has them.",
+                        "The ring dropped records %d to %d of stream %r before shared group %r had "
+                        "processed them, and no store has them.",
                         *(first, last, self.stream.name, self.name),
                     )
                 if reply.next >= end:
@@ -367,9 +376,6 @@ class SharedGroup:
                 frames = frames or opened.enter_context(closing(FrameCache(self._handle)))
                 entry = entry_from_store(frames, ordering_rule, reply, entry)
 
-    def _look(self, entry: Entry | None, connection: Connection) -> StepReply:
-        return self._protocol.step(connection, "", 0, want=0, acks={}, entry=entry, scan=_AHEAD)
-
     def __repr__(self) -> str:
         return f"<SharedGroup {self.name!r} of {self.stream.name!r}>"
 
@@ -379,26 +385,30 @@ def open_shared(
     handle: StreamHandle,
     name: str,
     asked: dict[str, Any],
-    start: InitialOffset,
+    start: InitialOffset | int | datetime,
 ) -> tuple[SharedGroup, SharedConfig]:
-    """Create a shared group if it does not exist; compare settings that were given if it does.
+    """Create a shared group, or open the existing one if the requested settings match it.
 
     Raises:
-        GroupConfigMismatch: It exists with others, or as a group of one reader.
-        GroupNotFound: ``start`` is NONE, and it does not exist.
+        GroupConfigMismatch: It exists with other settings, or as a group with one active reader.
+        GroupNotFound: It does not exist, and ``start`` is NONE.
         MeteorError: The stream has no ``ordering_key``.
+        ValueError: ``start`` is an offset beyond the end.
     """
     shared = SharedGroup(stream, handle, name)
     if stream.config.ordering_key is None:
         raise MeteorError(
-            f"Stream {stream.name!r} was created without ordering_key, so it has no shared "
-            'groups; create one with client.stream(name, ordering_key="key").'
+            f"Stream {stream.name!r} was created without ordering_key, so it cannot have shared "
+            'groups. Create a stream with client.stream(name, ordering_key="key").'
         )
-    config = replace(SharedConfig(), **asked)
+    config = SharedConfig(**asked)
     if config.dead_letter == stream.name:
         raise ValueError("The dead letters of a stream cannot go to the stream itself.")
-    from_start = start in (InitialOffset.EARLIEST, InitialOffset.AUTO)
-    first = str(stream.bounds()[0]) if from_start else ""
+    first = ""
+    if not isinstance(start, InitialOffset):
+        first = str(_check_end(stream, handle.resolve(start)[0]))
+    elif start in (InitialOffset.EARLIEST, InitialOffset.AUTO):
+        first = str(stream.bounds()[0])
     create = "" if start == InitialOffset.NONE else "create"
     args = [stream.incarnation, name, create, first, secrets.token_hex(8)]
     args += [item for pair in config.to_fields().items() for item in pair]
@@ -408,8 +418,8 @@ def open_shared(
     )
     if reply[0] == b"EXCLUSIVE":
         raise GroupConfigMismatch(
-            f"Stream {stream.name!r} has a group {name!r} for one reader at a time; choose another "
-            "name for a shared one.",
+            f"Stream {stream.name!r} already has a group {name!r} for one reader at a time. Choose "
+            "another name for the shared group.",
             stream=stream.name,
             group=name,
         )
@@ -420,40 +430,52 @@ def open_shared(
     if setting is not None:
         raise GroupConfigMismatch(
             f"Shared group {name!r} of stream {stream.name!r} exists with "
-            f"{setting}={getattr(present, setting)!r}, not {asked[setting]!r}; leave the setting "
-            "out, or delete the group first.",
+            f"{setting}={getattr(present, setting)!r}, not {asked[setting]!r}. Omit {setting}, or "
+            "delete the group first.",
             stream=stream.name,
             group=name,
         )
     return shared, present
 
 
+def _check_end(stream: Stream, offset: int) -> int:
+    end = stream.end().offset
+    if offset > end:
+        raise ValueError(
+            f"Offset {offset} is beyond the end of stream {stream.name!r}, which is {end}."
+        )
+    return offset
+
+
 def list_shared(stream: StreamHandle) -> list[str]:
-    """The names of the shared groups of a stream."""
+    """Return the names of a stream's shared groups, sorted."""
     members = stream.connector.call("SMEMBERS", keys.shared_groups(stream.name))
     return sorted(name.decode(errors="backslashreplace") for name in members)
 
 
 def summarize_shared(stream: Stream, handle: StreamHandle) -> list[GroupDescription]:
-    """Describe the shared groups of a stream as any groups of it."""
-    found: list[GroupDescription] = []
+    """Describe a stream's shared groups in the form that all kinds of groups have."""
+    summaries: list[GroupDescription] = []
     for name in list_shared(handle):
         try:
-            found.append(SharedGroup(stream, handle, name)._summarize())
+            found = SharedGroup(stream, handle, name).describe()
         except (GroupNotFound, ValueError):
-            continue  # deleted since, or a name that is not ours
-    return found
+            continue  # deleted meanwhile, or not a name that this library wrote
+        live = sum(consumer.lease > 0 for consumer in found.consumers)
+        summaries.append(
+            GroupDescription(name, found.confirmed, found.lag, None, 0, "shared", live)
+        )
+    return summaries
 
 
-def check_key(key: bytes | str) -> bytes:
-    """Return an ordering key as bytes."""
+def _check_key(key: bytes | str) -> bytes:
     if isinstance(key, str):
         key = key.encode()
     if not isinstance(key, bytes):
         raise TypeError(f"An ordering key must be bytes or str, not {type(key).__name__}.")
     if not 1 <= len(key) <= ORDERING_KEY_BYTES_MAX:
         raise ValueError(
-            f"An ordering key has 1 to {ORDERING_KEY_BYTES_MAX} bytes, not {len(key)}."
+            f"An ordering key must have 1 to {ORDERING_KEY_BYTES_MAX} bytes, not {len(key)}."
         )
     return key
 

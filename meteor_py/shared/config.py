@@ -1,9 +1,9 @@
-"""Settings of a shared group, which all its consumers have, and of a consumer."""
+"""Settings of a shared group, which its consumers have in common, and of one consumer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from meteor_py.records.config import LEASE_TTL_S, OnGap, check_choice, check_int, check_seconds
@@ -13,35 +13,35 @@ from meteor_py.redis import keys
 OnPoison = Literal["skip", "park"]
 Keyless = Literal["default", "free"]
 
-#: Records that a consumer may hold.
+#: The most records that a consumer may hold.
 PREFETCH_MAX = 10_000
 #: The ordering key of records that have none.
 DEFAULT_KEY = "meteor.no-group"
-#: Records that may wait for their ordering keys: their offsets are kept in memory, about 10 bytes
-#: each.
+#: The most records that may wait for their ordering keys. The server keeps their offsets in memory,
+#: 3 to 10 bytes each.
 WAITING_MAX = 1_000_000
 
 
 @dataclass(frozen=True)
 class SharedConfig:
-    """Settings of a shared group, kept in Redis: all its consumers have the same."""
+    """Settings of a shared group, stored in Redis and the same for all its consumers."""
 
-    #: Records of one ordering key that a consumer holds at most, so that a busy key leaves room for
-    #: others; 1 to 10,000.
+    #: The most records of one ordering key that a consumer holds, so that a busy key leaves room
+    #: for others; 1 to 10,000.
     max_per_key: int = 32
-    #: Seconds after which the records of a consumer that has died go to others.
+    #: Seconds after which other consumers get the records of a consumer that has died.
     lease_ttl: float = 10.0
-    #: Failures after which a record is given up: 2 to 1,000; 0 = never.
+    #: Failures after which a record becomes a dead letter: 2 to 1,000; 0 = never.
     max_deliveries: int = 5
-    #: The stream that takes records which were given up; None = they are counted and logged.
+    #: The stream to which dead letters are published; None = they are only logged and counted.
     dead_letter: str | None = None
-    #: What becomes of the ordering key of a record that was given up: "skip" continues with its
-    #: next record, "park" stops the key until ``resume()``.
+    #: What happens to the ordering key of a dead letter: "skip" continues with its next record,
+    #: "park" stops the key until ``resume()``.
     on_poison: OnPoison = "skip"
     #: The ordering key of records that have none, unless ``keyless`` is "free".
     default_key: str = DEFAULT_KEY
-    #: Records without an ordering key: "default" gives all of them ``default_key``, so that they
-    #: are processed one after the other; "free" keeps them in no order.
+    #: Order of records without an ordering key: "default" gives all of them ``default_key``, so
+    #: that they are processed in sequence; "free" processes them in any order.
     keyless: Keyless = "default"
 
     def __post_init__(self) -> None:
@@ -53,8 +53,8 @@ class SharedConfig:
             )
         if check_int("max_deliveries", self.max_deliveries, 0, 1_000) == 1:
             raise ValueError(
-                "max_deliveries must be 0 (no limit) or at least 2: a consumer that dies leaves "
-                "several records in suspicion, and only a second delivery tells which it was."
+                "max_deliveries must be 0 (no limit) or at least 2: when a consumer dies, any of "
+                "the records it held may be the cause, and only a second delivery shows which."
             )
         if self.dead_letter is not None:
             keys.check_name(self.dead_letter, "dead-letter stream")
@@ -66,11 +66,11 @@ class SharedConfig:
             raise ValueError(f"default_key must have 1 to {ORDERING_KEY_BYTES_MAX} bytes.")
         if self.keyless == "free" and self.default_key != DEFAULT_KEY:
             raise ValueError(
-                'With keyless="free" no record gets the default key; leave default_key out.'
+                'With keyless="free" no record gets the default key. Omit default_key.'
             )
 
     def to_fields(self) -> dict[str, str]:
-        """Return the fields of the hash ``state``, three of which keep the names of version 0.1."""
+        """Return the fields of the hash ``state``; three keep their names of version 0.1."""
         return {
             "group_cap": str(self.max_per_key),
             "lease_ms": str(round(self.lease_ttl * 1000)),
@@ -83,41 +83,38 @@ class SharedConfig:
         }
 
     @classmethod
-    def from_fields(cls, found: dict[str, str]) -> SharedConfig:
+    def from_fields(cls, fields: dict[str, str]) -> SharedConfig:
         """Read the fields of the hash ``state``."""
         return cls(
-            max_per_key=int(found["group_cap"]),
-            lease_ttl=int(found["lease_ms"]) / 1000,
-            max_deliveries=int(found["max_deliveries"]),
-            dead_letter=found["dead_letter"] or None,
-            on_poison=found["on_poison"],  # type: ignore[arg-type]  # checked right here
-            default_key=found["default_group"],
-            keyless=found["ungrouped"],  # type: ignore[arg-type]  # checked right here
+            max_per_key=int(fields["group_cap"]),
+            lease_ttl=int(fields["lease_ms"]) / 1000,
+            max_deliveries=int(fields["max_deliveries"]),
+            dead_letter=fields["dead_letter"] or None,
+            on_poison=fields["on_poison"],  # type: ignore[arg-type]  # checked in __post_init__
+            default_key=fields["default_group"],
+            keyless=fields["ungrouped"],  # type: ignore[arg-type]  # checked in __post_init__
         )
 
     def differing(self, asked: dict[str, Any]) -> str | None:
-        """The name of the first setting that is not as it was asked for."""
-        present, wanted = self._kept(), replace(SharedConfig(), **asked)._kept()
-        return next((name for name in asked if present[name] != wanted[name]), None)
-
-    def _kept(self) -> dict[str, Any]:
-        """All settings, as exact as they are kept."""
-        return asdict(SharedConfig.from_fields(self.to_fields()))
+        """Return the name of the first requested setting that differs from this configuration."""
+        # Through the fields: they round, and a rounded value is no difference.
+        wanted = SharedConfig.from_fields(SharedConfig(**asked).to_fields())
+        return next((name for name in asked if getattr(self, name) != getattr(wanted, name)), None)
 
 
 @dataclass(frozen=True)
 class ConsumerConfig:
     """Settings of one consumer of a shared group."""
 
-    #: Unsettled records that it holds at most, handed out or not; 1 to 10,000.
+    #: The most unsettled records that the consumer holds, delivered or buffered; 1 to 10,000.
     prefetch: int = 256
-    #: Seconds without a poll or a settled record after which its lease is no longer renewed, so
-    #: that others get what it holds; also the limit for one call of a handler of ``run()``.
+    #: Seconds without a poll or a settlement after which the consumer stops renewing its lease, so
+    #: that others get its records; also the limit for one handler call of ``run()``.
     max_poll_interval: float = 60.0
-    #: What to do when records are gone before they were delivered, or cannot be read: "raise" the
-    #: error once (``RecordsLost``, or as ``poll()`` says), or "skip" them.
+    #: What to do when records were dropped before they were delivered, or cannot be read: "raise"
+    #: the error once per gap (see ``poll()``), or "skip" the gap.
     on_gap: OnGap = "raise"
-    #: Called with the first and last offset of each gap that was skipped.
+    #: Called with the first and last offset of each skipped gap.
     on_gap_skipped: Callable[[int, int], object] | None = None
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
-"""The deliveries of one consumer: its exchanges with the server about what it holds and settles.
+"""The deliveries of one consumer: exchanges with the server about records it holds and settles.
 
-Each step has a number, one above the last that the server knows of this consumer, so the server
-never takes a step twice. If a reply is lost, the consumer asks for its state, which
-``SharedProtocol.join`` returns, and adopts it: the server decides which consumer holds a record.
+Each step carries a number, one above the consumer's last step that the server knows, so the server
+never takes a step twice. If a reply is lost, the consumer asks for its state with
+``SharedProtocol.join`` and adopts it: the server decides which consumer holds a record.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meteor_py.shared.protocol import (
     StepReply,
 )
 from meteor_py.shared.record import SharedRecord, Standing
-from meteor_py.subscribe.lease import BELIEF
+from meteor_py.subscribe.lease import TRUSTED_FRACTION
 
 if TYPE_CHECKING:
     from meteor_py.records.codec import Codec
@@ -42,25 +42,25 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Refused steps in one exchange, more than anything but an error can cause.
+#: Refused steps allowed in one exchange; only a bug can cause more.
 _ROUNDS = 5
-#: Seconds to wait for the connection before the lock is let go.
+#: Seconds to wait for the connection before releasing the lock.
 _TURN_S = 0.05
-#: Characters of a reason that are kept.
+#: Characters of a rejection reason that are stored.
 _REASON_MAX = 1_000
 
 
 class _Stage(enum.Enum):
-    #: A consumer, or about to join as one with the next exchange.
+    #: The consumer has joined, or will join with the next exchange.
     ACTIVE = "active"
-    #: It has left the group for good.
+    #: The consumer has left the group for good.
     LEFT = "left"
-    #: In a forked child: everything is the parent's.
+    #: A copy in a forked child: the records belong to the parent.
     FORKED = "forked"
 
 
 class Deliveries:
-    """For several threads. ``exchange`` talks to the server, nothing else does."""
+    """The records of one consumer, shared by its threads; only ``exchange`` calls the server."""
 
     def __init__(
         self,
@@ -76,35 +76,32 @@ class Deliveries:
         self._ordering_rule = ordering_rule
         self._codec = codec
         self._connection = SharedConnection(protocol.stream.connector.open_connection)
-        #: Guards ``holdings``; notified when something is settled.
+        #: Guards ``holdings``; notified when a record is settled.
         self.condition = SignalSafeCondition()
         self.holdings = Holdings(reject_rewinds=config.on_poison == "park")
         self._notified = False  # since the last step
-        #: A thread waits until less is held.
+        #: A thread is waiting until fewer records are held.
         self.waits_for_room = False
         self._stage = _Stage.ACTIVE
         self._consumer = ""
-        # Offsets of settlements that were refused, and what was lost, until the application knows.
+        # Not yet reported to the application: offsets of refused settlements, and lost records.
         self._refused: list[int] = []
         self._lost = Gaps()
-        #: An error of the lease renewer, for the application.
+        #: An error of the lease renewer, to raise in the application.
         self.failure: MeteorError | None = None
         #: Dead letters to publish.
         self.dead_letters: list[DeadLetter] = []
-        #: Until then, by ``clock.now()``, no other consumer is given what is held here.
+        #: Until this time of ``clock.now()`` no other consumer can get the records held here.
         self.valid_until = 0.0
-        #: The last step that was answered was sent then.
+        #: When the last step that got a reply was sent.
         self.spoke_at = 0.0
-        #: The application polled or settled something then.
+        #: When the application last polled or settled a record.
         self.alive_at = now()
 
     # -- for the application -------------------------------------------------------------------
 
     def ack(self, record: SharedRecord) -> None:
-        with self.condition:
-            self._check_held(record)
-            self.holdings.ack(record)
-            self._notify()
+        self._settle(record, "A", b"")
 
     def release(
         self, record: SharedRecord, delay: float, *, only_this: bool = False, failed: bool = True
@@ -112,7 +109,8 @@ class Deliveries:
         check_seconds("delay", delay, zero=True)
         if only_this and delay:
             raise ValueError(
-                "A delay is for a whole ordering key; leave out delay, or only_this, in release()."
+                "release() got both only_this and a delay, but a delay applies to the whole "
+                "ordering key. Omit one of them."
             )
         kind = "Q" if only_this else "R" if failed else "U"
         self._settle(record, kind, b"%d" % (delay * 1000))
@@ -121,7 +119,7 @@ class Deliveries:
         self._settle(record, "X", reason[:_REASON_MAX].encode(errors="backslashreplace"))
 
     def settle_all(self, *, handed: Iterable[SharedRecord], ack: bool) -> None:
-        """Acknowledge, or return, those of some records that are still held."""
+        """Acknowledge or release all records in ``handed`` that are still held."""
         with self.condition:
             for record in handed:
                 if record.standing is Standing.HELD:
@@ -136,13 +134,13 @@ class Deliveries:
         lost: Iterable[int],
         unreadable: Mapping[int, Unreadable] | None = None,
     ) -> list[SharedRecord]:
-        """Hold records that were granted and fetched; settle those that are lost or unreadable.
+        """Hold granted records that were fetched; settle those that are lost or unreadable.
 
-        None of them, while it is not known which are still this consumer's: see
-        ``Holdings.unsure``.
+        Does nothing while other consumers may have got some of them: see ``Holdings.unsure``.
         """
         with self.condition:
-            granted = self.holdings.granted
+            # A copy: a signal handler may close the subscriber, which clears the original.
+            granted = self.holdings.granted.copy()
             received = self.holdings.receive(
                 SharedRecord(self, record, self._key_of(record), granted[offset], self._codec)
                 for offset, record in records.items()
@@ -154,10 +152,12 @@ class Deliveries:
                     self._lost.add(offset, offset, cause)
         return received
 
-    def dead_letter_published(self, letter: DeadLetter, *, lost: bool = False) -> None:
-        """Say that a dead letter needs no publishing any more, perhaps as its record is lost."""
+    def dead_letter_settled(self, letter: DeadLetter, history: str | None) -> None:
+        """Settle a dead letter that was published in ``history``; None if its record is lost."""
+        lost = history is None
+        detail = b"" if history is None else history.encode()
         with self.condition:
-            self.holdings.say(Settlement("L" if lost else "D", b"", letter.offset))
+            self.holdings.add(Settlement("L" if lost else "D", b"", letter.offset, detail))
             self._notify()
 
     def raise_failure(self) -> None:
@@ -167,13 +167,13 @@ class Deliveries:
             raise failure.with_traceback(None)
 
     def take_refused(self) -> list[int]:
-        """Return the offsets of settlements that were refused, once."""
+        """Remove and return the offsets of refused settlements."""
         with self.condition:
             refused, self._refused = self._refused, []
         return sorted(refused)
 
     def take_lost(self) -> Gap | None:
-        """Return a gap that was not reported yet, once."""
+        """Remove and return the first unreported gap."""
         with self.condition:
             return self._lost.take()
 
@@ -191,20 +191,20 @@ class Deliveries:
         wake: bool = False,
         entry: Entry | None = None,
     ) -> StepReply:
-        """Say what was settled, renew the lease, claim up to ``want`` records.
+        """Send settlements, renew the lease and claim up to ``want`` records.
 
         Args:
-            leave: Give back what is held, and be no consumer any more.
-            wake: Wake another thread that waits here, if there may be more for it now.
+            leave: Return all held records and leave the group.
+            wake: Wake this consumer's polling thread if it may now claim more records.
 
         Raises:
-            ConnectionFailed: No reply; the next exchange finds out what became of the step.
-            GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
+            ConnectionFailed: No reply; the next exchange finds out whether the step was taken.
+            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
         work = partial(self._exchange, want=want, leave=leave, wake=wake, entry=entry)
         while self.condition.is_mine():
-            # This is a signal handler that interrupted its own thread inside the lock, and the
-            # thread that has the connection may need the lock: let it go now and then.
+            # A signal handler has interrupted its own thread while that held the lock. The thread
+            # that has the connection may need the lock, so release it from time to time.
             try:
                 return self._connection.use(work, timeout_s=_TURN_S)
             except TimeoutError:
@@ -213,14 +213,14 @@ class Deliveries:
         return self._connection.use(work)
 
     def talks_here(self) -> bool:
-        """Whether a signal handler asks that has interrupted an exchange of this thread."""
+        """Whether the caller is a signal handler that interrupted an exchange of this thread."""
         return self._connection.is_mine()
 
     def close(self) -> None:
         self._connection.close()
 
     def abandon(self) -> None:
-        """In a forked child: all this is the parent's."""
+        """Drop everything in a forked child: the records belong to the parent."""
         self.condition = SignalSafeCondition()
         self.holdings = Holdings(reject_rewinds=False)
         self._stage = _Stage.FORKED
@@ -229,9 +229,10 @@ class Deliveries:
         self, connection: Connection, want: int, leave: bool, wake: bool, entry: Entry | None
     ) -> StepReply:
         refusals_left = _ROUNDS
-        while refusals_left:  # ends: nothing new is claimed before all is said
+        while refusals_left:  # ends: nothing is claimed until all settlements are sent
             self._synchronize(connection)
             self._name_lost(connection)
+            self._drop_lost_letters(connection)
             with self.condition:
                 last = self.holdings.begin_step()
                 self._notified = False
@@ -252,48 +253,46 @@ class Deliveries:
             except Refused:
                 refusals_left -= 1
                 continue  # ask the server for its state
-            except ConnectionFailed as error:
-                if error.answered:
-                    self._withdraw()  # it did nothing
-                raise
-            except MeteorError:
-                self._withdraw()
+            except MeteorError as error:
+                if not isinstance(error, ConnectionFailed) or error.answered:
+                    with self.condition:
+                        self.holdings.withdraw_step()  # the server changed nothing
                 raise
             self._apply(reply, started, left=leave and last, entry=entry)
             if last:
                 return reply
         raise ConnectionFailed(
-            f"The server does not agree with this consumer of {self.protocol.group!r} about its "
-            "steps."
+            f"The server refused {_ROUNDS} steps of this consumer of shared group "
+            f"{self.protocol.group!r} in a row. Try again, or open another consumer."
         )
 
     def _apply(self, reply: StepReply, started: float, *, left: bool, entry: Entry | None) -> None:
         with self.condition:
             self.holdings.apply(reply)
             self.spoke_at = started
-            self.valid_until = started + self.config.lease_ttl * BELIEF
+            self.valid_until = started + self.config.lease_ttl * TRUSTED_FRACTION
             self._refused += reply.refused
             for first, last in reply.lost:
                 self._lost.add(first, last, entry.cause if entry and entry.covers(first) else None)
-            # The server repeats a dead letter that is not published within a lease.
+            # The server sends a dead letter again if it is not published within lease_ttl.
             self.dead_letters += [
                 letter for letter in reply.dead_letters if letter not in self.dead_letters
             ]
             if left:
                 self.holdings.take_all()
                 self._consumer, self._stage = "", _Stage.LEFT
-            self.holdings.end_step()  # last: a Ctrl-C may come in between
+            self.holdings.end_step()  # last: a Ctrl-C may interrupt the lines above
         for offset, failures in reply.dropped:
             _log.warning(
-                "Record %d of stream %r was given up by shared group %r after %d failures, and "
-                "there is no dead_letter stream for it.",
-                *(offset, self.protocol.stream.name, self.protocol.group, failures),
+                "Shared group %r discarded record %d of stream %r after %d failures, because it "
+                "has no dead_letter stream.",
+                *(self.protocol.group, offset, self.protocol.stream.name, failures),
             )
 
     def _synchronize(self, connection: Connection) -> None:
-        """Be a consumer, and agree with the server about the last step and what is held."""
-        if self._stage is _Stage.LEFT:  # another thread was waiting for the connection meanwhile
-            raise ConnectionFailed(f"This consumer of {self.protocol.group!r} has left.")
+        """Join if necessary, and agree with the server on the last step and the held records."""
+        if self._stage is _Stage.LEFT:  # while this thread was waiting for the connection
+            raise ConnectionFailed(f"This consumer has left shared group {self.protocol.group!r}.")
         if self._consumer and self.holdings.sync is Sync.AGREED:
             return
         try:
@@ -310,15 +309,15 @@ class Deliveries:
         self._consumer = consumer
 
     def _fence(self) -> None:
-        """The lease has expired: nothing is held any more, and what was not said does not count."""
+        """Drop all records and pending settlements, because the lease has expired."""
         with self.condition:
-            # First: a Ctrl-C in between must not hide that settling was in vain.
-            self._refused += self.holdings.settled_in_vain()
+            # First: a Ctrl-C in between must not hide that these settlements are void.
+            self._refused += self.holdings.void_settlements()
             self.holdings.fence()
             self._consumer = ""
 
     def _name_lost(self, connection: Connection) -> None:
-        """Find the ordering keys of records that could not be fetched."""
+        """Ask the server for the ordering keys of records that could not be fetched."""
         if not self.holdings.has_unnamed_lost:
             return
         try:
@@ -330,11 +329,17 @@ class Deliveries:
         with self.condition:
             self.holdings.name_lost(held)
 
-    def _withdraw(self) -> None:
-        with self.condition:
-            self.holdings.withdraw_step()
+    def _drop_lost_letters(self, connection: Connection) -> None:
+        """Do not settle dead letters that a failover may have lost.
 
-    # -- inside --------------------------------------------------------------------------------
+        The server assigns them again after ``lease_ttl``, and publishing them again is harmless.
+        """
+        if self.holdings.has_letters:
+            history = connection.refresh_history().encode()
+            with self.condition:
+                self.holdings.keep_letters(history)
+
+    # -- internals -----------------------------------------------------------------------------
 
     def _settle(self, record: SharedRecord, kind: str, detail: bytes) -> None:
         with self.condition:
@@ -343,7 +348,7 @@ class Deliveries:
             self._notify()
 
     def _check_held(self, record: SharedRecord) -> None:
-        """With the lock held: raise unless the record may be settled here."""
+        """Raise unless this consumer may settle the record. The caller holds the lock."""
         if self._stage is _Stage.FORKED:
             raise reply_errors.opened_before_fork(self.protocol.stream.name)
         if record.standing is Standing.SETTLED:
@@ -355,7 +360,7 @@ class Deliveries:
         self.alive_at = now()
 
     def _notify(self) -> None:
-        """With the lock held: let the lease renewer say what was settled, and waiters look."""
+        """Wake the lease renewer and threads that wait for room. The caller holds the lock."""
         if not self._notified or self.waits_for_room:
             self._notified = True
             self.condition.notify_all()

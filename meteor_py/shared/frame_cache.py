@@ -1,7 +1,7 @@
-"""Frames of a stream, for readers of scattered offsets.
+"""A cache of frames for readers of scattered offsets.
 
-A frame is fetched once, and kept as long as records of it may be wanted: a consumer of a shared
-group gets its records out of the same frames, a few at a time.
+A consumer of a shared group gets a few records at a time out of the same frames. Each frame is
+therefore fetched once and kept as long as its records may be wanted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from meteor_py.shared.protocol import Entry, StepReply
 if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
 
-#: Frames that are kept, and that are asked for at a time; more of them if they are small, up to so
-#: many, and so many records.
+#: Frames to keep and to request at a time. Small frames are requested in larger numbers, up to
+#: _FETCH_MAX frames or _KEEP_RECORDS records.
 _KEEP = 16
 _FETCH_MAX = 64
 _KEEP_RECORDS = 4_096
-#: Records of the store that are put into the index at a time.
+#: The most records in an index entry that is made from the store.
 _STORED_MAX = 4_096
 
 
@@ -45,36 +45,36 @@ class Fetched(NamedTuple):
     found: dict[int, Record]
     #: In neither ring nor store.
     lost: list[int]
-    #: They exist and cannot be read: why.
+    #: Records that exist but cannot be read, and why.
     unreadable: dict[int, Unreadable]
 
 
 class FrameCache:
-    """The frames that one consumer works on. For one thread at a time, except ``interrupt``."""
+    """The frames of one consumer. For one thread at a time, except ``interrupt``."""
 
     def __init__(self, stream: StreamHandle) -> None:
         self._stream = stream
         self._connection: Connection = stream.connector.open_connection()
         self._log_reader: LogReader | None = None
         self._frames: dict[int, list[Record]] = {}  # by first offset
-        self._firsts: list[int] = []  # the same, in order
-        # Records of a frame, as far as is known: one is asked for before many, for a frame that is
-        # asked for with two of its records travels twice.
+        self._firsts: list[int] = []  # the keys of _frames, sorted
+        # Estimated records per frame. It starts high: two requests for records of one frame would
+        # transfer the frame twice.
         self._size = FRAME_RECORDS_MAX
 
     def fetch(self, offsets: Sequence[int]) -> Fetched:
-        """Return the records, reading a few frames at a time; other records of them are not kept.
+        """Return records, reading a few frames at a time.
 
         Args:
-            offsets: In rising order.
+            offsets: In ascending order.
 
         Raises:
-            ConnectionFailed, StoreUnavailable: Not now.
+            ConnectionFailed, StoreUnavailable: The server or the store cannot be reached now.
         """
         fetched = Fetched({}, [], {})
         dropped: set[int] = set()  # by the ring
         at = 0
-        while at < len(offsets):  # ends: a round is done with the first that is left, at least
+        while at < len(offsets):  # ends: each round handles at least the first remaining offset
             left = offsets[at:]
             self._trim(left)
             if left[0] not in dropped and self._find(left[0]) is None:
@@ -85,7 +85,7 @@ class FrameCache:
         return fetched
 
     def _gather(self, offsets: Sequence[int], dropped: set[int], fetched: Fetched) -> int:
-        """Add what is cached, or in the store; return how many of the first are done with."""
+        """Add records from cache and store; return how many leading offsets were handled."""
         stored = 0
         for number, offset in enumerate(offsets):
             if offset in fetched.unreadable:
@@ -102,23 +102,15 @@ class FrameCache:
             if record is not None:
                 fetched.found[offset] = record
             elif offset not in fetched.unreadable:
-                return number  # not asked for yet
+                return number  # not requested yet
         return len(offsets)
 
     def forget(self) -> None:
-        """Drop all frames, as offsets may mean other records now."""
+        """Drop all frames, because offsets may now refer to other records."""
         self._frames, self._firsts = {}, []
 
-    def read_stored(self, start: int, stop: int) -> Chunk:
-        """Return records that only the store has, from ``start`` on, at least one.
-
-        Raises:
-            RecordsLost: The store does not have them.
-        """
-        return self._read(start, stop - start)[0]
-
     def wait(self, streams: Sequence[tuple[str, str]], block_s: float) -> None:
-        """Wait until one of some Redis streams has an entry after an ID."""
+        """Wait until one of the Redis streams has an entry after its given ID."""
         names, ids = zip(*streams, strict=True)
         block = ("BLOCK", max(int(min(block_s, self._connection.block_max_s) * 1000), 1))
         command = ("XREAD", "COUNT", 1, *block, "STREAMS", *names, *ids)
@@ -139,22 +131,24 @@ class FrameCache:
     # -- the ring ------------------------------------------------------------------------------
 
     def _fetch_frames(self, offsets: Sequence[int], unreadable: dict[int, Unreadable]) -> set[int]:
-        """Fetch frames of the first that are missing, as many as is good to have at a time.
+        """Fetch the frames of the first missing offsets.
 
         Returns:
-            The offsets of those that the ring does not have.
+            The offsets that the ring does not have.
         """
         wanted: list[int] = []
         limit = max(_KEEP, min(_FETCH_MAX, _KEEP_RECORDS // self._size))
         for offset in offsets:
             if wanted and offset < wanted[-1] + self._size:
-                continue  # in the same frame, as far as is known
+                continue  # probably in the same frame
             if offset not in unreadable and self._find(offset) is None:
                 wanted.append(offset)
                 if len(wanted) == limit:
                     break
         log = keys.log(self._stream.name)
-        replies = self._call([("XRANGE", log, f"{o}-0", "+", "COUNT", 1) for o in wanted])
+        commands = [("XRANGE", log, f"{offset}-0", "+", "COUNT", 1) for offset in wanted]
+        connection = self._connection
+        replies = connection.retry_idle(connection.pipeline, commands, connection.timeout_s)
         dropped: set[int] = set()
         sizes: list[int] = []
         for offset, entries in zip(wanted, replies, strict=True):
@@ -171,7 +165,7 @@ class FrameCache:
         self._size = max(sizes, default=self._size)
         first = wanted[0]
         if first not in unreadable and self._find(first) is None:
-            dropped.add(first)  # whatever the ring has there: not this record
+            dropped.add(first)  # the entry there does not hold this record
         return dropped
 
     def _decode(self, entries: list[tuple[bytes, list[bytes]]], first: int, last: int) -> Chunk:
@@ -182,12 +176,6 @@ class FrameCache:
                 str(error), stream=self._stream.name, first=first, last=last
             ) from error
 
-    def _call(
-        self, commands: Sequence[tuple[object, ...]]
-    ) -> list[list[tuple[bytes, list[bytes]]]]:
-        timeout_s = self._connection.timeout_s
-        return self._connection.retry_idle(self._connection.pipeline, commands, timeout_s)
-
     # -- the store -----------------------------------------------------------------------------
 
     def _fetch_stored(
@@ -195,7 +183,7 @@ class FrameCache:
     ) -> Record | None:
         """Return a record that the ring has dropped; None if the store does not have it either."""
         try:
-            chunks = self._read(offset, 1)
+            chunks = self.read_stored(offset, 1)
         except RecordsLost:
             return None
         except CorruptSegment as error:
@@ -206,12 +194,20 @@ class FrameCache:
             self._keep(chunk)
         return self._find(offset)
 
-    def _read(self, offset: int, records: int) -> list[Chunk]:
+    def read_stored(self, offset: int, records: int) -> list[Chunk]:
+        """Return at least the record at ``offset``, which only the store has.
+
+        Raises:
+            RecordsLost: The store does not have it.
+        """
         if self._log_reader is None:
             self._log_reader = self._stream.open_reader()
         try:
             self._log_reader.seek(offset)
-            return self._read_some(offset, records)
+            while True:  # ends: empty only if the stream changed meanwhile
+                chunks = self._log_reader.fetch(offset, records=records)
+                if chunks:
+                    return chunks
         except (RecordsLost, CorruptSegment):
             raise
         except BaseException:
@@ -219,14 +215,7 @@ class FrameCache:
             self._log_reader = None
             raise
 
-    def _read_some(self, offset: int, records: int) -> list[Chunk]:
-        assert self._log_reader is not None, "it was opened"
-        while True:  # ends: it is there, or lost; the stream may have changed while it was read
-            chunks = self._log_reader.fetch(offset, records=records)
-            if chunks:
-                return chunks
-
-    # -- what is kept --------------------------------------------------------------------------
+    # -- the cache -----------------------------------------------------------------------------
 
     def _find(self, offset: int) -> Record | None:
         at = bisect_right(self._firsts, offset) - 1
@@ -237,7 +226,7 @@ class FrameCache:
         return records[offset - first] if offset < first + len(records) else None
 
     def _keep(self, chunk: Chunk) -> None:
-        """Replace what overlaps it: the store cuts records into other pieces than the ring."""
+        """Add a chunk, replacing those it overlaps: ring and store cut records differently."""
         start, stop = chunk.first, chunk.first + len(chunk)
         at = bisect_left(self._firsts, start)
         if at and self._firsts[at - 1] + len(self._frames[self._firsts[at - 1]]) > start:
@@ -249,7 +238,7 @@ class FrameCache:
         self._frames[start] = list(chunk.rows())
 
     def _trim(self, wanted: Sequence[int]) -> None:
-        """Drop frames that are not wanted now: the oldest if there are many, all of one record."""
+        """Drop unwanted frames: the oldest beyond ``_KEEP``, and all that have one record."""
         needed = {
             first
             for first, records in self._frames.items()
@@ -265,7 +254,7 @@ class FrameCache:
 
 
 def _between(offsets: Sequence[int], start: int, stop: int | None) -> Sequence[int]:
-    """Those from ``start`` to before ``stop``."""
+    """Return the offsets from ``start`` to before ``stop``."""
     end = len(offsets) if stop is None else bisect_left(offsets, stop)
     return offsets[bisect_left(offsets, start) : end]
 
@@ -276,20 +265,20 @@ def entry_from_store(
     """Return the index entry that the next step needs for records that only the store has.
 
     Args:
-        reply: Of the step that met them.
-        before: The entry that was sent with that step; it may not be used up.
+        reply: Reply to the step that reached them.
+        before: The entry that was sent with that step; some of it may be unused.
 
     Returns:
         The entry; without strings if neither ring nor store has the records.
 
     Raises:
-        ConnectionFailed, StoreUnavailable: Not now.
-        CorruptSegment: They are damaged.
+        ConnectionFailed, StoreUnavailable: The server or the store cannot be reached now.
+        CorruptSegment: The records are damaged.
     """
     if before is not None and before.covers(reply.next):
         return before
     try:
-        chunk = frames.read_stored(reply.next, reply.stored_stop)
+        chunk = frames.read_stored(reply.next, reply.stored_stop - reply.next)[0]
     except RecordsLost as gap:
         return Entry(reply.next, (), min(gap.last + 1, reply.stored_stop))
     size = min(len(chunk), reply.stored_stop - reply.next, _STORED_MAX)

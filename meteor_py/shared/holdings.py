@@ -1,30 +1,31 @@
-"""What a consumer of a shared group holds, and what it has settled and not yet sent."""
+"""Records that a consumer of a shared group holds, and its settlements that are not sent yet."""
 
 from __future__ import annotations
 
 import enum
+from bisect import insort
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from meteor_py.shared.protocol import ConsumerState, Settlement, StepReply
 from meteor_py.shared.record import SharedRecord, Standing
 
-#: What one step says at most, acknowledged offsets and other settlements: the server does nothing
-#: else meanwhile.
+#: The most acknowledged offsets, and other settlements, in one step: the server runs nothing else
+#: meanwhile.
 _ACKS_MAX = 2_000
 _OTHERS_MAX = 500
 
 
 class Sync(enum.Enum):
-    """Whether this consumer and the server agree about what it holds."""
+    """Whether this consumer and the server agree about the records that it holds."""
 
-    #: They do: the reply to the last step is applied here.
+    #: The reply to the last step is applied here.
     AGREED = "agreed"
-    #: A step was sent and its reply is not applied. So it is during every step, and after a lost
-    #: reply until ``reconcile``.
+    #: A step was sent, and its reply is not applied: during every step, and after a lost reply
+    #: until ``reconcile``.
     IN_DOUBT = "in doubt"
-    #: The last step has rewound an ordering key, and some of what was granted and not fetched may
-    #: have gone to others with it. Nothing is received until ``reconcile``.
+    #: The last step rewound an ordering key, so other consumers may have got records that were
+    #: granted here and not fetched. No record is received until ``reconcile``.
     STALE = "stale"
 
 
@@ -36,9 +37,9 @@ class Settlements(NamedTuple):
 
 
 class Holdings:
-    """Records that were granted, held and settled, from the grant until the server knows.
+    """Records and settlements of one consumer, from the grant to the server's confirmation.
 
-    Pure data: it does no I/O and has no lock; ``Deliveries`` calls it with its own.
+    Pure data without I/O or locks; ``Deliveries`` guards it with its lock.
     """
 
     def __init__(self, *, reject_rewinds: bool) -> None:
@@ -46,41 +47,41 @@ class Holdings:
 
         Args:
             reject_rewinds: Whether rejecting a record stops its ordering key, so that later records
-                of the key go back (``on_poison="park"``).
+                of the key are returned (``on_poison="park"``).
         """
         self.sync = Sync.AGREED
-        #: Number of the last step that the server has taken, as far as is known here.
+        #: Number of the last step that the server is known to have taken.
         self.number = 0
-        #: Granted and not fetched yet: offsets, and the failures of each.
+        #: Failures of each granted record that is not fetched yet, by offset.
         self.granted: dict[int, int] = {}
-        #: Said by the step that is under way.
+        #: Settlements in the step in flight.
         self.sent = Settlements({}, [])
         self._reject_rewinds = reject_rewinds
         self._held: dict[int, SharedRecord] = {}
-        self._by_key: dict[bytes, list[int]] = {}  # the same: offsets, rising
+        self._by_key: dict[bytes, list[int]] = {}  # the offsets of _held, ascending
         self._acks: dict[bytes, list[int]] = {}
         self._others: list[Settlement] = []
 
     def __len__(self) -> int:
-        """Return how many records are held, fetched or not."""
+        """Return the number of records held, fetched or not."""
         return len(self._held) + len(self.granted)
 
     @property
     def unsure(self) -> bool:
-        """Whether others may have some of what was granted: take a step before fetching it."""
+        """Whether other consumers may have got granted records: take a step before fetching."""
         return self.sync is Sync.STALE and bool(self.granted)
 
     @property
-    def unsaid(self) -> bool:
-        """Whether something was settled that the server does not know, or may not know."""
+    def unsent(self) -> bool:
+        """Whether there are settlements that the server does not have, or may not have."""
         return bool(self._acks or self._others or self.sync is Sync.IN_DOUBT)
 
     # -- receiving and settling ----------------------------------------------------------------
 
     def receive(self, fetched: Iterable[SharedRecord]) -> list[SharedRecord]:
-        """Hold records that were granted and fetched, and return those that are held now.
+        """Hold granted records that were fetched, and return them.
 
-        A record that was taken, or rewound with an earlier record of its key, is left out.
+        Leaves out records that were taken, or rewound with an earlier record of their key.
         """
         if self.sync is Sync.STALE:
             return []
@@ -91,44 +92,45 @@ class Holdings:
             if self.granted.pop(offset, None) is None or offset > rewinds.get(key, offset):
                 continue
             self._held[offset] = record
-            _insert(self._by_key.setdefault(key, []), offset)
+            insort(self._by_key.setdefault(key, []), offset)
             received.append(record)
         return received
 
     def lose(self, offset: int) -> bool:
-        """Settle a record that was granted and cannot be fetched; return whether it still was.
+        """Settle a granted record that cannot be fetched; return whether it was still granted.
 
-        Its ordering key is not known without it: see ``name_lost``.
+        Its ordering key is unknown until ``name_lost``.
         """
         if self.sync is Sync.STALE or self.granted.pop(offset, None) is None:
             return False
         self._others.append(Settlement("G", b"", offset))
         return True
 
-    def ack(self, record: SharedRecord) -> None:
-        """Acknowledge a record that is held."""
-        self._drop(record, Standing.SETTLED)
-        self._acks.setdefault(record.ordering_key, []).append(record.offset)
-
     def settle(self, record: SharedRecord, kind: str, detail: bytes) -> None:
-        """Settle a record that is held; if that rewinds its key, later ones go back with it."""
+        """Settle a held record; ``kind`` is "A" to acknowledge it, or one of ``Settlement``.
+
+        If that rewinds its ordering key, later records of the key are returned.
+        """
         self._drop(record, Standing.SETTLED)
+        if kind == "A":
+            self._acks.setdefault(record.ordering_key, []).append(record.offset)
+            return
         if self._is_rewind(kind):
             for offset in list(self._by_key.get(record.ordering_key, ())):
                 if offset > record.offset and offset in self._held:
                     self._drop(self._held[offset], Standing.REWOUND)
         self._others.append(Settlement(kind, record.ordering_key, record.offset, detail))
 
-    def say(self, settlement: Settlement) -> None:
-        """Say something with the next step that concerns no record held here."""
+    def add(self, settlement: Settlement) -> None:
+        """Queue a settlement of a record that is not held here, such as a dead letter."""
         self._others.append(settlement)
 
     # -- steps ---------------------------------------------------------------------------------
 
     def begin_step(self) -> bool:
-        """Move what the next step says to ``sent``; return whether that is all there is.
+        """Move settlements for the next step to ``sent``; return whether none is left.
 
-        Acknowledgements go first: one that was made before a rewind counts.
+        Acknowledgements go first: one made before a rewind must count.
         """
         acks, more = self._acks, dict[bytes, list[int]]()
         others = self._others
@@ -144,8 +146,8 @@ class Holdings:
     def apply(self, reply: StepReply) -> None:
         """Apply the reply to a step. ``end_step`` must follow.
 
-        The order matters, as a Ctrl-C may come in between: while ``number`` is the old one,
-        ``reconcile`` takes ``sent`` for known to the server, and afterwards for not sent.
+        The order matters, because a Ctrl-C may interrupt it: until ``number`` changes,
+        ``reconcile`` assumes that the server has ``sent``, and afterwards that it has not.
         """
         if self.granted and self._rewinds(self.sent.others):
             self.sync = Sync.STALE
@@ -155,27 +157,27 @@ class Holdings:
             self.granted[offset] = reply.failures.get(offset, 0)
 
     def end_step(self) -> None:
-        """Everything in the reply is applied, here and elsewhere."""
+        """Mark the reply as applied, here and in ``Deliveries``."""
         if self.sync is Sync.IN_DOUBT:
             self.sync = Sync.AGREED
 
     def withdraw_step(self) -> None:
-        """Take back a step that changed nothing: the next one says the same, before the rest."""
+        """Requeue the settlements of a step that changed nothing, before all others."""
         self._requeue_sent()
         self.sync = Sync.AGREED
 
     def start(self, number: int) -> None:
-        """Begin as a new consumer, whose last step has this number."""
+        """Start as a new consumer whose last step has this number."""
         self.number, self.sync = number, Sync.AGREED
 
     def reconcile(self, known: ConsumerState) -> None:
         """Adopt the server's view of this consumer, after a lost reply or a rewind.
 
-        What is held only here was taken, and what is held only there is granted.
+        Records held only here were taken; records held only there are granted.
         """
         number, held, failures = known
         if number <= self.number:
-            self._requeue_sent()  # that step was not taken, or the server has lost it
+            self._requeue_sent()  # the server did not take that step, or a failover lost it
         self.sent, self.number = Settlements({}, []), number
         theirs = {offset for offsets in held.values() for offset in offsets}
         for offsets in self._acks.values():
@@ -189,10 +191,10 @@ class Holdings:
             del self.granted[offset]
         for offset in sorted(theirs - self._held.keys() - self.granted.keys()):
             self.granted[offset] = failures.get(offset, 0)
-        self.sync = Sync.AGREED  # last: a Ctrl-C may come in between
+        self.sync = Sync.AGREED  # last: a Ctrl-C may interrupt the lines above
 
-    def settled_in_vain(self) -> list[int]:
-        """Return the offsets whose settling is void if the lease has expired."""
+    def void_settlements(self) -> list[int]:
+        """Return the offsets whose settlements are void if the lease has expired."""
         void: list[int] = []
         for acks, others in (self.sent, (self._acks, self._others)):
             void += [offset for offsets in acks.values() for offset in offsets]
@@ -200,28 +202,43 @@ class Holdings:
         return void
 
     def fence(self) -> None:
-        """Give up everything, as the lease has expired."""
+        """Drop all records and settlements, because the lease has expired."""
         self.sent, self._acks, self._others = Settlements({}, []), {}, []
         self.take_all()
         self.sync = Sync.AGREED
 
     def take_all(self) -> None:
-        """Others have everything that was held."""
+        """Mark all records as taken."""
         for record in list(self._held.values()):
             self._drop(record, Standing.TAKEN)
         self.granted.clear()
+
+    # -- dead letters --------------------------------------------------------------------------
+
+    @property
+    def has_letters(self) -> bool:
+        """Whether published dead letters are to be settled."""
+        return any(other.kind == "D" for other in self._others)
+
+    def keep_letters(self, history: bytes) -> None:
+        """Drop settlements of dead letters that were published in another history."""
+        self._others = [
+            other
+            for other in self._others
+            if other.kind != "D" or b"" in (other.detail, history) or other.detail == history
+        ]
 
     # -- lost records --------------------------------------------------------------------------
 
     @property
     def has_unnamed_lost(self) -> bool:
-        """Whether a record was lost whose ordering key is not known yet."""
+        """Whether the ordering key of a lost record is still unknown."""
         return any(other.kind == "G" and not other.ordering_key for other in self._others)
 
     def name_lost(self, held: Mapping[bytes, Iterable[int]]) -> None:
-        """Find the ordering keys of lost records in what the server says is held.
+        """Find the ordering keys of lost records among those that the server says are held.
 
-        A lost record that is not held there is another consumer's by now: nothing is said of it.
+        A lost record that is not among them belongs to another consumer now, and is not settled.
         """
         keys = {offset: key for key, offsets in held.items() for offset in offsets}
         self._others = [
@@ -230,7 +247,7 @@ class Holdings:
             if other.kind != "G" or other.offset in keys
         ]
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------
 
     def _requeue_sent(self) -> None:
         acks, others = self.sent
@@ -243,7 +260,7 @@ class Holdings:
         return kind in "RU" or (kind == "X" and self._reject_rewinds)
 
     def _rewinds(self, others: Iterable[Settlement]) -> dict[bytes, int]:
-        """Return the ordering keys that some settlements rewind, and where to."""
+        """Return the offsets to which settlements rewind their ordering keys."""
         found: dict[bytes, int] = {}
         for kind, key, offset, _ in others:
             if self._is_rewind(kind):
@@ -252,7 +269,7 @@ class Holdings:
 
     def _drop(self, record: SharedRecord, standing: Standing) -> None:
         record.standing = standing
-        self._held.pop(record.offset, None)  # a signal handler may have closed in between
+        self._held.pop(record.offset, None)  # a signal handler's close() may have dropped it
         offsets = self._by_key.get(record.ordering_key, [])
         if record.offset in offsets:
             offsets.remove(record.offset)
@@ -263,7 +280,7 @@ class Holdings:
 def _split(
     acks: dict[bytes, list[int]], size: int
 ) -> tuple[dict[bytes, list[int]], dict[bytes, list[int]]]:
-    """Return so many of the offsets, and the rest."""
+    """Split off the first ``size`` offsets; return them and the rest."""
     part: dict[bytes, list[int]] = {}
     rest: dict[bytes, list[int]] = {}
     for key, offsets in acks.items():
@@ -273,10 +290,3 @@ def _split(
             rest[key] = offsets[size:]
         size = max(size - len(offsets), 0)
     return part, rest
-
-
-def _insert(offsets: list[int], offset: int) -> None:
-    """Add an offset, which mostly is the highest."""
-    offsets.append(offset)
-    if len(offsets) > 1 and offsets[-2] > offset:
-        offsets.sort()

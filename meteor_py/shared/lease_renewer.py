@@ -1,4 +1,4 @@
-"""A background thread that renews the lease of a consumer, and sends what it has settled."""
+"""A background thread that renews a consumer's lease and sends its settlements."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from meteor_py.shared.deliveries import Deliveries
 _log = logging.getLogger(__name__)
 
 THREAD_PREFIX = "meteor-shared"
-#: Seconds that a settlement waits for more of them: while the application is at work, and while it
-#: waits for records, which others may be holding back for that.
+#: Seconds that a settlement waits for others to join it: while the application is processing, and
+#: while it polls. The second is short, because sending a settlement may make records available.
 _GATHER_S = 0.05
 _HURRY_S = 0.002
-#: Seconds between two tries, doubled each time up to the second figure.
+#: Seconds between two retries: the first pause, and the limit up to which it doubles.
 _BACKOFF_S = (0.02, 0.64)
 
 
 class LeaseRenewer:
-    """The renewal thread of one consumer: its subscriber starts and joins it."""
+    """The renewal thread of one consumer, which the subscriber starts and joins."""
 
     def __init__(self, deliveries: Deliveries, max_poll_interval_s: float) -> None:
         self._deliveries = deliveries
         self._interval_s = max_poll_interval_s
-        #: The application is polling now.
+        #: Whether the application is polling now.
         self.polling = False
         self._stopped = False
-        self._last: Callable[[], None] | None = None
+        self._close: Callable[[], None] | None = None
         name = f"{THREAD_PREFIX}-{deliveries.protocol.stream.name}"
         self._thread = JoinableThread(self._run, name)
 
@@ -40,29 +40,28 @@ class LeaseRenewer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread end. The caller sends what is left with its last exchange."""
+        """Make the thread end. The caller sends the remaining settlements."""
         with self._deliveries.condition:
             self._stopped = True
             self._deliveries.condition.notify_all()
 
     def abandon(self, close: Callable[[], None]) -> None:
-        """Leave the group in this thread and then ``close``, as the subscriber is gone."""
-        self._last = close
+        """Make the thread leave the group and call ``close``, because the subscriber is gone."""
+        self._close = close
         self.stop()
-        if not self._thread.is_alive():  # closing it was interrupted
+        if not self._thread.is_alive():  # close() of the subscriber was interrupted
             close()
 
-    def join(self, timeout_s: float) -> bool:
+    def join(self, timeout_s: float) -> None:
         condition = self._deliveries.condition
         if self._deliveries.talks_here():
-            return False  # what this signal handler came into has to end before the thread can
+            return  # the exchange that this signal handler interrupted must end first
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             deadline = now() + timeout_s
             while condition.is_mine() and self._thread.is_alive() and now() < deadline:
-                with condition:  # let go: this is a signal handler, and the thread may need it
+                with condition:  # a signal handler waits: release the lock for the thread
                     condition.wait(0.01)
             self._thread.join(max(deadline - now(), 0.0))
-        return not self._thread.is_alive()
 
     @property
     def hung(self) -> bool:
@@ -73,26 +72,27 @@ class LeaseRenewer:
         failures = 0
         while self._wait(failures):
             try:
-                self._deliveries.exchange(wake=self.polling and self._deliveries.holdings.unsaid)
+                self._deliveries.exchange(wake=self.polling and self._deliveries.holdings.unsent)
                 failures = 0
             except ConnectionFailed:
                 failures += 1
-            except MeteorError as error:  # deleted, or something that trying again will not cure
+            except MeteorError as error:  # such as a deleted group: a retry will not help
                 self._deliveries.failure = error
                 failures += 1
             except BaseException:
-                _log.exception("The lease renewer of %r failed.", self._deliveries.protocol.group)
+                group = self._deliveries.protocol.group
+                _log.exception("The lease renewer of shared group %r failed.", group)
                 failures += 1
-        if self._last is not None:
+        if self._close is not None:
             try:
                 self._deliveries.exchange(leave=True)
             except MeteorError:
-                pass  # others get the records when the lease expires
+                pass  # other consumers get the records when the lease expires
             finally:
-                self._last()
+                self._close()
 
     def _wait(self, failures: int) -> bool:
-        """Wait until there is something to send; return False once stopped."""
+        """Wait until there is something to send; return False if stopped."""
         deliveries = self._deliveries
         pause = pause_s(failures, *_BACKOFF_S) if failures else 0.0
         with deliveries.condition:
@@ -102,8 +102,8 @@ class LeaseRenewer:
             while not self._stopped:
                 left = renewal - (now() - deliveries.spoke_at)
                 if self.hung:
-                    left = renewal  # not renewed: others shall have what it holds
-                elif deliveries.holdings.unsaid and deliveries.spoke_at:
+                    left = renewal  # do not renew: other consumers must get the records
+                elif deliveries.holdings.unsent and deliveries.spoke_at:
                     gather = _HURRY_S if self.polling else _GATHER_S
                     return not deliveries.condition.wait_for(lambda: self._stopped, gather)
                 elif left <= 0 and deliveries.spoke_at:

@@ -1,7 +1,7 @@
 """The prefetcher of a consumer: claims records, fetches them, and buffers them for ``poll()``.
 
-It also does what the server asks of a consumer on the way: it publishes dead letters, and puts into
-the index what only the store has.
+It also does two jobs that the server assigns to consumers: it publishes dead letters, and sends
+index entries for records that only the store has.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
+from operator import attrgetter
 
 from meteor_py.errors import (
     ConnectionFailed,
@@ -24,35 +25,36 @@ from meteor_py.errors import (
 )
 from meteor_py.log.handle import StreamHandle
 from meteor_py.records.codec import Codec
+from meteor_py.records.position import epoch_of, newest_epoch
 from meteor_py.redis import keys, reply_errors
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
 from meteor_py.shared.deliveries import Deliveries
 from meteor_py.shared.frame_cache import FrameCache, entry_from_store
-from meteor_py.shared.gaps import Gap
 from meteor_py.shared.protocol import DeadLetter, Entry, SharedProtocol, StepReply
 from meteor_py.shared.record import SharedRecord, Standing
 from meteor_py.subscribe.dead_letters import bury, open_letters
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two tries, doubled each time up to the second figure.
+#: Seconds between two retries: the first pause, and the limit up to which it doubles.
 _BACKOFF_S = (0.02, 0.64)
-#: Records that are claimed in a step at most: the server does nothing else meanwhile.
+#: The most records claimed in one step: the server runs nothing else meanwhile.
 _CLAIM_MAX = 1_024
-#: Rounds that a poll may take though its time is up, as long as each is done with some records that
-#: are not for it; the next poll continues there.
+#: Rounds that a poll may take after its timeout, as long as each makes progress without finding
+#: records for this consumer; the next poll continues there.
 _ROUNDS_MIN = 8
-#: Times that what was granted is made sure of and fetched again, when some was rewound meanwhile.
+#: Times that granted records are verified and fetched again because some were rewound meanwhile.
 _AGAIN = 5
 #: Seconds that a full consumer waits before it logs a warning.
 _STUCK_S = 10.0
 _ID_MAX = 2**64 - 1
+_OFFSET = attrgetter("offset")
 
 
 class Prefetcher:
-    """For one thread at a time, except ``halt``."""
+    """The record buffer of one consumer. For one thread at a time, except ``halt``."""
 
     def __init__(
         self,
@@ -71,21 +73,21 @@ class Prefetcher:
         self.deliveries = Deliveries(protocol, settings, ordering_rule, codec, name)
         self._ordering_rule = ordering_rule
         self._frame_cache = FrameCache(protocol.stream)
-        self._buffer: deque[SharedRecord] = deque()  # not handed out yet
-        #: Handed out, and perhaps not settled.
+        self._buffer: deque[SharedRecord] = deque()  # not delivered yet
+        #: Delivered to the application; some may be settled.
         self.handed: list[SharedRecord] = []
         self._entry: Entry | None = None
         self._epoch = 0
         self._dead_letter_stream: StreamHandle | None = None
         self._postponed = -1  # the last dead letter that had to wait, so that it is logged once
         self._full_since: float | None = None
-        self._asked = False  # whether the last claim was for more than nothing
-        self._looked = -1
-        #: Set by another thread to end what waits here, and iterating.
+        self._asked = False  # whether the last step claimed any records
+        self._scanned = -1  # where the last step stopped scanning the index
+        #: Set by another thread to end waits here, and iteration.
         self.halted = False
 
     def halt(self) -> None:
-        """End a wait in another thread; nothing more is handed out."""
+        """End a wait in another thread and deliver no more records."""
         self.halted = True
         with self.deliveries.condition:
             self.deliveries.condition.notify_all()
@@ -107,7 +109,8 @@ class Prefetcher:
         while not self.halted:
             self.raise_refusals()
             self.deliveries.raise_failure()
-            self._drop_unheld()
+            if any(record.standing is not Standing.HELD for record in self._buffer):
+                self._buffer = deque(r for r in self._buffer if r.standing is Standing.HELD)
             if self._buffer and now() < self.deliveries.valid_until:
                 return
             left = max(deadline - time.monotonic(), 0.0)
@@ -130,14 +133,14 @@ class Prefetcher:
                 )
 
     def _claim(self) -> StepReply | None:
-        """Exchange with the server, and fetch what was granted; None if that is to be repeated."""
+        """Claim and fetch records; return the last reply, or None to try again at once."""
         before = self._entry
         reply = self._claim_all()
         self._fetch(reply.epoch)
         for _ in range(_AGAIN):
             if not self.deliveries.holdings.unsure:
                 break
-            reply, self._asked = self.exchange(0), False  # what was rewound may be had again
+            reply, self._asked = self.exchange(0), False  # rewound records may be claimed again
             self._fetch(reply.epoch)
         self.publish_dead_letters()
         if reply.stored_stop and not self._buffer:
@@ -145,11 +148,11 @@ class Prefetcher:
             return None
         self._entry = before if reply.stored_stop else None
         done = self._buffer or not (reply.granted or self.deliveries.holdings.unsure)
-        return reply if done else None  # all of them were lost
+        return reply if done else None  # None: all granted records were lost
 
     def _claim_all(self) -> StepReply:
-        """Claim as many records as may be held, in parts."""
-        while True:  # ends: each time as much as was asked for is held
+        """Claim as many records as this consumer may hold, in parts."""
+        while True:  # ends: each full grant reduces the room
             room = max(self.config.prefetch - len(self.deliveries.holdings), 0)
             want = min(room, _CLAIM_MAX)
             reply = self.exchange(want)
@@ -160,7 +163,7 @@ class Prefetcher:
     def _entry_from_store(self, reply: StepReply) -> Entry:
         try:
             return entry_from_store(self._frame_cache, self._ordering_rule, reply, self._entry)
-        except CorruptSegment as error:  # their ordering keys are not known, so they are given up
+        except CorruptSegment as error:  # without ordering keys the records count as lost
             stop = min(max(error.last, reply.next) + 1, reply.stored_stop)
             return Entry(reply.next, (), stop, error)
 
@@ -176,21 +179,21 @@ class Prefetcher:
         received = self.deliveries.receive(
             *self._frame_cache.fetch(sorted(self.deliveries.holdings.granted))
         )
-        self._buffer = deque(sorted([*self._buffer, *received], key=_offset))
+        self._buffer = deque(sorted([*self._buffer, *received], key=_OFFSET))
 
     def _wait(self, reply: StepReply, left_s: float) -> None:
-        """Wait until there may be something."""
+        """Wait until records may be available."""
         if self._buffer or left_s <= 0:
             return
-        before, self._looked = self._looked, reply.next
+        before, self._scanned = self._scanned, reply.next
         if before < reply.next < reply.end:
-            return  # A step looks at a part of what is new, and more of it may be for this one.
+            return  # a step scans only part of the new records: keep scanning
         if len(self.deliveries.holdings) >= self.config.prefetch:
             self._wait_for_room(left_s)
             return
         self._full_since = None
         if not self._asked:
-            return  # there was no room when it was claimed, and now there is
+            return  # the last step had no room for records, and now there is
         block_s = left_s if reply.wait_s is None else min(left_s, reply.wait_s + 0.001)
         block_s = min(block_s, self.settings.lease_ttl / 3)
         streams = [(self.deliveries.protocol.key("bell"), f"{reply.bell}-0")]
@@ -200,14 +203,14 @@ class Prefetcher:
         self._frame_cache.wait(streams, block_s)
 
     def _wait_for_room(self, left_s: float) -> None:
-        """Wait until the application settles some of what is held: that is all it may hold."""
+        """Wait until the application settles records, because it holds as many as it may."""
         self._full_since = self._full_since or time.monotonic()
         if time.monotonic() - self._full_since > _STUCK_S:
             self._full_since = time.monotonic()
             _log.warning(
-                "All %d records that this consumer of shared group %r may hold are handed out and "
-                "not settled: ack, release or reject some, or raise prefetch.",
-                *(self.config.prefetch, self.group),
+                "This consumer of shared group %r holds %d unsettled records, as many as it may. "
+                "Ack, release or reject some, or raise prefetch.",
+                *(self.group, self.config.prefetch),
             )
         deliveries = self.deliveries
         with deliveries.condition:
@@ -218,13 +221,8 @@ class Prefetcher:
             )
             deliveries.waits_for_room = False
 
-    def _drop_unheld(self) -> None:
-        if any(record.standing is not Standing.HELD for record in self._buffer):
-            held = (record for record in self._buffer if record.standing is Standing.HELD)
-            self._buffer = deque(held)
-
     def hand_out(self, max_records: int) -> list[SharedRecord]:
-        """Records of the buffer; if a Ctrl-C comes before the end of it, they are there again."""
+        """Take records from the buffer; if a Ctrl-C interrupts this, they stay in the buffer."""
         records = list(islice(self._buffer, max_records))
         try:
             if len(self.handed) + len(records) > 2 * self.config.prefetch:
@@ -238,70 +236,71 @@ class Prefetcher:
             raise
 
     def keep(self, records: Iterable[SharedRecord]) -> None:
-        """Hand these out again, before others."""
+        """Put records back into the buffer, to deliver them again."""
         kept = dict.fromkeys([*records, *self._buffer])
-        self._buffer = deque(sorted(kept, key=_offset))
+        self._buffer = deque(sorted(kept, key=_OFFSET))
 
     def raise_refusals(self) -> None:
-        """Report to the application, once, what is lost and which settlements were refused."""
+        """Report lost records and refused settlements to the application, each once."""
         while (gap := self.deliveries.take_lost()) is not None:
-            self._report_gap(gap)
+            error = gap.error(self.stream.name, self.group)
+            if self.config.on_gap == "raise":
+                raise error
+            _log.warning("Skipping a gap: %s", error)
+            if self.config.on_gap_skipped is not None:
+                self.config.on_gap_skipped(gap.first, gap.last)
         refused = self.deliveries.take_refused()
         if refused:
             raise reply_errors.records_fenced(self.stream.name, self.group, refused)
 
-    def _report_gap(self, gap: Gap) -> None:
-        error = gap.error(self.stream.name, self.group)
-        if self.config.on_gap == "raise":
-            raise error
-        _log.warning("Skipping a gap: %s", error)
-        if self.config.on_gap_skipped is not None:
-            self.config.on_gap_skipped(gap.first, gap.last)
-
     def publish_dead_letters(self) -> None:
         """Publish the dead letters that the server has assigned to this consumer.
 
-        If there is no room for them, they wait for the next call; records do not wait for them.
+        If their stream or the server is full, they wait for the next call; other records do not.
         """
         deliveries = self.deliveries
         while deliveries.dead_letters:
             letter = deliveries.dead_letters[0]
             opened = self._dead_letter_stream is not None
             try:
-                was_there = self._publish_dead_letter(letter)
+                history = self._publish_dead_letter(letter)
             except (OutOfMemory, StreamFull) as error:
                 if self._postponed != letter.offset:
                     _log.warning("The dead letter of record %d must wait: %s", letter.offset, error)
                 self._postponed = letter.offset
                 return
             except MeteorError as error:
-                self._dead_letter_stream = None  # it may have been deleted: opened again
+                self._dead_letter_stream = None  # perhaps deleted: open it again
                 if opened and isinstance(error, (StreamNotFound, LogTruncated)):
                     continue
                 raise
             deliveries.dead_letters.pop(0)
-            deliveries.dead_letter_published(letter, lost=not was_there)
+            deliveries.dead_letter_settled(letter, history)
 
-    def _publish_dead_letter(self, letter: DeadLetter) -> bool:
-        """Publish it; False if its record is gone, or cannot be read."""
-        assert self.settings.dead_letter is not None, "only then are there dead letters"
+    def _publish_dead_letter(self, letter: DeadLetter) -> str | None:
+        """Publish a dead letter; return None if its record is lost or unreadable.
+
+        Otherwise return the server's history: the letter must be settled in the same one.
+        """
+        assert self.settings.dead_letter is not None, "the server assigns none without it"
         fetched = self._frame_cache.fetch([letter.offset])
         record = fetched.found.get(letter.offset)
         if record is None:
             self.deliveries.note_lost(letter.offset, fetched.unreadable.get(letter.offset))
-            return False
+            return None
+        epochs = self.stream.connector.call("HGET", keys.meta(self.stream.name), "epochs")
+        if epochs is None or newest_epoch(epochs.decode()) != self._epoch:
+            raise ConnectionFailed(  # the record may be of a branch that the server has lost
+                f"The server of stream {self.stream.name!r} is failing over."
+            )
         if self._dead_letter_stream is None:
             self._dead_letter_stream = open_letters(
                 self.stream.connector, self.settings.dead_letter
             )
-        bury(
+        return bury(
             *(self._dead_letter_stream, self.stream, self.group, record),
+            epoch=epoch_of(epochs.decode(), letter.offset),
             reason=letter.reason,
             tries=letter.failures,
-            timeout_s=0.0,  # once: the application waits for its records
+            timeout_s=0.0,  # one try: the application is waiting for records
         )
-        return True
-
-
-def _offset(record: SharedRecord) -> int:
-    return record.offset

@@ -14,25 +14,25 @@ from meteor_py.redis.scripts import SHARED_JOIN, SHARED_STEP
 if TYPE_CHECKING:
     from meteor_py.log.handle import StreamHandle
 
-#: Records that a step looks at, at most: others wait as long.
+#: The most records that one step scans: all other clients wait meanwhile.
 SCAN = 4_096
-#: Records of one ordering key that are granted before others get their turn.
+#: Records of one ordering key that are granted before other keys get their turn.
 QUANTUM = 16
 
 
 class Refused(Exception):
-    """The lease of the consumer has expired, or the server counts its steps differently."""
+    """The consumer's lease has expired, or the server expects another step number."""
 
 
 class Entry(NamedTuple):
-    """What the index does not have any more: an entry made from the store, or that it is lost."""
+    """An entry that the index has dropped, rebuilt from the store, or a notice that it is lost."""
 
     first: int
     #: As ``OrderingRule.index`` makes them; empty if neither ring nor store has the records.
     strings: Sequence[bytes]
-    #: The offset behind the records.
+    #: The offset after the last record.
     stop: int
-    #: Why they are lost, if they exist.
+    #: Why records that exist are unreadable.
     cause: MeteorError | None = None
 
     def covers(self, offset: int) -> bool:
@@ -42,16 +42,16 @@ class Entry(NamedTuple):
 class ConsumerState(NamedTuple):
     """A consumer as the server knows it."""
 
-    #: Of its last step.
+    #: Number of its last step.
     number: int
-    #: The offsets that it holds of each ordering key.
+    #: The offsets that it holds, by ordering key.
     held: dict[bytes, list[int]]
-    #: How often those of them failed that did.
+    #: Failure counts of those offsets that have failed.
     failures: dict[int, int]
 
 
 class DeadLetter(NamedTuple):
-    """A record that was given up, to be published as a dead letter."""
+    """A record to publish as a dead letter."""
 
     offset: int
     failures: int
@@ -62,8 +62,9 @@ class DeadLetter(NamedTuple):
 class Settlement(NamedTuple):
     """Disposition of a record that was not acknowledged."""
 
-    #: "R" rewind its ordering key to it, "U" that without a failure, "Q" return only it, "X"
-    #: reject, "G" gone, "D" dead letter published, "L" the record of a dead letter is lost.
+    #: "R" rewind its ordering key to it, "U" the same without counting a failure, "Q" return only
+    #: this record, "X" reject, "G" gone, "D" dead letter published (``detail`` is the history in
+    #: which the server stored it), "L" dead letter's record lost.
     kind: str
     ordering_key: bytes
     offset: int
@@ -72,13 +73,15 @@ class Settlement(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReply:
-    """The reply of the server to a step."""
+    """The server's reply to a step."""
 
+    #: The first offset that was not scanned.
     next: int
+    #: The end of the stream.
     end: int
     waiting: int
     bell: int
-    #: Seconds until there may be something without an entry in ``bell``; None: nothing is awaited.
+    #: Seconds until records may become available without a new entry in ``bell``; None = never.
     wait_s: float | None
     granted: list[int]
     failures: dict[int, int]
@@ -86,10 +89,10 @@ class StepReply:
     stored_stop: int
     refused: list[int]
     lost: list[tuple[int, int]]
-    #: Offset and failures of those that were given up without a dead letter.
+    #: Offset and failure count of records that were discarded without a dead letter.
     dropped: list[tuple[int, int]]
     dead_letters: list[DeadLetter]
-    #: Of the stream: in another one, offsets may mean other records.
+    #: The stream's epoch. In another epoch, offsets may refer to other records.
     epoch: int
 
 
@@ -100,7 +103,7 @@ class SharedProtocol:
         self.stream = stream
         self.group = group
         self.prefix = keys.shared(stream.name, group, "")
-        #: Of the stream; once the group is open, followed by that of the group.
+        #: The stream's incarnation; once the group is open, followed by the group's.
         self.incarnation = stream.incarnation
 
     def key(self, part: str) -> str:
@@ -114,7 +117,7 @@ class SharedProtocol:
         return self.prefix.encode() + part
 
     def find(self) -> set[bytes]:
-        """Return the parts that exist now."""
+        """Return the names of all existing parts."""
         cursor, found = b"0", set[bytes]()
         pattern, size = f"{self.prefix}*", len(self.prefix)
         while True:
@@ -126,24 +129,31 @@ class SharedProtocol:
                 return found
 
     def require(self) -> None:
-        """Raise if the group does not exist. Flaws in its state do not matter here.
+        """Raise if the group does not exist. Tolerates flaws in its state.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
+            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
         call = self.stream.connector.call
         found = call("HGET", self.meta, "incarnation")
-        if found != self.stream.incarnation.encode():
-            raise reply_errors.stream_gone(
-                self.stream.name, b"INCARNATION" if found else b"NOSTREAM"
-            )
         try:
             state = call("HGET", self.key("state"), "incarnation") or b""
         except AccessDenied:
             raise
         except ServerRefused:
-            return  # it is no hash
-        if self.incarnation not in (state.decode(), state.decode().partition(".")[0]):
+            state = None  # the key is not a hash: fsck reports that
+        self.check_incarnations(found, state)
+
+    def check_incarnations(self, stream: bytes | None, group: bytes | None) -> None:
+        """Raise unless the stored incarnations are those of this stream and group.
+
+        ``group`` is empty if the group has none, and None if it cannot be read.
+        """
+        if stream != self.stream.incarnation.encode():
+            code = b"INCARNATION" if stream else b"NOSTREAM"
+            raise reply_errors.stream_gone(self.stream.name, code)
+        found = None if group is None else group.decode(errors="replace")
+        if found is not None and self.incarnation not in (found, found.partition(".")[0]):
             raise reply_errors.group_not_found(self.stream.name, self.group)
 
     @property
@@ -154,8 +164,8 @@ class SharedProtocol:
         """Join if a name is given; return the consumer as the server knows it.
 
         Raises:
-            Refused: Its lease has expired.
-            GroupNotFound, StreamNotFound, LogTruncated: It was deleted.
+            Refused: The consumer's lease has expired.
+            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
         names = [self.meta, *self.keys(f"state leases consumers held:{consumer} failures")]
         args = [self.incarnation, consumer, name, "join" if name else ""]
@@ -182,7 +192,7 @@ class SharedProtocol:
         others: Sequence[Settlement] = (),
         scan: int = SCAN,
     ) -> StepReply:
-        """Take a step (see redis/lua/shared/step); without a consumer, only look ahead.
+        """Take a step (see redis/lua/shared/step); without a consumer, only scan the index.
 
         Raises as ``join``.
         """
@@ -207,7 +217,7 @@ class SharedProtocol:
         return _parse_reply(self.check(connection.run(SHARED_STEP, names, args)))
 
     def check(self, reply: list[Any]) -> list[Any]:
-        """Return the reply; if it is an error code, raise the error."""
+        """Return the reply, or raise the error that its code stands for."""
         match reply[0]:
             case b"OK":
                 return reply

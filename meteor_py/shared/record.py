@@ -1,4 +1,4 @@
-"""A record that a consumer of a shared group holds until it settles it."""
+"""A record of a shared group, which a consumer holds until it settles the record."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ if TYPE_CHECKING:
 
 
 class Standing(enum.Enum):
-    """How a record stands with its consumer."""
+    """Whether a consumer still holds a record, and if not, why."""
 
     HELD = "held"
-    #: Acknowledged, returned or rejected by the consumer.
+    #: Acknowledged, released or rejected by the consumer.
     SETTLED = "settled"
     #: Returned with an earlier record of its ordering key: it will be delivered again.
     REWOUND = "rewound"
-    #: Given to another consumer, because the lease of this one expired.
+    #: Returned to the group, because the lease of this consumer expired or it left.
     TAKEN = "taken"
 
 
 class SharedRecord:
-    """One record, and what is to become of it: ``ack``, ``release`` or ``reject`` it.
+    """A ``Record`` that this consumer must settle with ``ack``, ``release`` or ``reject``.
 
-    It has what a ``Record`` has. Settling returns at once; it is sent with the next poll, or a
-    moment later.
+    >>> for record in sub.poll():    # doctest: +SKIP
+    ...     try:
+    ...         handle(record.value)
+    ...         record.ack()
+    ...     except OSError:
+    ...         record.release(delay=1.0)
+
+    Settling only queues the settlement and returns at once. It is sent with the next poll or within
+    50 ms.
     """
 
     __slots__ = ("_codec", "_deliveries", "failures", "ordering_key", "record", "standing")
@@ -44,44 +51,47 @@ class SharedRecord:
     ) -> None:
         self._deliveries = deliveries
         self._codec = codec
-        #: The record as it was published, its value not decoded.
+        #: The record as published; its value is not decoded.
         self.record = record
-        #: The key, or header, that orders it (``ordering_key`` of the stream).
+        #: The key or header that orders it (see ``ordering_key`` of the stream).
         self.ordering_key = ordering_key
-        #: Deliveries before this one that failed.
+        #: Number of earlier deliveries that failed.
         self.failures = failures
         self.standing = Standing.HELD
 
     def ack(self) -> None:
-        """It is done, and will not be delivered again.
+        """Acknowledge it: the group never delivers it again.
 
         Raises:
-            Fenced: It was given to another consumer, or returned with an earlier record of its key.
+            Fenced: This consumer no longer holds it: its lease expired, or the record was returned
+                with an earlier record of its ordering key.
             ValueError: It was settled before.
         """
         self._deliveries.ack(self)
 
     def release(self, delay: float = 0.0, *, only_this: bool = False) -> None:
-        """Return it, as a failure; it will be delivered again, perhaps to another consumer.
+        """Return it as failed: the group delivers it again, perhaps to another consumer.
 
         Args:
-            delay: Seconds for which its ordering key is not delivered.
-            only_this: Later records of its ordering key that this consumer holds are returned with
-                it, so that order survives; True returns this one alone, and it may then be
-                processed after them.
+            delay: Seconds for which the group delivers no record of its ordering key.
+            only_this: If false, later records of its ordering key that this consumer holds are
+                returned with it, which preserves their order. If true, only this record is
+                returned, and it may be processed after them.
 
         Raises:
-            Fenced: It was given to another consumer, or returned with an earlier record of its key.
-            ValueError: It was settled before, or ``only_this`` has a delay.
+            Fenced: As for ``ack``.
+            ValueError: It was settled before, or ``only_this`` was combined with a delay.
         """
         self._deliveries.release(self, delay, only_this=only_this)
 
     def reject(self, reason: str = "") -> None:
-        """Give it up: it goes to the dead letters, if the group has a stream for them.
+        """Discard it without another try; the group's dead-letter stream gets it, if there is one.
+
+        Args:
+            reason: Stored in the header ``meteor-reason`` of the dead letter.
 
         Raises:
-            Fenced: It was given to another consumer, or returned with an earlier record of its key.
-            ValueError: It was settled before.
+            Fenced, ValueError: As for ``ack``.
         """
         self._deliveries.reject(self, reason)
 
@@ -91,10 +101,10 @@ class SharedRecord:
 
     @property
     def value(self) -> Any:
-        """Bytes, or what the codec makes of them.
+        """The value, decoded if there is a codec.
 
         Raises:
-            DecodeError: The codec cannot read it.
+            DecodeError: The codec cannot decode it.
         """
         if self._codec is None:
             return self.record.value
@@ -110,12 +120,12 @@ class SharedRecord:
 
     @property
     def timestamp(self) -> int:
-        """Creation time in ms since 1970."""
+        """Creation time in milliseconds since 1970."""
         return self.record.timestamp
 
     @property
     def appended(self) -> int:
-        """Time in ms since 1970 at which the server appended it."""
+        """Time at which the server appended it, in milliseconds since 1970."""
         return self.record.appended
 
     @property

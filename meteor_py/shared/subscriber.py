@@ -1,4 +1,4 @@
-"""The shared subscriber: one of several consumers that process a stream in parallel, in order."""
+"""The shared subscriber: one of several consumers that process a stream in parallel."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from meteor_py.subscribe.lease import member_name
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that iterating waits for a server before it gives up.
+#: Seconds that an iterating consumer waits for an unreachable server before it raises.
 _RECONNECT_S = 30.0
-#: Seconds for which the end of a program waits until what was settled is sent.
+#: Seconds that the exiting interpreter waits until settlements are sent.
 _EXIT_S = 5.0
 
 
 class SharedSubscriber(Closeable):
-    """One consumer of a shared group. Make as many as you like, here and elsewhere.
+    """One consumer of a shared group, opened with ``stream.shared_subscriber()``.
 
     >>> with stream.shared_subscriber("billing") as sub:    # doctest: +SKIP
     ...     for record in sub:
     ...         handle(record)
     ...         record.ack()
 
-    Records of one ordering key are delivered in order, to one consumer at a time: the one that
-    holds unsettled records of it. ``poll`` and iterating are for one thread at a time; records may
-    be settled in any. Create it with ``stream.shared_subscriber()``.
+    A group may have any number of consumers, in one or many processes. Records of one ordering key
+    are delivered in order, to one consumer at a time: the one that holds unsettled records of that
+    key. Only one thread at a time may poll or iterate; any thread may settle records.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SharedSubscriber(Closeable):
         self.config = config
         #: The settings of the group.
         self.settings = settings
-        #: Its name among the consumers.
+        #: The name of this consumer: host, process and a random part.
         self.name = member_name()
         self._shared = shared
         self._handle = shared._handle
@@ -73,39 +73,41 @@ class SharedSubscriber(Closeable):
         self._lease_renewer = LeaseRenewer(self._deliveries, config.max_poll_interval)
         self._worker_pool: WorkerPool | None = None
         self._pool_lock = threading.RLock()  # a signal handler may stop() or close()
-        self._stop_next = False  # stop() was called when there was nothing to stop
+        self._stop_next = False  # stop() was called before run()
         self._closed = False
         self._pid = os.getpid()
         self._close_lock = threading.RLock()
-        self._deliveries.exchange()  # to raise at once if something is wrong
+        self._deliveries.exchange()  # raises here, not in the first poll(), if joining fails
         self._lease_renewer.start()
-        weakref.finalize(self, _drop, self._lease_renewer, self._prefetcher).atexit = False
+        # A subscriber that is garbage-collected without a close() leaves the group.
+        abandon = weakref.finalize(self, self._lease_renewer.abandon, self._prefetcher.close)
+        abandon.atexit = False
         _open_subscribers.add(self)
 
     # -- reading -------------------------------------------------------------------------------
 
     def poll(self, timeout: float = 1.0, max_records: int = PREFETCH_MAX) -> list[SharedRecord]:
-        """Return records that are this consumer's to process, waiting if there are none.
+        """Return records for this consumer to process, waiting up to ``timeout`` seconds for some.
 
-        What was settled before is sent with it.
+        Also sends earlier settlements.
 
         Args:
-            timeout: Seconds to wait; 0 only looks.
-            max_records: At most so many.
+            timeout: Seconds to wait; 0 returns at once.
+            max_records: The most records to return.
 
         Returns:
-            Records, in the order of their offsets within each ordering key; empty if there were
-            none in time.
+            Records, in the order of their offsets within each ordering key; an empty list if none
+            became available in time.
 
         Raises:
-            Fenced: Something that was settled here had been given to others; raised once.
-            RecordsLost: Records are gone from the ring before they were delivered, and are not in a
-                store; raised once per gap, and the next poll continues after it.
-            CorruptFrame, UnsupportedFrame, CorruptSegment: Records are there and cannot
-                be read; the same.
-            StreamNotFound, LogTruncated, GroupNotFound: It was deleted.
-            ConnectionFailed: The server could not be reached until the timeout.
-            MeteorError: ``run()`` is at work, in another thread.
+            Fenced: This consumer settled records that it no longer held; raised once.
+            RecordsLost: The ring dropped records before they were delivered, and no store has them;
+                raised once per gap, and the next poll continues after it.
+            CorruptFrame, UnsupportedFrame, CorruptSegment: Records exist but cannot be read; raised
+                once per gap, too.
+            StreamNotFound, LogTruncated, GroupNotFound: The stream or the group was deleted.
+            ConnectionFailed: The server was unreachable until the timeout expired.
+            MeteorError: Another thread is in ``run()``, or the subscriber is closed.
         """
         check_seconds("timeout", timeout, zero=True)
         check_int("max_records", max_records, 1, PREFETCH_MAX)
@@ -113,8 +115,8 @@ class SharedSubscriber(Closeable):
         pool = self._worker_pool
         if pool is not None and not pool.is_caller():
             raise MeteorError(
-                f"run() takes the records of this shared subscriber of stream {self.stream.name!r};"
-                " poll another, which stream.shared_subscriber() opens."
+                f"This shared subscriber of stream {self.stream.name!r} is in run(), which receives"
+                " all its records. To poll, open another with stream.shared_subscriber()."
             )
         self._lease_renewer.polling = True
         try:
@@ -122,12 +124,12 @@ class SharedSubscriber(Closeable):
         finally:
             self._deliveries.alive_at = now()
             self._lease_renewer.polling = False
-        return self._prefetcher.hand_out(max_records)  # last: a Ctrl-C behind it would lose them
+        return self._prefetcher.hand_out(max_records)  # last: a later Ctrl-C would lose them
 
     def __iter__(self) -> Iterator[SharedRecord]:
-        """Records one by one, without end; ends when the subscriber is closed.
+        """Iterate over records one by one until the subscriber is closed.
 
-        A server that is away is waited for, up to 30 seconds.
+        Waits up to 30 seconds for an unreachable server before raising ``ConnectionFailed``.
         """
         self._check_open()
         away_since: float | None = None
@@ -143,18 +145,21 @@ class SharedSubscriber(Closeable):
             yield from records
 
     def run(self, handler: Handler, *, concurrency: int = 1) -> None:
-        """Give records to a function, in threads of its own, until ``stop()`` or ``close()``.
+        """Call a handler with each record, in worker threads, until ``stop()`` or ``close()``.
 
-        Ordering keys run in parallel, each in order. A record is acknowledged when the handler
-        returns, and released, with a growing delay, when it raises; unless it has settled it.
+        Ordering keys run in parallel, each in order. When the handler returns, the record is
+        acknowledged. When it raises, the record is released with a delay that grows with each
+        failure. A handler may also settle the record itself.
+
+        >>> sub.run(handle, concurrency=8)    # doctest: +SKIP
 
         Args:
             handler: Called with each record.
-            concurrency: How many at a time.
+            concurrency: Number of threads, 1 to 1,000.
 
         Raises:
-            MeteorError: As ``poll``, but for what the server being away explains; or there is one
-                ``run()`` at work already.
+            MeteorError: As ``poll``, except that ``Fenced`` is only logged, and that the server may
+                be unreachable for 30 seconds; or another ``run()`` is active.
         """
         self._check_open()
         check_int("concurrency", concurrency, 1, 1_000)
@@ -163,8 +168,8 @@ class SharedSubscriber(Closeable):
             self._check_open(closing=True)
             if self._worker_pool is not None:
                 raise MeteorError(
-                    f"This shared subscriber of stream {self.stream.name!r} is in run() already; "
-                    "raise its concurrency, or open another with stream.shared_subscriber()."
+                    f"This shared subscriber of stream {self.stream.name!r} is already in run(). "
+                    "Raise its concurrency, or open another with stream.shared_subscriber()."
                 )
             if self._stop_next:
                 self._stop_next = False
@@ -177,9 +182,9 @@ class SharedSubscriber(Closeable):
                 self._worker_pool = None
 
     def stop(self) -> None:
-        """Let ``run()`` return, once the handlers that are at work have; from any thread.
+        """Make ``run()`` return after the handlers that are running. Any thread may call it.
 
-        Before a ``run()``, the next one returns at once.
+        If no ``run()`` is active, the next one returns at once.
         """
         with self._pool_lock:
             if self._worker_pool is not None:
@@ -190,30 +195,28 @@ class SharedSubscriber(Closeable):
     # -- settling ------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Acknowledge all that was handed out and not settled, and wait until that is known.
+        """Acknowledge all delivered records that are not settled, and wait for the server's reply.
 
         Raises:
-            Fenced: Some of it had been given to others.
-            ConnectionFailed: The server did not reply; it may be known, and is said again.
+            Fenced: This consumer no longer held some of the records.
+            ConnectionFailed: The server did not reply. It may have received the acknowledgements;
+                the next exchange finds out, and sends them again if it has not.
         """
         self._check_open()
         self._deliveries.settle_all(handed=self._prefetcher.handed, ack=True)
         self.flush()
 
     def rollback(self) -> None:
-        """Return all that was handed out and not settled, as failures, and wait until it is known.
+        """Release all delivered records that are not settled, and wait for the server's reply.
 
-        Raises as ``commit``.
+        Each ordering key counts a failure for its first record. Raises as ``commit``.
         """
         self._check_open()
         self._deliveries.settle_all(handed=self._prefetcher.handed, ack=False)
         self.flush()
 
     def flush(self) -> None:
-        """Send what was settled, and wait for the reply.
-
-        Raises as ``commit``.
-        """
+        """Send pending settlements, and wait for the server's reply. Raises as ``commit``."""
         self._check_open()
         self._prefetcher.exchange(0)
         self._prefetcher.raise_refusals()
@@ -226,39 +229,39 @@ class SharedSubscriber(Closeable):
         return self._shared.describe().confirmed
 
     def keys(self, *, look_ahead: bool = False) -> list[KeyState]:
-        """As ``SharedGroup.keys``."""
+        """See ``SharedGroup.keys``."""
         return self._shared.keys(look_ahead=look_ahead)
 
     def purge(self, key: bytes | str, limit: int | None = None) -> int:
-        """As ``SharedGroup.purge``."""
+        """See ``SharedGroup.purge``."""
         return self._shared.purge(key, limit)
 
     def resume(self, key: bytes | str) -> bool:
-        """As ``SharedGroup.resume``."""
+        """See ``SharedGroup.resume``."""
         return self._shared.resume(key)
 
     def fsck(self) -> list[str]:
-        """As ``SharedGroup.fsck``."""
+        """See ``SharedGroup.fsck``."""
         return self._shared.fsck()
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- closing -------------------------------------------------------------------------------
 
     def close(self, timeout: float = 5.0) -> None:
-        """Say what was settled, return the rest, and leave. Closing twice is fine.
+        """Send pending settlements, return all other records, and leave the group.
 
-        What is returned counts as no failure. What cannot be said is found out by others when the
-        lease ends.
+        Returned records do not count as failures. If the server cannot be reached, other consumers
+        get the records when the lease expires. A second call does nothing.
 
         Args:
             timeout: Seconds to wait for handlers of ``run()``.
 
         Raises:
-            Fenced: Something that was settled here had been given to others.
+            Fenced: This consumer settled records that it no longer held.
             ConnectionFailed: The server did not reply.
         """
         check_seconds("timeout", timeout, zero=True)
         if self._pid == os.getpid():
-            with self._pool_lock:  # so no run() begins behind it
+            with self._pool_lock:  # so that no run() starts after it
                 self._prefetcher.halt()
                 pool = self._worker_pool
             if pool is not None:
@@ -270,7 +273,7 @@ class SharedSubscriber(Closeable):
         with self._close_lock:
             if self._closed:
                 return
-            self._lease_renewer.stop()  # first: it must not continue if a Ctrl-C comes now
+            self._lease_renewer.stop()  # first: it must not keep running after a Ctrl-C here
             self._closed = True
             try:
                 if self._lease_renewer.polling:
@@ -284,18 +287,16 @@ class SharedSubscriber(Closeable):
 
     @property
     def closed(self) -> bool:
-        """Whether it hands out no more records."""
+        """Whether the subscriber is closed."""
         return self._closed
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"holding {len(self._deliveries.holdings)}"
         return f"<SharedSubscriber of {self.stream.name!r} in {self.group!r} ({state})>"
 
-    # -- inside --------------------------------------------------------------------------------
-
     def _leave(self) -> None:
-        """Send what was settled, publish the dead letters that this brings, and leave."""
-        if self._deliveries.holdings.unsaid:
+        """Send pending settlements, publish the dead letters that result, and leave the group."""
+        if self._deliveries.holdings.unsent:
             self._prefetcher.exchange(0)
         try:
             self._prefetcher.publish_dead_letters()
@@ -303,32 +304,27 @@ class SharedSubscriber(Closeable):
             try:
                 self._deliveries.exchange(leave=True)
             except (GroupNotFound, StreamNotFound, LogTruncated):
-                if self._deliveries.holdings.unsaid:
-                    raise  # else there is nothing to leave
+                if self._deliveries.holdings.unsent:
+                    raise  # a settlement is lost; otherwise there is nothing to leave
 
     def _check_open(self, *, closing: bool = False) -> None:
-        """Raise if it is the parent's, or closed, or (``closing``) about to be."""
+        """Raise if a parent process opened this, or if it is closed or (``closing``) closing."""
         if self._pid != os.getpid():
             raise reply_errors.opened_before_fork(self.stream.name)
         if self._closed or (closing and self._prefetcher.halted):
             raise MeteorError(
-                f"This shared subscriber of stream {self.stream.name!r} is closed; open another "
+                f"This shared subscriber of stream {self.stream.name!r} is closed. Open another "
                 "with stream.shared_subscriber()."
             )
 
 
-def _drop(lease_renewer: LeaseRenewer, prefetcher: Prefetcher) -> None:
-    """Leave for a subscriber that was dropped without a close(); does nothing after one."""
-    lease_renewer.abandon(prefetcher.close)
-
-
 def _at_exit(subscribers: Sequence[SharedSubscriber]) -> None:
-    """Let other consumers have the records at once."""
+    """Close subscribers, so that other consumers get their records at once."""
     for subscriber in subscribers:
         try:
             subscriber.close(_EXIT_S)
         except MeteorError as error:
-            _log.error("At the end of %r: %s", subscriber, error)
+            _log.error("Closing %r at exit failed: %s", subscriber, error)
     join_named(THREAD_PREFIX, _EXIT_S)
 
 

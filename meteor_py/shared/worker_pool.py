@@ -1,4 +1,4 @@
-"""Threads that process the records of one consumer: ordering keys in parallel, each in order."""
+"""Worker threads that process a consumer's records: ordering keys in parallel, each in order."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _log = logging.getLogger(__name__)
 
 Handler = Callable[[SharedRecord], object]
 
-#: Seconds for which an ordering key is left alone after a failure, doubled up to the second figure.
+#: Seconds that an ordering key is delayed after a failure: at first, and the limit of its doubling.
 _DELAY_S = (0.1, 10.0)
-#: Seconds that a poll waits, and for which the server may be away.
+#: Seconds that a poll waits.
 _POLL_S = 0.5
+#: Seconds that the server may be unreachable before ``run()`` raises.
 _AWAY_S = 30.0
-#: Seconds for which the ordering key of a hung handler is left to others, time after time.
+#: Seconds for which the ordering key of a hung handler is delayed, each time a record returns.
 _HUNG_S = 0.5
 
 
 class WorkerPool:
-    """The threads of one ``run()``; the thread that calls it fetches records for them."""
+    """The worker threads of one ``run()``, whose calling thread fetches records for them."""
 
     def __init__(
         self, subscriber: SharedSubscriber, prefetcher: Prefetcher, handler: Handler, size: int
@@ -45,20 +46,20 @@ class WorkerPool:
         self._handler = handler
         self._limit_s = subscriber.config.max_poll_interval
         self._condition = SignalSafeCondition()
-        self._queues: dict[bytes, deque[SharedRecord]] = {}  # of keys with work, or at work
-        self._ready: deque[bytes] = deque()  # of those, the keys that no thread works on
-        self._begun: dict[SharedRecord, float] = {}  # at work, and since when
-        self._hung: set[bytes] = set()  # keys whose handler has been at work for too long
+        self._queues: dict[bytes, deque[SharedRecord]] = {}  # by key, also while one is running
+        self._ready: deque[bytes] = deque()  # keys of _queues that no thread is working on
+        self._begun: dict[SharedRecord, float] = {}  # when the handlers that are running started
+        self._hung: set[bytes] = set()  # keys whose handler exceeds max_poll_interval
         self._stopped = False
-        self._caller: int | None = None  # the thread that has called run()
-        self._failure: BaseException | None = None  # what no handler should raise
+        self._caller: int | None = None  # the thread that called run()
+        self._failure: BaseException | None = None  # such as SystemExit, raised by a handler
         name = f"meteor-worker-{subscriber.stream.name}"
         self._threads = [JoinableThread(self._work, f"{name}-{number}") for number in range(size)]
 
     def run(self) -> None:
         """Fetch records and distribute them, until stopped or closed."""
         self._caller = threading.get_ident()
-        # What the application polled before stays with it.
+        # Records that the application polled before run() remain its own to settle.
         taken = {record for record in self._prefetcher.handed if record.standing is Standing.HELD}
         for thread in self._threads:
             thread.start()
@@ -78,12 +79,12 @@ class WorkerPool:
                 except MeteorError:
                     if not self._subscriber.closed:
                         raise
-                self._let_go()
+                self._release_hung()
         finally:
             self.stop()
             for thread in self._threads:
                 thread.join()
-            # Also what a Ctrl-C has kept from being distributed.
+            # Includes records that a Ctrl-C kept from being distributed.
             self._prefetcher.keep(
                 record
                 for record in self._prefetcher.handed
@@ -103,11 +104,11 @@ class WorkerPool:
             self._condition.notify_all()
 
     def is_caller(self) -> bool:
-        """Whether this is the thread that runs it."""
+        """Whether the current thread is the one that called ``run()``."""
         return self._caller == threading.get_ident()
 
     def close(self, timeout_s: float) -> None:
-        """Stop, and wait for the handlers that are at work, except one that is the caller."""
+        """Stop, and wait for running handlers, except one that calls this."""
         self.stop()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -118,7 +119,7 @@ class WorkerPool:
         with self._condition:
             for record in records:
                 if record.ordering_key in self._hung:
-                    self._give_back(record)
+                    self._return_unstarted(record)
                     continue
                 queue = self._queues.get(record.ordering_key)
                 if queue is None:
@@ -127,17 +128,17 @@ class WorkerPool:
                 queue.append(record)
             self._condition.notify_all()
 
-    def _let_go(self) -> None:
-        """Return the records of handlers that have been at work for too long, for others to try."""
+    def _release_hung(self) -> None:
+        """Release the records of handlers that exceed ``max_poll_interval``."""
         late = time.monotonic() - self._limit_s
         with self._condition:
             hung = [record for record, begun in self._begun.items() if begun < late]
         for record in hung:
             if record.standing is Standing.HELD:
                 _log.error(
-                    "The handler has been at work on record %d for over %g seconds: it is given "
-                    "to another.",
-                    *(record.offset, self._limit_s),
+                    "The handler has been processing record %d of stream %r for more than "
+                    "max_poll_interval=%g seconds, so the record is released.",
+                    *(record.offset, self._subscriber.stream.name, self._limit_s),
                 )
                 with self._condition:
                     if record in self._begun:
@@ -145,18 +146,18 @@ class WorkerPool:
                 self._release(record)
 
     def _all_hang(self) -> bool:
-        """Whether all handlers hang: then others get all records, and this consumer waits."""
+        """If all handlers hang, return all other records, wait a little, and return True."""
         with self._condition:
             if len(self._hung) < len(self._threads):
                 return False
             for queue in self._queues.values():
                 for record in queue:
-                    self._give_back(record)
+                    self._return_unstarted(record)
             self._condition.wait_for(lambda: self._stopped or not self._hung, _POLL_S)
             return True
 
-    def _give_back(self, record: SharedRecord) -> None:
-        """Return a record that was not begun, which is no failure."""
+    def _return_unstarted(self, record: SharedRecord) -> None:
+        """Return a record that no handler has started, without counting a failure."""
         if record.standing is Standing.HELD:
             self._prefetcher.deliveries.release(record, _HUNG_S, failed=False)
 
@@ -169,9 +170,9 @@ class WorkerPool:
                     self._begun[record] = time.monotonic()
                 try:
                     self._process(record)
-                except BaseException as error:  # as of sys.exit(): for the caller of run()
+                except BaseException as error:  # such as SystemExit: run() raises it
                     self._failure = error
-                    self._release(record)  # else those behind it would overtake it
+                    self._release(record)  # otherwise later records of its key would overtake it
                     self.stop()
                 finally:
                     with self._condition:
@@ -181,7 +182,7 @@ class WorkerPool:
             with self._condition:
                 if queue:
                     self._ready.append(key)
-                    self._condition.notify()
+                    self._condition.notify_all()
                 else:
                     del self._queues[key]
 

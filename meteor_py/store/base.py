@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow as pa
 
-#: Terms of one epoch, in the numbers that a store knows terms by: epoch x TERMS + term.
+#: Terms per epoch. A store sees a single number that only increases: epoch * TERMS + term.
 TERMS = 1_000_000
-#: Called with the number of records processed so far and in total.
+#: Number of states to keep of terms that are later than the term of any stored record.
+_STATES_AHEAD = 3
+#: Called with the number of records processed so far and the total.
 Progress = Callable[[int, int], object]
 
 
 class Bounds(NamedTuple):
     """The range of one incarnation of a stream that a store holds."""
 
-    #: The first offset, and the one behind the last; equal if there is nothing.
+    #: The first offset, and the offset after the last record; equal if the store has no records.
     first: int
     end: int
-    #: The highest term that anything was appended in; 0 if there is nothing.
+    #: The highest term of any append; 0 if there was none.
     term: int
 
 
 class Flaw(NamedTuple):
     """A problem that ``verify`` found."""
 
-    #: "missing": no readable record; "corrupt": not what was written; "overlap" and "leftover":
-    #: offsets that are there twice, or bytes that count for nothing. These two do no harm.
+    #: "missing": no readable record; "corrupt": not what was written; "overlap": some offsets are
+    #: stored twice; "leftover": a file that is no longer read. The last two do no harm.
     kind: Literal["missing", "corrupt", "overlap", "leftover"]
-    #: The offsets concerned, both included.
+    #: The first and the last offset concerned.
     first: int
     last: int
     #: The file, or its equivalent in this store.
     place: str
-    #: A sentence for people.
+    #: A description for people.
     problem: str
 
     @property
     def harmless(self) -> bool:
-        """Whether every record can be read in spite of it."""
+        """Whether every record is still readable despite the flaw."""
         return self.kind in ("overlap", "leftover")
 
 
@@ -48,97 +50,155 @@ class RingbufferStore(Protocol):
     """The history of one stream: all its incarnations, one after the other.
 
     A stream that is deleted and created again begins another *incarnation*, with offsets from 0 and
-    an id of the characters ``[0-9a-f]``. Tables and batches have the columns of ``ARROW_SCHEMA``
-    and consecutive offsets.
+    an id made of the characters ``[0-9a-f]``. Tables and batches have the columns of
+    ``ARROW_SCHEMA`` and consecutive offsets.
 
-    **Who calls.** One archiver at a time appends: mostly. One that was paused, and does not know
-    yet that another has taken its place, may still append, in its older *term*. Terms only rise,
-    and each begins where the records end that count. So of everything that was ever appended,
-    what counts at an offset is what was appended in the newest term that begins at or before it;
-    within a term, repeats hold the same records. An append in an older term than one that is there
-    already may be ignored.
+    **Live records.** Normally one archiver at a time appends. A paused archiver that does not know
+    yet that another has replaced it may still append, in its older *term*. Terms only increase, and
+    each begins where the live records end. So the live record at an offset is the one that was
+    appended in the newest term that begins at or before that offset. Within a term, repeated
+    appends hold the same records. A store may ignore an append in an older term than its newest.
 
-    **What counts.** The stream itself knows how far its history goes. Callers ask for nothing from
-    there on, whatever the store holds: an append whose archiver died before it was committed, or
-    the tail of a server that was failed over. Such offsets will be appended again.
+    **Commits.** The stream knows where its history ends, and callers read nothing from that offset
+    on. The store may hold more: an append whose archiver died before the commit, or the tail that a
+    failover lost. Such offsets will be appended again.
 
-    **Concurrency.** Any number of threads and processes read while one appends.
+    **Concurrency.** Any number of threads and processes may read while one appends.
 
-    **Errors.** ``StoreUnavailable`` for what may pass by itself (disk full, no connection): it
-    must leave nothing visible that ``read`` could return. ``RecordsLost`` and ``CorruptSegment``
-    for records that are gone or damaged, with their offsets; others stay readable.
+    **Errors.** Raise ``StoreUnavailable`` for temporary failures (disk full, no connection); such a
+    failure must leave nothing visible that ``read`` could return. Raise ``RecordsLost`` or
+    ``CorruptSegment``, with the offsets, for records that are gone or damaged; other records stay
+    readable.
 
-    ``meteor_py.testing.store_contract`` is this text as tests; run it on your own store.
+    ``meteor_py.testing.store_contract`` tests this contract; run it on your own store.
     """
 
     @property
     def uri(self) -> str | None:
-        """The address at which other processes find it, without secrets; None: nowhere."""
+        """The address by which other processes find the store, without secrets, or None."""
 
     def identity(self) -> str | None:
-        """The id that was claimed for this stream; None if there is nothing at this address.
+        """Return the id that was claimed for this stream; None if there is no store here.
 
         Called whenever a stream is opened with the store, and before each append: two places with
         the same address (a local path on two hosts) have different ids.
 
         Raises:
-            StoreUnavailable: It could not be looked at.
+            StoreUnavailable: The id could not be read.
         """
 
     def claim(self, identity: str, *, replacing: str | None = None) -> None:
-        """Set its id, if it has none or has the id ``replacing``.
+        """Set the store's id, if it has none or has the id ``replacing``.
 
         Called when a stream is created, and with ``replacing`` when a stream is resumed. If the
         server that had the stream before comes back, it finds that the id has changed.
         """
 
     def incarnations(self) -> list[str]:
-        """The incarnations with records here; the one that was last appended to comes last."""
+        """Return the incarnations that have records here, ordered by their last append."""
 
     def bounds(self, incarnation: str) -> Bounds:
-        """The range that it holds, whether all of it counts or not. Called before each append."""
+        """Return the range that the store holds, committed or not. Called before each append."""
 
     def epochs(self, incarnation: str) -> dict[int, int]:
-        """The first offset of each epoch (``term // TERMS``) that counts. For ``resume=True``."""
+        """Return each epoch (``term // TERMS``) with its first live offset. For ``resume=True``."""
 
     def append(self, incarnation: str, term: int, records: pa.Table) -> None:
-        """Keep records for good: when it returns, a crash of this machine does not lose them.
+        """Store records durably: once this returns, a crash of the machine does not lose them.
 
-        The order in which an archiver appends is that of the offsets. The same records may come
-        again, alone or with more behind them, after a failure whose outcome was unknown.
+        An archiver appends in the order of the offsets. After a failure with an unknown outcome, it
+        may append the same records again, alone or with more after them.
 
         Raises:
-            StoreUnavailable: They are not kept, or it is not known.
+            StoreUnavailable: The records were not stored, or the outcome is unknown.
         """
 
     def read(self, incarnation: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """The records from ``start`` to before ``stop``, in order and without a hole.
+        """Yield the records from ``start`` to ``stop`` - 1, in order and without holes.
 
-        Called for a run of records or a single one; often not read to the end.
+        Called for a run of records or a single one; callers often stop before the end.
 
         Raises:
-            RecordsLost: From the first offset on that is not there, to before the next that is.
-            CorruptSegment: Some are damaged.
+            RecordsLost: Records are missing, from the first missing offset to before the next
+                record.
+            CorruptSegment: Some records are damaged.
         """
 
     def locate(self, incarnation: str, ms: int, start: int, stop: int) -> int:
-        """The first offset from ``start`` to before ``stop`` that was appended at ``ms`` or later.
+        """Return the first offset in ``range(start, stop)`` that was appended at ``ms`` or later.
 
-        ``stop`` if there is none. The column ``appended`` never goes back.
+        Returns ``stop`` if there is none. The column ``appended`` never decreases.
         """
 
     def verify(
         self, incarnation: str, start: int, stop: int, progress: Progress | None = None
     ) -> Iterator[Flaw]:
-        """Read everything from ``start`` to before ``stop``, and tell what is wrong with it."""
+        """Read all records from ``start`` up to but not including ``stop``; yield each problem."""
 
-    def tidy(self, incarnation: str, term: int, end: int, still: Callable[[], bool]) -> None:
-        """Remove what does not count, at leisure. Called by the archiver now and then.
+    def tidy(self, incarnation: str, term: int, end: int, is_current: Callable[[], bool]) -> None:
+        """Remove superseded data in the background. The archiver calls this now and then.
 
-        Nothing of a later term than ``term``: that is for those to judge who know it. All else that
-        counts lies below ``end``; that is certain only as long as ``still()`` is true,
-        which must be asked after looking at what there is, and before anything is removed.
+        Keep all data of terms later than ``term``: only an archiver of such a term can judge it.
+        All other live records lie below ``end``. This is certain only while ``is_current()`` is
+        true: call it after listing the data, and again before each removal.
         """
 
     def delete(self, incarnation: str, below: int | None = None) -> None:
-        """Delete what lies below an offset, as far as that is easy; None: all of it."""
+        """Delete the records below an offset, in units that suit the store; None: all of them."""
+
+
+@runtime_checkable
+class StatefulStore(RingbufferStore, Protocol):
+    """A store that also keeps the state of its stream. Optional: a store may lack these methods.
+
+    The state is what ``resume=True`` needs besides the records: the fences of transactions, the
+    positions of groups, and the stream's epochs. Without it, a resumed stream has its records only.
+    """
+
+    def save_state(self, incarnation: str, term: int, state: bytes) -> None:
+        """Store the state of a term, durably and atomically; replace an earlier state of this term.
+
+        Called before each append. Keep the states of other terms until ``tidy`` or ``append`` shows
+        that the store has records of a later term that has its own state.
+
+        Raises:
+            StoreUnavailable: The state was not stored, or the outcome is unknown.
+        """
+
+    def load_states(self, incarnation: str) -> dict[int, bytes]:
+        """Return the states of an incarnation by their terms. Called for ``resume=True``."""
+
+
+@runtime_checkable
+class ColumnStore(RingbufferStore, Protocol):
+    """A store that can read individual columns. Optional."""
+
+    def read_columns(
+        self, incarnation: str, start: int, stop: int, columns: Sequence[str]
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the records of ``read`` with only these ``ARROW_SCHEMA`` columns, in this order.
+
+        Raises:
+            RecordsLost, CorruptSegment: See ``read``.
+        """
+
+
+def read_columns(
+    store: RingbufferStore, incarnation: str, start: int, stop: int, columns: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    """Yield some columns of records, from any store; see ``ColumnStore.read_columns``."""
+    if isinstance(store, ColumnStore):
+        yield from store.read_columns(incarnation, start, stop, columns)
+        return
+    for batch in store.read(incarnation, start, stop):
+        yield batch.select(list(columns))
+
+
+def states_to_drop(states: Collection[int], term: int) -> list[int]:
+    """Return the terms whose states no resume can need; ``term`` is the newest with records.
+
+    Of the later terms, which have written no records yet, only the last few can still do so.
+    """
+    below = sorted(each for each in states if each < term)
+    above = sorted(each for each in states if each > term)
+    return below[: None if term in states else -1] + above[:-_STATES_AHEAD]

@@ -8,9 +8,11 @@ import secrets
 from typing import TYPE_CHECKING
 
 from meteor_py.errors import ReadError
-from meteor_py.redis import reply_errors
-from meteor_py.store.base import TERMS, RingbufferStore
+from meteor_py.records.position import newest_epoch, table_numbers, with_epoch
+from meteor_py.store.base import TERMS, Bounds, RingbufferStore, StatefulStore
+from meteor_py.store.errors import store_mismatch
 from meteor_py.store.parquet import ParquetStore
+from meteor_py.store.state import StreamState, restored
 
 if TYPE_CHECKING:
     from meteor_py.records.descriptions import Meta
@@ -18,114 +20,153 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+#: Attempts to read a store and its state while another process changes them.
+_ATTEMPTS = 5
+
+#: What users pass as ``store=``: an address, or a store that they have opened themselves.
 Store = str | os.PathLike[str] | RingbufferStore
 
 
 def open_store(store: Store, stream: str) -> RingbufferStore:
-    """Return the store at an address, or ``store`` itself if it is one.
+    """Return the store at an address, or ``store`` itself if it is already open.
 
     Raises:
-        ValueError, TypeError: It is neither, or was made for another stream.
-        StoreUnavailable: It cannot be reached.
+        ValueError, TypeError: ``store`` is neither, or was opened for another stream.
+        StoreUnavailable: The store cannot be reached.
     """
     if isinstance(store, (str, os.PathLike)):
         return ParquetStore(store, stream)
     if isinstance(store, type) or not isinstance(store, RingbufferStore):
         raise TypeError(f"store must be an address or a RingbufferStore, not {store!r}.")
-    made_for = getattr(store, "stream", stream)
-    if made_for != stream:
-        raise ValueError(f"{store!r} is for stream {made_for!r}, not {stream!r}; make another.")
+    owner = getattr(store, "stream", stream)
+    if owner != stream:
+        raise ValueError(f"{store!r} is for stream {owner!r}, not {stream!r}. Open another one.")
     return store
 
 
 def store_fields(
     connector: Connector, store: RingbufferStore, stream: str, resume: bool
-) -> dict[str, str]:
+) -> tuple[dict[str, str], StreamState | None]:
     """Claim the store for a new stream and return the fields of ``meta`` that concern it.
 
-    With ``resume``, they continue the last incarnation in the store at its end.
+    With ``resume``, the fields continue the last incarnation in the store at its end. The second
+    result is then the state to restore, if the store has one.
     """
     if store.identity() is None:
         store.claim(secrets.token_hex(8))
-    identity = store.identity()
-    if identity is None:
-        raise reply_errors.store_mismatch(stream, _shown(store), None)
-    # Epochs must also differ between incarnations, and the newest must have the highest number. So
-    # the first epoch is the server's time.
+    store_id = store.identity()
+    if store_id is None:
+        raise store_mismatch(stream, _location(store), None)
+    # Epoch numbers must also differ between incarnations, and the newest must be the highest. So
+    # the first epoch's number is the server's time.
     seconds, micros = connector.call("TIME")
     now = int(seconds) * 1000 + int(micros) // 1000
-    fields = {"store": identity, "archived": "0", "expired": "0"}
+    fields = {"store": store_id, "archived": "0", "expired": "0"}
     fields |= {"epoch": str(now), "epochs": f"{now}:0"}
     incarnations = store.incarnations()
     if incarnations and resume:
-        # Another id: the server that was believed lost may come back, and must not append to it.
-        fields |= {"store": secrets.token_hex(8), "store_before": identity}
-        fields |= _resumed(store, incarnations[-1], now)
-    elif incarnations:
-        end = store.bounds(incarnations[-1]).end
+        # Change the id: the server that was believed lost may come back and must not append.
+        fields |= {"store": secrets.token_hex(8), "store_before": store_id}
+        bounds, state = _saved_state(store, stream, incarnations[-1])
+        return fields | _resumed_fields(store, incarnations[-1], bounds, now, state), state
+    if incarnations:
         _log.warning(
-            "The store at %s holds %d records of an earlier stream %r, which are left there; "
-            "resume=True would continue that stream.",
-            *(_shown(store), end, stream),
+            "The store at %s holds %d records of an earlier stream %r and keeps them. To continue "
+            "that stream, create it with resume=True.",
+            *(_location(store), store.bounds(incarnations[-1]).end, stream),
         )
-    return fields
+    return fields, None
 
 
-def _resumed(store: RingbufferStore, incarnation: str, now: int) -> dict[str, str]:
-    first, end, term = store.bounds(incarnation)
+def _saved_state(
+    store: RingbufferStore, stream: str, incarnation: str
+) -> tuple[Bounds, StreamState | None]:
+    """Return the bounds of a store and the state that belongs to its end.
+
+    Logs a warning if the store has no state.
+    """
+    bounds, state = store.bounds(incarnation), None
+    if isinstance(store, StatefulStore):
+        for _ in range(_ATTEMPTS):
+            saved = store.load_states(incarnation)
+            state = restored(stream, saved, store.epochs(incarnation), bounds.end)
+            before, bounds = bounds, store.bounds(incarnation)
+            if bounds == before:
+                break  # if not, an archiver of the supposedly lost server is still running
+    if state is None:
+        _log.warning(
+            "The store at %s has the records of stream %r but no state to resume with. Groups "
+            "start again, and a writer that repeats its last transaction writes it twice.",
+            *(_location(store), stream),
+        )
+    return bounds, state
+
+
+def _resumed_fields(
+    store: RingbufferStore, incarnation: str, bounds: Bounds, now: int, state: StreamState | None
+) -> dict[str, str]:
+    first, end, term = bounds
     try:
         (last,) = store.read(incarnation, end - 1, end)
         appended = int(last.column("appended").cast("int64")[0].as_py())
     except ReadError as error:
         _log.warning("The last record of stream %r cannot be read: %s", error.stream, error)
         appended = 0
-    # A new epoch: a reader that has seen more than the store holds learns that it is gone.
-    epoch = max(now, term // TERMS + 1)
-    epochs = [*sorted(store.epochs(incarnation).items()), (epoch, end)]
+    # Begin a new epoch, so that a reader that has seen more records than the store holds learns of
+    # the loss. Its number must also differ from any epoch that the lost server may have begun:
+    # hence the random part.
+    known = term // TERMS if state is None else max(newest_epoch(state.epochs), term // TERMS)
+    epoch = max(now, known) + 1 + secrets.randbelow(65_536)
+    archived = store.epochs(incarnation)
+    if state is not None and set(archived) <= table_numbers(state.epochs):
+        epochs = with_epoch(state.epochs, epoch, end)
+    else:
+        table = [*sorted(archived.items()), (epoch, end)]
+        epochs = ",".join(f"{number}:{first}" for number, first in table)
     return {
         "incarnation": incarnation,
         "next": str(end),
         "appended": str(max(now, appended)),
         "epoch": str(epoch),
-        "epochs": ",".join(f"{number}:{start}" for number, start in epochs),
+        "epochs": epochs,
         "archived": str(end),
         "expired": str(first),
     }
 
 
 def bind(store: RingbufferStore, stream: str, meta: Meta, *, created: bool, resume: bool) -> None:
-    """Make sure that this is the store of the stream.
+    """Make sure that the store belongs to the stream.
 
     Args:
         created: This call created the stream.
         resume: The caller asked to resume the stream from the store.
 
     Raises:
-        StoreMismatch: It is not.
-        StoreUnavailable: It could not be looked at.
+        StoreMismatch: The store belongs to another stream.
+        StoreUnavailable: Its id could not be read.
     """
-    assert meta.store is not None, "it has a store"
-    seen = store.identity()
-    if seen == meta.store:
+    assert meta.store is not None, "the stream has a store"
+    found = store.identity()
+    if found == meta.store:
         return
-    # Another creator may have claimed it at the same moment; or the process that resumed the stream
-    # died before it had claimed the store.
-    if created or (resume and seen is not None and seen == meta.store_before):
-        store.claim(meta.store, replacing=seen)
+    # Another creator may have claimed the store at the same moment, or the process that resumed the
+    # stream died before it claimed the store.
+    if created or (resume and found is not None and found == meta.store_before):
+        store.claim(meta.store, replacing=found)
     check_identity(store, stream, meta.store)
 
 
 def check_identity(store: RingbufferStore, stream: str, identity: str) -> None:
-    """Check that this is the store with that id.
+    """Check that the store has this id.
 
     Raises:
-        StoreMismatch: It is another, or there is none.
-        StoreUnavailable: It could not be looked at.
+        StoreMismatch: It has another id or none.
+        StoreUnavailable: Its id could not be read.
     """
-    seen = store.identity()
-    if seen != identity:
-        raise reply_errors.store_mismatch(stream, _shown(store), seen)
+    found = store.identity()
+    if found != identity:
+        raise store_mismatch(stream, _location(store), found)
 
 
-def _shown(store: RingbufferStore) -> str:
+def _location(store: RingbufferStore) -> str:
     return store.uri or repr(store)

@@ -1,36 +1,48 @@
-"""Maintenance of a segment log: find damage, merge small segments, remove what does not count.
+"""Maintenance of a segment log: find damage, merge small segments, remove superseded ones.
 
 Nothing here changes what readers see. A segment that replaces others has their term and is at least
-as long, so it counts instead of them from the moment it is visible. The others are removed once
-every reader that may have listed them has had time to read them.
+as long, so it supersedes them from the moment it is visible. The others are removed once every
+reader that may have listed them has had time to read them.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import pyarrow as pa
 
 from meteor_py.errors import ReadError
-from meteor_py.store.base import Flaw, Progress
-from meteor_py.store.segment import Segment, Span, lay_out
+from meteor_py.store.base import TERMS, Flaw, Progress, states_to_drop
+from meteor_py.store.errors import unavailable
+from meteor_py.store.segment import Segment, Span, live_spans, state_name, state_term
 from meteor_py.store.segment_file import examine
-from meteor_py.store.segment_log import SegmentLog, unavailable
+from meteor_py.store.segment_log import SegmentLog
 from meteor_py.store.storage import UNFINISHED
 
 _log = logging.getLogger(__name__)
 
-#: Seconds before a file is removed: a reader that has listed it may still want to read it.
+#: Seconds to wait before removing a file: a reader that has listed it may still need it.
 GRACE_S = 600.0
 #: Bytes of records held in memory to be written as one segment.
 MEMORY_BYTES = 512 * 1024 * 1024
+#: Adjacent segments that each have fewer records than one of these levels are merged once they
+#: reach that level together. So a record is rewritten at most once per level, and each level has
+#: few segments.
+_LEVELS = (16, 256, 4_096, 65_536, 1_048_576)
+#: Minimum and maximum segments to merge at a time, and the maximum bytes of the merged file.
+_MERGE_MIN, _MERGE_MAX = 4, 64
+_MERGE_BYTES = 32 * 1024 * 1024
+#: Size in bytes from which a segment does not count as small, however few records it has.
+_SMALL_BYTES = 2 * 1024 * 1024
 
 
 def verify(log: SegmentLog, start: int, stop: int, progress: Progress | None) -> Iterator[Flaw]:
-    """As ``RingbufferStore.verify``."""
-    segments = log.segments()
-    spans = [span for span in lay_out(segments, stop) if span.stop > start]
+    """See ``RingbufferStore.verify``."""
+    table = log.table()
+    segments, spans = table.segments, table.spans(stop, start)
     at = start
     for span in spans:
         if span.first > at:
@@ -43,14 +55,25 @@ def verify(log: SegmentLog, start: int, stop: int, progress: Progress | None) ->
         yield _missing(log, at, stop - 1)
     used = {span.segment for span in spans}
     for segment in segments:
-        if segment not in used and segment.first < stop and segment.last >= start:
+        if segment in used or _is_merged(segment, spans):
+            continue
+        if segment.first < stop and segment.last >= start:
             problem = "is not read: other segments hold these records"
             yield Flaw("leftover", segment.first, segment.last, segment.name, problem)
 
 
+def _is_merged(segment: Segment, spans: list[Span]) -> bool:
+    """Whether one live segment holds all records of this one, which ``tidy`` will remove."""
+    at = bisect_right(spans, segment.first, key=lambda span: span.segment.first) - 1
+    if at < 0:
+        return False
+    merged = spans[at].segment
+    return merged.term >= segment.term and merged.last >= segment.last
+
+
 def _verify_span(log: SegmentLog, span: Span) -> Iterator[Flaw]:
     segment = span.segment
-    with unavailable(log.stream, log.shown, "read"):
+    with unavailable(log.stream, log.location, "read"):
         data = log.storage.read(log.path(segment.name))
     if data is None:
         yield _missing(log, span.first, span.stop - 1)
@@ -59,7 +82,7 @@ def _verify_span(log: SegmentLog, span: Span) -> Iterator[Flaw]:
     if problem is not None:
         yield Flaw("corrupt", span.first, span.stop - 1, segment.name, problem)
     if not span.exact:
-        problem = f"counts only for {span.first} to {span.stop - 1}; the rest is elsewhere, or lost"
+        problem = f"only {span.first} to {span.stop - 1} are live; the rest is elsewhere, or lost"
         yield Flaw("overlap", segment.first, segment.last, segment.name, problem)
 
 
@@ -68,7 +91,7 @@ def _missing(log: SegmentLog, first: int, last: int) -> Flaw:
 
 
 def mend(log: SegmentLog, end: int) -> None:
-    """Give each part of a segment that counts a file of its own, where the rest does not."""
+    """Rewrite each partly live segment as a file that has only its live records."""
     for span in log.spans(end):
         _try_merge(log, [span])
 
@@ -76,11 +99,10 @@ def mend(log: SegmentLog, end: int) -> None:
 def compact(
     log: SegmentLog, start: int, stop: int, records: int, size: int, progress: Progress | None
 ) -> int:
-    """As ``ParquetStore.compact``."""
+    """See ``ParquetStore.compact``."""
     sizes = log.sizes()
-    spans = [span for span in lay_out(sizes, stop) if span.stop > start]
     saved = done = 0
-    for run in _runs(spans, sizes, records, size):
+    for run in _runs(live_spans(sizes, stop, start), sizes, records, size):
         saved += _try_merge(log, run)
         done += sum(span.stop - span.first for span in run)
         if progress is not None:
@@ -91,7 +113,7 @@ def compact(
 def _runs(
     spans: list[Span], sizes: dict[Segment, int], records: int, size: int
 ) -> Iterator[list[Span]]:
-    """Neighbours that together are not too large for one segment."""
+    """Yield runs of adjacent spans that together fit into one segment."""
     run: list[Span] = []
     rows = volume = 0
     for span in spans:
@@ -107,11 +129,72 @@ def _runs(
         yield run
 
 
-def _try_merge(log: SegmentLog, run: list[Span]) -> int:
-    """Write one segment for what counts of adjacent spans; return how many fewer that makes.
+def merge_small(
+    log: SegmentLog, term: int, end: int, is_current: Callable[[], bool], large: set[Segment]
+) -> bool:
+    """Merge one run of small segments, if there is one; return whether there was.
 
-    More than one if they are larger in memory than the files let think. Damage is left as it is:
-    ``verify`` names it, and what is whole can still be read.
+    Args:
+        term: Segments of later terms are left alone.
+        end: The end of the archived records.
+        is_current: Whether ``end`` is certain; see ``RingbufferStore.tidy``.
+        large: Segments that are known not to be worth merging. The call adds to them.
+    """
+    spans = log.spans(end)
+    while (run := _small_run(spans, term, large)) is not None:
+        sizes = {span.segment: _size_of(log, span.segment) for span in run}
+        too_large = {segment for segment, size in sizes.items() if size > _SMALL_BYTES}
+        if not too_large:
+            break
+        large |= too_large
+    if run is None or not is_current():
+        return False
+    volumes = accumulate(sizes[span.segment] for span in run)
+    run = [span for span, volume in zip(run, volumes, strict=True) if volume <= _MERGE_BYTES]
+    if _try_merge(log, run) <= 0:
+        large |= {span.segment for span in run}  # damaged; never try again
+    return True
+
+
+def _size_of(log: SegmentLog, segment: Segment) -> int:
+    with unavailable(log.stream, log.location, "read"):
+        return log.storage.size(log.path(segment.name))
+
+
+def _small_run(spans: list[Span], term: int, large: set[Segment]) -> list[Span] | None:
+    """Return adjacent segments of one epoch that should be one segment, if there are any."""
+    for level in _LEVELS:
+        run: list[Span] = []
+        for span in spans:
+            segment = span.segment
+            is_small = len(segment) < level and segment.term <= term and segment not in large
+            is_small = is_small and span.exact
+            if run and not (is_small and len(run) < _MERGE_MAX and _follows(run[-1], span)):
+                if _is_enough(run, level):
+                    return run
+                run = []
+            if is_small:
+                run.append(span)
+        if _is_enough(run, level):
+            return run
+    return None
+
+
+def _follows(before: Span, span: Span) -> bool:
+    """Whether a span continues another in the same epoch. A segment belongs to one epoch."""
+    same_epoch = before.segment.term // TERMS == span.segment.term // TERMS
+    return before.stop == span.first and same_epoch
+
+
+def _is_enough(run: list[Span], level: int) -> bool:
+    return len(run) >= _MERGE_MIN and run[-1].stop - run[0].first >= level
+
+
+def _try_merge(log: SegmentLog, run: list[Span]) -> int:
+    """Write the live records of adjacent spans as one segment; return how many segments this saves.
+
+    Writes several segments if the records need more memory than the sizes of the files suggest.
+    Damaged segments stay unchanged: ``verify`` names them, and their intact parts can be read.
     """
     if len(run) == 1 and run[0].exact:
         return 0
@@ -125,10 +208,10 @@ def _try_merge(log: SegmentLog, run: list[Span]) -> int:
                 written += _write(log, run, batches)
                 batches, size = [], 0
     except ReadError as error:
-        if len(run) > 1:  # those before and behind the damage
+        if len(run) > 1:  # merge the segments before and after the damage
             half = len(run) // 2
             return _try_merge(log, run[:half]) + _try_merge(log, run[half:])
-        _log.warning("A segment is left as it is: %s", error)
+        _log.warning("A damaged segment was not rewritten: %s", error)
         return 0
     written += _write(log, run, batches)
     return len(run) - written
@@ -139,52 +222,58 @@ def _write(log: SegmentLog, run: list[Span], batches: list[pa.RecordBatch]) -> i
         return 0
     table = pa.Table.from_batches(batches)
     first, last = (table.column("offset")[index].as_py() for index in (0, -1))
-    # Of those alone that it takes the place of.
+    # Only the terms of the segments that this one replaces.
     terms = [span.segment.term for span in run if span.first <= last and first < span.stop]
     log.write(max(terms), table)
     return 1
 
 
-def sweep(log: SegmentLog, term: int, end: int, still: Callable[[], bool]) -> None:
-    """Remove what is unfinished, covered by others, or above ``end``, after a while.
+def sweep(log: SegmentLog, term: int, end: int, is_current: Callable[[], bool]) -> None:
+    """Remove files that are unfinished, superseded or above ``end``, after a grace period.
 
-    Not what is of a later term: then we are the ones who have been overtaken.
+    Segments of a later term stay: their archiver has replaced the caller.
     """
     entries = log.entries()
-    if not still():
+    if not is_current():
         return
     ages = {entry.name: entry.age_s for entry in entries}
     segments = [x for entry in entries if (x := Segment.parse(entry.name)) is not None]
-    spans = lay_out(segments, end)
+    spans = live_spans(segments, end)
+    firsts, stops = [span.first for span in spans], [span.stop for span in spans]
     used = {span.segment for span in spans}
     doomed = [name for name in ages if name.startswith(UNFINISHED)]
     for segment in segments:
         if segment in used or segment.term > term:
             continue
-        covering = [ages[span.segment.name] for span in spans if span.meets(segment)]
-        if min(covering, default=GRACE_S + 1) > GRACE_S:
+        replacing = spans[bisect_right(stops, segment.first) : bisect_right(firsts, segment.last)]
+        replacements = [ages[span.segment.name] for span in replacing]
+        if min(replacements, default=GRACE_S + 1) > GRACE_S:
             doomed.append(segment.name)
+    states = [number for name in ages if (number := state_term(name)) is not None]
+    newest = max((segment.term for segment in segments), default=0)
+    doomed += [state_name(each) for each in states_to_drop(states, newest) if each <= term]
     for name in doomed:
-        if ages[name] > GRACE_S and still():
+        if ages[name] > GRACE_S and is_current():
             _remove(log, name)
 
 
 def remove_below(log: SegmentLog, offset: int) -> None:
-    """Remove the segments of which nothing counts from ``offset`` on.
+    """Remove the segments without live records from ``offset`` on.
 
-    What counts decides, not the name: the tail of one that does not count must not begin to when
-    those are gone that stood before it.
+    The live part decides, not the name: a superseded tail must not become live again because the
+    segments that superseded it are gone.
     """
-    segments = log.segments()
-    kept = {span.segment for span in lay_out(segments) if span.stop > offset}
+    table = log.table()
+    segments = table.segments
+    kept = {span.segment for span in table.spans(start=offset)}
     first = min((segment.first for segment in kept), default=offset)
     doomed = [x for x in segments if x not in kept and x.first < first]
-    # By rising terms: the same must hold if this is cut short.
+    # In the order of their terms, so that this also holds if the removal is interrupted halfway.
     for segment in sorted(doomed, key=lambda x: x.term):
         _remove(log, segment.name)
 
 
 def _remove(log: SegmentLog, name: str) -> None:
-    _log.info("Removing %s of stream %r at %s.", name, log.stream, log.shown)
-    with unavailable(log.stream, log.shown, "written to"):
+    _log.info("Removing %s of stream %r at %s.", name, log.stream, log.location)
+    with unavailable(log.stream, log.location, "written to"):
         log.storage.remove(log.path(name))

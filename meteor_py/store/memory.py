@@ -1,25 +1,34 @@
-"""A store in the memory of this process: for tests, and with ``fake://``."""
+"""A store in the memory of this process, for tests and for ``fake://``."""
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
 from meteor_py.errors import RecordsLost
 from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.redis import reply_errors
-from meteor_py.store.base import TERMS, Bounds, Flaw, Progress, RingbufferStore
+from meteor_py.store.base import (
+    TERMS,
+    Bounds,
+    ColumnStore,
+    Flaw,
+    Progress,
+    StatefulStore,
+    states_to_drop,
+)
 
 
 class _Incarnation:
-    """The records of one incarnation: batches without overlap, in the order of their offsets."""
+    """The live records of one incarnation: batches in the order of their offsets."""
 
     def __init__(self) -> None:
         self.term = 0
         self.epochs: dict[int, int] = {}
+        self.states: dict[int, bytes] = {}
         self.firsts: list[int] = []
         self.batches: list[pa.RecordBatch] = []
 
@@ -28,7 +37,7 @@ class _Incarnation:
         return self.firsts[-1] + len(self.batches[-1]) if self.firsts else 0
 
     def cut(self, end: int) -> None:
-        """Forget what lies at ``end`` and behind."""
+        """Drop the records from ``end`` on."""
         while self.firsts and self.firsts[-1] >= end:
             self.firsts.pop()
             self.batches.pop()
@@ -37,8 +46,8 @@ class _Incarnation:
             self.batches[-1] = self.batches[-1].slice(0, end - self.firsts[-1])
 
 
-class MemoryStore(RingbufferStore):
-    """Keeps the history of one stream until the process ends.
+class MemoryStore(StatefulStore, ColumnStore):
+    """A store that keeps the history of one stream until the process ends.
 
     >>> store = MemoryStore("orders")
     >>> store.uri is None
@@ -88,7 +97,7 @@ class MemoryStore(RingbufferStore):
         with self._lock:
             found = self._incarnations.setdefault(incarnation, _Incarnation())
             if term < found.term:
-                return  # of an archiver that another has taken the place of
+                return  # this archiver has been replaced
             if term == found.term and first + len(records) <= found.end:
                 return  # a repeat
             found.term = term
@@ -112,6 +121,24 @@ class MemoryStore(RingbufferStore):
             part = batch.slice(start - first, stop - start)
             yield part
             start += len(part)
+
+    def read_columns(
+        self, incarnation: str, start: int, stop: int, columns: Sequence[str]
+    ) -> Iterator[pa.RecordBatch]:
+        for batch in self.read(incarnation, start, stop):
+            yield batch.select(list(columns))
+
+    def save_state(self, incarnation: str, term: int, state: bytes) -> None:
+        with self._lock:
+            found = self._incarnations.setdefault(incarnation, _Incarnation())
+            found.states[term] = state
+            for each in states_to_drop(found.states, found.term):
+                del found.states[each]
+
+    def load_states(self, incarnation: str) -> dict[int, bytes]:
+        with self._lock:
+            found = self._incarnations.get(incarnation)
+            return {} if found is None else dict(found.states)
 
     def locate(self, incarnation: str, ms: int, start: int, stop: int) -> int:
         import pyarrow.compute as pc
@@ -139,8 +166,8 @@ class MemoryStore(RingbufferStore):
                 yield Flaw("missing", error.first, error.last, "memory", str(error))
                 at = error.last + 1
 
-    def tidy(self, incarnation: str, term: int, end: int, still: Callable[[], bool]) -> None:
-        """Nothing to do: what does not count is replaced by what does."""
+    def tidy(self, incarnation: str, term: int, end: int, is_current: Callable[[], bool]) -> None:
+        """Do nothing: an append drops the records that it supersedes."""
 
     def delete(self, incarnation: str, below: int | None = None) -> None:
         with self._lock:

@@ -1,8 +1,9 @@
-"""A store of Parquet files, on any filesystem that pyarrow reaches.
+"""A store of Parquet files, on any filesystem that pyarrow can reach.
 
 ``<root>/<stream>/_store.json`` holds the id of the store, ``<root>/<stream>/<incarnation>/`` the
 segments ``<first>-<last>-<term>-<sha8>.parquet``. Their names are enough to find a record: there is
-no index that could disagree with them (see ``segment.py``).
+no index that could disagree with them (see ``segment.py``). The same folder has the states of the
+stream, ``.state-<term>.json`` (see ``state.py``). Other programs skip names that begin with a dot.
 """
 
 from __future__ import annotations
@@ -10,44 +11,48 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 import pyarrow as pa
 
 from meteor_py.errors import StoreMismatch
+from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.address import mask
 from meteor_py.store import maintenance
-from meteor_py.store.base import TERMS, Bounds, Flaw, Progress, RingbufferStore
-from meteor_py.store.segment import Segment, SegmentDescription, Span, lay_out
-from meteor_py.store.segment_log import SegmentLog, unavailable
+from meteor_py.store.base import TERMS, Bounds, ColumnStore, Flaw, Progress, StatefulStore
+from meteor_py.store.errors import store_unavailable, unavailable
+from meteor_py.store.listing import Listings
+from meteor_py.store.segment import Segment, SegmentDescription, Span, live_spans
+from meteor_py.store.segment_log import SegmentLog
 from meteor_py.store.storage import LocalStorage, RemoteStorage, Storage
 
 if TYPE_CHECKING:
+    import pyarrow.dataset as ds
     import pyarrow.fs as fs
 
 #: The file with the id of the store and the name of its stream.
 IDENTITY_FILE = "_store.json"
 _INCARNATION = re.compile(r"[0-9a-f]{1,64}")
-#: What pyarrow takes from the query of an address, and nobody else should see.
-_SECRETS = ("client_secret", "sig")
+#: Segments that are remembered as too large to be merged.
+_LARGE_MAX = 100_000
 
 
-class ParquetStore(RingbufferStore):
-    """The history of one stream in Parquet files.
+class ParquetStore(StatefulStore, ColumnStore):
+    """A store that keeps the history of one stream in Parquet files.
 
     Args:
-        uri: A path, ``file:///path``, ``s3://bucket/prefix?region=...``, ``gs://...``, and what
-            else pyarrow understands. A password in it is not kept in Redis.
+        uri: A path, ``file:///path``, ``s3://bucket/prefix?region=...``, ``gs://...``, or any other
+            URI that pyarrow supports. A password in it is not saved in Redis.
         stream: The name of the stream.
-        filesystem: One of pyarrow's own, for settings that no URI has. ``uri`` is then a path in
-            it, and processes that open the stream without a store cannot find it by themselves.
+        filesystem: A pyarrow filesystem, for settings that a URI cannot express. ``uri`` is then a
+            path in it, and processes must pass the store whenever they open the stream.
 
     Raises:
-        ValueError: The URI cannot be understood.
-        StoreUnavailable: pyarrow could not reach it.
+        ValueError: The URI is malformed, unsupported, or would expose a secret.
+        StoreUnavailable: pyarrow could not reach the filesystem.
 
     >>> ParquetStore("/data/meteor", "orders").uri
     'file:///data/meteor'
@@ -57,43 +62,45 @@ class ParquetStore(RingbufferStore):
         self, uri: str | os.PathLike[str], stream: str, *, filesystem: fs.FileSystem | None = None
     ) -> None:
         self.stream = keys.check_name(stream)
-        self._shown = mask(os.fspath(uri))
+        self._location = mask(os.fspath(uri))
         self._uri: str | None = None
+        self._listings = Listings()
+        self._large: set[Segment] = set()  # too large, or too damaged, to be merged
         self._storage = self._open(os.fspath(uri), filesystem)
 
     def _open(self, uri: str, filesystem: fs.FileSystem | None) -> Storage:
         scheme, separator, place = uri.partition("://")
         if not uri or ".." in re.split(r"[/\\]", place if separator else uri):
             raise ValueError(
-                f"The address of a store is not empty and has no '..', unlike {self._shown!r}; "
-                "write it in full."
+                f"{self._location!r} is not the address of a store: it is empty or has '..' in it. "
+                "Write the full address."
             )
         if filesystem is not None:
             return RemoteStorage(filesystem, uri, self.stream)
         if not separator and re.match(r"[a-z][a-z0-9+]+:", uri):
-            raise ValueError(f"{self._shown!r} lacks the two slashes behind the colon.")
+            raise ValueError(f"{self._location!r} lacks the two slashes after the colon.")
         if not separator:
             place = os.path.abspath(os.path.expanduser(uri))
         if not separator or scheme == "file":
             if not place.startswith("/"):
                 raise ValueError(
-                    f"{self._shown!r} is not a path; write file:///path, with three slashes."
+                    f"{self._location!r} is not a path. Write file:///path, with three slashes."
                 )
-            self._uri = self._shown = f"file://{os.path.normpath(place)}"
+            self._uri = self._location = f"file://{os.path.normpath(place)}"
             return LocalStorage(os.path.normpath(place), self.stream)
         import pyarrow.fs as fs
 
         self._uri = _without_login(uri)
-        with unavailable(self.stream, self._shown, "reached"):
+        with unavailable(self.stream, self._location, "reached"):
             try:
                 filesystem, root = fs.FileSystem.from_uri(uri)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                 reason = mask(str(error)).rstrip(".")
                 raise ValueError(
-                    f"{self._shown!r} is not the address of a store: {reason}."
+                    f"{self._location!r} is not the address of a store: {reason}."
                 ) from None
         if ".." in root.split("/") or not root.strip("/"):
-            raise ValueError(f"{self._shown!r} names no bucket or folder, or has '..' in it.")
+            raise ValueError(f"{self._location!r} names no bucket or folder, or has '..' in it.")
         return RemoteStorage(filesystem, root, self.stream)
 
     @property
@@ -101,40 +108,40 @@ class ParquetStore(RingbufferStore):
         return self._uri
 
     def __repr__(self) -> str:
-        return f"<ParquetStore of {self.stream!r} at {self._shown}>"
+        return f"<ParquetStore of {self.stream!r} at {self._location}>"
 
     # -- identity ------------------------------------------------------------------------------
 
     def identity(self) -> str | None:
-        with unavailable(self.stream, self._shown, "looked at"):
+        with unavailable(self.stream, self._location, "read"):
             data = self._storage.read(IDENTITY_FILE)
         if data is None:
             return None
         try:
-            mark = json.loads(data)
-            identity, stream = str(mark["store"]), mark["stream"]
+            found = json.loads(data)
+            identity, stream = str(found["store"]), found["stream"]
         except (ValueError, KeyError, TypeError):
             raise StoreMismatch(
-                f"The file {IDENTITY_FILE} of stream {self.stream!r} at {self._shown} cannot be "
-                "read; put it back from a copy, or use another folder.",
+                f"The file {IDENTITY_FILE} of stream {self.stream!r} at {self._location} cannot be "
+                "read. Restore it from a copy, or use another folder.",
                 stream=self.stream,
             ) from None
         if stream != self.stream:
             raise StoreMismatch(
-                f"The folder of stream {self.stream!r} at {self._shown} belongs to stream "
-                f"{stream!r}; use another one.",
+                f"The folder of stream {self.stream!r} at {self._location} belongs to stream "
+                f"{stream!r}. Use another folder.",
                 stream=self.stream,
             )
         return identity
 
     def claim(self, identity: str, *, replacing: str | None = None) -> None:
-        mark = {"version": 1, "store": identity, "stream": self.stream}
+        contents = {"version": 1, "store": identity, "stream": self.stream}
         replace = replacing is not None and self.identity() == replacing
-        with unavailable(self.stream, self._shown, "written to"):
-            self._storage.create(IDENTITY_FILE, json.dumps(mark).encode(), replace=replace)
+        with unavailable(self.stream, self._location, "written to"):
+            self._storage.create(IDENTITY_FILE, json.dumps(contents).encode(), replace=replace)
 
     def incarnations(self) -> list[str]:
-        with unavailable(self.stream, self._shown, "listed"):
+        with unavailable(self.stream, self._location, "listed"):
             names = [name for name in self._storage.folders() if _INCARNATION.fullmatch(name)]
         found = sorted((self.bounds(name).term, name) for name in names)
         return [name for term, name in found if term]
@@ -142,11 +149,11 @@ class ParquetStore(RingbufferStore):
     # -- records -------------------------------------------------------------------------------
 
     def bounds(self, incarnation: str) -> Bounds:
-        segments = self._segment_log(incarnation).segments()
-        spans = lay_out(segments)
+        table = self._segment_log(incarnation).table()
+        spans = table.spans()
         if not spans:
             return Bounds(0, 0, 0)
-        return Bounds(spans[0].first, spans[-1].stop, max(segment.term for segment in segments))
+        return Bounds(spans[0].first, spans[-1].stop, table.term)
 
     def epochs(self, incarnation: str) -> dict[int, int]:
         spans = self._segment_log(incarnation).spans()
@@ -158,34 +165,74 @@ class ParquetStore(RingbufferStore):
     def read(self, incarnation: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         return self._segment_log(incarnation).read(start, stop)
 
+    def read_columns(
+        self, incarnation: str, start: int, stop: int, columns: Sequence[str]
+    ) -> Iterator[pa.RecordBatch]:
+        return self._segment_log(incarnation).read(start, stop, columns)
+
+    def save_state(self, incarnation: str, term: int, state: bytes) -> None:
+        self._segment_log(incarnation).save_state(term, state)
+
+    def load_states(self, incarnation: str) -> dict[int, bytes]:
+        return self._segment_log(incarnation).load_states()
+
     def locate(self, incarnation: str, ms: int, start: int, stop: int) -> int:
         return self._segment_log(incarnation).locate(ms, start, stop)
 
-    def files(self, incarnation: str, start: int, stop: int) -> list[str]:
-        """The files that together hold exactly the records from ``start`` to before ``stop``.
+    @property
+    def filesystem(self) -> fs.FileSystem:
+        """The pyarrow filesystem that holds the files. ``paths`` are paths in it."""
+        return self._storage.filesystem
 
-        Paths for a local store, else URIs. The first may begin before ``start``.
+    def files(self, incarnation: str, start: int, stop: int) -> list[str]:
+        """Return the files that together hold exactly the records from ``start`` to ``stop`` - 1.
+
+        Paths for a local store, else URIs without options (``s3://bucket/key``). The first may
+        begin before ``start``.
 
         Raises:
-            StoreUnavailable: A file also holds records that do not count; the archiver will
+            StoreUnavailable: A file also holds superseded or uncommitted records; the archiver will
                 replace it soon.
-            RecordsLost: Some are in no file.
+            RecordsLost: Some records are in no file.
         """
-        spans = _behind(self._segment_log(incarnation).spans(stop), start)
+        spans = self._whole_spans(incarnation, start, stop)
+        return [self._file(incarnation, span.segment) for span in spans]
+
+    def paths(self, incarnation: str, start: int, stop: int) -> list[str]:
+        """Return the files of ``files`` as paths in ``filesystem``."""
+        spans = self._whole_spans(incarnation, start, stop)
+        return [self._storage.full_path(f"{incarnation}/{span.segment.name}") for span in spans]
+
+    def dataset(self, incarnation: str, start: int, stop: int) -> ds.Dataset:
+        """Return the records from ``start`` to ``stop`` - 1 as a pyarrow dataset.
+
+        Raises:
+            StoreUnavailable, RecordsLost: See ``files``.
+        """
+        import pyarrow.dataset as ds
+
+        paths = self.paths(incarnation, start, stop)
+        if not paths:
+            return ds.dataset(ARROW_SCHEMA.empty_table())
+        found = ds.dataset(paths, ARROW_SCHEMA, format="parquet", filesystem=self.filesystem)
+        return found.filter(ds.field("offset") >= start) if start else found
+
+    def _whole_spans(self, incarnation: str, start: int, stop: int) -> list[Span]:
+        spans = self._segment_log(incarnation).spans(stop, start)
         at = start
         for span in spans:
             if span.first > at:
                 raise reply_errors.records_lost(self.stream, at, span.first - 1)
             if not span.exact:
-                more = OSError(f"not all that {span.segment.name} holds counts, or not yet")
-                raise reply_errors.store_unavailable(self.stream, self._shown, "listed", more)
+                reason = OSError(f"not all records in {span.segment.name} are live, or not yet")
+                raise store_unavailable(self.stream, self._location, "listed", reason)
             at = span.stop
         if at < stop:
             raise reply_errors.records_lost(self.stream, at, stop - 1)
-        return [self._file(incarnation, span.segment) for span in spans]
+        return spans
 
     def segments(self, incarnation: str, start: int, stop: int) -> list[SegmentDescription]:
-        """What counts from ``start`` to before ``stop``, in order; holes are passed over."""
+        """Describe the files with records from ``start`` to ``stop`` - 1; holes are skipped."""
         sizes = self._segment_log(incarnation).sizes()
         return [
             SegmentDescription(
@@ -196,26 +243,27 @@ class ParquetStore(RingbufferStore):
                 term=span.segment.term % TERMS,
                 file=self._file(incarnation, span.segment),
             )
-            for span in _behind(lay_out(sizes, stop), start)
+            for span in live_spans(sizes, stop, start)
         ]
 
     def _file(self, incarnation: str, segment: Segment) -> str:
-        root, mark, query = (self._uri or self._shown).removeprefix("file://"), "", ""
+        root = (self._uri or self._location).removeprefix("file://")
         if isinstance(self._storage, RemoteStorage) and self._uri is not None:
-            root, mark, query = root.partition("?")
-        return f"{root.rstrip('/')}/{self.stream}/{incarnation}/{segment.name}{mark}{query}"
+            # Options such as the region are specific to pyarrow, and other programs reject them.
+            root = root.partition("?")[0]
+        return f"{root.rstrip('/')}/{self.stream}/{incarnation}/{segment.name}"
 
-    def row_group_end(self, incarnation: str, offset: int, end: int) -> int:
-        """The end of the row group that holds an offset below ``end``, else the offset."""
-        return self._segment_log(incarnation).row_group_end(offset, end)
+    def row_group_ends(self, incarnation: str, offsets: Sequence[int], end: int) -> list[int]:
+        """Return the end of the row group that holds each offset below ``end``, else the offset."""
+        return self._segment_log(incarnation).row_group_ends(offsets, end)
 
     def segment_end(self, incarnation: str, offset: int) -> int:
-        """The last end of a file at or before an offset; 0 if there is none."""
+        """Return the end of the last file that ends at or before ``offset``; 0 if there is none."""
         stops = (span.stop for span in self._segment_log(incarnation).spans())
         return max((stop for stop in stops if stop <= offset), default=0)
 
     def fitting(self, incarnation: str, end: int, size: int) -> int:
-        """The first offset of the last files before ``end`` that are no larger than ``size``."""
+        """Return the first offset of the last files before ``end`` that fit in ``size`` bytes."""
         first = end
         for segment in reversed(self.segments(incarnation, 0, end)):
             size -= segment.size
@@ -231,10 +279,26 @@ class ParquetStore(RingbufferStore):
     ) -> Iterator[Flaw]:
         return maintenance.verify(self._segment_log(incarnation), start, stop, progress)
 
-    def tidy(self, incarnation: str, term: int, end: int, still: Callable[[], bool]) -> None:
+    def tidy(self, incarnation: str, term: int, end: int, is_current: Callable[[], bool]) -> None:
         log = self._segment_log(incarnation)
         maintenance.mend(log, end)
-        maintenance.sweep(log, term, end, still)
+        maintenance.sweep(log, term, end, is_current)
+
+    def merge_small(
+        self, incarnation: str, term: int, end: int, is_current: Callable[[], bool]
+    ) -> bool:
+        """Merge some small segments in the background; return whether there were any.
+
+        The archiver calls this now and then, so that a slow stream does not leave one file per
+        minute. A merged segment stays within one epoch, and has at most about 32 MiB.
+
+        Args:
+            term, end, is_current: See ``tidy``.
+        """
+        log = self._segment_log(incarnation)
+        if len(self._large) > _LARGE_MAX:
+            self._large.clear()
+        return maintenance.merge_small(log, term, end, is_current, self._large)
 
     def compact(
         self,
@@ -246,10 +310,10 @@ class ParquetStore(RingbufferStore):
         size: int,
         progress: Progress | None = None,
     ) -> int:
-        """Merge small segments into such of up to ``records``, and about ``size`` bytes as files.
+        """Merge adjacent segments into files of up to ``records`` records and about ``size`` bytes.
 
         Returns:
-            How many segments fewer there are to read.
+            The number of segments by which the list has shrunk.
         """
         log = self._segment_log(incarnation)
         return maintenance.compact(log, start, stop, records, size, progress)
@@ -259,35 +323,32 @@ class ParquetStore(RingbufferStore):
         if below is not None:
             maintenance.remove_below(log, below)
             return
-        with unavailable(self.stream, self._shown, "written to"):
+        with unavailable(self.stream, self._location, "written to"):
             # The identity file stays: another incarnation may have begun.
             self._storage.remove_all(incarnation)
 
     def _segment_log(self, incarnation: str) -> SegmentLog:
         if not _INCARNATION.fullmatch(incarnation):
             raise ValueError(f"{incarnation[:100]!r} is not an incarnation of a stream.")
-        return SegmentLog(self._storage, self.stream, incarnation, self._shown)
-
-
-def _behind(spans: list[Span], start: int) -> list[Span]:
-    """Those of which something lies at ``start`` or behind."""
-    return [span for span in spans if span.stop > start]
+        return SegmentLog(self._storage, self.stream, incarnation, self._location, self._listings)
 
 
 def _without_login(uri: str) -> str:
-    """The address as others may see it.
+    """Return the address without its password.
 
     Raises:
-        ValueError: There is a secret in another place than that of a password.
+        ValueError: The address has a secret in another place.
     """
     parts = urlsplit(uri)
     login, _, host = parts.netloc.rpartition("@")
-    # In S3 it is a key and its secret; in Azure the user is a container or an account.
+    # In S3 the user is an access key; in Azure it is a container or an account.
     user = "" if parts.scheme == "s3" else login.partition(":")[0]
     bare = urlunsplit(parts._replace(netloc=f"{user}@{host}" if user else host))
-    if mask(bare) != bare or any(name in _SECRETS for name, _ in parse_qsl(parts.query)):
+    if mask(bare) != bare:
+        names = ", ".join(sorted({name[:64] for name, _ in parse_qsl(parts.query)})) or "no"
         raise ValueError(
-            "The address of a store has a secret where it would not be kept one: escape special "
-            "characters of a password; leave other secrets to the environment, or to filesystem=."
+            "The address of a store has a secret, or an unknown parameter, that would be saved in "
+            f"Redis. It has {names} parameters. Escape special characters of a password; pass "
+            "secrets in the environment, or use filesystem=."
         )
     return bare

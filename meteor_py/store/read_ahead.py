@@ -1,27 +1,29 @@
-"""Sequential reading of a store that fetches the next records while the caller uses these."""
+"""Sequential reading of a store: fetches the next batch while the caller uses the current one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
 from meteor_py.errors import RecordsLost
+from meteor_py.records.position import epoch_numbers
 from meteor_py.redis import reply_errors
 from meteor_py.runtime.threads import JoinableThread
-from meteor_py.store.base import TERMS, RingbufferStore
+from meteor_py.store.base import RingbufferStore, read_columns
+from meteor_py.store.errors import store_unavailable
 
-#: Sequential batches after which the next one is fetched in advance.
+#: Number of sequential batches after which reading ahead starts.
 _SEQUENTIAL = 2
-#: Seconds after which a store that does not answer is given up; filesystems have their own limits.
-_PATIENCE_S = 120.0
-#: Seconds that closing waits for what is being fetched.
+#: Seconds to wait for a store that does not respond; filesystems have their own limits.
+_TIMEOUT_S = 120.0
+#: Seconds that ``close`` waits for a fetch to end.
 _CLOSE_S = 1.0
 
 
 class _Prefetch:
-    """The next batch, fetched in a daemon thread: a store that hangs keeps no program running."""
+    """The next batch, fetched in a daemon thread so that a hung store keeps no program alive."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch], stream: str) -> None:
         self._batch: pa.RecordBatch | None = None
@@ -36,14 +38,14 @@ class _Prefetch:
             self._error = error
 
     def result(self) -> pa.RecordBatch | None:
-        """Wait for the batch and return it, or raise what the store raised.
+        """Wait for the batch and return it, or raise the store's error.
 
         Raises:
-            TimeoutError: The store did not answer in time.
+            TimeoutError: The store did not respond in time.
         """
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(_TIMEOUT_S)
         if self._thread.is_alive():
-            raise TimeoutError(f"it has not answered for {_PATIENCE_S:g} seconds")
+            raise TimeoutError(f"it has not responded for {_TIMEOUT_S:g} seconds")
         if self._error is not None:
             raise self._error
         return self._batch
@@ -53,7 +55,7 @@ class _Prefetch:
 
 
 class StoreReadAhead:
-    """Reads one incarnation from its store. For one thread at a time, except ``close``."""
+    """A sequential reader of one incarnation. For one thread at a time, except ``close``."""
 
     def __init__(
         self,
@@ -63,36 +65,40 @@ class StoreReadAhead:
         incarnation: str,
     ) -> None:
         self._open_store = open_store
-        self._check_store = check_store  # raises unless it is still there
+        self._check_store = check_store  # raises unless the store is still there
         self._stream = stream
         self._incarnation = incarnation
+        #: The columns to read; None for all. Set before the first read.
+        self.columns: Sequence[str] | None = None
         self._batches: Iterator[pa.RecordBatch] | None = None
         self._at = self._stop = 0  # where the iterator stands, and where it ends
         self._sequential = 0
         self._ahead: _Prefetch | None = None
         self._pid = os.getpid()
 
-    def read(self, start: int, stop: int, epoch: int) -> pa.RecordBatch:
+    def read(self, start: int, stop: int, epoch: int, epochs: str) -> pa.RecordBatch:
         """Return the next records from ``start`` to before ``stop``, at least one.
 
         Args:
-            epoch: The latest that the stream knows: if the store knows a later one, the server is
-                not the one that its history was continued on.
+            epoch: The stream's newest epoch. If the store has a later one, the stream was continued
+                on another server.
+            epochs: All epochs of the stream, as in meta. If the store has live records of other
+                epochs, another server wrote them after a split.
 
         Raises:
-            RecordsLost, CorruptSegment, StoreUnavailable: As ``RingbufferStore.read``.
-            StoreMismatch: It is not the store of the stream, or not of this server.
+            RecordsLost, CorruptSegment, StoreUnavailable: See ``RingbufferStore.read``.
+            StoreMismatch: The store belongs to another stream, or to another server by now.
         """
         if start != self._at or self._pid != os.getpid():
             self.forget()
         try:
             try:
-                batch = self._next(start, stop, epoch)
+                batch = self._next(start, stop, epoch, epochs)
             except RecordsLost:
-                # Perhaps only because the disk is not mounted now: make sure, and look again.
+                # The disk may only be unmounted: check that the store is there, and read again.
                 self.forget()
                 self._check_store()
-                batch = self._next(start, stop, epoch)
+                batch = self._next(start, stop, epoch, epochs)
         except BaseException as error:
             self.forget()
             if isinstance(error, RecordsLost):
@@ -100,36 +106,46 @@ class StoreReadAhead:
             raise
         self._at += len(batch)
         self._sequential += 1
-        batches = self._batches
+        batches = self._batches  # close() may clear it at any time
         if self._sequential >= _SEQUENTIAL and self._at < self._stop and batches is not None:
             self._ahead = _Prefetch(batches, self._stream)
         return batch
 
     def forget(self) -> None:
-        """Read from the store again: it may have changed."""
+        """Discard the records fetched ahead: the store may have changed."""
         self._ahead = self._batches = None
         self._sequential = 0
         self._pid = os.getpid()
 
     def close(self) -> None:
-        """Also from another thread, which may be in the middle of ``read``."""
+        """Stop reading ahead. Safe while another thread is in the middle of ``read``."""
         ahead = self._ahead if self._pid == os.getpid() else None
         self.forget()
         if ahead is not None:
             ahead.join(_CLOSE_S)
 
-    def _next(self, start: int, stop: int, epoch: int) -> pa.RecordBatch:
+    def _read(self, store: RingbufferStore, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        if self.columns is None:
+            return store.read(self._incarnation, start, stop)
+        return read_columns(store, self._incarnation, start, stop, self.columns)
+
+    def _next(self, start: int, stop: int, epoch: int, epochs: str) -> pa.RecordBatch:
         batches, ahead, self._ahead = self._batches, self._ahead, None
         if batches is None or start >= self._stop:
             store = self._open_store()
-            if store.bounds(self._incarnation).term // TERMS > epoch:
+            archived = store.epochs(self._incarnation)
+            known = epoch_numbers(epochs) if epochs else None
+            if any(
+                number > epoch or (known is not None and number not in known and first < stop)
+                for number, first in archived.items()
+            ):
                 raise reply_errors.store_continued_elsewhere(self._stream)
-            batches, ahead = store.read(self._incarnation, start, stop), None
+            batches, ahead = self._read(store, start, stop), None
             self._batches, self._at, self._stop = batches, start, stop
         try:
             batch = next(batches, None) if ahead is None else ahead.result()
         except TimeoutError as error:
-            shown = self._open_store().uri or "no address"
-            raise reply_errors.store_unavailable(self._stream, shown, "read", error) from error
-        assert batch is not None, "a store gives what it is asked for, or raises"
+            location = self._open_store().uri or "no address"
+            raise store_unavailable(self._stream, location, "read", error) from error
+        assert batch is not None, "read() yields every record that it is asked for, or raises"
         return batch

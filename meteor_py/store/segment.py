@@ -1,24 +1,27 @@
-"""Segments: the files of one incarnation by their names, and which of them count for what."""
+"""Segments: the files of one incarnation, by name, and which of their records are live."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from meteor_py.records.config import OFFSET_MAX
 
+_STATE = re.compile(r"\.state-(\d{1,20})\.json")
 _NAME = re.compile(r"(\d{20})-(\d{20})-(\d{1,20})-([0-9a-f]{8})\.parquet")
 
 
 class Segment(NamedTuple):
-    """One file: the records ``first`` to ``last``, written in a term."""
+    """One file: the records ``first`` to ``last``, written in one term."""
 
     first: int
     last: int
     term: int
-    #: The beginning of the sha256 of its bytes.
+    #: The first eight hex digits of the sha256 of its bytes.
     sha: str
 
     @property
@@ -27,7 +30,7 @@ class Segment(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Segment | None:
-        """From the name of a file; None if that is not a segment.
+        """Parse the name of a file; None if it is not the name of a segment.
 
         >>> Segment.parse(Segment(0, 9, 1, "0badcafe").name)
         Segment(first=0, last=9, term=1, sha='0badcafe')
@@ -36,14 +39,29 @@ class Segment(NamedTuple):
         if match is None or not int(match[1]) <= int(match[2]) <= OFFSET_MAX:
             return None
         segment = cls(int(match[1]), int(match[2]), int(match[3]), match[4])
-        return segment if segment.name == name else None  # by which it will be opened
+        return segment if segment.name == name else None  # it will be opened by that name
 
     def __len__(self) -> int:
         return self.last - self.first + 1
 
 
+def state_name(term: int) -> str:
+    """Return the name of the file with the state of a term."""
+    return f".state-{term}.json"
+
+
+def state_term(name: str) -> int | None:
+    """Return the term of a state file; None if the file is not a state file.
+
+    >>> state_term(state_name(7))
+    7
+    """
+    match = _STATE.fullmatch(name)
+    return int(match[1]) if match is not None and state_name(int(match[1])) == name else None
+
+
 class Span(NamedTuple):
-    """The part of a segment that counts."""
+    """The live part of a segment: the records that readers see."""
 
     first: int
     stop: int
@@ -51,24 +69,25 @@ class Span(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether that is all of it."""
+        """Whether the whole segment is live."""
         return self.first == self.segment.first and self.stop == self.segment.last + 1
 
-    def meets(self, segment: Segment) -> bool:
-        """Whether another segment has some of these records."""
+    def overlaps(self, segment: Segment) -> bool:
+        """Whether another segment holds some of these offsets."""
         return self.first <= segment.last and segment.first < self.stop
 
 
 @dataclass(frozen=True)
 class SegmentDescription:
-    """A file in the store of a stream, as it was when it was looked at."""
+    """A file in the store of a stream, at the time of the call."""
 
-    #: The offsets that it counts for, both included. It may hold others: verify() would tell.
+    #: The first and last offset that readers get from it. ``verify()`` reports whether the file
+    #: holds others.
     first: int
     last: int
-    #: Bytes of the file.
+    #: Size of the file in bytes.
     size: int
-    #: The epoch of the stream, and the term in it, in which it was written.
+    #: The epoch of the stream, and the term within it, in which the file was written.
     epoch: int
     term: int
     #: A path, or a URI for an object store.
@@ -76,46 +95,76 @@ class SegmentDescription:
 
     @property
     def records(self) -> int:
-        """How many records it counts for."""
+        """Number of records that readers get from it."""
         return self.last - self.first + 1
 
 
-def lay_out(segments: Iterable[Segment], end: int | None = None) -> list[Span]:
-    """What counts of some segments, in the order of the offsets, without overlaps.
+class SegmentTable:
+    """The segments of one listing, and which of their records are live.
 
-    Each term begins where that ends which counts by then. So a segment counts only below the first
-    offset of every later term: what lies above was never committed, or was lost by the server
-    since. Within a term the longer wins: it may have been compacted of the others. ``end``: nothing
-    counts from there on.
+    Each term begins where the live records end. So a segment is live only below the first offset
+    of every later term: the records above were never committed, or the server has lost them since.
+    Within a term the longer segment wins: it may be a compaction of the others.
+
+    Building a table takes time proportional to its segments; ``spans`` takes hardly any.
+    """
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        self.segments = list(segments)
+        candidates: list[Span] = []
+        limit = floor = 1 << 63
+        term = None
+        for segment in sorted(self.segments, key=lambda s: -s.term):
+            if segment.term != term:
+                limit, term = floor, segment.term
+            stop = min(segment.last + 1, limit)
+            if segment.first < stop:
+                candidates.append(Span(segment.first, stop, segment))
+            floor = min(floor, segment.first)
+        #: The highest term of any segment; 0 if there is none.
+        self.term = max((segment.term for segment in self.segments), default=0)
+        self._candidates = sorted(candidates)
+        self._firsts = [span.first for span in self._candidates]
+        self._reach = list(accumulate((span.stop for span in self._candidates), max))
+        self._spans = _cover(self._candidates)
+        self._stops = [span.stop for span in self._spans]
+
+    def spans(self, end: int | None = None, start: int = 0) -> list[Span]:
+        """Return the live parts of segments, in the order of the offsets and without overlaps.
+
+        Nothing is live from ``end`` on. Spans that end at or before ``start`` are left out.
+        """
+        if end is None:
+            return self._spans[bisect_right(self._stops, start) :]
+        whole = bisect_right(self._stops, end)
+        spans = self._spans[bisect_right(self._stops, start, 0, whole) : whole]
+        # Only the last span depends on the end: of the candidates that reach it, one may be exact.
+        at = self._stops[whole - 1] if whole else 0
+        low, high = bisect_right(self._reach, at), bisect_left(self._firsts, end)
+        tail = [x._replace(stop=min(x.stop, end)) for x in self._candidates[low:high]]
+        return spans + [span for span in _cover(tail, at) if span.stop > start]
+
+
+def live_spans(segments: Iterable[Segment], end: int | None = None, start: int = 0) -> list[Span]:
+    """Return the live parts of segments; see ``SegmentTable``.
 
     >>> old, new = Segment(0, 99, 1, "0" * 8), Segment(50, 79, 2, "0" * 8)
-    >>> [(span.first, span.stop, span.segment.term) for span in lay_out([old, new])]
+    >>> [(span.first, span.stop, span.segment.term) for span in live_spans([old, new])]
     [(0, 50, 1), (50, 80, 2)]
     """
-    # By falling terms: all that follows must lie below what came before.
-    candidates: list[Span] = []
-    limit = floor = end if end is not None else 1 << 63
-    term = None
-    for segment in sorted(segments, key=lambda s: -s.term):
-        if segment.term != term:
-            limit, term = floor, segment.term
-        stop = min(segment.last + 1, limit)
-        if segment.first < stop:
-            candidates.append(Span(segment.first, stop, segment))
-        floor = min(floor, segment.first)
-    return _cover(sorted(candidates))
+    return SegmentTable(segments).spans(end, start)
 
 
-def _cover(candidates: list[Span]) -> list[Span]:
-    """Cover as much as can be with as few as can be, left to right."""
+def _cover(candidates: list[Span], at: int = 0) -> list[Span]:
+    """Cover the offsets of the candidates from ``at`` on with as few spans as possible."""
     spans: list[Span] = []
-    at, index = 0, 0
+    index = 0
     while index < len(candidates):
         at = max(at, candidates[index].first)
         best = Span(at, at, candidates[index].segment)
         while index < len(candidates) and candidates[index].first <= at:
             span = candidates[index]._replace(first=at)
-            # Of those that reach as far, rather one that is needed whole.
+            # If several spans reach equally far, prefer one whose segment is entirely live.
             if (span.stop, span.exact) > (best.stop, best.exact):
                 best = span
             index += 1

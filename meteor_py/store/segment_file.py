@@ -1,8 +1,8 @@
-"""Segment files: how records are written to Parquet, and read back with care.
+"""Segment files: writing records to Parquet, and reading them back with checks.
 
-Row groups are small enough for one record to be fetched on its own. Offsets are dense, so the row
-group that holds one is found by counting. Pages carry checksums, which are compared on each read;
-they leave the footer out, so the name of the file has a checksum of the whole.
+Row groups are small enough to fetch a single record cheaply. Offsets are dense, so the row group of
+an offset is found by counting. Pages carry checksums, which are compared on each read. These do not
+cover the footer, so the name of the file has a checksum of the whole file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,25 @@ import pyarrow as pa
 from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store.segment import Segment
 
-#: What a row group has at most, in records and (about) in bytes.
+#: Maximum size of a row group in records, and roughly in bytes.
 GROUP_RECORDS = 32_768
 GROUP_BYTES = 4 * 1024 * 1024
-#: What pyarrow raises for bytes that are not what was written.
+#: Maximum unpacked bytes of a row group, even from another writer: a few of ours, or one very large
+#: record.
+_UNPACKED_MAX = 128 * 1024 * 1024
+#: Errors that pyarrow raises for damaged bytes.
 BAD_BYTES = (pa.ArrowException, OSError, ValueError, KeyError, EOFError, MemoryError)
 
 _METADATA = b"meteor"
 
 
 def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
-    """Write a file, force it to the disk, read it again; return the beginning of its sha256.
+    """Write a file, sync it to disk, read it back, and return its ``digest``.
 
     Raises:
-        OSError: It could not be written, or is not what was written.
+        OSError: The file could not be written, or does not hold what was written to it.
     """
-    import pyarrow.parquet as pq  # as everywhere here: who has no store need not load it
+    import pyarrow.parquet as pq  # imported in functions: programs without a store never load it
 
     size = max(records.nbytes // max(len(records), 1), 1)
     pq.write_table(
@@ -43,7 +47,7 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
         path,
         row_group_size=min(max(GROUP_BYTES // size, 1), GROUP_RECORDS),
         compression="zstd",
-        # Values are rarely equal, and trying to find that out costs more than all the rest.
+        # Not for values: they rarely repeat, and detecting repeats costs more than everything else.
         use_dictionary=["key", "timestamp", "appended", "headers.key_value.key"],
         column_encoding={"offset": "DELTA_BINARY_PACKED"},
         write_statistics=["offset", "timestamp", "appended"],
@@ -58,7 +62,7 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
 
 
 def _holds(data: bytes, records: pa.Table) -> bool:
-    """Whether these are the bytes of a file with these records; by row groups, to reuse memory."""
+    """Whether these bytes hold these records. Compares one row group at a time to save memory."""
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(_reader(data), page_checksum_verification=True)
@@ -72,11 +76,11 @@ def _holds(data: bytes, records: pa.Table) -> bool:
 
 
 def _reader(data: bytes) -> pa.BufferReader:
-    """The bytes in memory that is pyarrow's own.
+    """Copy the bytes into memory that pyarrow owns.
 
-    Its threads may let go of what they have read a moment after the call has returned. If that were
-    an object of Python's, they would need the GIL for it, and in an interpreter that is just ending
-    this aborts the process (apache/arrow issue 34314).
+    Threads of pyarrow may release a buffer a moment after the call has returned. Releasing a Python
+    object needs the GIL, which aborts the process if the interpreter is shutting down at that
+    moment (apache/arrow issue 34314).
     """
     buffer = pa.allocate_buffer(len(data))
     with pa.FixedSizeBufferWriter(buffer) as writer:
@@ -85,15 +89,15 @@ def _reader(data: bytes) -> pa.BufferReader:
 
 
 def digest(data: bytes) -> str:
-    """The part of the sha256 that is in the name of a file."""
+    """Return the part of the sha256 that is in the name of a file."""
     return hashlib.sha256(data).hexdigest()[:8]
 
 
 class SegmentFile:
-    """A file that is open for reading.
+    """A segment file that is open for reading.
 
     Raises:
-        BAD_BYTES: On opening and reading, if it is damaged or cannot be reached.
+        BAD_BYTES: On opening and reading, if the file is damaged or cannot be reached.
     """
 
     def __init__(self, source: Any, segment: Segment) -> None:
@@ -103,22 +107,25 @@ class SegmentFile:
         self._file = pq.ParquetFile(source, page_checksum_verification=True)
         metadata = self._file.metadata
         if metadata.num_rows != len(segment):
-            raise ValueError(f"it has {metadata.num_rows} records in place of {len(segment)}")
+            raise ValueError(f"it has {metadata.num_rows} records instead of {len(segment)}")
         if not self._file.schema_arrow.equals(ARROW_SCHEMA):
             raise ValueError("its columns are not those of a segment")
+        _check_layout(metadata)
         sizes = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-        #: The first offset of each row group, and the end.
+        #: The first offset of each row group, and the offset after the last one.
         self.edges = list(accumulate(sizes, initial=segment.first))
         if self.edges[-1] != segment.last + 1:
-            raise ValueError("its row groups do not add up")
+            raise ValueError("its row groups do not add up to its records")
 
     def group_of(self, offset: int) -> int:
-        """The number of the row group that holds an offset."""
+        """Return the number of the row group that holds an offset."""
         return bisect_right(self.edges, offset) - 1
 
-    def read(self, group: int) -> pa.RecordBatch:
-        """A row group as a whole."""
-        table = self._file.read_row_group(group)
+    def read(self, group: int, columns: Sequence[str] | None = None) -> pa.RecordBatch:
+        """Return all records of a row group, with all columns or only ``columns``."""
+        # Always read the offsets: they show whether these are the right records.
+        wanted = None if columns is None else sorted({"offset", *columns})
+        table = self._file.read_row_group(group, columns=wanted)
         first, stop = self.edges[group], self.edges[group + 1]
         if len(table) != stop - first or not table.column("offset").equals(
             pa.chunked_array([pa.arange(first, stop)])
@@ -127,34 +134,49 @@ class SegmentFile:
                 f"its row group {group} does not hold the records {first} to {stop - 1}"
             )
         batches = table.to_batches()
-        return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        batch = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        return batch if columns is None else batch.select(list(columns))
 
     def appended(self, group: int) -> list[int]:
-        """When the records of a row group were appended, in ms."""
+        """Return the append times of a row group's records, in ms."""
         column = self._file.read_row_group(group, columns=["appended"]).column("appended")
         times: list[int] = column.cast(pa.int64()).to_pylist()
         if len(times) != self.edges[group + 1] - self.edges[group]:
-            raise ValueError(f"its row group {group} has {len(times)} append times")
+            raise ValueError(
+                f"its row group {group} has the wrong number of append times: {len(times)}"
+            )
         return times
 
     def close(self) -> None:
         self._file.close(force=True)
 
 
+def _check_layout(metadata: Any) -> None:
+    """Before unpacking, refuse a file that unpacks to far more than ``write`` ever writes.
+
+    A dictionary can repeat one large value any number of times, so the value column has none.
+    """
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = [group.column(index) for index in range(group.num_columns)]
+        unpacked = sum(column.total_uncompressed_size for column in columns)
+        if group.num_rows > GROUP_RECORDS or unpacked > _UNPACKED_MAX:
+            raise ValueError(f"its row group {number} is larger than a segment's")
+        if any(
+            column.path_in_schema == "value" and column.has_dictionary_page for column in columns
+        ):
+            raise ValueError("its values have a dictionary, which segments never have")
+
+
 def examine(data: bytes, segment: Segment) -> str | None:
-    """What is wrong with the bytes of a file; None if they are what was written."""
-    if digest(data) != segment.sha:
-        whole = "its bytes are not those that were written (checksum)"
-        try:
-            _read_all(data, segment)
-        except BAD_BYTES as error:
-            return f"{whole}: {error}"
-        return whole
+    """Return what is wrong with the bytes of a file; None if they are intact."""
+    changed = "its bytes are not those that were written (checksum)"
+    intact = digest(data) == segment.sha
     try:
         _read_all(data, segment)
     except BAD_BYTES as error:
-        return str(error)
-    return None
+        return str(error) if intact else f"{changed}: {error}"
+    return None if intact else changed
 
 
 def _read_all(data: bytes, segment: Segment) -> None:
@@ -167,6 +189,6 @@ def _read_all(data: bytes, segment: Segment) -> None:
         batch.validate(full=True)
         appended = batch.column("appended").cast(pa.int64())
         rising = pc.all(pc.less_equal(appended[:-1], appended[1:])).as_py()
-        if appended[0].as_py() < before or rising is False:  # None: there is only one
-            raise ValueError(f"append times go back in row group {group}")
+        if appended[0].as_py() < before or rising is False:  # None: only one record
+            raise ValueError(f"append times decrease in row group {group}")
         before = appended[-1].as_py()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
 import pyarrow as pa
 
-from meteor_py.errors import MeteorError
+from meteor_py.errors import CorruptSegment, MeteorError
 from meteor_py.redis import reply_errors
-from meteor_py.store.segment import Segment, Span, lay_out
+from meteor_py.store.errors import corrupt_segment, store_unavailable, unavailable
+from meteor_py.store.listing import Listings
+from meteor_py.store.segment import Segment, SegmentTable, Span, state_name, state_term
 from meteor_py.store.segment_file import BAD_BYTES, SegmentFile, examine, write
 from meteor_py.store.storage import Entry, RemoteStorage, Storage
 
@@ -20,56 +23,64 @@ _T = TypeVar("_T")
 
 
 class _Vanished(Exception):
-    """A file was compacted or deleted after it had been listed."""
+    """A file was compacted or deleted after it was listed."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
 
 
 class SegmentLog:
-    """The segments of one incarnation. Keeps no list of them: each call looks at the storage."""
+    """The segments of one incarnation. Each call sees the current segments; see ``Listings``."""
 
-    def __init__(self, storage: Storage, stream: str, incarnation: str, shown: str) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        stream: str,
+        incarnation: str,
+        location: str,
+        listings: Listings | None = None,
+    ) -> None:
         self.storage = storage
         self.stream = stream
         self.incarnation = incarnation
         #: The address without secrets, for messages.
-        self.shown = shown
+        self.location = location
+        self._listings = listings or Listings()
 
     def path(self, name: str) -> str:
         return f"{self.incarnation}/{name}"
 
     def entries(self) -> list[Entry]:
-        """All files."""
-        with unavailable(self.stream, self.shown, "listed"):
+        """Return all files, unfinished ones included."""
+        with unavailable(self.stream, self.location, "listed"):
             return self.storage.entries(self.incarnation)
 
     def sizes(self) -> dict[Segment, int]:
-        """All segments, and the bytes that each has."""
+        """Return all segments with their sizes in bytes."""
         return {
             segment: entry.size
             for entry in self.entries()
             if (segment := Segment.parse(entry.name)) is not None
         }
 
-    def segments(self) -> list[Segment]:
-        with unavailable(self.stream, self.shown, "listed"):
-            parsed = map(Segment.parse, self.storage.names(self.incarnation))
-        return [segment for segment in parsed if segment is not None]
+    def table(self) -> SegmentTable:
+        """Return all segments."""
+        with unavailable(self.stream, self.location, "listed"):
+            return self._listings.table(self.storage, self.incarnation)
 
-    def spans(self, end: int | None = None) -> list[Span]:
-        """What counts below ``end``."""
-        return lay_out(self.segments(), end)
+    def spans(self, end: int | None = None, start: int = 0) -> list[Span]:
+        """Return the live spans; see ``SegmentTable.spans``."""
+        return self.table().spans(end, start)
 
     def write(self, term: int, records: pa.Table) -> Segment:
-        """Add a segment, and open it once in an object store to check that it arrived.
+        """Add a segment. In an object store, open it once to check that it arrived.
 
         Raises:
-            StoreUnavailable: It could not be written, or did not arrive whole.
+            StoreUnavailable: The segment could not be written, or did not arrive complete.
         """
         first, last = (records.column("offset")[index].as_py() for index in (0, -1))
         about = {"stream": self.stream, "life": self.incarnation, "term": term}
-        with unavailable(self.stream, self.shown, "written to"):
+        with unavailable(self.stream, self.location, "written to"):
             with self.storage.build(self.path("segment")) as built:
                 segment = Segment(first, last, term, write(built, records, about))
                 self.storage.publish(built, self.path(segment.name))
@@ -77,64 +88,97 @@ class SegmentLog:
                 try:
                     self._open(segment).close()
                 except (pa.ArrowException, ValueError) as error:
-                    raise OSError(f"{segment.name} has not arrived whole: {error}") from error
+                    raise OSError(f"{segment.name} did not arrive complete: {error}") from error
         return segment
+
+    def save_state(self, term: int, state: bytes) -> None:
+        """See ``StatefulStore.save_state``."""
+        with (
+            unavailable(self.stream, self.location, "written to"),
+            self.storage.build(self.path("state")) as built,
+        ):
+            with built.open("xb") as file:
+                file.write(state)
+                file.flush()
+                os.fsync(file.fileno())
+            self.storage.publish(built, self.path(state_name(term)))
+
+    def load_states(self) -> dict[int, bytes]:
+        """See ``StatefulStore.load_states``."""
+        with unavailable(self.stream, self.location, "read"):
+            terms = map(state_term, self.storage.names(self.incarnation))
+            found = {
+                term: self.storage.read(self.path(state_name(term)))
+                for term in terms
+                if term is not None
+            }
+        # Another process may have removed one of them since it was listed.
+        return {term: state for term, state in found.items() if state is not None}
 
     # -- reading -------------------------------------------------------------------------------
 
-    def read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """As ``RingbufferStore.read``."""
+    def read(
+        self, start: int, stop: int, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """See ``RingbufferStore.read`` and, with ``columns``, ``ColumnStore.read_columns``."""
         vanished: Segment | None = None
         while start < stop:
             try:
-                for batch in self._read(start, stop):
+                for batch in self._read(start, stop, columns):
                     start += len(batch)
                     yield batch
             except _Vanished as error:
-                if error.segment == vanished:  # still listed, and still not there
+                if error.segment == vanished:  # still listed, still missing
                     last = min(vanished.last, stop - 1)
                     raise reply_errors.records_lost(self.stream, start, last) from None
                 vanished = error.segment
 
-    def _read(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        for span in _from(self.spans(stop), start):
+    def _read(
+        self, start: int, stop: int, columns: Sequence[str] | None
+    ) -> Iterator[pa.RecordBatch]:
+        for span in self.spans(stop, start):
             if span.first > start:
                 raise reply_errors.records_lost(self.stream, start, span.first - 1)
-            for batch in self._read_span(span, start):
+            for batch in self._read_span(span, start, columns):
                 start += len(batch)
                 yield batch
         if start < stop:
             raise reply_errors.records_lost(self.stream, start, stop - 1)
 
-    def _read_span(self, span: Span, start: int) -> Iterator[pa.RecordBatch]:
+    def _read_span(
+        self, span: Span, start: int, columns: Sequence[str] | None
+    ) -> Iterator[pa.RecordBatch]:
         with self._opened(span) as file:
             while start < span.stop:
                 group = file.group_of(start)
                 first, stop = file.edges[group : group + 2]
                 part = Span(max(first, span.first), min(stop, span.stop), span.segment)
-                batch = self._carefully(part, partial(file.read, group))
+                batch = self._checked(part, partial(file.read, group, columns))
                 batch = batch.slice(start - first, part.stop - start)
                 yield batch
                 start += len(batch)
 
-    def row_group_end(self, offset: int, end: int) -> int:
-        """The end of the row group that holds an offset; the offset itself if none does.
+    def row_group_ends(self, offsets: Sequence[int], end: int) -> list[int]:
+        """Return the end of the row group of each offset; the offset itself if none holds it.
 
         Raises:
-            CorruptSegment, StoreUnavailable: The file cannot be read.
+            StoreUnavailable: A file cannot be read.
         """
-        for span in self.spans(end):
-            if span.first <= offset < span.stop:
+        table = self.table()
+        return [self._row_group_end(table.spans(end, offset)[:1], offset) for offset in offsets]
+
+    def _row_group_end(self, spans: list[Span], offset: int) -> int:
+        for span in spans:
+            if span.first <= offset:
                 try:
                     with self._opened(span) as file:
-                        edge = file.edges[file.group_of(offset) + 1]
-                except _Vanished:
-                    break  # merged with others a moment ago
-                return min(int(edge), span.stop)
+                        return min(int(file.edges[file.group_of(offset) + 1]), span.stop)
+                except (_Vanished, CorruptSegment):
+                    pass  # just merged with others; if not, its reader gets the error
         return offset
 
     def locate(self, ms: int, start: int, stop: int) -> int:
-        """As ``RingbufferStore.locate``: the span, its row group, the record."""
+        """See ``RingbufferStore.locate``. Finds the span, then its row group, then the record."""
         vanished: Segment | None = None
         while True:
             try:
@@ -146,7 +190,7 @@ class SegmentLog:
                 vanished = error.segment
 
     def _locate(self, ms: int, start: int, stop: int) -> int:
-        spans = _from(self.spans(stop), start)
+        spans = self.spans(stop, start)
         if start < stop and (not spans or spans[0].first > start):
             last = spans[0].first - 1 if spans else stop - 1
             raise reply_errors.records_lost(self.stream, start, last)
@@ -156,7 +200,7 @@ class SegmentLog:
         span = spans[late]
         with self._opened(span) as file:
             groups = range(file.group_of(span.first), file.group_of(span.stop - 1) + 1)
-            # All but the last: of that one only a part may count.
+            # All row groups but the last, which may be only partly live.
             late = bisect_left(
                 groups[:-1], True, key=lambda group: self._appended(span, file, group)[-1] >= ms
             )
@@ -171,21 +215,21 @@ class SegmentLog:
             return int(self._appended(span, file, group)[at])
 
     def _appended(self, span: Span, file: SegmentFile, group: int) -> list[int]:
-        return self._carefully(span, partial(file.appended, group))
+        return self._checked(span, partial(file.appended, group))
 
     def _open(self, segment: Segment) -> SegmentFile:
         return SegmentFile(self.storage.open(self.path(segment.name)), segment)
 
     @contextmanager
     def _opened(self, span: Span) -> Iterator[SegmentFile]:
-        file = self._carefully(span, lambda: self._open(span.segment))
+        file = self._checked(span, lambda: self._open(span.segment))
         try:
             yield file
         finally:
             file.close()
 
-    def _carefully(self, span: Span, work: Callable[[], _T]) -> _T:
-        """Call ``work`` on a file, and tell damage from a failure that may pass."""
+    def _checked(self, span: Span, work: Callable[[], _T]) -> _T:
+        """Call ``work`` on a file; distinguish damage from a temporary failure."""
         try:
             return work()
         except FileNotFoundError:
@@ -194,28 +238,14 @@ class SegmentLog:
             raise self._diagnose(span, error) from error
 
     def _diagnose(self, span: Span, failure: BaseException) -> MeteorError:
-        """Look at the whole file: pyarrow has one error for damage and for a lost connection."""
+        """Check the whole file: pyarrow raises the same error for damage and lost connections."""
         name = span.segment.name
-        with unavailable(self.stream, self.shown, "read"):
+        with unavailable(self.stream, self.location, "read"):
             data = self.storage.read(self.path(name))
         if data is None:
             raise _Vanished(span.segment)
         problem = examine(data, span.segment)
         if problem is None:
-            return reply_errors.store_unavailable(self.stream, self.shown, "read", failure)
-        place = f"{self.stream}/{self.path(name)}"
-        return reply_errors.corrupt_segment(self.stream, span.first, span.stop - 1, place, problem)
-
-
-def _from(spans: list[Span], start: int) -> list[Span]:
-    """The spans from the one on that holds ``start``, or comes next."""
-    return spans[bisect_right(spans, start, key=lambda span: span.stop) :]
-
-
-@contextmanager
-def unavailable(stream: str, shown: str, done: str) -> Iterator[None]:
-    """Raise errors of the filesystem as ``StoreUnavailable``."""
-    try:
-        yield
-    except OSError as error:
-        raise reply_errors.store_unavailable(stream, shown, done, error) from error
+            return store_unavailable(self.stream, self.location, "read", failure)
+        file = f"{self.stream}/{self.path(name)}"
+        return corrupt_segment(self.stream, span.first, span.stop - 1, file, problem)

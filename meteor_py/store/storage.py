@@ -1,10 +1,10 @@
 """The files of a stream on a disk or in an object store, and how they become visible.
 
-A file appears whole or not at all. On a disk, it is written under a name that begins with ``_``,
-which Spark and others skip. It is forced to the disk, checked by the caller, and renamed. An object
-store cannot rename: the file is built and checked in a local temporary directory, then sent in one
-upload, which shows nothing before its end, and its size is read back. Elsewhere (HDFS) it is sent
-under a name with ``_`` and renamed.
+A file appears complete or not at all. On a disk, it is written under a name that begins with
+``_``, which Spark and others skip. It is then synced to disk, checked by the caller, and renamed.
+An object store cannot rename: the file is built and checked in a local temporary directory, then
+sent in one upload, which becomes visible only at its end, and its size is read back. On other
+filesystems (HDFS), the file is sent under a name that begins with ``_`` and renamed.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
 if TYPE_CHECKING:
     import pyarrow.fs as fs
 
-#: How a file begins that is not finished.
+#: Prefix of the names of unfinished files.
 UNFINISHED = "_"
-#: The filesystems of pyarrow in which an upload is not seen before its end.
+#: Seconds during which a second change to a folder might not change its modification time.
+_COARSE_S = 3.0
+#: The pyarrow filesystems in which an upload becomes visible only at its end.
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 
 
@@ -39,98 +41,98 @@ class Entry(NamedTuple):
     age_s: float
 
 
-class Storage(Protocol):
-    """A folder with the files of one stream.
-
-    Paths are relative to it. All errors are ``OSError``.
-    """
-
-    def entries(self, path: str) -> list[Entry]:
-        """The files at a path; none if it does not exist."""
-
-    def names(self, path: str) -> list[str]:
-        """Their names alone, which may be had faster."""
-
-    def folders(self) -> list[str]:
-        """The names of the folders in it."""
-
-    def open(self, path: str) -> Any:
-        """A file to read from, as pyarrow likes them."""
-
-    def read(self, path: str) -> bytes | None:
-        """A small file as a whole; None if there is none."""
-
-    def create(self, path: str, data: bytes, *, replace: bool = False) -> None:
-        """Write a small file, with the folder itself; one that is there stays, or is replaced."""
-
-    def build(self, path: str) -> AbstractContextManager[Path]:
-        """A file to write to; removed at the end of the block."""
-
-    def publish(self, built: Path, path: str) -> None:
-        """Make a file that was built visible, for good."""
-
-    def remove(self, path: str) -> None:
-        """Remove a file; that it is gone already is fine."""
-
-    def remove_all(self, path: str) -> None:
-        """Remove a folder with all files in it."""
-
-
 class LocalStorage:
-    """Files on a disk."""
+    """The files of one stream on a disk. Paths are relative to its folder; errors are OSErrors."""
 
     def __init__(self, root: str, name: str) -> None:
         self._path = Path(root, name)
         self._root = Path(root)
 
+    @property
+    def filesystem(self) -> fs.FileSystem:
+        """The pyarrow filesystem that holds these files."""
+        import pyarrow.fs as fs
+
+        return fs.LocalFileSystem()
+
+    def full_path(self, path: str) -> str:
+        """Return the path of a file in ``filesystem``."""
+        return str(self._path / path)
+
     def entries(self, path: str) -> list[Entry]:
+        """Return the files at a path; none if it does not exist."""
         now = time.time()
         found: list[Entry] = []
-        try:
-            with os.scandir(self._inside(path)) as entries:
-                for entry in entries:
-                    try:
-                        if entry.is_file(follow_symlinks=False):
-                            state = entry.stat(follow_symlinks=False)
-                            found.append(Entry(entry.name, state.st_size, now - state.st_mtime))
-                    except FileNotFoundError:
-                        continue  # removed meanwhile
-        except FileNotFoundError:
-            pass
+        for entry in self._scan(path):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                if entry.is_file(follow_symlinks=False):
+                    info = entry.stat(follow_symlinks=False)
+                    found.append(Entry(entry.name, info.st_size, now - info.st_mtime))
         return found
 
-    def names(self, path: str) -> list[str]:
+    def version(self, path: str) -> object | None:
+        """Return a value that changes with the list of files at a path.
+
+        Returns None if a change might go unnoticed: the clock of the filesystem is coarse, so the
+        folder may change twice within one tick.
+        """
         try:
-            with os.scandir(self._inside(path)) as entries:
-                return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+            # Opening the folder makes a network filesystem ask its server.
+            descriptor = os.open(self._inside(path), os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
-            return []
+            return None
+        try:
+            info = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        if time.time() - info.st_mtime < _COARSE_S:
+            return None
+        return info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns
+
+    def is_newer_than_folder(self, path: str) -> bool:
+        """Return whether a file is newer than its folder: then folder times are unreliable."""
+        file = self._inside(path)
+        try:
+            return file.stat().st_mtime_ns > file.parent.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False  # removed meanwhile
+
+    def names(self, path: str) -> list[str]:
+        """Return only the names of the files at a path, which can be faster."""
+        return [entry.name for entry in self._scan(path) if entry.is_file(follow_symlinks=False)]
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes; 0 if it does not exist."""
+        try:
+            return self._inside(path).stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def folders(self) -> list[str]:
-        try:
-            with os.scandir(self._inside("")) as entries:
-                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        except FileNotFoundError:
-            return []
+        """Return the names of the stream's folders."""
+        return [entry.name for entry in self._scan("") if entry.is_dir(follow_symlinks=False)]
 
     def open(self, path: str) -> Any:
-        # Not mapped into memory: a file that is cut short under a map ends the process.
+        """Open a file for pyarrow to read."""
+        # Do not map the file into memory: if it is truncated, access through the map kills the
+        # process.
         return pa.OSFile(str(self._inside(path)))
 
     def read(self, path: str) -> bytes | None:
+        """Return the contents of a file; None if it does not exist."""
         try:
             return self._inside(path).read_bytes()
         except FileNotFoundError:
             return None
 
     def create(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        """Write a small file, and create the stream's folder. Keep or replace an existing file."""
         folder = self._inside("")
         missing = [each for each in (folder, *folder.parents) if not each.is_dir()]
         for each in reversed(missing):
             each.mkdir(exist_ok=True)
             _sync_folder(each.parent)
-        built = folder / f"{UNFINISHED}{secrets.token_hex(8)}.tmp"
-        try:
+        with self.build(path) as built:
             with built.open("xb") as file:
                 file.write(data)
                 file.flush()
@@ -139,15 +141,14 @@ class LocalStorage:
                 os.replace(built, self._inside(path))
             else:
                 _link(built, self._inside(path))
-        finally:
-            built.unlink(missing_ok=True)
         _sync_folder(folder)
 
     @contextmanager
     def build(self, path: str) -> Iterator[Path]:
+        """Provide a temporary file to write to, which is removed at the end of the block."""
         folder = self._inside(path).parent
         if not folder.is_dir():
-            # Not its parent: where that is missing, the disk is not the one that it should be.
+            # Never create the parent folder: if it is missing, this is not the right disk.
             folder.mkdir(exist_ok=True)
             _sync_folder(folder.parent)
         built = folder / f"{UNFINISHED}{secrets.token_hex(8)}.tmp"
@@ -157,24 +158,32 @@ class LocalStorage:
             built.unlink(missing_ok=True)
 
     def publish(self, built: Path, path: str) -> None:
+        """Make a finished file visible, durably."""
         target = self._inside(path)
         os.rename(built, target)
         _sync_folder(target.parent)
 
     def remove(self, path: str) -> None:
+        """Remove a file, if it exists."""
         self._inside(path).unlink(missing_ok=True)
 
     def remove_all(self, path: str) -> None:
-        try:
+        """Remove a folder with all its files, if it exists."""
+        with suppress(FileNotFoundError):
             shutil.rmtree(self._inside(path))
+
+    def _scan(self, path: str) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self._inside(path)) as entries:
+                return list(entries)
         except FileNotFoundError:
-            pass
+            return []
 
     def _inside(self, path: str) -> Path:
-        """The full path, if no link leads out of the root.
+        """Return the full path.
 
         Raises:
-            PermissionError: One does.
+            PermissionError: A link leads out of the root.
         """
         full = self._path / path
         root = os.path.realpath(self._root)
@@ -184,11 +193,18 @@ class LocalStorage:
 
 
 class RemoteStorage:
-    """Files in an object store, or in another filesystem that pyarrow can reach."""
+    """Like ``LocalStorage``, in an object store or another filesystem that pyarrow supports."""
 
     def __init__(self, filesystem: fs.FileSystem, root: str, name: str) -> None:
         self._filesystem = filesystem
         self._path = f"{root.rstrip('/')}/{name}"
+
+    @property
+    def filesystem(self) -> fs.FileSystem:
+        return self._filesystem
+
+    def full_path(self, path: str) -> str:
+        return f"{self._path}/{path}"
 
     def entries(self, path: str) -> list[Entry]:
         now = time.time()
@@ -198,12 +214,20 @@ class RemoteStorage:
             if info.is_file
         ]
 
+    def version(self, path: str) -> object | None:
+        return None
+
+    def is_newer_than_folder(self, path: str) -> bool:
+        return True
+
     def names(self, path: str) -> list[str]:
         return [entry.name for entry in self.entries(path)]
 
+    def size(self, path: str) -> int:
+        return self._filesystem.get_file_info(f"{self._path}/{path}").size or 0
+
     def folders(self) -> list[str]:
-        infos = self._infos("")
-        return [info.base_name for info in infos if not info.is_file]
+        return [info.base_name for info in self._infos("") if not info.is_file]
 
     def open(self, path: str) -> Any:
         return self._filesystem.open_input_file(f"{self._path}/{path}")
@@ -233,25 +257,22 @@ class RemoteStorage:
         self._upload(data, target)
         found = self._filesystem.get_file_info(target)
         if found.size != len(data):
-            raise OSError(f"{found.size} of the {len(data)} bytes of {path} have arrived.")
+            raise OSError(f"{found.size} of the {len(data)} bytes of {path} arrived.")
 
     def remove(self, path: str) -> None:
-        try:
+        with suppress(FileNotFoundError):
             self._filesystem.delete_file(f"{self._path}/{path}")
-        except FileNotFoundError:
-            pass
 
     def remove_all(self, path: str) -> None:
-        try:
+        with suppress(FileNotFoundError):
             self._filesystem.delete_dir(f"{self._path}/{path}".rstrip("/"))
-        except FileNotFoundError:
-            pass
 
     def _upload(self, data: bytes, target: str) -> None:
         sent_to = target
         if self._filesystem.type_name not in _OBJECT_STORES:
             sent_to = f"{target.rpartition('/')[0]}/{UNFINISHED}{secrets.token_hex(8)}.tmp"
-        # In one piece: leaving a block by an error in the middle would publish what was written.
+        # Do not use a with block: an error would leave the block and publish the part written so
+        # far.
         out = self._filesystem.open_output_stream(sent_to)
         out.write(data)
         out.close()
@@ -267,14 +288,17 @@ class RemoteStorage:
                 fs.FileSelector(full, allow_not_found=True)
             )
         except FileNotFoundError:
-            return []  # it came or went meanwhile
+            return []  # created or removed meanwhile
         return infos
 
 
+Storage = LocalStorage | RemoteStorage
+
+
 def _link(built: Path, target: Path) -> None:
-    """Give a file its name, unless there is one of that name."""
+    """Give a file its name, unless that name is taken."""
     try:
-        os.link(built, target)  # unlike a rename, this overwrites nothing
+        os.link(built, target)  # unlike a rename, it overwrites nothing
     except FileExistsError:
         pass
     except OSError:  # a filesystem without links
@@ -283,7 +307,7 @@ def _link(built: Path, target: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Force the names in a folder to the disk."""
+    """Sync the names in a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

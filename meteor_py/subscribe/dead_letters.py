@@ -1,11 +1,17 @@
-"""Dead letters: a record that could not be handled goes to another stream, exactly once.
+"""Dead letters: records that cannot be handled, each published to another stream exactly once.
 
-A member that gives a record up may crash before that is noted anywhere, and the next one gives it
-up again. So a letter is the only batch of a producer whose id follows from the record: the server
-remembers it and takes no second one, from any sender and however often.
+The hazard: a member that gives up on a record may crash before it confirms the record, and the next
+member gives up on the record again. So each letter is the only batch of its own producer, whose id
+is derived from the record: stream, incarnation, the epoch in which it was appended, offset, and
+group. The server remembers that producer and refuses a second batch from any sender.
 
-A letter has the value, key, timestamp and headers of its record, and the headers named below, all
-text. Where the record had one of the same name, as a letter that is buried again, it is replaced.
+The other hazard: a failover may lose a letter. The record must then not be confirmed. Replicas
+apply writes in order. So if the confirm follows the letter on the same server and in the same
+replication history, no replica has the confirm without the letter. ``bury`` returns that history,
+and its callers do not confirm the record in another one.
+
+A letter has the value, key, timestamp and headers of its record, plus the text headers below. These
+replace existing headers of the same name, as when a letter becomes a dead letter itself.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import hashlib
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from meteor_py.errors import ConnectionFailed, MeteorError, ServerRefused, StreamNotFound
 from meteor_py.log.catalog import create_stream, find_stream
@@ -23,7 +29,7 @@ from meteor_py.log.handle import StreamHandle
 from meteor_py.publish.sender import PRODUCER_TTL_MS
 from meteor_py.publish.validation import to_bytes
 from meteor_py.records.config import StreamConfig
-from meteor_py.records.frame import Columns, encode, fingerprint
+from meteor_py.records.frame import Columns, encode
 from meteor_py.records.record import Headers, Record
 from meteor_py.redis import keys, reply_errors
 from meteor_py.redis.connection import Connection
@@ -31,22 +37,40 @@ from meteor_py.redis.connector import Connector
 from meteor_py.redis.scripts import PUBLISH
 from meteor_py.runtime.backoff import pause_s
 
-#: The stream that the record comes from.
+#: The stream that the record comes from, and its offset there.
 STREAM_HEADER = "meteor-stream"
-#: The group that gave it up.
-GROUP_HEADER = "meteor-group"
-#: Its offset in that stream.
 OFFSET_HEADER = "meteor-offset"
-#: Why, in at most ``REASON_BYTES_MAX`` bytes of UTF-8.
-REASON_HEADER = "meteor-reason"
-#: How often it was tried.
+#: The group that gave up on the record, the number of tries, and the reason.
+GROUP_HEADER = "meteor-group"
 TRIES_HEADER = "meteor-tries"
+REASON_HEADER = "meteor-reason"
 
-#: Bytes of the reason that are kept: it may quote the record, which the letter has anyway.
+#: Maximum UTF-8 bytes of the reason; the rest is cut off. A reason may quote the whole record.
 REASON_BYTES_MAX = 1024
 
-#: Seconds between two tries, doubled each time up to the second figure.
+#: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
 _BACKOFF_S = (0.01, 0.5)
+#: Seconds that one attempt waits for replicas. It occupies the client's connection meanwhile.
+_REPLICAS_S = 1.0
+
+
+class _Letter(NamedTuple):
+    """A letter in the form that ``publish.lua`` expects."""
+
+    keys: list[str]
+    form: str
+    payload: Any
+    index_entry: list[bytes]
+
+
+class _Sent(NamedTuple):
+    """The reply to a letter."""
+
+    reply: list[Any]
+    #: The server's replication history; '' if the server hides it.
+    history: str
+    #: Replicas that have the letter; 0 if none was asked for.
+    replicas: int
 
 
 def bury(
@@ -55,52 +79,52 @@ def bury(
     group: str | None,
     record: Record,
     *,
+    epoch: int,
     member: str = "",
     reason: str,
     tries: int,
+    acks: int = 0,
     timeout_s: float = 30.0,
     stop: Callable[[], bool] = lambda: False,
-) -> None:
-    """Publish ``record`` to the dead-letter stream ``target``; return None once a copy is there.
+) -> str:
+    """Publish ``record`` to the dead-letter stream ``target``; repeated calls publish it only once.
 
-    May be repeated after any error, and by another process: the first copy stays the only one,
-    even if a repeat has another reason or count. That holds for a day, for which the server
-    remembers an idle producer; a repeat after that makes a second copy.
+    The caller may repeat the call after any error, even in another process. The first copy stays
+    the only one, even if a repeat has a different reason or count. After a day without use, the
+    server forgets the producer, and a repeat makes a second copy.
 
     Args:
-        group: Whose record it is; None for an ungrouped subscriber, which ``member`` then names.
-        record: As it lies in ``source``, of any size: its value is bytes that no codec decoded.
-        tries: How often it was tried.
-        timeout_s: Seconds to go on while the server is away or full. The last try may last
-            longer, up to twice the timeout of the target's client.
-        stop: Asked after each try that failed; True gives up.
+        group: The group that read the record; None if ``member`` did so without a group.
+        record: The record as stored in ``source``, with its value not decoded.
+        epoch: The epoch of ``source`` in which the record was appended. After a failover, another
+            record may have the same offset.
+        tries: How often the record was tried.
+        acks: Replicas that must have the letter.
+        timeout_s: Seconds to retry while the server is unreachable or full. The last attempt may
+            exceed it by up to twice the timeout of the target's client.
+        stop: Called after each failed attempt; True ends the retries.
+
+    Returns:
+        The server's replication history in which the letter is stored; '' if the server hides it.
 
     Raises:
-        ConnectionFailed, OutOfMemory, StreamFull: Not confirmed in time, or not before ``stop``;
-            a copy may be there all the same.
+        ConnectionFailed, OutOfMemory, StreamFull: The server, or enough replicas, did not
+            acknowledge the letter before the timeout or ``stop``. The letter may have been stored.
         StreamNotFound: The target was deleted.
-        LogTruncated: The target was deleted and recreated: open it again.
-        ServerRefused: For a reason that trying again will not cure.
+        LogTruncated: The target was recreated. Open it again.
+        ServerRefused: The server refuses the letter for good.
     """
-    producer = keys.producer(target.name, _producer_id(source, group or member, record.offset))
-    names = [keys.log(target.name), keys.meta(target.name), producer, *target.index_keys]
-    letter = Columns(
-        values=[to_bytes(record.value)],
-        keys=None if record.key is None else [record.key],
-        headers=[(record.headers or {}) | _headers(source, group, record.offset, reason, tries)],
-        timestamps=[record.timestamp],
-    )
-    frame = encode(letter, target.config.compression)
-    ordering_rule = target.config.ordering_rule
-    index = [] if ordering_rule is None else ordering_rule.index(letter)
+    headers = _headers(source, group, record.offset, reason, tries)
+    letter = _compose(target, _producer_id(source, group or member, epoch, record), record, headers)
     deadline = time.monotonic() + timeout_s
     failures = 0
     while True:
         try:
-            reply = target.connector.use(
-                lambda connection: _send(connection, target, names, frame, index)
-            )
-            return _check(target, reply)
+            sent = target.connector.use(lambda connection: _send(connection, target, letter, acks))
+            _check(target, sent.reply)
+            if sent.replicas < acks:
+                raise _not_replicated(target, sent.replicas, acks)
+            return sent.history
         except MeteorError as error:
             left_s = deadline - time.monotonic()
             if not error.retriable or left_s <= 0 or stop():
@@ -110,7 +134,7 @@ def bury(
 
 
 def open_letters(connector: Connector, name: str) -> StreamHandle:
-    """The stream of that name; made if there is none, which not everybody may do."""
+    """Return the stream with that name. Create it if needed; the ACL may forbid that."""
     keys.check_name(name)
     try:
         meta = find_stream(connector, name)
@@ -119,51 +143,73 @@ def open_letters(connector: Connector, name: str) -> StreamHandle:
     return StreamHandle(connector, name, meta)
 
 
-def _send(
-    connection: Connection,
-    target: StreamHandle,
-    names: list[str],
-    frame: tuple[str, Any],
-    index: list[bytes],
-) -> list[Any]:
-    """Send the letter and return the reply; its numbers are always the same: safe to repeat."""
-    form, payload = frame
+def _compose(target: StreamHandle, producer: str, record: Record, headers: Headers) -> _Letter:
+    columns = Columns(
+        values=[to_bytes(record.value)],
+        keys=None if record.key is None else [record.key],
+        headers=[(record.headers or {}) | headers],
+        timestamps=[record.timestamp],
+    )
+    rule = target.config.ordering_rule
+    return _Letter(
+        [*target.keys, keys.producer(target.name, producer), *target.index_keys],
+        *encode(columns, target.config.compression),
+        [] if rule is None else rule.index(columns),
+    )
+
+
+def _send(connection: Connection, target: StreamHandle, letter: _Letter, acks: int) -> _Sent:
+    """Send the letter and return the reply. Epoch and sequence are constant: a repeat is safe."""
+    form, payload = letter.form, letter.payload
     epoch, sequence, count = 0, 0, 1
-    numbers = (epoch, sequence, count, fingerprint(payload), PRODUCER_TTL_MS)
+    fingerprint = 0  # the same for any payload: a repeat may give another reason
+    numbers = (epoch, sequence, count, fingerprint, PRODUCER_TTL_MS)
     checksum = zlib.crc32(payload) if target.config.checksum else ""
     connection.refresh_history()  # a server can be demoted and promoted under an idle connection
     for _ in range(2):
-        args = (target.incarnation, connection.history, *numbers, form, payload, checksum, *index)
-        reply: list[Any] = connection.run(PUBLISH, names, args)
+        args = (target.incarnation, connection.history, *numbers, form, payload, checksum)
+        reply: list[Any] = connection.run(PUBLISH, letter.keys, [*args, *letter.index_entry])
         if reply[0] != b"HISTORY":
             break
         begin_epoch(connection, target.name, target.incarnation, reply[1].decode())
-    return reply
+    history, replicas = connection.history, 0
+    if acks and reply[0] == b"OK":
+        # Use this connection, because WAIT covers only its own writes. A repeat writes too.
+        wait = ("WAIT", acks, int(_REPLICAS_S * 1000))
+        replicas = int(connection.call(*wait, timeout_s=_REPLICAS_S + connection.timeout_s))
+    return _Sent(reply, history, replicas)
 
 
 def _check(target: StreamHandle, reply: list[Any]) -> None:
-    """Raise what kept the letter out, if it is not in the log."""
+    """Raise unless the letter is in the log."""
     code = reply[0]
-    if code == b"OK" or reply == [b"OUTOFSEQ", 1]:
-        return  # out of sequence: a copy with other bytes, say another reason, was there first
+    if code == b"OK":
+        return
     if code in (b"NOSTREAM", b"INCARNATION"):
         raise reply_errors.stream_gone(target.name, code)
     if code == b"FULL":
         raise reply_errors.stream_full(target.name, reply[1])
     if code == b"HISTORY":
-        raise ConnectionFailed(f"The server of stream {target.name!r} is just failing over.")
-    raise ServerRefused(f"Stream {target.name!r} does not take a dead letter: {code.decode()}.")
+        raise ConnectionFailed(f"The server of stream {target.name!r} is failing over.")
+    raise ServerRefused(f"Stream {target.name!r} refused a dead letter: {code.decode()}.")
 
 
-def _producer_id(source: StreamHandle, reader: str, offset: int) -> str:
-    identity = f"{source.name}\0{source.incarnation}\0{offset}\0{reader}"
+def _not_replicated(target: StreamHandle, seen: int, wanted: int) -> ConnectionFailed:
+    return ConnectionFailed(
+        f"Only {seen} of {wanted} replicas confirmed a dead letter in stream {target.name!r} in "
+        "time. Check the replicas."
+    )
+
+
+def _producer_id(source: StreamHandle, reader: str, epoch: int, record: Record) -> str:
+    identity = f"{source.name}\0{source.incarnation}\0{epoch}\0{record.offset}\0{reader}"
     return f"dl-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
 
 
 def _headers(
     source: StreamHandle, group: str | None, offset: int, reason: str, tries: int
 ) -> Headers:
-    # Not every str can be UTF-8, and the cut may have left half a character at the end.
+    # A str may hold characters without a UTF-8 form, and the cut may split a character.
     clipped = reason.encode(errors="backslashreplace")[:REASON_BYTES_MAX]
     return {
         STREAM_HEADER: source.name.encode(),

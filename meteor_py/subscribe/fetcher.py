@@ -1,11 +1,12 @@
-"""Fetching records for a subscriber: from its read buffer, and in a group under a lease."""
+"""Fetches records into a subscriber's read buffer; in a group, only while holding the lease."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from datetime import datetime
+from typing import TypeVar
 
 from meteor_py.errors import (
     ConnectionFailed,
@@ -14,9 +15,10 @@ from meteor_py.errors import (
     RecordsLost,
     StoreUnavailable,
 )
+from meteor_py.log.handle import StreamHandle
 from meteor_py.log.ring_reader import OwnerChanged
 from meteor_py.records.codec import Codec
-from meteor_py.records.config import OFFSET_MAX, SubscriberConfig, check_int
+from meteor_py.records.config import OFFSET_MAX, InitialOffset, SubscriberConfig, check_int
 from meteor_py.records.position import Position
 from meteor_py.records.record import Record
 from meteor_py.runtime.backoff import pause_s
@@ -26,26 +28,23 @@ from meteor_py.subscribe.group_session import GroupSession
 from meteor_py.subscribe.lease import Term
 from meteor_py.subscribe.read_buffer import Gap, ReadBuffer
 
-if TYPE_CHECKING:
-    from meteor_py.log.handle import StreamHandle
-
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: Seconds between two tries, doubled each time up to the second figure.
+#: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
 _BACKOFF_S = (0.02, 0.64)
 #: Records that an iterator takes from the buffer at a time.
 _ITERATE = 10_000
-#: Seconds that an iterator waits for a server that is away.
+#: Seconds that an iterator waits for an unreachable server.
 _RECONNECT_S = 30.0
 
 
 class Fetcher:
-    """What a subscriber reads from. For one thread at a time, except ``interrupt`` and ``close``.
+    """A subscriber's source of records.
 
-    The session owns the term that this member has; the buffer owns the position, and the term in
-    which the records handed out were read.
+    The session owns this member's current term. The buffer owns the position, and the term in which
+    the delivered records were read. For one thread at a time, except ``interrupt`` and ``close``.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Fetcher:
         self.stream = stream
         self.session: GroupSession | None = None
         self.buffer = ReadBuffer(stream, self._call_on_gap_skipped)
-        #: Set by another thread to end a wait here, and iterators.
+        #: Set by another thread to end iterators and any wait in this object.
         self.interrupted = False
         #: The end of the records handed out in any term.
         self.handed_out = 0
@@ -68,15 +67,21 @@ class Fetcher:
         self._announced: Term | None = None  # the last term whose ``on_assigned`` has returned
         try:
             if config.group is not None:
-                self.session = self._join(config.group, stream, self.buffer)
+                self.session = self._join(config.group, stream, self.buffer, config.starts_at)
         except BaseException:
             self.buffer.close()
             raise
 
-    def _join(self, group: str, stream: StreamHandle, buffer: ReadBuffer) -> GroupSession:
-        """Become a member of the group, which begins here if it is new."""
+    def _join(
+        self,
+        group: str,
+        stream: StreamHandle,
+        buffer: ReadBuffer,
+        start: InitialOffset | int | datetime,
+    ) -> GroupSession:
+        """Join the group, creating it at ``start`` if it does not exist."""
         config = self._config
-        buffer.position = confirmed = open_group(stream, group, config.starts_at)
+        buffer.position = confirmed = open_group(stream, group, start)
         return GroupSession.join(
             *(stream, group, self._member),
             confirmed=confirmed,
@@ -92,7 +97,7 @@ class Fetcher:
         In a group, acquire the lease first.
 
         Args:
-            endless: The time runs only while the server is away.
+            endless: Count only the time during which the server is unreachable.
         """
         if self.session is not None:
             self.session.check_process()
@@ -101,7 +106,7 @@ class Fetcher:
             except LogTruncated as error:
                 self.buffer.note_gap(error)
                 raise
-        self.run_blocking(lambda: self._fetch(timeout_s, records, endless))
+        self.run_blocking(lambda: self._fetch_until_available(timeout_s, records, endless))
 
     def run_blocking(self, work: Callable[[], _T]) -> _T:
         """Run a blocking call without letting max_poll_interval expire."""
@@ -115,11 +120,11 @@ class Fetcher:
         finally:
             try:
                 session.alive_at = now()
-            finally:  # whatever interrupts: a poll that seems to last would keep the lease forever
+            finally:  # even if a signal handler raises: an endless poll keeps the lease forever
                 session.polling = False
 
     def _call_back(self, callback: Callable[[], _T]) -> _T:
-        """Call the application in the middle of a blocking call: here it may hang."""
+        """Call the application from within a blocking call; enforce max_poll_interval again."""
         session = self.session
         if session is None:
             return callback()
@@ -136,7 +141,7 @@ class Fetcher:
             self._call_back(lambda: callback(first, last))
 
     def iterate(self, codec: Codec | None) -> Iterator[Record]:
-        """Yield records one by one, the position following each, until it is interrupted."""
+        """Yield records until interrupted, moving the position past each."""
         while not self.interrupted:
             self.fetch(_RECONNECT_S, _ITERATE, endless=True)
             buffer = self.buffer
@@ -145,12 +150,12 @@ class Fetcher:
                 buffer.position = record.offset + 1
                 yield record
                 if self.buffer.jumps != jumps or buffer.position != record.offset + 1:
-                    break  # by the caller: seek() or poll() inside the loop
+                    break  # the caller has called seek() or poll() inside the loop
                 if not self._may_continue() or self.interrupted:
                     break
 
     def confirm_handed_out(self) -> None:
-        """Confirm what was handed out: the caller has processed it, and asks for more."""
+        """Confirm all delivered records: a caller that asks for more has processed them."""
         assert self.session is not None, "checked with the settings"
         self.session.check_process()
         try:
@@ -159,7 +164,7 @@ class Fetcher:
             _log.info("%s", error)
 
     def _may_continue(self) -> bool:
-        """A record was processed; tell whether the next may be handed out without a look."""
+        """Note that a record was processed; tell whether the lease still covers the next one."""
         session = self.session
         if session is None:
             return True
@@ -168,25 +173,24 @@ class Fetcher:
         session.alive_at = at = now()
         return at < session.valid_until
 
-    def _fetch(self, timeout_s: float, records: int, endless: bool) -> None:
+    def _fetch_until_available(self, timeout_s: float, records: int, endless: bool) -> None:
         deadline = time.monotonic() + timeout_s
         failure: ConnectionFailed | StoreUnavailable | None = None
         failures = 0  # in a row
-        looked = False
+        tried = False
         while not self.interrupted:
             left = max(deadline - time.monotonic(), 0.0)
-            if left == 0 and looked:
+            if left == 0 and tried:
                 if failure is not None:
                     raise failure
                 if not self.buffer.ready():
                     return
-            looked = True
+            tried = True
             try:
                 if self._hold_lease(left):
                     if self.buffer.ready():
-                        return  # it was read before the lease was looked at
-                    left = max(deadline - time.monotonic(), 0.0)
-                    self._read(min(left, self.buffer.block_max_s), records)
+                        return  # an earlier fetch left records, and the lease is still ours
+                    self._fetch_past_gaps(max(deadline - time.monotonic(), 0.0), records)
                 failure, failures = None, 0
                 if endless:
                     deadline = time.monotonic() + timeout_s
@@ -196,10 +200,10 @@ class Fetcher:
                 left = max(deadline - time.monotonic(), 0.0)
                 if not self.interrupted:
                     time.sleep(min(left, pause_s(failures, *_BACKOFF_S)))
-        self.buffer.close()  # interrupted by another thread; this one may have connected again
+        self.buffer.close()  # interrupted by another thread, but this one may have reconnected
 
     def _hold_lease(self, timeout_s: float) -> bool:
-        """In a group, hold its lease, and start at the confirmed offset if the term is new."""
+        """In a group, hold the lease; in a new term, start at the confirmed offset."""
         if self.session is None:
             return True
         try:
@@ -209,7 +213,7 @@ class Fetcher:
             self.buffer.note_gap(error)
             raise
         if term is None:
-            self.buffer.close()  # what was read is for the lease's owner, and the wait may be long
+            self.buffer.close()  # the new owner reads these records, and the wait may be long
             return False
         if term is not self._announced:
             self._start_term(term)
@@ -225,28 +229,22 @@ class Fetcher:
             self.buffer.resume(start)
         elif start is not None:
             self.buffer.seek(check_int("what on_assigned returns", start, 0, OFFSET_MAX))
-        self._announced = term  # not before: a callback that raised is called again
+        self._announced = term  # only now: a callback that raised must be called again
 
-    def _read(self, block_s: float, records: int) -> None:
-        """Fetch once; skip a gap if that is wanted."""
-        try:
-            self._fill(block_s, records)
-        except RecordsLost as gap:
-            if self._config.on_gap == "raise":
-                raise
-            self._skip_gaps(gap, records)
-
-    def _skip_gaps(self, gap: RecordsLost, records: int) -> None:
-        """Continue after a gap, and after those that follow it."""
+    def _fetch_past_gaps(self, block_s: float, records: int) -> None:
+        """Fetch once; with ``on_gap="skip"``, skip every gap found and fetch what follows it."""
         while True:
-            _log.warning("Skipping a gap: %s", gap)
-            self.skip_gap()
             try:
-                return self._fill(0.0, records)
-            except RecordsLost as another:
-                gap = another
+                return self._fetch_once(block_s, records)
+            except RecordsLost as gap:
+                if self._config.on_gap == "raise":
+                    raise
+                _log.warning("Skipping a gap: %s", gap)
+            self.skip_gap()
+            block_s = 0.0
 
-    def _fill(self, block_s: float, records: int) -> None:
+    def _fetch_once(self, block_s: float, records: int) -> None:
+        """Fetch into the buffer. If the group has another owner, distrust the lease instead."""
         try:
             self.buffer.fetch(block_s, records)
         except OwnerChanged:
@@ -254,12 +252,12 @@ class Fetcher:
             self.session.distrust()
         finally:
             if self.session is not None:  # confirms name the epoch of the records
-                self.session.epoch = self.buffer.epoch
+                self.session.read_in = self.buffer.checkpoint
 
     # -- gaps ----------------------------------------------------------------------------------
 
     def skip_gap(self) -> None:
-        """Continue after the gap that the last fetch found; without one nothing happens."""
+        """Continue after the gap that the last fetch found; do nothing without one."""
         buffer, session, gap = self.buffer, self.session, self.buffer.gap
         if gap is None:
             return
@@ -267,16 +265,16 @@ class Fetcher:
             self._reopen(gap)
             self.buffer.count_skipped(gap.first, gap.last)
             return
-        behind = min(gap.last + 1, buffer.end_offset)
-        # Records that were handed out and not confirmed are not confirmed by a gap after them.
+        after = min(gap.last + 1, buffer.end_offset)
+        # Confirming the gap must not confirm records before it that are still being processed.
         all_confirmed = session is not None and session.wanted == gap.first
-        buffer.skip_to(behind)
-        buffer.count_skipped(gap.first, gap.last)  # first: a gap is confirmed after it was reported
+        buffer.skip_to(after)
+        buffer.count_skipped(gap.first, gap.last)  # report the gap before it is confirmed
         if session is not None and all_confirmed:
-            session.confirm_silently(behind, buffer.term)
+            session.confirm_silently(after, buffer.term)
 
     def _reopen(self, gap: Gap) -> None:
-        """Continue in what is left of the stream, or in the one that has its name now."""
+        """Continue in the rest of the stream, or in a new stream with the same name."""
         stream = self.stream.reopen()
         buffer = ReadBuffer(stream, self._call_on_gap_skipped)
         session: GroupSession | None = None
@@ -284,8 +282,12 @@ class Fetcher:
             if self.session is None:
                 buffer.skip_to(min(gap.first, buffer.end_offset))
             else:
-                # First of all: if that fails, the old ones stay, and the next poll reports it.
-                session = self._join(self.session.lease.group, stream, buffer)
+                # Join before closing: if joining fails, the next poll reports the error in the old
+                # session.
+                start = self._config.starts_at
+                if isinstance(start, int):  # in a new stream, this offset names another record
+                    start = InitialOffset.EARLIEST
+                session = self._join(self.session.lease.group, stream, buffer, start)
                 self.session.close(0.0)
         except BaseException:
             buffer.close()
@@ -295,28 +297,29 @@ class Fetcher:
         buffer.jumps = self.buffer.jumps + 1
         self.stream, self.buffer, self.session = stream, buffer, session
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- closing -------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """End a wait in another thread, and iterators."""
+        """End iterators, and a wait in another thread."""
         self.interrupted = True
         self.buffer.interrupt()
         if self.session is not None:
             self.session.interrupt()
 
-    def abandon(self) -> None:
-        """In a forked child: hand out nothing more."""
-        if self.session is not None:
-            self.session.abandon()
-
     def stop(self) -> None:
-        """Let the session's thread end by itself, and give up the lease."""
+        """Make the session's thread release the lease and end, without waiting for it."""
         self.interrupted = True
         if self.session is not None:
             self.session.stop()
 
+    def start_closing(self, timeout_s: float) -> None:
+        """Begin to leave the group, without waiting; see ``GroupSession.start_closing``."""
+        self.interrupted = True
+        if self.session is not None:
+            self.session.start_closing(timeout_s)
+
     def close(self, timeout_s: float) -> None:
-        """Send the last confirm, give up the lease, close the connections."""
+        """Send the last confirm, release the lease, close the connections."""
         self.interrupted = True
         try:
             if self.session is not None:

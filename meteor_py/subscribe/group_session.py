@@ -1,15 +1,16 @@
-"""A member's session in a group: it holds the group's lease, and confirms under it.
+"""A member's session in a group: holds the group's lease, and confirms under it.
 
-The subscriber's own thread acquires the lease, in ``hold``, so only members that poll compete for
-it. A background thread renews it while the application shows that it is alive, and sends the newest
-confirmed offset. What both threads use is guarded twice: the ``connection`` is held while one of
-them talks to the server, the ``condition`` while one reads or changes what is known. A thread that
-needs both takes the connection first. A signal handler may do any of it in the middle of any other.
+The application's thread acquires the lease, in ``hold``, so only members that poll compete for it.
+A background thread renews it while the application shows that it is alive, and sends the newest
+confirmed offset. Two locks guard the state that the threads share. A thread holds the
+``connection`` while it talks to the server, and the ``condition`` while it reads or changes the
+state. A thread that needs both takes the connection first. The hazard: a signal handler may
+interrupt any method and call another.
 
-The lease is ``Vacant``, ``Held`` or ``Lapsed``, and the session open, inactive or closed. A held
-lease is trusted until ``valid_until``, which is before it expires on the server (see
-``lease.BELIEF``). A lease that is no longer trusted is not lost: the next ``hold`` asks, and if no
-other member has taken the lease, the term continues.
+The lease is ``Vacant``, ``Held`` or ``Lapsed``, and the session active, inactive or closed. The
+owner trusts a held lease until ``valid_until``, which is before it expires on the server (see
+``lease.TRUSTED_FRACTION``). After that the lease is not lost: the next ``hold`` asks the server,
+and if no other member has taken the lease, the term continues.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import ClassVar
 
-from meteor_py.errors import LeaseLost, LogTruncated, MeteorError
+from meteor_py.errors import ConnectionFailed, LeaseLost, LogTruncated, MeteorError
+from meteor_py.log.handle import StreamHandle
 from meteor_py.publish.ack import Ack
+from meteor_py.records.position import Position
 from meteor_py.redis import reply_errors
+from meteor_py.redis.connection import Connection
+from meteor_py.redis.connector import Connector
 from meteor_py.redis.shared_connection import SharedConnection
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.completion import forbid_waiting
 from meteor_py.runtime.locks import SignalSafeCondition
-from meteor_py.subscribe.lease import BELIEF, Lease, LeaseUnavailable, Term
+from meteor_py.subscribe.lease import TRUSTED_FRACTION, Lease, LeaseUnavailable, Term
 from meteor_py.subscribe.offset_confirms import OffsetConfirms
 from meteor_py.subscribe.renewal_thread import Job, RenewalThread
 
-if TYPE_CHECKING:
-    from meteor_py.log.handle import StreamHandle
-    from meteor_py.redis.connection import Connection
-    from meteor_py.redis.connector import Connector
-
 _log = logging.getLogger(__name__)
 
-#: Renewals per lease TTL: two may fail.
+#: Renewals per lease TTL. Two of them may fail.
 _RENEWALS = 3
-#: The longest wait of the thread when there is nothing to do.
+#: Maximum seconds that the thread waits when no job is due.
 _IDLE_S = 60.0
-#: How often at most the thread looks whether the application is silent, in seconds.
+#: Minimum seconds between the thread's checks for a silent application.
 _SILENCE_S = 0.05
-#: Seconds to wait for the connection, before the lock of the condition is let go for a moment.
+#: Seconds to wait for the connection before briefly releasing the condition's lock.
 _TURN_S = 0.05
 #: Seconds that closing waits for the thread.
 _JOIN_S = 10.0
@@ -56,32 +57,32 @@ class _Mode(enum.Enum):
     """Whether the session competes for the lease."""
 
     ACTIVE = enum.auto()
-    #: Until ``reactivate``.
-    INACTIVE = enum.auto()
+    INACTIVE = enum.auto()  # until ``reactivate``
     CLOSED = enum.auto()
 
 
 @dataclass
 class Vacant:
-    """There is no term."""
+    """This member has no term."""
 
     term: ClassVar[None] = None
-    #: Names the next term. A late 'acquire' with the nonce of an earlier state harms no one.
+    #: Identifies the next term. A late 'acquire' is harmless: it carries the nonce of an earlier
+    #: state.
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-    #: Whether 'acquire' was sent, and its outcome is not known: the lease may be ours.
+    #: Whether the outcome of an 'acquire' is unknown: the lease may be ours.
     in_doubt: bool = False
     #: The reply to the last 'acquire', if another member has the lease.
     unavailable: LeaseUnavailable | None = None
 
     @property
     def to_release(self) -> str | None:
-        """The nonce to release, if there is something to release."""
+        """The nonce under which this member may have the lease."""
         return self.nonce if self.in_doubt else None
 
 
 @dataclass(frozen=True)
 class Held:
-    """There is a term, and the thread renews its lease."""
+    """This member has a term, and the thread renews its lease."""
 
     term: Term
     renew_at: float
@@ -92,11 +93,18 @@ class Held:
 
 
 class Lapsed(Held):
-    """The application was silent, so the lease was let go. ``hold`` may still get it back."""
+    """The lease was released because the application was silent; ``hold`` may reclaim it."""
+
+
+class _LettersInDoubt(Exception):
+    """Dead letters may be lost: the term must end so that the group reads their records again."""
+
+    def __init__(self, error: LeaseLost) -> None:
+        self.error = error
 
 
 class GroupSession:
-    """A member's session in a group. Closed by its owner, a subscriber or an archiver."""
+    """A member's session in a group; the subscriber or archiver that opened it closes it."""
 
     def __init__(
         self, connector: Connector, lease: Lease, confirmed: int, max_poll_interval_s: float
@@ -104,13 +112,14 @@ class GroupSession:
         self.lease = lease
         #: Until when the lease is trusted, by ``now()``. Read without a lock.
         self.valid_until = 0.0
-        #: When the application last showed that it is alive, by ``now()``; and whether it polls.
+        #: When the application last showed that it is alive, by ``now()``; and whether it is
+        #: polling.
         self.alive_at = now()
         self.polling = False
-        #: The epoch of the stream that all records handed out are known to be part of.
-        self.epoch = 0
+        #: A position in the epoch of the stream to which all records handed out belong.
+        self.read_in = Position(lease.incarnation, 0, 0)
         self._max_poll_interval_s = max_poll_interval_s
-        # Two tries must fit into the TTL of a lease.
+        # Two attempts must fit into the TTL of a lease.
         self._timeout_s = min(connector.timeout_s, max(lease.ttl_s / 3, 0.1))
         self._connector = connector
         self.connection = SharedConnection(self._open_connection)
@@ -121,8 +130,11 @@ class GroupSession:
         self._pid = os.getpid()
         self._mode = _Mode.ACTIVE
         self._interrupted = False
-        # Replaced as a whole: a signal handler may come between any two statements.
+        self._leave_by: float | None = None  # by ``now()``; see ``start_closing``
+        # Replaced as a whole: a signal handler may run between any two statements.
         self._state: Vacant | Held = Vacant()
+        # Dead letters that this term stored on the group's server: the last offset per history.
+        self._letters: dict[str, int] = {}
 
     @classmethod
     def join(
@@ -136,22 +148,21 @@ class GroupSession:
         max_poll_interval_s: float,
         above: int = 0,
     ) -> GroupSession:
-        """Join a group that exists, as ``member``, without acquiring its lease yet.
+        """Join an existing group as ``member``, without acquiring its lease yet.
 
         Args:
             confirmed: The next offset that the group has to process.
-            max_poll_interval_s: Seconds without a sign of the application after which the lease
-                lapses.
-            above: The next term gets a higher number than this.
+            max_poll_interval_s: The lease lapses if the application is silent for this long.
+            above: The next term's number will be above this one.
         """
         lease = Lease(stream.name, stream.incarnation, group, member, lease_ttl_s, above)
         return cls(stream.connector, lease, confirmed, max_poll_interval_s)
 
-    # -- for the thread that polls -------------------------------------------------------------
+    # -- for the polling thread ----------------------------------------------------------------
 
     @property
     def term(self) -> Term | None:
-        """The term that this member has, or had as far as is known."""
+        """The term that this member has, or had until another member took the lease."""
         return self._state.term
 
     @property
@@ -160,62 +171,64 @@ class GroupSession:
 
     @property
     def confirmed(self) -> int:
-        """The next offset to process, as far as the server has replied."""
+        """The next offset to process, according to the server's last reply."""
         return self.confirms.confirmed
 
     @property
     def wanted(self) -> int:
-        """What was asked to be confirmed, whether or not the server knows it yet."""
+        """The next offset to process, including confirms that are not sent yet."""
         return self.confirms.wanted
 
     def hold(self, timeout_s: float) -> Term | None:
-        """Hold the lease, waiting for it if need be; None if that takes too long.
+        """Wait up to ``timeout_s`` seconds for the lease; return its term, or None if not held.
 
         Raises:
-            GroupNotFound, StreamNotFound, LogTruncated: There is nothing to hold any more.
-            LeaseLost: A confirm was refused, as by ``raise_refusal``.
-            ConnectionFailed: No reply.
+            GroupNotFound, StreamNotFound, LogTruncated: The group or the stream is gone.
+            LeaseLost: See ``raise_refusal``.
+            ConnectionFailed: The server did not reply.
         """
         self.check_process()
         deadline = time.monotonic() + timeout_s
+        looked = False  # for events; at least once, or polls with timeout 0 never see a release
         while not self.closed:
             term = self._state.term
             if term is not None and now() < self.valid_until:
                 return term
-            term = self.connection.use(self._try)
-            self.raise_refusal()  # it may have been learnt just now
+            term = self.connection.use(self._renew_or_acquire)
+            self.raise_refusal()  # the reply may have shown that the term is over
             if term is not None:
                 return term
-            left = deadline - time.monotonic()
-            if left <= 0 or self._interrupted:
+            left = max(deadline - time.monotonic(), 0.0)
+            if (left == 0 and looked) or self._interrupted:
                 break
-            self._stand_by(left)
+            looked = True
+            self._wait_for_lease(left)
         if self.closed:
             self._events.close()
         return None
 
     def distrust(self) -> None:
-        """There is reason to think that the lease is lost: let the next ``hold`` ask."""
+        """Make the next ``hold`` ask the server: the lease may be lost."""
         with self.condition:
             self.valid_until = 0.0
 
     def check_process(self) -> None:
         """Raise in a forked child."""
         if self._pid != os.getpid():
-            raise self._of_parent()
+            raise self._opened_before_fork()
 
-    def _of_parent(self) -> MeteorError:
+    def _opened_before_fork(self) -> MeteorError:
         return MeteorError(
-            f"This subscriber of group {self.lease.group!r} belongs to the parent process; open "
-            "another here with stream.subscriber()."
+            f"This subscriber of group {self.lease.group!r} belongs to the parent process. Open "
+            "another in this process with stream.subscriber()."
         )
 
     def raise_refusal(self) -> None:
         """Raise the error of a refused confirm whose Ack was never checked."""
         self.confirms.raise_refusal()
 
-    def _try(self, connection: Connection) -> Term | None:
-        """Renew the lease of a term, or else acquire it if it is free."""
+    def _renew_or_acquire(self, connection: Connection) -> Term | None:
+        """Renew the lease if there is a term; acquire it otherwise, if it is free."""
         term = self._state.term
         if self._mode is not _Mode.ACTIVE:
             return None
@@ -223,7 +236,7 @@ class GroupSession:
             return self._state.term
         vacant = self._state
         if isinstance(vacant, Held):
-            return vacant.term  # a signal handler has polled
+            return vacant.term  # a poll in a signal handler has acquired it
         unavailable = vacant.unavailable
         if unavailable is not None and now() < unavailable.retry_at:
             return None
@@ -237,31 +250,32 @@ class GroupSession:
         if isinstance(reply, LeaseUnavailable):
             vacant.in_doubt = False
             if vacant.unavailable is None:
-                _log.info("Waiting for the lease of %s, which %s has.", self.lease, reply.owner)
+                _log.info("Waiting for the lease of %s, held by %s.", self.lease, reply.owner)
             vacant.unavailable = reply
             return None
         state = self._state
         if isinstance(state, Held) and state.term.nonce == reply.nonce:
-            return state.term  # a signal handler has polled, and got the same lease
+            return state.term  # a poll in a signal handler has acquired the same lease
         if state is not vacant or self._mode is not _Mode.ACTIVE:
-            self._let_go(connection, reply.nonce)  # a signal handler has given it up
+            self._try_release(connection, reply.nonce)  # a signal handler has released it
             return None
         with self.condition:
-            if self._thread is None:  # first of all: without it there is no term
+            if self._thread is None:  # first: a term without a thread would not be renewed
                 thread = RenewalThread(self)
                 thread.start()
                 self._thread = thread
-            self.epoch = reply.start.epoch
+            self.read_in = reply.start
+            self._letters = {}  # records from the start on are read, and buried, again
             self.confirms.start(reply.start.offset)
-            if self._state is vacant:  # else a signal handler has given it up just now
+            if self._state is vacant:  # otherwise a signal handler has just released it
                 self._trust(reply, sent_at)
         self._events.close()
         start = reply.start.offset
-        _log.info("Got the lease of %s: term %d, from offset %d.", self.lease, reply.number, start)
+        _log.info("Acquired the lease of %s: term %d, offset %d.", self.lease, reply.number, start)
         return self._state.term
 
-    def _stand_by(self, left_s: float) -> None:
-        """Sleep until the lease may be free."""
+    def _wait_for_lease(self, left_s: float) -> None:
+        """Wait until the lease may be free, for at most ``left_s`` seconds."""
         state = self._state
         if self._mode is not _Mode.ACTIVE:
             with self.condition:
@@ -277,30 +291,40 @@ class GroupSession:
     # -- for any thread ------------------------------------------------------------------------
 
     def confirm(self, offset: int, term: Term | None) -> Ack:
-        """Note that all below ``offset`` was processed in ``term``; the thread sends it.
+        """Confirm all records below ``offset``, read in ``term``. The thread sends the confirm.
 
         Raises:
-            LeaseLost: It is known already that the term is over.
+            LeaseLost: The term is already known to be over.
         """
         with self.condition:
             if offset <= self.confirmed:
-                return self.confirms.add(offset)  # whatever the term: that changes nothing
+                return self.confirms.add(offset)  # changes nothing, so the term does not matter
             if term is None or self._state.term is not term:
                 raise reply_errors.lease_not_held(self.lease.stream, self.lease.group)
             ack = self.confirms.add(offset)
-            if self._state.term is not term:  # a signal handler has ended it: nothing sends now
+            if self._state.term is not term:  # ended by a signal handler: no thread sends this
                 self.confirms.succeed(self.confirmed)
                 self.confirms.fail(reply_errors.lease_not_held(self.lease.stream, self.lease.group))
             return ack
 
     def confirm_silently(self, offset: int, term: Term | None) -> None:
-        """The same without an Ack: if it is refused, the application is not told."""
+        """Confirm without an Ack: the application does not learn of a refusal."""
         with self.condition:
             if term is not None and self._state.term is term:
                 self.confirms.want(offset)
 
+    def note_letter(self, offset: int, history: str, term: Term | None) -> None:
+        """Note that the group's server stored a record's dead letter in ``history``.
+
+        If the server has another history when this member confirms the record, the letter may be
+        lost, and the confirm must not be sent; see ``_check_letters``.
+        """
+        with self.condition:
+            if term is not None and self._state.term is term:
+                self._letters[history] = max(offset, self._letters.get(history, 0))
+
     def deactivate(self, timeout_s: float) -> None:
-        """Send what is confirmed, give up the lease, and do not compete until ``reactivate``."""
+        """Send the last confirm, release the lease, and do not compete until ``reactivate``."""
         forbid_waiting()
         self._enter(_Mode.INACTIVE)
         self._give_up(timeout_s)
@@ -312,42 +336,61 @@ class GroupSession:
                 state.unavailable = None
             self._enter(_Mode.ACTIVE)
 
+    def start_closing(self, timeout_s: float) -> None:
+        """Make the thread send the last confirm, within ``timeout_s``, and release the lease.
+
+        Does not wait: the sessions of a client leave at the same time, then ``close`` joins each.
+        """
+        if self._pid != os.getpid():
+            return
+        self._enter(_Mode.INACTIVE)
+        self.interrupt()
+        self.confirms.hurry()
+        with self.condition:
+            self._leave_by = now() + timeout_s
+            if self._thread is None and self._state.to_release is not None:
+                thread = RenewalThread(self)
+                thread.start()
+                self._thread = thread
+            self.condition.notify_all()
+
     def close(self, timeout_s: float) -> None:
-        """Send what is confirmed, give up the lease, end the thread. Twice is fine.
+        """Send the last confirm, release the lease, end the thread. Closing twice is fine.
 
         Raises:
             TimeoutError: The thread does not end.
         """
         if self._pid != os.getpid():
-            return  # a forked child: lease, thread and connections are the parent's
+            return  # a forked child: lease, thread and connections belong to the parent
         forbid_waiting()
         self._enter(_Mode.INACTIVE)
         self.interrupt()
         try:
+            self._wait_until_left()
             self._give_up(timeout_s)
         finally:
             self.stop()
         self._join()
-        if not self.polling:  # else the thread that polls closes it
+        if not self.polling:  # a polling thread closes the connection itself
             self._events.close()
 
     def interrupt(self) -> None:
-        """End a wait for the lease in another thread; there will be no other."""
+        """End the wait for the lease in another thread, and all later ones."""
         with self.condition:
             self._interrupted = True
             self.condition.notify_all()
         self._events.interrupt()
 
     def stop(self) -> None:
-        """End the thread without waiting; it gives up the lease on its way out."""
+        """Make the thread release the lease and end, without waiting for it."""
         if self._pid == os.getpid():
             self._enter(_Mode.CLOSED)
 
     def abandon(self) -> None:
-        """In a forked child: hand out nothing more, and let no caller wait."""
+        """In a forked child: distrust the lease, and fail confirms that callers wait for."""
         self.valid_until = 0.0
-        self.condition = SignalSafeCondition()  # its holder may not be here
-        self.confirms.abandon(self.condition, self._of_parent())
+        self.condition = SignalSafeCondition()  # a thread of the parent may have held the lock
+        self.confirms.abandon(self.condition, self._opened_before_fork())
 
     def _enter(self, mode: _Mode) -> None:
         with self.condition:
@@ -357,35 +400,50 @@ class GroupSession:
 
     def _join(self) -> None:
         if self.connection.is_mine():
-            return  # the call that this signal handler came into has to end before the thread can
+            return  # in a signal handler: the thread ends after the interrupted call
         thread = self._thread
         if thread is None:
             self.connection.close()
             return
-        with self.condition:  # a wait, which lets the lock go: this may be a signal handler, too
+        with self.condition:  # waiting releases the lock, which a signal handler's thread may hold
             ended = self.condition.wait_for(lambda: self._thread is None, _JOIN_S)
         if not ended:
             raise TimeoutError(
-                f"The thread that renews the lease of {self.lease} does not end; does a callback "
-                "of a confirm wait for something?"
+                f"The thread that renews the lease of {self.lease} did not end within {_JOIN_S:g} "
+                "seconds. Check that no callback of a confirm's Ack blocks."
             )
         thread.join(_JOIN_S)
+
+    def _wait_until_left(self) -> None:
+        """After ``start_closing``, let the thread finish."""
+        if self._leave_by is None or self.connection.is_mine():
+            return  # in a signal handler: the thread waits for the interrupted call
+        # A confirm may still be in flight when the time is up, and the release follows it.
+        left_s = max(self._leave_by - now(), 0.0) + 3 * self._timeout_s
+        with self.condition:
+            self.condition.wait_for(lambda: self._thread is None, left_s)
 
     def _give_up(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         self.confirms.hurry()
         with self.condition:
-            self.condition.wait_for(self._all_sent, timeout_s)
+            self.condition.wait_for(
+                lambda: self._state.term is None or self.confirms.due is None, timeout_s
+            )
         left_s = max(deadline - time.monotonic(), self._timeout_s)
         try:
             self._release_within(left_s)
         except TimeoutError:
-            self.connection.interrupt()  # its user waits for the server, and fails now
+            self.connection.interrupt()  # the thread that waits for the server fails now
             self._release_within(_JOIN_S)
 
     def _release_within(self, timeout_s: float) -> None:
-        """Wait for the connection, and let the lock go now and then: a signal handler may have come
-        while its thread had that, and the user of the connection may need it."""
+        """Wait for the connection, then release the lease.
+
+        While waiting, release the condition's lock now and then. If this runs in a signal handler,
+        the interrupted thread may hold that lock, and the thread that uses the connection may need
+        it.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -396,14 +454,11 @@ class GroupSession:
             with self.condition:
                 self.condition.wait(_TURN_S / 10)
 
-    def _all_sent(self) -> bool:
-        return self._state.term is None or self.confirms.due is None
-
     def _release(self, connection: Connection) -> None:
-        """Give up the lease, if it is ours or may be."""
+        """Release the lease if it is, or may be, ours."""
         state = self._state
         if state.to_release is not None:
-            self._let_go(connection, state.to_release)
+            self._try_release(connection, state.to_release)
         self._end_term(
             state.term,
             reply_errors.confirm_not_sent(
@@ -411,28 +466,30 @@ class GroupSession:
             ),
         )
 
-    def _let_go(self, connection: Connection, nonce: str) -> bool:
-        """Give up the lease; tell whether that worked."""
+    def _try_release(self, connection: Connection, nonce: str) -> bool:
+        """Release the lease; return whether the release succeeded."""
         try:
             self.lease.release(connection, nonce)
         except MeteorError as error:
-            _log.info("The lease of %s will run out: %s", self.lease, error)
+            _log.info("Could not release the lease of %s, it will expire: %s", self.lease, error)
             return False
         return True
 
     # -- for the background thread -------------------------------------------------------------
 
     def next_job(self, retry_at: float) -> tuple[Job | None, float]:
-        """Return the job that is due, or the seconds to wait. With the lock.
+        """Return the job that is due, or the seconds to wait. The caller holds the lock.
 
         Args:
-            retry_at: No job is due before that, by ``now()``.
+            retry_at: The earliest time, by ``now()``, at which a job may run.
         """
         state = self._state
+        at = now()
+        if self._leave_by is not None and (self.confirms.due is None or at >= self._leave_by):
+            self._mode = _Mode.CLOSED
         if isinstance(state, Vacant) or self.closed:
             return None, _IDLE_S
-        at = now()
-        jobs: list[tuple[float, Job]] = []  # the lease comes before what is done under it
+        jobs: list[tuple[float, Job]] = []  # the renewal first, because confirms need the lease
         if not isinstance(state, Lapsed):
             if not self.polling:
                 jobs.append((self.alive_at + self._max_poll_interval_s, self.lapse))
@@ -440,8 +497,10 @@ class GroupSession:
         confirm_at = self.confirms.due
         if confirm_at is not None:
             jobs.append((confirm_at, self._send_confirm))
-        # An application that polls now may hang next.
+        # An application that is polling now may hang next.
         wait_s = min(_IDLE_S, max(self._max_poll_interval_s, _SILENCE_S))
+        if self._leave_by is not None:
+            wait_s = min(wait_s, self._leave_by - at)
         for due, job in jobs:
             left_s = max(due, retry_at) - at
             if left_s <= 0:
@@ -450,71 +509,112 @@ class GroupSession:
         return None, wait_s
 
     def renew(self, connection: Connection, term: Term) -> bool:
-        """Renew the lease; tell whether it is still ours."""
+        """Renew the lease and return whether it is still ours."""
         sent_at = now()
         try:
             self.lease.renew(connection, term)
         except LeaseLost as error:
-            _log.warning("%s", error)
-            self._end_term(term, error)
+            self._lose_term(connection, term, error)
             return False
         with self.condition:
             if self._state.term is term:
                 self._trust(term, sent_at)
         return True
 
+    def _lose_term(self, connection: Connection, term: Term, error: LeaseLost) -> None:
+        """End a term that another member has ended.
+
+        A confirm whose reply was lost may have taken effect before that, so ask the server. It
+        refuses such a confirm from now on, so its answer is final.
+        """
+        if self.confirms.in_doubt:
+            confirmed = self.lease.confirmed_in(connection, term)
+            if confirmed is not None:
+                self.confirms.resolve_doubts(confirmed)
+        _log.warning("%s", error)
+        self._end_term(term, error)
+
     def lapse(self, connection: Connection, term: Term) -> None:
-        """The application is silent: let other members have the lease, if they want it."""
+        """Release the lease of a silent application, so that other members can take it."""
         with self.condition:
             if self.polling or now() < self.alive_at + self._max_poll_interval_s:
-                return  # it has just shown that it is alive
+                return  # the application has just shown that it is alive
             self._state = Lapsed(term, 0.0)
             self.valid_until = 0.0
         _log.warning(
-            "The subscriber of %s was not polled for %g seconds (max_poll_interval): its lease is "
-            "given up.",
+            "The subscriber of %s was not polled for %g seconds (max_poll_interval), so its lease "
+            "was released.",
             *(self.lease, self._max_poll_interval_s),
         )
         self.lease.lapse(connection, term)
 
     def give_up_term(self, connection: Connection, term: Term, error: MeteorError) -> None:
-        """End the term because of an error that will not pass."""
-        released = self._let_go(connection, term.nonce)
-        # Not released: the next 'acquire' gets it back by its nonce, or close() gives it up.
+        """End the term because of an error that a retry cannot fix."""
+        released = self._try_release(connection, term.nonce)
+        # If the lease was not released, the next 'acquire' reclaims it by its nonce, or close()
+        # releases it.
         self._end_term(term, error, Vacant() if released else Vacant(term.nonce, in_doubt=True))
 
     def leave(self) -> None:
-        """The thread ends: send the last confirm, and give up the lease."""
+        """At the end of the thread: send the last confirm, and release the lease."""
         try:
             if self._state.to_release is not None:
                 self.connection.use(self._leave_group)
             self.connection.close()
         finally:
             with self.condition:
-                self._thread = None  # another term gets another
+                self._thread = None  # the next term starts another thread
                 self.condition.notify_all()
 
     def _leave_group(self, connection: Connection) -> None:
         term = self._state.term
-        if term is not None and self.confirms.due is not None:  # of a subscriber that was dropped
-            try:
+        if term is not None and self.confirms.due is not None and self._leave_by is None:
+            try:  # the subscriber was dropped
                 self._send_confirm(connection, term)
             except MeteorError as error:
                 _log.warning("The last confirm of %s is lost: %s", self.lease, error)
         self._release(connection)
 
     def _send_confirm(self, connection: Connection, term: Term) -> None:
+        _ = connection.history  # connects: if this fails, nothing is sent and nothing is in doubt
         with self.condition:
-            offset, epoch = self.confirms.take(), self.epoch
+            position = self.read_in._replace(offset=self.confirms.take())
+        check = partial(self._check_letters, connection)
         try:
-            self.confirms.succeed(self.lease.confirm(connection, term, epoch, offset))
+            self.confirms.succeed(self.lease.confirm(connection, term, position, check))
+        except _LettersInDoubt as doubt:
+            _log.warning("%s", doubt.error)
+            self.give_up_term(connection, term, doubt.error)
+        except ConnectionFailed as error:
+            if not error.answered:
+                self.confirms.doubt_sent()
+            raise
         except LeaseLost as error:
-            _log.warning("%s", error)
-            self._end_term(term, error)
+            self._lose_term(connection, term, error)
         except LogTruncated as error:
             self.confirms.fail(error)
 
-    # -- small parts ---------------------------------------------------------------------------
+    def _check_letters(self, connection: Connection) -> None:
+        """Raise if a failover may have lost dead letters of this term.
+
+        A confirm in the letter's own history follows the letter to every replica. If the server has
+        another history now, but the group's position is after the record, both the confirm and the
+        letter survived.
+        """
+        if not self._letters:
+            return
+        history = connection.refresh_history()  # a server can be promoted under a connection
+        with self.condition:
+            elsewhere = {h: last for h, last in self._letters.items() if h != history}
+        if not history or not elsewhere:
+            return
+        position = self.lease.position(connection)
+        if any(last >= position for last in elsewhere.values()):
+            stream, group = self.lease.stream, self.lease.group
+            raise _LettersInDoubt(reply_errors.letters_in_doubt(stream, group, position))
+        with self.condition:
+            for survived in elsewhere:
+                self._letters.pop(survived, None)
 
     def _open_connection(self) -> Connection:
         connection = self._connector.open_connection()
@@ -522,18 +622,21 @@ class GroupSession:
         return connection
 
     def _trust(self, term: Term, sent_at: float) -> None:
-        """The lease was ours when the server replied to what was sent then. With the lock."""
+        """Trust the lease, counted from when the request was sent. The caller holds the lock."""
         self._state = Held(term, sent_at + self.lease.ttl_s / _RENEWALS)
-        self.valid_until = sent_at + self.lease.ttl_s * BELIEF
+        self.valid_until = sent_at + self.lease.ttl_s * TRUSTED_FRACTION
         self.condition.notify_all()
 
     def _end_term(
         self, term: Term | None, error: MeteorError, vacant: Vacant | None = None
     ) -> None:
-        """The term is over; what is still to be confirmed fails."""
+        """End the term, and fail the confirms that the server has not accepted."""
         with self.condition:
             if self._state.term is not term:
                 return
             self._state = vacant or Vacant()
             self.valid_until = 0.0
-        self.confirms.fail(error)
+        lost = isinstance(error, LeaseLost)  # the only error that rules out any effect
+        stream, group = self.lease.stream, self.lease.group
+        unknown = reply_errors.confirm_unknown(stream, group) if lost else None
+        self.confirms.fail(error, in_doubt=unknown)

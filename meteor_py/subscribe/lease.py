@@ -1,9 +1,9 @@
-"""The lease of a group, which decides the member that reads for it: the calls to the server.
+"""The script calls for a group's lease, which decides which member reads for the group.
 
-At most one member holds a group's lease. Each holding is a *term*: a number that only rises, and
-a nonce that only its owner knows. The group's hash keeps the two until another member gets the
-lease, and the server compares every confirm with them. That fences an owner that does not know yet
-that it has lost the lease. The lease itself is a key that expires, by the server's clock.
+At most one member holds a group's lease. Acquiring it starts a *term*: a number that only increases
+and a nonce that only its owner knows. The group's hash keeps both until another member acquires the
+lease, and the server compares every confirm with them. This fences off an owner that does not know
+yet that it has lost the lease. The lease itself is a key that expires by the server's clock.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import os
 import random
 import secrets
 import socket
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from meteor_py.errors import LogTruncated, MeteorError
 from meteor_py.log.epochs import begin_epoch
-from meteor_py.records.position import Position, diverged_at
+from meteor_py.records.position import Position, diverged_at, path_of
 from meteor_py.redis import keys, reply_errors
+from meteor_py.redis.connection import Connection
 from meteor_py.redis.scripts import (
     ACQUIRE_LEASE,
     CONFIRM_OFFSET,
@@ -27,79 +30,69 @@ from meteor_py.redis.scripts import (
 )
 from meteor_py.runtime.clock import now
 
-if TYPE_CHECKING:
-    from meteor_py.redis.connection import Connection
-
-#: The part of a lease's TTL during which its owner trusts it: less than the server does.
-BELIEF = 0.9
-#: After a lease has expired, a waiting member leaves it alone for a tenth of its TTL, and no more
-#: seconds than this. An owner that was only cut off reclaims it in that time.
+#: The fraction of a lease's TTL for which its owner trusts it. Below 1, so that the owner stops
+#: before the server gives the lease to another member.
+TRUSTED_FRACTION = 0.9
+#: After a lease has expired, competitors wait a tenth of its TTL, at most this many seconds, so
+#: that an owner with a brief network problem can reclaim it.
 _GRACE_MAX_S = 0.8
-#: Events after which the lease of a group may be free.
+#: Events after which a group's lease may be free.
 _FREEING = (b"released", b"sought", b"deleted")
-#: Rounds of a confirm whose reply asks for another: more than anything but an error can cause.
+#: Maximum rounds of one confirm, if each reply asks for another: more than a correct server needs.
 _ROUNDS = 10
 
 
 def member_name() -> str:
-    """Return a name for the owner of a lease: host, process, and a random suffix."""
+    """Return a new name for a member: host, process, and a random suffix."""
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
 
 
 class Term(NamedTuple):
-    """One holding of the lease."""
+    """One term of the lease, from its acquisition to its loss or release."""
 
     number: int
     nonce: str
-    #: Where it starts, and the end of the stream at that time.
+    #: Where the term starts, and the end of the stream at that time.
     start: Position
     end_offset: int
-    #: Whether the start means "the first record there is".
+    #: Whether the start means "the first record that exists".
     floating: bool
 
 
 class LeaseUnavailable(NamedTuple):
     """Another member has the lease, or had it until it expired a moment ago."""
 
-    #: When to ask again if no event comes before, by ``now()``.
+    #: When to ask again if no event arrives earlier, by ``now()``.
     retry_at: float
     #: The ID of the last event seen.
     event: bytes
     owner: str
-    #: The term that expired without being given up, if it did.
+    #: The term whose lease expired without being released, if that is the reason.
     expired: int | None = None
 
 
+@dataclass(eq=False)
 class Lease:
-    """The lease of one group, as one member sees it. For one thread at a time.
+    """One member's access to the lease of a group. For one thread at a time.
 
-    It does not remember its owner; that is the caller's part.
-
-    Args:
-        above: The next term gets a higher number than this.
+    The caller, not this object, remembers whether the member owns the lease.
     """
 
-    def __init__(
-        self,
-        stream: str,
-        incarnation: str,
-        group: str,
-        member: str,
-        ttl_s: float,
-        above: int = 0,
-    ) -> None:
-        self.stream = stream
-        self.incarnation = incarnation
-        self.group = group
-        self.member = member
-        self.ttl_s = ttl_s
-        self._above = above
-        self._ttl_ms = max(int(ttl_s * 1000), 1)
-        self._renewal = 0  # its number in the lease: a lapse that arrives late finds another
-        self._meta = keys.meta(stream)
-        self._group = keys.group(stream, group)
-        self._lease = keys.lease(stream, group)
-        self._events = keys.events(stream)
+    stream: str
+    incarnation: str
+    group: str
+    member: str
+    ttl_s: float
+    #: The next term's number will be above this one.
+    above: int = 0
+
+    def __post_init__(self) -> None:
+        self._ttl_ms = max(int(self.ttl_s * 1000), 1)
+        self._renewal = 0  # stored in the lease key, so that a late lapse finds another number
+        self._meta = keys.meta(self.stream)
+        self._group = keys.group(self.stream, self.group)
+        self._lease = keys.lease(self.stream, self.group)
+        self._events = keys.events(self.stream)
 
     def __str__(self) -> str:
         return f"group {self.group!r} of stream {self.stream!r}"
@@ -110,11 +103,11 @@ class Lease:
         """Take the lease if it is free.
 
         Args:
-            nonce: The caller's secret. Asking again with it, after a lost reply, is safe.
+            nonce: The caller's secret. Repeating the call with it after a lost reply is safe.
             expired: The expired term whose grace period the caller has waited out.
         """
         waited_out = "" if expired is None else expired
-        reply = self._run_owned(connection, ACQUIRE_LEASE, nonce, waited_out, self._above)
+        reply = self._run_owned(connection, ACQUIRE_LEASE, nonce, waited_out, self.above)
         if reply[0] == b"OK":
             self._renewal = 0
             number, offset, epoch, end, floating = reply[1:]
@@ -122,7 +115,8 @@ class Lease:
             return Term(number, nonce, position, end, bool(floating))
         _, left_ms, event, owner = reply[:4]
         if reply[0] == b"HELD":
-            # A key without an expiry is none of ours; ask again after the usual time.
+            # No script of this package writes a lease without an expiry. Ask again after the usual
+            # time.
             wait_s = left_ms / 1000 + 0.002 if left_ms >= 0 else self.ttl_s
             return LeaseUnavailable(now() + wait_s, event, owner.decode())
         grace_s = min(self.ttl_s / 10, _GRACE_MAX_S) * random.uniform(0.9, 1)
@@ -140,29 +134,41 @@ class Lease:
             raise reply_errors.lease_lost(self.stream, self.group, reply[1])
 
     def release(self, connection: Connection, nonce: str) -> None:
-        """Give it up."""
-        connection.retry_idle(self._let_go, connection, nonce)
+        """Release the lease."""
+        connection.retry_idle(self._release, connection, nonce)
 
     def lapse(self, connection: Connection, term: Term) -> None:
-        """Give it up so that ``renew`` gets it back, unless another member takes it."""
-        self._let_go(connection, term.nonce, f"{self.member} {term.number} {self._renewal}")
+        """Release the lease, but let ``renew`` reclaim it until another member takes it."""
+        self._release(connection, term.nonce, f"{self.member} {term.number} {self._renewal}")
 
-    def _let_go(self, connection: Connection, nonce: str, lapsing: str = "") -> None:
+    def _release(self, connection: Connection, nonce: str, lapsing: str = "") -> None:
         script_keys = [self._group, self._lease, self._events]
         connection.run(RELEASE_LEASE, script_keys, [self.group, self.member, nonce, lapsing])
 
-    def confirm(self, connection: Connection, term: Term, epoch: int, offset: int) -> int:
-        """Confirm all below ``offset``, which was read in ``epoch`` of the stream.
+    def confirm(
+        self,
+        connection: Connection,
+        term: Term,
+        position: Position,
+        check: Callable[[], object] = lambda: None,
+    ) -> int:
+        """Confirm all records below ``position``, all read in the position's epoch.
+
+        Args:
+            check: Called before each request.
 
         Returns:
-            The confirmed offset now.
+            The group's confirmed offset.
 
         Raises:
             LeaseLost: Another term has begun.
             LogTruncated: The server has lost some of these records.
         """
+        offset = position.offset
         for _ in range(_ROUNDS):
-            args = [self.incarnation, connection.history, term.nonce, term.number, epoch, offset]
+            check()
+            lease = (term.nonce, term.number, position.epoch, offset)
+            args = [self.incarnation, connection.history, *lease]
             reply = self._run(connection, CONFIRM_OFFSET, [self._meta, self._group], args)
             code = reply[0]
             if code == b"OK":
@@ -174,22 +180,53 @@ class Lease:
             elif code == b"BEYOND":
                 raise self._truncated(reply[1], offset)
             else:  # EPOCH
-                position = Position(self.incarnation, epoch, offset)
-                first = diverged_at(position, reply[2].decode(), reply[3])
+                epochs = reply[2].decode()
+                first = diverged_at(position, epochs, reply[3])
                 if first is not None:
                     raise self._truncated(first, offset)
-                epoch = reply[1]
-        raise MeteorError(f"The history of stream {self.stream!r} changes without end.")
+                position = position._replace(epoch=reply[1], path=path_of(epochs))
+        raise MeteorError(
+            f"The epoch of stream {self.stream!r} changed {_ROUNDS} times during one confirm. "
+            "Check its server for repeated failovers."
+        )
+
+    def position(self, connection: Connection) -> int:
+        """Return the next offset that the group has to process."""
+        fields = ("confirmed", "start")
+        reply = connection.retry_idle(connection.call, "HMGET", self._group, *fields)
+        found = next((field for field in reply if field is not None), None)
+        if found is None:
+            raise reply_errors.group_not_found(self.stream, self.group)
+        return int(found)
+
+    def confirmed_in(self, connection: Connection, term: Term) -> int | None:
+        """Return the group's position when ``term`` was taken from this member, or None.
+
+        Returns None if the server does not remember that term, because many others have begun since
+        or the term ended in another way.
+        """
+        ended = connection.retry_idle(connection.call, "HGET", self._group, "ended")
+        entries = (ended or b"").decode(errors="replace").split(",")[:-1]
+        positions = dict(entry.split(":", 1) for entry in reversed(entries) if ":" in entry)
+        found = positions.get(term.nonce)
+        return int(found) if found is not None and found.isdecimal() else None
 
     def wait_event(
         self, connection: Connection, after: bytes, timeout_s: float
     ) -> tuple[bytes, bool]:
-        """Wait for events of the stream; return the last, and whether the lease may be free."""
-        block = ("BLOCK", max(int(timeout_s * 1000), 1)) if timeout_s > 0 else ()
-        reply = connection.call(
-            *("XREAD", "COUNT", 1000, *block, "STREAMS", self._events, after),
-            timeout_s=timeout_s + connection.timeout_s,
-        )
+        """Wait for events of the stream; return the last ID, and whether the lease may be free.
+
+        With a timeout of 0, only check the events that already exist.
+        """
+        streams = ("STREAMS", self._events, after)
+        if timeout_s > 0:
+            block = ("BLOCK", max(int(timeout_s * 1000), 1))
+            reply = connection.call(
+                *("XREAD", "COUNT", 1000, *block, *streams),
+                timeout_s=timeout_s + connection.timeout_s,
+            )
+        else:
+            reply = connection.retry_idle(connection.call, "XREAD", "COUNT", 1000, *streams)
         if not reply:
             return after, False
         entries = reply[0][1]
@@ -210,7 +247,7 @@ class Lease:
     ) -> Any:
         reply = connection.run(script, script_keys, args)
         if reply[0] in (b"NOSTREAM", b"INCARNATION"):
-            raise reply_errors.stream_gone(self.stream, reply[0])
+            raise reply_errors.stream_gone(self.stream, reply[0], data_lost=connection.data_lost)
         if reply[0] == b"NOGROUP":
             raise reply_errors.group_not_found(self.stream, self.group)
         return reply

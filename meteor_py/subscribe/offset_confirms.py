@@ -1,7 +1,7 @@
-"""Confirms: what a member of a group has done, on its way to the server.
+"""A group member's confirms, from ``confirm()`` until the server's reply.
 
-Only the newest offset matters, so confirms are merged: all that come between two sendings share
-one :class:`Confirmation`, and an :class:`~meteor_py.Ack` is an offset in it.
+Only the newest offset matters, so confirms are merged: all confirms between two requests share one
+:class:`Confirmation`, and an :class:`~meteor_py.Ack` is an offset in it.
 """
 
 from __future__ import annotations
@@ -16,70 +16,72 @@ from meteor_py.runtime.clock import now
 from meteor_py.runtime.completion import Completion
 from meteor_py.runtime.locks import SignalSafeCondition
 
-#: Confirms that come within this many seconds of the last one sent go together.
+#: Seconds after a request during which further confirms are merged into the next one.
 MERGE_S = 0.05
-#: Seconds after which the Ack of an unanswered confirm fails. The offset is still sent later.
+#: Seconds without a reply after which the Ack of a confirm fails. The offset is still sent later.
 TIMEOUT_S = 30.0
 
 
 class Confirmation(Completion):
-    """Confirms that are sent together. Whoever waits for one makes it go at once."""
+    """Confirms that are sent together, and immediately if a caller waits for one of them."""
 
-    __slots__ = ("_pid", "deadline", "hurry", "offset", "sent")
+    __slots__ = ("_pid", "deadline", "hurry", "in_doubt", "offset", "sent")
 
     def __init__(self, hurry: Callable[[], None]) -> None:
         super().__init__()
         self.deadline = time.monotonic() + TIMEOUT_S
         self.hurry = hurry
-        self.base_offset = 0  # an Ack adds its own offset to it
+        self.base_offset = 0  # an Ack adds its offset to this
         self.offset = 0
         self.sent = False
+        #: Whether the reply to a request that included this confirmation was lost.
+        self.in_doubt = False
         self._pid = os.getpid()
 
     def wait(self, timeout: float | None) -> bool:
-        self._press()
+        self._send_soon()
         return super().wait(timeout)
 
     def on_settled(self, callback: Callable[[], None]) -> None:
-        self._press()
+        self._send_soon()
         super().on_settled(callback)
 
-    def _press(self) -> None:
+    def _send_soon(self) -> None:
         if self.settled:
             return
-        if self._pid != os.getpid():  # a forked child, and its subscriber was dropped before
+        if self._pid != os.getpid():  # a forked child whose subscriber was dropped earlier
             self.abandon(MeteorError("This confirm belongs to the parent process."))
         else:
             self.hurry()
 
 
-# What the Ack of a confirm stands on that changes nothing.
+# The completion shared by all confirms that change nothing.
 _DONE = Completion()
 _DONE.base_offset = 0
 _DONE.settled = True
 
 
 class OffsetConfirms:
-    """Guarded by the session's lock, ``state``, which is notified of every change."""
+    """The confirms of one session, guarded by its ``state``, which is notified of every change."""
 
     def __init__(self, state: SignalSafeCondition, confirmed: int) -> None:
-        #: The next offset to process, as far as the server has said.
+        #: The next offset to process, according to the server's last reply.
         self.confirmed = confirmed
-        #: The same, once all is sent.
+        #: The same offset, including confirms that are not sent yet.
         self.wanted = confirmed
         self._state = state
         self._waiting: list[Confirmation] = []
-        self._overdue: list[Confirmation] = []  # the last one that has failed so
+        self._overdue: list[Confirmation] = []  # the last one that failed without a reply, if any
         self._urgent = False
         self._send_at = 0.0
         self._refused: tuple[MeteorError, list[Confirmation]] | None = None
 
     def start(self, confirmed: int) -> None:
-        """A term begins there."""
+        """Start a term at ``confirmed``."""
         self.confirmed = self.wanted = confirmed
 
     def add(self, offset: int) -> Ack:
-        """Note that all below ``offset`` is done. With the lock."""
+        """Confirm all records below ``offset``. The caller holds the lock."""
         if offset <= self.confirmed:
             return Ack(_DONE, offset)
         self.want(offset)
@@ -92,26 +94,26 @@ class OffsetConfirms:
         return Ack(confirmation, offset)
 
     def want(self, offset: int) -> None:
-        """The same without an Ack: if it is refused, nobody is told. With the lock."""
+        """Confirm all records below ``offset`` without an Ack. The caller holds the lock."""
         if self.due is None:
             self._state.notify_all()
         self.wanted = max(self.wanted, offset)
 
     def hurry(self) -> None:
-        """Somebody waits: do not wait for more."""
+        """Make the next request due now: a caller waits for it."""
         with self._state:
             self._urgent = True
             self._state.notify_all()
 
     @property
     def due(self) -> float | None:
-        """When to send, by ``now()``; None if there is nothing to send. With the lock."""
+        """When to send, by ``now()``; None if nothing is pending. The caller holds the lock."""
         if self.wanted <= self.confirmed:
             return None
         return 0.0 if self._urgent else self._send_at
 
     def take(self) -> int:
-        """The offset to send now."""
+        """Return the offset to send now."""
         with self._state:
             for confirmation in self._waiting:
                 confirmation.sent = True
@@ -119,31 +121,50 @@ class OffsetConfirms:
             self._send_at = now() + MERGE_S
             return self.wanted
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether some confirms may have taken effect without a reply."""
+        return any(c.in_doubt for c in [*self._waiting, *self._overdue])
+
+    def doubt_sent(self) -> None:
+        """Note that no reply arrived: the confirms that were sent may have taken effect."""
+        with self._state:
+            for confirmation in self._waiting:
+                confirmation.in_doubt |= confirmation.sent
+
+    def resolve_doubts(self, confirmed: int) -> None:
+        """Settle the confirms up to ``confirmed``. The others are known to have had no effect."""
+        self.succeed(confirmed)
+        with self._state:
+            for confirmation in [*self._waiting, *self._overdue]:
+                confirmation.in_doubt = False
+
     def succeed(self, confirmed: int) -> None:
-        """The server has answered that all below is confirmed."""
+        """Settle all confirms up to ``confirmed``, as the server has replied."""
         with self._state:
             self.confirmed = max(confirmed, self.confirmed)
             done = [c for c in self._waiting if c.offset <= self.confirmed]
             self._waiting = [c for c in self._waiting if c.offset > self.confirmed]
-            self._overdue = []
+            self._overdue = [c for c in self._overdue if c.offset > self.confirmed]
             self._state.notify_all()
         for confirmation in done:
             confirmation.settle()
 
-    def fail(self, error: MeteorError) -> None:
-        """None of it will be confirmed."""
+    def fail(self, error: MeteorError, in_doubt: MeteorError | None = None) -> None:
+        """Fail all confirms for good; those that may have taken effect fail with ``in_doubt``."""
         with self._state:
             failed, self._waiting = self._waiting, []
-            untold, self._overdue = [*self._overdue, *failed], []
+            refused, self._overdue = [*self._overdue, *failed], []
             self.wanted = self.confirmed
-            if untold:
-                self._refused = (error, untold)
+            if refused:
+                doubts = in_doubt is not None and any(c.in_doubt for c in refused)
+                self._refused = (in_doubt if doubts and in_doubt else error, refused)
             self._state.notify_all()
         for confirmation in failed:
-            confirmation.settle(error)
+            confirmation.settle(in_doubt if confirmation.in_doubt and in_doubt else error)
 
     def fail_overdue(self, error: MeteorError) -> None:
-        """Tell those who have waited too long; what they confirmed is still to be sent."""
+        """Fail the Acks whose time is up; their offsets are still to be sent."""
         at = time.monotonic()
         with self._state:
             failed = [c for c in self._waiting if c.deadline <= at]
@@ -153,19 +174,19 @@ class OffsetConfirms:
             confirmation.settle(error)
 
     def abandon(self, state: SignalSafeCondition, error: MeteorError) -> None:
-        """In a forked child: the answers go to the parent."""
+        """In a forked child, fail all confirms: the parent gets the replies."""
         self._state = state
         waiting, self._waiting = self._waiting, []
         for confirmation in waiting:
             confirmation.abandon(error)
 
     def report(self, error: MeteorError) -> None:
-        """Let the next ``raise_refusal`` raise ``error``, whoever was told."""
+        """Make the next ``raise_refusal`` raise ``error``, even if every Ack was checked."""
         with self._state:
             self._refused = (error, [])
 
     def raise_refusal(self) -> None:
-        """Raise the error of a confirm that was refused, unless somebody was told already."""
+        """Raise the error of a refused confirm whose Ack was never checked."""
         with self._state:
             refused, self._refused = self._refused, None
         if refused is not None:

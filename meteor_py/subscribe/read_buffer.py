@@ -1,32 +1,30 @@
-"""The records that a subscriber has fetched and not handed out yet, and its position."""
+"""The read buffer: a subscriber's position, and records fetched but not delivered yet."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from meteor_py.errors import CorruptSegment, LogTruncated, RecordsLost
+from meteor_py.log.handle import StreamHandle
 from meteor_py.records.codec import Codec
 from meteor_py.records.position import Position
 from meteor_py.records.record import Chunk, RecordBatch
 from meteor_py.subscribe.lease import Term
 
-if TYPE_CHECKING:
-    from meteor_py.log.handle import StreamHandle
-
 
 class Gap(NamedTuple):
-    """Records that are gone. Not the error that says so: that would hold all its callers."""
+    """Records that are gone. Kept instead of the error, whose traceback would keep frames alive."""
 
     first: int
     last: int
-    #: Whether the server has lost them, or the whole stream; else the ring has dropped them.
+    #: True if the server has lost them, or the whole stream; false if the ring has dropped them.
     truncated: bool
 
 
 class ReadBuffer:
-    """For one thread at a time. Stands at the end of the stream when it is made."""
+    """Fetched records and a position, initially the stream's end. For one thread at a time."""
 
     def __init__(
         self, stream: StreamHandle, on_gap_skipped: Callable[[int, int], object] | None = None
@@ -35,19 +33,20 @@ class ReadBuffer:
         self._on_gap_skipped = on_gap_skipped
         self._log = stream.open_reader()
         self._chunks: deque[Chunk] = deque()  # the first may begin before the position
-        # Whether the position means "the first there is": until a record is found, that moves.
+        # Whether the position means "the first record that exists", which may move until the first
+        # reply. From then on the application relies on the position, whether it got records or not.
         self._floating = False
-        # Whether what is missed by that is part of a gap.
+        # Whether records that such a move skips belong to a gap.
         self._skipping = False
-        #: The offset of the next record to hand out; the caller moves it past those that it took.
+        #: The offset of the next record to hand out. The caller advances it.
         self.position = self._log.end_offset
         #: The term in which the records are read; None without a group.
         self.term: Term | None = None
-        #: What the last fetch found missing.
+        #: The records that the last fetch found missing.
         self.gap: Gap | None = None
-        #: Rises with every move that is not reading on.
+        #: Counts seeks and other jumps, as opposed to sequential reading.
         self.jumps = 0
-        #: Records that were gone and skipped.
+        #: Number of lost records that were skipped.
         self.skipped = 0
 
     @property
@@ -55,30 +54,25 @@ class ReadBuffer:
         """The end of the stream when it was last seen."""
         return self._log.end_offset
 
-    @property
-    def epoch(self) -> int:
-        """As ``LogReader.epoch``."""
-        return self._log.epoch
-
-    @property
-    def block_max_s(self) -> float:
-        """As ``Connection.block_max_s``."""
-        return self._log.block_max_s
+    def read_columns(self, columns: Sequence[str]) -> None:
+        """See ``LogReader.read_columns``."""
+        self._log.read_columns(columns)
 
     def ready(self) -> bool:
-        """Whether there is something to hand out."""
-        chunks = self._chunks  # another thread may close the subscriber, and put an empty one there
+        """Return whether there are records to hand out."""
+        chunks = self._chunks  # a close() in another thread replaces the attribute
         while chunks and chunks[0].first + len(chunks[0]) <= self.position:
             chunks.popleft()
         return bool(chunks)
 
     def fetch(self, block_s: float, records: int) -> None:
-        """Get what comes next, waiting for it up to ``block_s`` seconds.
+        """Fetch the next records, waiting up to ``block_s`` seconds or one blocking call.
 
         Raises:
-            RecordsLost, LogTruncated: Kept as ``gap``.
-            OwnerChanged: As ``LogReader.fetch``.
+            RecordsLost, LogTruncated: Records are missing; also kept as ``gap``.
+            OwnerChanged: The records are not for this member; see ``LogReader.fetch``.
         """
+        block_s = min(block_s, self._log.block_max_s)
         try:
             chunks = self._log.fetch(
                 self.position, block_s, records=records, anywhere=self._floating
@@ -86,20 +80,21 @@ class ReadBuffer:
         except (RecordsLost, LogTruncated) as error:
             self.note_gap(error)
             raise
-        except CorruptSegment as error:  # of which some may lie before the position
+        except CorruptSegment as error:  # the segment may begin before the position
             self.gap = Gap(self.position, error.last, truncated=False)
             raise
+        was_skipping = self._skipping
+        self._floating = self._skipping = False
         if chunks:
             missed, self.position = self.position, chunks[0].first
-            more_skipped = self._skipping and missed < self.position
-            self._floating = self._skipping = False
+            more_skipped = was_skipping and missed < self.position
             self.gap = None
             self._chunks.extend(chunks)
             if more_skipped:  # the ring has moved on since the gap was found
                 self.count_skipped(missed, self.position - 1)
 
     def peek(self, max_records: int, codec: Codec | None) -> RecordBatch:
-        """The next records, up to a number, without moving."""
+        """Return up to ``max_records`` of the next records, without moving."""
         chunks: list[Chunk] = []
         start, stop = self.position, self.position + max_records
         for chunk in self._chunks:
@@ -110,24 +105,20 @@ class ReadBuffer:
             chunks.append(chunk if whole else chunk.slice(low, high))
         return RecordBatch(self._stream, start, chunks, codec)
 
-    def forget(self) -> None:
-        """Drop what was fetched."""
-        self._chunks = deque()
-
     def seek(self, offset: int, *, floating: bool = False) -> None:
-        """Stand before ``offset``; ``floating`` if the first record there is is meant by it.
+        """Move to ``offset``; with ``floating``, to the first existing record from there on.
 
         Raises:
-            ValueError: It is beyond the end.
+            ValueError: The offset is beyond the end.
         """
         self._log.seek(offset)
         self._jump(offset, floating)
 
     def resume(self, position: Position) -> None:
-        """Stand at a position that was kept elsewhere.
+        """Move to a position that the application has stored.
 
         Raises:
-            LogTruncated: The server has lost records before it; kept as ``gap``.
+            LogTruncated: The server has lost records before that position; also kept as ``gap``.
         """
         try:
             self._log.resume(position)
@@ -138,17 +129,21 @@ class ReadBuffer:
 
     @property
     def checkpoint(self) -> Position:
-        """The position, with the incarnation and epoch of the stream that it belongs to."""
+        """The position, together with its incarnation and epoch."""
         return self._log.position(self.position)
 
+    def epoch_of(self, offset: int) -> int:
+        """Return the number of the epoch in which a delivered record was appended."""
+        return self._log.epoch_of(offset)
+
     def start_term(self, group: str, term: Term) -> None:
-        """Stand where a term of the group starts."""
+        """Move to where a term of the group starts."""
         self._log.start_term(term.start, term.end_offset, group, term.nonce)
         self._jump(term.start.offset, term.floating)
-        self.term = term  # not before: a confirm in another thread is for what it was given then
+        self.term = term  # last: until here, another thread confirms records of the old term
 
     def skip_to(self, offset: int) -> None:
-        """Stand before the first record from ``offset`` on; those missing before it are a gap."""
+        """Move to the first record from ``offset`` on; count those missing before it as a gap."""
         self.seek(offset, floating=True)
         self._skipping = True
 
@@ -167,7 +162,7 @@ class ReadBuffer:
         self._log.interrupt()
 
     def close(self) -> None:
-        self.forget()
+        self._chunks = deque()
         self._log.close()
 
     def _jump(self, offset: int, floating: bool) -> None:

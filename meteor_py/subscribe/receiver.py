@@ -8,12 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from meteor_py.errors import ConnectionFailed, LeaseLost
+from meteor_py.errors import ConnectionFailed, LeaseLost, OutcomeUnknown
 from meteor_py.log.handle import StreamHandle
 from meteor_py.records.codec import Codec
 from meteor_py.records.config import check_choice, check_int
 from meteor_py.records.record import Record, decode_record
+from meteor_py.redis.connection import Connection
 from meteor_py.runtime.backoff import pause_s
+from meteor_py.runtime.locks import SignalSafeEvent
 from meteor_py.runtime.threads import JoinableThread
 from meteor_py.subscribe.dead_letters import bury
 
@@ -25,21 +27,26 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[Record], object]
-#: What to do about a record that the handler raises for. A stream takes dead letters.
+#: What happens to a record for which the handler raises. A stream receives it as a dead letter.
 OnError: TypeAlias = "Literal['stop', 'skip', 'retry'] | Stream"
 
-#: How often dead letters are tried before.
+#: Default number of tries before a record becomes a dead letter.
 _TRIES = 3
 #: Seconds to wait for the last confirm.
 _FLUSH_S = 5.0
-#: Seconds between two tries of a record, doubled each time up to the second figure.
+#: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
 _BACKOFF_S = (0.05, 5.0)
 
 
 class Receiver:
-    """Made by ``Subscriber.attach_receiver``, and closed with the subscriber.
+    """A background thread that passes a subscriber's records to a handler.
 
-    Ends with the subscriber, or with an ``error``: one of the handler, or one of reading.
+    Create it with ``Subscriber.attach_receiver``. It ends when it or the subscriber is closed, or
+    when the handler or a read fails; see ``error``.
+
+    >>> receiver = sub.attach_receiver(print)    # doctest: +SKIP
+    >>> receiver.join(60), receiver.error    # doctest: +SKIP
+    (False, None)
     """
 
     def __init__(
@@ -50,90 +57,101 @@ class Receiver:
         handler: Handler,
         on_error: OnError,
         tries: int | None,
+        acks: int,
     ) -> None:
         if not callable(handler):
-            raise TypeError("The handler of a receiver must be a function of one record.")
+            raise TypeError("The handler of a receiver must be callable with one record.")
         self._letters: StreamHandle | None = None
         if isinstance(on_error, str):
             check_choice("on_error", on_error, ("stop", "skip", "retry"))
         elif hasattr(on_error, "publisher"):
-            self._letters = on_error._handle
+            self._letters = on_error._open_for_writing()
             if (on_error.name, on_error.incarnation) == (
                 subscriber.stream.name,
                 subscriber.stream.incarnation,
             ):
-                raise ValueError("The dead letters of a stream cannot go to the stream itself.")
+                raise ValueError(
+                    f"The dead letters of stream {on_error.name!r} cannot go to the stream itself. "
+                    "Name another one in on_error."
+                )
         else:
             raise TypeError('on_error must be "stop", "skip", "retry", or a stream.')
+        if check_int("acks", acks, 0, 1_000) and self._letters is None:
+            raise ValueError("acks is for dead letters. Name their stream in on_error.")
+        if acks and self._letters is not None and self._letters.connector.address.scheme == "fake":
+            raise ValueError("fake:// has no replicas. Publish dead letters there with acks=0.")
         if tries is not None:
             check_int("tries", tries, 1, 1_000_000)
         elif on_error != "retry":
             tries = _TRIES if self._letters is not None else 1
         self._subscriber = subscriber
+        self._stream = subscriber.stream.name
         self._fetcher = fetcher
         self._codec = codec
         self._handler = handler
         self._skips = on_error == "skip"
         self._tries = tries
+        self._acks = acks
         self._error: BaseException | None = None
         self._raised = False
-        #: Records that the handler failed for, and that were skipped or published as dead letters.
+        #: How many records the receiver skipped or made dead letters after the handler failed.
         self.failed = 0
-        self._stop = threading.Event()
-        self._thread = JoinableThread(self._run, f"meteor-receiver-{subscriber.stream.name}")
+        self._stop = SignalSafeEvent()
+        self._thread = JoinableThread(self._run, f"meteor-receiver-{self._stream}")
 
     @property
     def error(self) -> BaseException | None:
-        """What ended it, if it did not end by being closed."""
+        """The error that ended the receiver; None while it runs, and after a normal close."""
         return self._error
 
     @property
     def alive(self) -> bool:
-        """Whether it is at work."""
+        """Whether its thread is running."""
         return self._thread.is_alive()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until it ends; tell whether it did.
-
-        Args:
-            timeout: At most so many seconds; None waits for as long as it works.
-        """
-        self._thread.join(timeout)
+        """Wait up to ``timeout`` seconds, or without limit, and return whether it has ended."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Let the handler finish its record, and end. Closing twice is fine.
+        """Let the handler finish its record, then end. Closing twice is fine.
 
         Args:
             timeout: Seconds to wait for the handler.
 
         Raises:
-            TimeoutError: The handler does not return.
-            Exception: What ended the receiver before, once.
+            TimeoutError: The handler did not return in time.
+            Exception: The error that ended the receiver; raised once.
         """
         self.stop()
         if self.is_current_thread():
-            return  # by the handler: it ends when that returns
+            return  # called by the handler: the thread ends when the handler returns
         if not self.join(timeout):
             raise TimeoutError(
-                f"The handler of stream {self._subscriber.stream.name!r} did not return within "
-                f"{timeout:g} seconds."
+                f"The handler of stream {self._stream!r} did not return within {timeout:g} "
+                "seconds. Close again with a longer timeout."
             )
         if self._error is not None and not self._raised:
             self._raised = True
             raise self._error
 
     def __repr__(self) -> str:
-        state = "at work" if self.alive else "ended" if self._error is None else "failed"
-        return f"<Receiver of {self._subscriber.stream.name!r} ({state})>"
+        state = "running" if self.alive else "ended" if self._error is None else "failed"
+        return f"<Receiver of {self._stream!r} ({state})>"
 
     # -- for the subscriber --------------------------------------------------------------------
 
     def start(self) -> None:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C: the thread may be running nevertheless
+            self.stop()
+            raise
 
     def stop(self) -> None:
-        """Let it end after its record, without waiting for that."""
+        """Make the thread end after its record, without waiting for it."""
         self._stop.set()
         self._fetcher.interrupt()
 
@@ -146,7 +164,12 @@ class Receiver:
         try:
             self._receive()
         finally:
-            self._leave()
+            session = self._fetcher.session
+            if session is not None:
+                try:
+                    session.deactivate(_FLUSH_S)
+                except Exception as error:
+                    _log.warning("The receiver could not leave %s: %s", session.lease, error)
 
     def _receive(self) -> None:
         failures = 0  # in a row
@@ -163,26 +186,17 @@ class Receiver:
                     if not handled:
                         break
             except BaseException as error:
-                # The server will come back, or another member has the lease: wait for either.
-                if not isinstance(error, LeaseLost) and not getattr(error, "retriable", False):
+                # Retry: an unreachable server may come back, and a lost lease may be free again.
+                left = isinstance(error, (LeaseLost, OutcomeUnknown))
+                if not left and not getattr(error, "retriable", False):
                     self._fail(error)
                     return
-                _log.warning("The receiver of stream %r: %s", self._subscriber.stream.name, error)
+                _log.warning("The receiver of stream %r retries: %s", self._stream, error)
                 failures += 1
                 self._stop.wait(pause_s(failures, *_BACKOFF_S))
 
-    def _leave(self) -> None:
-        """Give up the lease: this member reads no more."""
-        session = self._fetcher.session
-        if session is None:
-            return
-        try:
-            session.deactivate(_FLUSH_S)
-        except Exception as error:
-            _log.warning("The receiver of %s ended badly: %s", session.lease, error)
-
     def _handle(self, raw: Record) -> bool:
-        """Have one record handled, or see to it that it is not; False if it is to be left."""
+        """Handle, skip or dead-letter one record; return False if it must be read again."""
         failures = 0
         while True:
             error = self._call(raw)
@@ -190,9 +204,9 @@ class Receiver:
                 return True
             failures += 1
             if isinstance(error, LeaseLost):
-                self._stop.wait(_BACKOFF_S[0])  # it may be about another lease, and come again
+                self._stop.wait(_BACKOFF_S[0])  # maybe of another lease, and raised on every try
                 return False
-            if not self._ours():
+            if not self._holds_lease():
                 return False
             if failures == self._tries:
                 return self._give_up(raw, error, failures)
@@ -202,58 +216,61 @@ class Receiver:
 
     def _call(self, raw: Record) -> Exception | None:
         try:
-            codec, stream = self._codec, self._subscriber.stream.name
+            codec, stream = self._codec, self._stream
             self._handler(raw if codec is None else decode_record(stream, codec, raw))
         except Exception as error:
-            name = self._subscriber.stream.name
-            _log.info("The handler failed for record %d of stream %r: %r", raw.offset, name, error)
+            offset = raw.offset
+            _log.info("The handler failed for record %d of stream %r: %r", offset, stream, error)
             return error
         return None
 
     def _give_up(self, raw: Record, error: Exception, failures: int) -> bool:
+        """Apply ``on_error`` to a record after its last failure; return whether it is settled."""
+        subscriber, session = self._subscriber, self._fetcher.session
+        fate = "skipped"
         if self._letters is not None:
-            self._bury(raw, error, failures)
+            letter = partial(
+                bury,
+                *(self._letters, subscriber._handle, subscriber.config.group, raw),
+                epoch=self._fetcher.buffer.epoch_of(raw.offset),
+                member=subscriber.member,
+                reason=f"{type(error).__name__}: {error}",
+                tries=failures,
+                acks=self._acks,
+                stop=self._stop.is_set,
+            )
+            history = self._fetcher.run_blocking(letter)
+            if session is not None and self._is_on_server(self._letters, history):
+                session.note_letter(raw.offset, history, self._fetcher.buffer.term)
+            fate = f"in stream {self._letters.name!r}"
         elif not self._skips:
             self._fail(error)
             return False
-        self._confirm_failed(raw)
+        # If earlier records are unconfirmed, the application has to confirm this one.
+        if session is not None and session.wanted == raw.offset:
+            session.confirm_silently(raw.offset + 1, self._fetcher.buffer.term)
         self.failed += 1
-        name = self._subscriber.stream.name
-        fate = "skipped" if self._letters is None else f"in stream {self._letters.name!r}"
         _log.warning(
-            "Record %d of stream %r failed %d times and is %s now.",
-            *(raw.offset, name, failures, fate),
+            "Record %d of stream %r failed %d times and is now %s.",
+            *(raw.offset, self._stream, failures, fate),
             exc_info=error,
         )
         return True
 
-    def _bury(self, raw: Record, error: Exception, failures: int) -> None:
-        assert self._letters is not None, "there is a stream of dead letters"
-        subscriber = self._subscriber
-        letter = partial(
-            bury,
-            *(self._letters, subscriber._handle, subscriber.config.group, raw),
-            member=subscriber.member,
-            reason=f"{type(error).__name__}: {error}",
-            tries=failures,
-            stop=self._stop.is_set,
-        )
-        self._fetcher.run_blocking(letter)
+    def _is_on_server(self, letters: StreamHandle, history: str) -> bool:
+        """Return whether the records' server, with that history, also holds the letters."""
+        connector = self._subscriber._handle.connector
+        if not history or letters.connector.address == connector.address:
+            return bool(history)
+        return connector.use(Connection.refresh_history) == history
 
     def _fail(self, error: BaseException) -> None:
-        name = self._subscriber.stream.name
-        _log.error("The receiver of stream %r has ended.", name, exc_info=error)
+        _log.error("The receiver of stream %r has ended.", self._stream, exc_info=error)
         self._error = error
         self._stop.set()
 
-    def _confirm_failed(self, raw: Record) -> None:
-        """It is done, unless the application has something before it to confirm."""
-        session = self._fetcher.session
-        if session is not None and session.wanted == raw.offset:
-            session.confirm_silently(raw.offset + 1, self._fetcher.buffer.term)
-
-    def _ours(self) -> bool:
-        """Whether this record is still ours to handle."""
+    def _holds_lease(self) -> bool:
+        """Return whether this member, as far as it knows, may still handle the record."""
         session = self._fetcher.session
         if session is None:
             return True
@@ -261,4 +278,4 @@ class Receiver:
         try:
             return term is not None and session.hold(0.0) is term
         except ConnectionFailed:
-            return True  # not known; if it was lost, the confirm will be refused
+            return True  # if the lease was lost, the server will refuse the confirm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from meteor_py.errors import ConnectionFailed, MeteorError
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two tries, doubled each time up to the second figure.
+#: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
 _BACKOFF_S = (0.02, 0.5)
 
-#: Something to do on the session's connection, under its term.
+#: A call to make on the session's connection, under its term.
 Job: TypeAlias = "Callable[[Connection, Term], object]"
 
 
 class RenewalThread(JoinableThread):
-    """Does the session's jobs when they are due, until the session is closed.
+    """Runs the session's jobs when they are due, until the session is closed.
 
-    A server that does not reply is asked again; on any other error the term is given up.
+    If the server does not reply, the thread retries. On any other error it ends the term.
     """
 
     def __init__(self, session: GroupSession) -> None:
@@ -46,12 +47,12 @@ class RenewalThread(JoinableThread):
                 with session.condition:
                     job, wait_s = session.next_job(self._retry_at)
                     if job is None:
-                        if not session.closed:  # before the lock was taken: nothing would wake us
+                        if not session.closed:  # close() may have notified before we took the lock
                             session.condition.wait(wait_s)
                         continue
-                self._do(job)
+                session.connection.use(partial(self._do, job))
         except BaseException as error:
-            _log.exception("The thread that renews the lease of %s died.", session.lease)
+            _log.exception("The thread that renews the lease of %s failed.", session.lease)
             failure = MeteorError(
                 f"The thread that renews the lease of {session.lease} failed unexpectedly: "
                 f"{error!r}."
@@ -62,10 +63,7 @@ class RenewalThread(JoinableThread):
         finally:
             session.leave()
 
-    def _do(self, job: Job) -> None:
-        self._session.connection.use(lambda connection: self._do_on(connection, job))
-
-    def _do_on(self, connection: Connection, job: Job) -> None:
+    def _do(self, job: Job, connection: Connection) -> None:
         session = self._session
         term = session.term
         if term is None or session.closed:
@@ -77,9 +75,9 @@ class RenewalThread(JoinableThread):
         except ConnectionFailed as error:
             session.confirms.fail_overdue(error)
             if not self._failures:  # once per outage
-                _log.warning("The lease of %s cannot be renewed now: %s", session.lease, error)
+                _log.warning("Cannot renew the lease of %s now: %s", session.lease, error)
             self._failures += 1
             self._retry_at = now() + pause_s(self._failures, *_BACKOFF_S)
-        except MeteorError as error:  # gone, or forbidden: it will not get better by itself
+        except MeteorError as error:  # the group is gone, or access denied: a retry will not help
             _log.warning("The lease of %s is lost: %s", session.lease, error)
             session.give_up_term(connection, term, error)

@@ -1,4 +1,4 @@
-"""The subscriber: hands out records in order, for itself or for a group."""
+"""The subscriber: delivers a stream's records in order, alone or as a member of a group."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from meteor_py.records.config import (
     check_seconds,
 )
 from meteor_py.records.position import Position
-from meteor_py.records.record import Record, RecordBatch
+from meteor_py.records.record import ARROW_SCHEMA, Record, RecordBatch
 from meteor_py.runtime.clock import now
-from meteor_py.runtime.completion import SESSION_PREFIX, forbid_waiting
+from meteor_py.runtime.completion import SESSION_PREFIX, forbid_waiting, in_callback
 from meteor_py.runtime.lifecycle import Closeable, ClosingOrder, Registry, close_each
 from meteor_py.runtime.threads import join_named
 from meteor_py.subscribe.fetcher import Fetcher
@@ -37,24 +37,25 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that ``close()`` and ``deactivate()`` wait for the last confirm to be answered.
+#: Seconds that ``close()`` and ``deactivate()`` wait for the reply to the last confirm.
 _FLUSH_S = 5.0
-#: Seconds that the end of the interpreter waits for the same.
+#: Seconds that the same wait may take at interpreter exit.
 _EXIT_S = 1.0
 
 
 class Subscriber(Closeable):
-    """Reads one stream. Any number of them do not disturb each other, nor the publishers.
+    """A reader of one stream, alone or as a member of a group.
 
     >>> with stream.subscriber(group="billing") as sub:    # doctest: +SKIP
     ...     for record in sub:
     ...         print(record.offset, record.value)
     ...         sub.confirm(record)
 
-    Of the subscribers of one group, one reads at a time: the one that holds the group's lease. The
-    others wait in ``poll()`` and go on where it stopped, when it is closed, hung or dead.
+    Only one member of a group reads at a time: the one that holds the group's lease. The others
+    wait in ``poll()``. If the owner closes, hangs or dies, one of them continues after the last
+    confirmed record.
 
-    For one thread at a time, but ``confirm`` may come from any. Create it with
+    For one thread at a time, except that any thread may call ``confirm``. Create it with
     ``stream.subscriber()``.
     """
 
@@ -63,14 +64,14 @@ class Subscriber(Closeable):
     ) -> None:
         if config.group is None and config.starts_at is InitialOffset.NONE:
             raise InvalidInitialOffset(
-                "InitialOffset.NONE leaves an ungrouped subscriber nowhere to start; use EARLIEST "
-                "or LATEST.",
+                "InitialOffset.NONE gives a subscriber without a group nowhere to start. Use "
+                "EARLIEST or LATEST.",
                 stream=stream.name,
             )
         self.stream = stream
         self.config = config
         self._handle = handle
-        #: Its name as the owner of a group's lease.
+        #: This subscriber's name as the owner of a group's lease.
         self.member = member_name()
         self._codec = codec
         self._closed = False
@@ -79,36 +80,55 @@ class Subscriber(Closeable):
         self._fetcher = Fetcher(handle, config, self.member, _on_assigned(weakref.ref(self)))
         try:
             if config.group is not None:
-                # For one that is dropped without a close(): it must not keep its lease.
+                # A subscriber that is garbage-collected without a close() must not keep its lease.
                 weakref.finalize(self, self._fetcher.stop).atexit = False
                 _open_subscribers.add(self)
             elif config.starts_at is InitialOffset.EARLIEST:
                 self.seek("earliest")
+            elif not isinstance(config.starts_at, InitialOffset):
+                self.seek(config.starts_at)
         except BaseException:
             self._fetcher.close(0.0)
             raise
 
+    def _read_columns(self, columns: Sequence[str]) -> None:
+        """Read only these ``ARROW_SCHEMA`` columns from the store; for callers of ``to_arrow``.
+
+        Call it before the first poll. The other columns are null in ``RecordBatch.to_arrow()``,
+        except the offset, and the batches must be used for nothing else. Records in the ring have
+        all columns, because the server sends whole frames.
+
+        Raises:
+            ValueError: There is no such column.
+        """
+        unknown = set(columns) - set(ARROW_SCHEMA.names)
+        if unknown:
+            raise ValueError(f"Records have no column {sorted(unknown)[0]!r}.")
+        self._fetcher.buffer.read_columns(list(columns))
+
     # -- reading -------------------------------------------------------------------------------
 
     def poll(self, timeout: float = 1.0, max_records: int = 10_000) -> RecordBatch:
-        """Return the next records, waiting for them if there are none.
+        """Return the next records, waiting up to ``timeout`` seconds for the first of them.
 
-        In a group, only the one that holds the lease is given any; the others wait for it.
+        In a group, acquire the lease first; a member without it waits and returns an empty batch.
 
         Args:
-            timeout: Seconds to wait; 0 only looks.
-            max_records: At most so many.
+            timeout: Seconds to wait; 0 returns what is available now.
+            max_records: The most records to return.
 
         Returns:
-            A batch of consecutive offsets from ``position`` on, empty if none came in time.
+            A batch of consecutive offsets from ``position`` on; empty after the timeout.
 
         Raises:
-            RecordsLost: The next record is gone; at each poll until ``skip_gap()`` or ``seek()``.
-            LogTruncated: The server lost what was read; as ``RecordsLost``.
-            LeaseLost: A confirm was refused and its Ack was never checked; raised once.
+            RecordsLost: The next record is gone. Raised by every poll until ``skip_gap()`` or
+                ``seek()``.
+            LogTruncated: The server lost records that were already read. Raised likewise.
+            LeaseLost, OutcomeUnknown: A confirm was refused, or may have been, and its Ack was
+                never checked. Raised once.
             CorruptFrame, UnsupportedFrame, CorruptStream: The next frame is unreadable.
-            StreamNotFound, GroupNotFound: It was deleted.
-            ConnectionFailed: The server could not be reached until the timeout.
+            StreamNotFound, GroupNotFound: The stream or the group was deleted.
+            ConnectionFailed: The server could not be reached within the timeout.
         """
         check_seconds("timeout", timeout, zero=True)
         check_int("max_records", max_records, 1, OFFSET_MAX)
@@ -122,42 +142,42 @@ class Subscriber(Closeable):
         return batch
 
     def __iter__(self) -> Iterator[Record]:
-        """Records one by one, without end; ``position`` follows each.
+        """Yield records one by one until the subscriber is closed; ``position`` follows each.
 
-        A server that is away is waited for, up to 30 seconds. Ends when the subscriber is closed.
+        If the server cannot be reached, retry for 30 seconds before ``ConnectionFailed``.
         """
         if not self._closed:
             self._check_reader()
         return self._iterate()
 
     def _iterate(self) -> Iterator[Record]:
-        yield from self._fetcher.iterate(
-            self._codec
-        )  # holds us: a loop must not lose its subscriber
+        # A generator of this object, so that a loop keeps its subscriber alive.
+        yield from self._fetcher.iterate(self._codec)
 
     # -- confirming ----------------------------------------------------------------------------
 
     def confirm(self, record: Record | RecordBatch | int | None = None) -> Ack:
-        """Note that a record and all before it are done: the group will not read them again.
+        """Confirm a record and all before it: the group will not read them again.
 
-        It is sent in the background, merged with others, within 50 ms or when the Ack is waited
-        for; ``close()`` and ``deactivate()`` wait for it.
+        A background thread sends the confirm within 50 ms, merged with others, or as soon as the
+        caller waits for the Ack. ``close()`` and ``deactivate()`` wait for it.
 
         Args:
-            record: A record, a batch, or an offset. None: all that was handed out, which is the
-                batch after ``poll()`` and the current record in a loop or receiver.
+            record: A record, a batch, or an offset. None confirms everything delivered so far: the
+                batch after ``poll()``, the current record in a loop or a receiver.
 
         Returns:
-            An Ack, whose ``result()`` is the offset behind the record.
+            An Ack whose ``result()`` is the offset after the record. It raises ``LeaseLost`` if the
+            confirm had no effect, and ``OutcomeUnknown`` if the outcome cannot be determined.
 
         Raises:
-            LeaseLost: Another member has the lease; if that is not known yet, the Ack raises it,
-                and the next ``poll`` if the Ack is never checked.
-            ValueError: A record that was not handed out.
-            NotGrouped: There is no group.
+            LeaseLost: This member has lost the lease. If the member does not know that yet, the Ack
+                raises this error instead, or the next ``poll()`` does if the Ack is never checked.
+            ValueError: The record was not delivered by this subscriber.
+            NotGrouped: The subscriber has no group.
         """
         session = self._grouped("confirm")
-        term = self._fetcher.buffer.term  # before the position: a new term may begin meanwhile
+        term = self._fetcher.buffer.term  # before the position: a new term may begin in between
         if record is None:
             return session.confirm(self.position, term)
         if isinstance(record, (Record, RecordBatch)):
@@ -166,11 +186,12 @@ class Subscriber(Closeable):
         if offset > self.position:
             if offset > self._fetcher.handed_out:
                 raise ValueError(
-                    f"Record {record} was not handed out: the position is {self.position}."
+                    f"Record {record} was not returned yet: the position is {self.position}. "
+                    "Confirm only records that this subscriber has returned."
                 )
             raise LeaseLost(
-                f"Record {record} was handed out in an earlier term of {session.lease}; the lease "
-                "was lost since, and it will be handed out again.",
+                f"Record {record} was returned in an earlier term of {session.lease}, and the "
+                "lease was lost since. It will be delivered again.",
                 stream=self.stream.name,
                 group=session.lease.group,
             )
@@ -178,7 +199,7 @@ class Subscriber(Closeable):
 
     @property
     def confirmed(self) -> int:
-        """The next offset that the group has to process, as far as is known; all below are done."""
+        """The group's next offset to process, as last seen; all records below are confirmed."""
         return self._grouped("confirmed").confirmed
 
     @property
@@ -189,17 +210,17 @@ class Subscriber(Closeable):
 
     @property
     def term(self) -> int | None:
-        """The number of this member's term; None once it is known to be over.
+        """The number of this member's term, which only increases; None once the term is over.
 
-        It only ever rises. ``is_assigned`` tells whether the lease is held at this moment.
+        ``is_assigned`` tells whether the lease is held at this moment.
         """
         term = self._grouped("term").term
         return None if term is None else term.number
 
     def deactivate(self, timeout: float = _FLUSH_S) -> None:
-        """Give up the lease, after the last confirm, and do not compete for it.
+        """Send the last confirm, then release the lease and stop competing for it.
 
-        Until ``reactivate()``, ``poll`` only waits.
+        Until ``reactivate()``, ``poll()`` only waits.
 
         Args:
             timeout: Seconds to wait for the last confirm.
@@ -212,57 +233,58 @@ class Subscriber(Closeable):
         session.raise_refusal()
 
     def reactivate(self) -> None:
-        """Compete for the lease again, at the next ``poll``."""
+        """Compete for the lease again, from the next ``poll()`` on."""
         self._grouped("reactivate").reactivate()
 
     # -- moving --------------------------------------------------------------------------------
 
     @property
     def position(self) -> int:
-        """The offset of the next record that will be handed out."""
+        """The offset of the next record to be delivered."""
         return self._fetcher.buffer.position
 
     @property
     def checkpoint(self) -> Position:
-        """The position in a form to keep outside: with the stream's incarnation and epoch.
+        """The position with the stream's incarnation and epoch, for the application to store.
 
-        ``on_assigned`` may return it: should the server have lost records before it since, that
-        is a ``LogTruncated``, where a bare offset would now mean another record.
+        Pass it to ``seek()`` or return it from ``on_assigned``. If the server has lost records
+        before the checkpoint since then, that raises ``LogTruncated``; a bare offset might silently
+        name another record.
         """
         return self._fetcher.buffer.checkpoint
 
     @property
     def skipped(self) -> int:
-        """Records that were gone and skipped, with ``on_gap="skip"`` or by ``skip_gap()``."""
+        """How many lost records ``on_gap="skip"`` or ``skip_gap()`` has skipped."""
         return self._fetcher.buffer.skipped
 
     @property
     def lag(self) -> int:
-        """Records up to the end of the stream when it was last seen.
+        """Records between the position and the end of the stream when it was last seen.
 
-        From the position on; in a group, from what is confirmed.
+        In a group, the confirmed offset counts instead of the position.
         """
         session = self._fetcher.session
         done = self.position if session is None else session.confirmed
         return max(self._fetcher.buffer.end_offset - done, 0)
 
     def seek(self, to: int | str | datetime | Position) -> None:
-        """Go on from somewhere else.
+        """Continue from another position.
 
         Args:
-            to: An offset, "earliest", "latest", an aware datetime: the first record that was
-                appended at that time or later; or a ``checkpoint`` that was kept.
+            to: An offset, "earliest", "latest", a stored ``checkpoint``, or an aware datetime,
+                which means the first record appended at that time or later.
 
         Raises:
             LogTruncated: The server has lost records before that checkpoint.
-            ValueError: A negative offset, one beyond the end, or a datetime without a timezone.
-            GroupError: In a group the confirmed offset decides.
+            ValueError: The offset is negative or beyond the end, or the datetime has no timezone.
+            GroupError: The subscriber is in a group, whose confirmed offset decides.
         """
         self._check_reader()
         if self._fetcher.session is not None:
             raise GroupError(
-                "A subscriber of a group goes on where the group is; move that with "
-                "stream.seek_group(), or start each term elsewhere with on_assigned=.",
+                f"The subscriber continues where group {self.config.group!r} stands. Move the "
+                "group with stream.seek_group(), or start each term elsewhere with on_assigned=.",
                 stream=self.stream.name,
                 group=self.config.group,
             )
@@ -273,10 +295,10 @@ class Subscriber(Closeable):
         self._fetcher.buffer.seek(offset, floating=floating)
 
     def skip_gap(self) -> None:
-        """Go on behind the gap that the last poll named, with the first record there is.
+        """Continue with the first record after the gap that the last poll reported.
 
-        After ``LogTruncated``: with what the server has now in place of what it lost; in a group,
-        from what is confirmed there. Without a gap nothing happens.
+        After ``LogTruncated``, continue with the records that the server has now; in a group, from
+        the offset confirmed there. Does nothing if there is no gap.
         """
         self._check_reader()
         self._fetcher.skip_gap()
@@ -284,40 +306,56 @@ class Subscriber(Closeable):
             self._handle = self._fetcher.stream
             self.stream = self.stream._at(self._handle)
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- receiving and closing ------------------------------------------------------------------
 
     def attach_receiver(
-        self, handler: Handler, *, on_error: OnError = "stop", tries: int | None = None
+        self,
+        handler: Handler,
+        *,
+        on_error: OnError = "stop",
+        tries: int | None = None,
+        acks: int = 0,
     ) -> Receiver:
-        """Hand the records to a function, one by one, in a thread of its own; at most once.
+        """Start a background thread that passes records to a handler, one by one.
+
+        >>> receiver = sub.attach_receiver(print, on_error="retry")    # doctest: +SKIP
 
         Args:
-            handler: Called with each record. ``confirm()`` in it means that record.
-            on_error: What to do about a record that the handler raises for: "stop" the receiver,
-                "skip" the record, "retry" it, or publish it to a stream of dead letters.
-            tries: How often a record is handed to the handler before it is given up: 1 for "stop"
-                and "skip", without end for "retry", 3 for dead letters.
+            handler: Called with each record. Within the handler, ``confirm()`` confirms that
+                record.
+            on_error: What to do with a record for which the handler raises: "stop" the receiver,
+                "skip" the record, "retry" it, or a stream that takes it as a dead letter.
+            tries: How often the handler gets a record before ``on_error`` applies. The default is
+                1 for "stop" and "skip", no limit for "retry", and 3 for dead letters.
+            acks: Replicas that must have a dead letter before its record is confirmed. Needed only
+                if the dead letters are on another server: on the same server, no failover can keep
+                the confirm and lose the letter.
 
         Raises:
-            MeteorError: There is a receiver already.
+            MeteorError: The subscriber already has a receiver, or is closed.
+            TypeError, ValueError: An argument is not one of the above.
         """
         self._check_open()
         if self._receiver is not None:
-            raise MeteorError("This subscriber has a receiver already; open another subscriber.")
-        self._receiver = Receiver(self, self._fetcher, self._codec, handler, on_error, tries)
+            raise MeteorError(
+                f"This subscriber of stream {self.stream.name!r} already has a receiver. Open "
+                "another subscriber."
+            )
+        self._receiver = Receiver(self, self._fetcher, self._codec, handler, on_error, tries, acks)
         _open_subscribers.add(self)
         self._receiver.start()
         return self._receiver
 
     def close(self, timeout: float = _FLUSH_S) -> None:
-        """Stop the receiver, send the last confirm, give up the lease. Closing twice is fine.
+        """Stop the receiver, send the last confirm, release the lease. Closing twice is fine.
 
         Args:
             timeout: Seconds to wait for the last confirm, and for the handler to return.
 
         Raises:
-            MeteorError: A confirm failed and its Ack was never checked; or what ended the receiver.
-            TimeoutError: The handler does not return.
+            MeteorError: A confirm failed and its Ack was never checked.
+            TimeoutError: The handler did not return in time.
+            Exception: The error that ended the receiver.
         """
         check_seconds("timeout", timeout, zero=True)
         if self._pid != os.getpid():
@@ -337,7 +375,7 @@ class Subscriber(Closeable):
 
     @property
     def closed(self) -> bool:
-        """Whether it hands out no more records."""
+        """Whether the subscriber is closed."""
         return self._closed
 
     def __repr__(self) -> str:
@@ -348,33 +386,33 @@ class Subscriber(Closeable):
             state += f", term {self.term}" if self.is_assigned else ", waiting for the lease"
         return f"<Subscriber of {self.stream.name!r} in group {self.config.group!r} ({state})>"
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------
 
     def _grouped(self, what: str) -> GroupSession:
         self._check_open()
         session = self._fetcher.session
         if session is None:
             raise NotGrouped(
-                f"{what} is for subscribers of a group; open this one with "
-                "stream.subscriber(group=...).",
+                f"{what} needs a group, and this subscriber of stream {self.stream.name!r} has "
+                "none. Open it with stream.subscriber(group=...).",
                 stream=self.stream.name,
                 group=None,
             )
         return session
 
     def _check_reader(self) -> None:
-        """Records go to one reader: the receiver, if there is one."""
+        """Raise if the subscriber is closed or a receiver takes its records."""
         self._check_open()
         if self._receiver is not None and not self._receiver.is_current_thread():
             raise MeteorError(
                 f"The records of this subscriber of stream {self.stream.name!r} go to its "
-                "receiver; open another subscriber to read yourself."
+                "receiver. Open another subscriber to read them yourself."
             )
 
     def _check_open(self) -> None:
         if self._closed:
             raise MeteorError(
-                f"This subscriber of stream {self.stream.name!r} is closed; open another with "
+                f"This subscriber of stream {self.stream.name!r} is closed. Open another with "
                 "stream.subscriber()."
             )
         if self._fetcher.session is not None:
@@ -382,7 +420,7 @@ class Subscriber(Closeable):
 
 
 def _on_assigned(subscriber: weakref.ref[Subscriber]) -> Callable[[], Position | int | None]:
-    """The caller's ``on_assigned``; by a weak reference, or no subscriber would be dropped."""
+    """Return a function that calls ``on_assigned`` without keeping the subscriber alive."""
 
     def call() -> Position | int | None:
         found = subscriber()
@@ -393,8 +431,8 @@ def _on_assigned(subscriber: weakref.ref[Subscriber]) -> Callable[[], Position |
 
 
 def _at_exit(subscribers: Sequence[Subscriber]) -> None:
-    """Let other members have the leases at once."""
-    # All at once: a server or a handler that does not reply delays us only once.
+    """Release the leases, so that other members need not wait for them to expire."""
+    # Stop all before joining any: waits for hung servers and handlers must not add up.
     receivers = [s._receiver for s in subscribers if s._receiver is not None]
     for subscriber in subscribers:
         subscriber._fetcher.interrupt()
@@ -403,24 +441,63 @@ def _at_exit(subscribers: Sequence[Subscriber]) -> None:
     deadline = time.monotonic() + _EXIT_S
     for receiver in receivers:
         if not receiver.join(max(deadline - time.monotonic(), 0.0)):
-            _log.error("At the end of %r: it is still at work.", receiver)
+            _log.error("%r did not end before the interpreter did.", receiver)
     for subscriber in subscribers:
         subscriber._fetcher.stop()
-    # Those that were dropped a moment ago have leases too, and their threads would just stop.
+    # Subscribers that were just garbage-collected also have leases, and threads that the exit would
+    # kill.
     join_named(SESSION_PREFIX, _EXIT_S)
+
+
+def _close_together(subscribers: Sequence[Subscriber]) -> None:
+    """Close the subscribers of a client under one deadline, then raise the first failure.
+
+    All of them leave their groups at the same time, so that waits for hung servers and handlers do
+    not add up. Existing threads do the work. New threads would wait for locks of this thread, which
+    may be running a handler or a signal handler.
+    """
+    deadline = time.monotonic() + _FLUSH_S
+
+    def left_s(more_s: float = 0.0) -> float:
+        return round(max(deadline + more_s - time.monotonic(), 0.0), 1)
+
+    def start() -> None:
+        if in_callback():
+            return  # in a callback, each close() raises before it changes anything
+        receivers = [s._receiver for s in subscribers if s._receiver is not None]
+        for receiver in receivers:
+            receiver.stop()
+        for subscriber in subscribers:
+            if subscriber._receiver is None:
+                subscriber._fetcher.start_closing(left_s())
+        for receiver in receivers:  # a handler may confirm its record before it returns
+            if not receiver.is_current_thread():
+                receiver.join(left_s())
+        for subscriber in subscribers:
+            if subscriber._receiver is not None:
+                subscriber._fetcher.start_closing(left_s())
+
+    def close(subscriber: Subscriber | None) -> None:
+        if subscriber is None:
+            start()
+        else:  # by then, a receiver may still be leaving its group
+            subscriber.close(left_s(_FLUSH_S))
+
+    # A handler may have raised any BaseException.
+    close_each([None, *subscribers], close, BaseException)
 
 
 def _after_fork(subscribers: Sequence[Subscriber]) -> None:
     for subscriber in subscribers:
-        subscriber._fetcher.abandon()
+        if subscriber._fetcher.session is not None:
+            subscriber._fetcher.session.abandon()
 
 
-#: Those with a lease or a thread.
+#: Subscribers that have a lease or a thread.
 _open_subscribers: Registry[Subscriber] = Registry(
     ClosingOrder.SUBSCRIBERS,
     owner=lambda subscriber: subscriber._handle.connector,
-    # The error of a handler can be anything.
-    close=lambda subscribers: close_each(subscribers, Subscriber.close, BaseException),
+    close=_close_together,
     at_exit=_at_exit,
     after_fork=_after_fork,
 )

@@ -1,15 +1,15 @@
-"""The testing kit: for programs that use streams, and want to be tested against a real server.
+"""The testing kit: real servers for the tests of programs that use streams.
 
     from meteor_py.testing import Server, eventually
 
     with Server("--appendonly", "yes") as server:
         with meteor_py.connect(server.url) as m: ...
         server.kill()
-        server.restart()        # the same address, and the data that was on disk
+        server.restart()        # same address, and the data that reached the disk
 
-The fixtures for pytest are in ``meteor_py.testing.fixtures``; all else here does without pytest.
-Nothing here talks to the server by way of the library itself, so the library's own tests use the
-kit too. ``docs/testing.md`` shows it at work.
+The pytest fixtures are in ``meteor_py.testing.fixtures``; nothing else here needs pytest.
+``Server`` does not use the library to talk to its server, so the library's own tests use the kit
+too. See ``docs/testing.md`` for a guide.
 """
 
 from meteor_py.testing.server import Server, ServerFactory

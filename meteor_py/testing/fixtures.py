@@ -1,11 +1,11 @@
-"""Fixtures for pytest. Name this module in the ``conftest.py`` at the top of the tests:
+"""Fixtures for pytest. Name this module in the ``conftest.py`` at the root of your tests:
 
     pytest_plugins = ["meteor_py.testing.fixtures"]
 
-``meteor_server``           a real server, empty: one process for all tests
-``meteor_client``           a client of it
+``meteor_server``           a real, empty server: one process for all tests
+``meteor_client``           a client of ``meteor_server``
 ``meteor_private_server``   starts servers that a test may kill, pause and configure
-``meteor_fake``             a client without any server
+``meteor_fake``             a client without a server
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ try:
     import pytest
 except ImportError as error:
     raise ImportError(
-        "meteor_py.testing.fixtures needs pytest; install it with: pip install pytest"
+        "meteor_py.testing.fixtures needs pytest. Install it with: pip install pytest"
     ) from error
 
 
-#: Servers for tests keep nothing on disk, on purpose, and in tests warnings may be errors.
+#: Test servers keep nothing on disk, on purpose, and users may turn warnings into errors.
 IGNORED = r"ignore:The server at \S+ loses its last records:meteor_py.DataSafetyWarning"
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    # A mark, and only where our servers are used: it outranks `-W error`, a setting does not.
+    # A mark outranks `-W error`; a setting does not. Mark only tests that use our servers.
     used = set(getattr(item, "fixturenames", ()))
     if used & {"meteor_server", "meteor_private_server"}:
         item.add_marker(pytest.mark.filterwarnings(IGNORED))
@@ -38,20 +38,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def _meteor_session_server() -> Iterator[Server]:
-    """The one process; with pytest-xdist, one for each worker."""
+    """The shared server process; with pytest-xdist, one per worker."""
     with Server() as server:
         yield server
 
 
 @pytest.fixture
 def meteor_server(_meteor_session_server: Server) -> Server:
-    """A real server, emptied before the test; ``meteor_server.url`` is for the program under test.
+    """A real server, emptied before the test; pass its ``url`` to the program under test.
 
-    All tests share it, because emptying takes 1 ms and starting 40. A test that kills, pauses or
-    configures its server should take ``meteor_private_server``.
+    All tests share it, because emptying a server takes 1 ms and starting one takes 40. A test that
+    kills, pauses or configures its server should use ``meteor_private_server``.
     """
     server = _meteor_session_server
-    # One test that has killed or paused it nevertheless shall not fail all that follow.
+    # A test that killed or paused it nevertheless must not fail all tests after it.
     if not server.running:
         server.restart()
     server.resume()
@@ -61,16 +61,16 @@ def meteor_server(_meteor_session_server: Server) -> Server:
 
 @pytest.fixture
 def meteor_client(meteor_server: Server) -> Iterator[meteor_py.Client]:
-    """A client of ``meteor_server``, closed after the test, and its publishers with it."""
+    """A client of ``meteor_server``; it and its publishers are closed after the test."""
     with meteor_py.connect(meteor_server.url) as client:
         yield client
 
 
 @pytest.fixture
 def meteor_private_server() -> Iterator[ServerFactory]:
-    """Starts servers for this test alone: ``meteor_private_server("--appendonly", "yes")``.
+    """Starts servers for this test only: ``meteor_private_server("--appendonly", "yes")``.
 
-    Its arguments are those of ``meteor_py.testing.Server``. All are ended after the test.
+    Takes the arguments of ``meteor_py.testing.Server``. The servers are closed after the test.
     """
     with ExitStack() as servers:
 
@@ -82,11 +82,11 @@ def meteor_private_server() -> Iterator[ServerFactory]:
 
 @pytest.fixture
 def meteor_fake() -> Iterator[meteor_py.Client]:
-    """A client of ``fake://``: no process, nothing shared, gone after the test.
+    """A client of ``fake://``, which is in memory and lives for one test.
 
     Raises:
-        ImportError: fakeredis is not installed; the message says how to get it.
+        ImportError: fakeredis is not installed; the message says how to install it.
     """
     with meteor_py.connect("fake://") as client:
-        client._connector.resolve()  # a missing fakeredis is told here, not somewhere in the test
+        client._connector.resolve()  # raise here, not in the test, if fakeredis is missing
         yield client

@@ -1,12 +1,12 @@
-"""The contract of a store as tests: each sentence of ``RingbufferStore`` that can be put to one.
+"""The contract of ``RingbufferStore`` as tests for your own store.
 
     class TestMyStore(StoreContract):
         @pytest.fixture
         def open_store(self, tmp_path: Path) -> OpenStore:
             return lambda: MyStore(tmp_path)
 
-A record's content follows from its offset and its branch, a number that says which of several
-writes it is from: so whatever is read can be compared with what should be there.
+A record's content follows from its offset and its branch, a number for each of several conflicting
+writes, so that tests can compare any record with the one that should be there.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise, product
+from itertools import combinations, pairwise
 
 import pyarrow as pa
 import pytest
 
 from meteor_py.errors import RecordsLost
 from meteor_py.records.record import ARROW_SCHEMA
-from meteor_py.store.base import Bounds, RingbufferStore
+from meteor_py.store.base import Bounds, RingbufferStore, StatefulStore, read_columns
 
 OpenStore = Callable[[], RingbufferStore]
 
@@ -31,18 +31,18 @@ OpenStore = Callable[[], RingbufferStore]
 NEWEST = 2**62
 INCARNATION = "0a1b2c"
 OTHER = "f00d"
-#: Records of a batch in the tables that are appended; an archiver's have many batches, too.
+#: Records per batch of the appended tables; an archiver's tables have many batches, too.
 BATCH = 7
 READERS = 3
 
 
 def appended_at(offset: int, branch: int = 0) -> int:
-    """Three records each were appended in the same millisecond; later branches later."""
+    """Return the append time in ms: three records share each, and later branches are later."""
     return 1_700_000_000_000 + branch * 1_000_000_000 + offset // 3 * 10
 
 
 def records(first: int, stop: int, branch: int = 0) -> pa.Table:
-    """The records of a branch: with and without a key, headers, a value; two out of three times."""
+    """Return records of a branch, with all combinations of missing and empty keys and headers."""
     batches = [_batch(range(at, min(at + BATCH, stop)), branch) for at in range(first, stop, BATCH)]
     return pa.Table.from_batches(batches, ARROW_SCHEMA)
 
@@ -70,14 +70,14 @@ def read(store: RingbufferStore, start: int, stop: int, incarnation: str = INCAR
 def check(
     store: RingbufferStore, start: int, stop: int, branch: int = 0, incarnation: str = INCARNATION
 ) -> None:
-    """The records from `start` to before `stop` are there, and are those of the branch."""
+    """Check that the store returns the branch's records from ``start`` to before ``stop``."""
     found, expected = read(store, start, stop, incarnation), records(start, stop, branch)
     assert found.column("offset").to_pylist() == expected.column("offset").to_pylist()
-    assert found.equals(expected), f"{start} to {stop} are not those of branch {branch}"
+    assert found.equals(expected), f"records {start} to {stop} are not from branch {branch}"
 
 
 def check_lost(store: RingbufferStore, start: int, stop: int, first: int, last: int) -> None:
-    """Reading gives what comes before the hole, and then says exactly what the hole is."""
+    """Check that reading returns the records before the gap and then reports exactly the gap."""
     found: list[int] = []
     with pytest.raises(RecordsLost) as caught:
         found.extend(
@@ -88,47 +88,37 @@ def check_lost(store: RingbufferStore, start: int, stop: int, first: int, last: 
 
 
 class StoreContract:
-    """Run it on your own store: subclass it, and say in `open_store` how to open one."""
+    """The tests. Subclass it and override ``open_store`` to open your store."""
 
     @pytest.fixture
     def open_store(self) -> OpenStore:
-        """Opens the store of a stream, empty at first; called again, the same one."""
+        """Opens the store of a stream: an empty one first, and the same one each time after."""
         raise NotImplementedError
 
     @pytest.fixture
     def store(self, open_store: OpenStore) -> RingbufferStore:
-        """One that was claimed, as it is when a stream has been created."""
+        """A store that was claimed, as after the creation of a stream."""
         store = open_store()
         store.claim("its id")
         return store
 
-    # Whose it is
+    # Identity
 
-    def test_it_has_all_methods_of_a_store(self, store: RingbufferStore) -> None:
+    def test_store_has_all_methods_and_a_url_or_none(self, store: RingbufferStore) -> None:
         assert isinstance(store, RingbufferStore)
-
-    def test_an_address_is_one_at_which_others_find_it(self, store: RingbufferStore) -> None:
         assert store.uri is None or "://" in store.uri
 
-    def test_there_is_no_id_until_it_is_claimed(self, open_store: OpenStore) -> None:
-        store = open_store()
-        assert store.identity() is None
+    def test_first_claim_wins(self, open_store: OpenStore) -> None:
+        store, other = open_store(), open_store()
+        assert store.identity() is other.identity() is None
         store.claim("first")
-        assert store.identity() == open_store().identity() == "first"
-
-    def test_of_two_that_claim_it_the_first_one_wins(self, open_store: OpenStore) -> None:
-        # Both had seen that it has no id; each asks again what it is.
-        open_store().claim("first")
-        open_store().claim("second")
-        assert open_store().identity() == "first"
+        assert store.identity() == other.identity() == "first"
+        other.claim("second")
+        assert store.identity() == other.identity() == open_store().identity() == "first"
 
     # Appending and reading
 
-    def test_what_was_appended_is_read_as_it_was(self, store: RingbufferStore) -> None:
-        store.append(INCARNATION, 1, records(0, 40))
-        check(store, 0, 40)
-
-    def test_who_opens_it_again_finds_everything(
+    def test_reopened_store_has_everything(
         self, store: RingbufferStore, open_store: OpenStore
     ) -> None:
         store.append(INCARNATION, 1, records(0, 10))
@@ -137,34 +127,21 @@ class StoreContract:
         check(again, 0, 20)
         assert again.bounds(INCARNATION) == Bounds(0, 20, 2)
 
-    def test_any_part_can_be_read(self, store: RingbufferStore) -> None:
+    def test_any_range_can_be_read(self, store: RingbufferStore) -> None:
         for first, stop in pairwise([0, 8, 9, 24]):
             store.append(INCARNATION, 1, records(first, stop))
-        edges = (0, 1, 6, 8, 9, 10, 16, 23, 24)
-        for start, stop in product(edges, edges):
-            if start < stop:
-                check(store, start, stop)
-
-    def test_a_single_record_can_be_read(self, store: RingbufferStore) -> None:
-        store.append(INCARNATION, 1, records(0, 9))
-        store.append(INCARNATION, 1, records(9, 16))
-        for offset in range(16):
-            check(store, offset, offset + 1)
-
-    def test_nothing_is_read_of_nothing(self, store: RingbufferStore) -> None:
-        store.append(INCARNATION, 1, records(0, 9))
+        for start, stop in combinations((0, 1, 6, 7, 8, 9, 10, 16, 23, 24), 2):
+            check(store, start, stop)
         assert list(store.read(INCARNATION, 5, 5)) == []
 
-    def test_batches_have_the_columns_of_the_schema_and_at_least_one_record(
-        self, store: RingbufferStore
-    ) -> None:
+    def test_batches_have_the_schema_and_are_not_empty(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 30))
         for batch in store.read(INCARNATION, 3, 29):
             assert isinstance(batch, pa.RecordBatch)
             assert batch.schema.equals(ARROW_SCHEMA)
             assert len(batch) > 0
 
-    def test_a_reader_need_not_read_to_the_end(self, store: RingbufferStore) -> None:
+    def test_reader_may_stop_early(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 10))
         store.append(INCARNATION, 1, records(10, 20))
         for _ in range(3):
@@ -172,7 +149,7 @@ class StoreContract:
         store.append(INCARNATION, 1, records(20, 30))
         check(store, 0, 30)
 
-    def test_large_values_can_be_read_one_by_one(self, store: RingbufferStore) -> None:
+    def test_large_values_are_read_one_by_one(self, store: RingbufferStore) -> None:
         table = records(0, 5)
         values = [bytes([n]) * size for n, size in enumerate((3_000_000, 0, 5_000_000, 1, 9))]
         position = ARROW_SCHEMA.get_field_index("value")
@@ -182,21 +159,61 @@ class StoreContract:
             assert read(store, n, n + 1).column("value").to_pylist() == [values[n]]
         assert read(store, 0, 5).equals(table)
 
-    def test_offsets_may_begin_anywhere_and_be_large(self, store: RingbufferStore) -> None:
+    def test_first_offset_may_be_large(self, store: RingbufferStore) -> None:
         first = (1 << 53) - 12
         store.append(INCARNATION, 1, records(first, first + 10))
         check(store, first + 4, first + 7)
         assert store.bounds(INCARNATION) == Bounds(first, first + 10, 1)
 
+    @pytest.mark.parametrize(
+        "columns", [("value",), ("appended", "offset"), ("headers", "key"), ()]
+    )
+    def test_columns_are_read_without_the_others(
+        self, store: RingbufferStore, columns: tuple[str, ...]
+    ) -> None:
+        store.append(INCARNATION, 1, records(0, 10))
+        store.append(INCARNATION, 1, records(10, 30))
+        found = list(read_columns(store, INCARNATION, 4, 25, columns))
+        assert sum(len(batch) for batch in found) == 21
+        assert {tuple(batch.schema.names) for batch in found} == {columns}
+        if columns:
+            expected = records(4, 25).select(list(columns))
+            assert pa.Table.from_batches(found).equals(expected.combine_chunks())
+        with pytest.raises(RecordsLost):
+            list(read_columns(store, INCARNATION, 25, 31, columns))
+
+    # States
+
+    def test_last_state_of_each_term_is_kept(
+        self, store: RingbufferStore, open_store: OpenStore
+    ) -> None:
+        if not isinstance(store, StatefulStore):
+            pytest.skip("The store keeps no states, which is optional.")
+        assert store.load_states(INCARNATION) == {}
+        store.save_state(INCARNATION, 1, b"one")
+        store.append(INCARNATION, 1, records(0, 10))
+        store.save_state(INCARNATION, 1, b"two")
+        store.save_state(INCARNATION, 2, b"three")  # and its archiver died before the append
+        store.save_state(OTHER, 7, b"other")
+        again = open_store()
+        assert isinstance(again, StatefulStore)
+        assert again.load_states(INCARNATION) == {1: b"two", 2: b"three"}
+        assert store.bounds(INCARNATION) == Bounds(0, 10, 1)
+        assert store.incarnations() == [INCARNATION]
+        store.tidy(INCARNATION, 2, 10, lambda: True)
+        assert store.load_states(INCARNATION) == {1: b"two", 2: b"three"}
+        store.delete(INCARNATION)
+        assert store.load_states(INCARNATION) == {}
+
     # Repeats
 
-    def test_an_append_that_is_repeated_changes_nothing(self, store: RingbufferStore) -> None:
+    def test_repeated_append_changes_nothing(self, store: RingbufferStore) -> None:
         for part in (records(0, 10), records(10, 20), records(10, 20), records(0, 10)):
             store.append(INCARNATION, 1, part)
         check(store, 0, 20)
         assert store.bounds(INCARNATION) == Bounds(0, 20, 1)
 
-    def test_an_append_may_come_again_with_more_behind(self, store: RingbufferStore) -> None:
+    def test_append_may_be_repeated_with_more_records(self, store: RingbufferStore) -> None:
         for part in (records(0, 10), records(10, 20), records(10, 35), records(35, 40)):
             store.append(INCARNATION, 1, part)
         check(store, 0, 40)
@@ -204,9 +221,7 @@ class StoreContract:
 
     # Terms
 
-    def test_a_newer_term_replaces_all_from_its_first_offset_on(
-        self, store: RingbufferStore
-    ) -> None:
+    def test_newer_term_replaces_all_from_its_first_offset(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 10, branch=1))
         store.append(INCARNATION, 1, records(10, 30, branch=1))
         store.append(INCARNATION, 2, records(14, 20, branch=2))
@@ -217,28 +232,27 @@ class StoreContract:
         store.append(INCARNATION, 2, records(20, 40, branch=2))
         check(store, 14, 40, branch=2)
 
-    def test_a_newer_term_that_begins_at_the_end_goes_on(self, store: RingbufferStore) -> None:
+    def test_newer_term_that_starts_at_the_end_continues(self, store: RingbufferStore) -> None:
         for term in range(1, 5):
             store.append(INCARNATION, term, records(term * 10, term * 10 + 10))
         check(store, 10, 50)
         assert store.bounds(INCARNATION) == Bounds(10, 50, 4)
 
     @pytest.mark.parametrize("late", [(20, 30), (20, 60), (30, 40)])
-    def test_an_append_in_an_older_term_does_not_count(
+    def test_late_append_of_an_older_term_is_ignored(
         self, store: RingbufferStore, late: tuple[int, int]
     ) -> None:
         store.append(INCARNATION, 3, records(0, 20))
         store.append(INCARNATION, 5, records(20, 30))
-        store.append(
-            INCARNATION, 3, records(*late, branch=1)
-        )  # by one that was paused before its commit
+        # By an archiver that was paused before its commit.
+        store.append(INCARNATION, 3, records(*late, branch=1))
         check(store, 0, 30)
         assert store.bounds(INCARNATION).term == 5
         check_lost(store, 10, 60, first=30, last=59)
         store.append(INCARNATION, 5, records(30, 70))
         check(store, 0, 70)
 
-    def test_each_fail_over_may_go_further_back(self, store: RingbufferStore) -> None:
+    def test_each_failover_may_go_further_back(self, store: RingbufferStore) -> None:
         for term, first, stop in [(1, 0, 50), (2, 40, 60), (3, 20, 45), (4, 30, 33)]:
             store.append(INCARNATION, term, records(first, stop, branch=term))
         check(store, 0, 20, branch=1)
@@ -246,28 +260,28 @@ class StoreContract:
         check(store, 30, 33, branch=4)
         check_lost(store, 0, 60, first=33, last=59)
 
-    def test_the_whole_of_a_life_can_be_replaced(self, store: RingbufferStore) -> None:
+    def test_newer_term_may_replace_a_whole_incarnation(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(5, 20, branch=1))
         store.append(INCARNATION, 2, records(5, 9, branch=2))
         check(store, 5, 9, branch=2)
         assert store.bounds(INCARNATION) == Bounds(5, 9, 2)
 
-    # What is not there
+    # Gaps
 
     @pytest.mark.parametrize(
         ("start", "stop", "first", "last"),
         [
-            (100, 130, 110, 119),  # the hole as a whole
-            (105, 115, 110, 114),  # no further than asked for
-            (113, 130, 113, 119),  # from inside of it
+            (100, 130, 110, 119),  # the whole gap
+            (105, 115, 110, 114),  # up to the end of the request
+            (113, 130, 113, 119),  # from inside the gap
             (112, 114, 112, 113),
-            (125, 140, 130, 139),  # behind the end
+            (125, 140, 130, 139),  # after the end
             (200, 201, 200, 200),
-            (90, 130, 90, 99),  # before the beginning
+            (90, 130, 90, 99),  # before the start
             (0, 50, 0, 49),
         ],
     )
-    def test_records_that_are_not_there_are_named_exactly(
+    def test_missing_records_are_reported_exactly(
         self, store: RingbufferStore, start: int, stop: int, first: int, last: int
     ) -> None:
         store.append(INCARNATION, 1, records(100, 110))
@@ -276,24 +290,18 @@ class StoreContract:
         check(store, 100, 110)
         check(store, 120, 130)
 
-    def test_of_an_unknown_life_everything_is_lost(self, store: RingbufferStore) -> None:
-        check_lost(store, 0, 5, first=0, last=4)
+    # Times
 
-    # Finding by time
-
-    def test_a_time_is_found_in_any_part(self, store: RingbufferStore) -> None:
+    def test_time_is_located_in_any_range(self, store: RingbufferStore) -> None:
         for first, stop in pairwise([0, 10, 11, 24]):
             store.append(INCARNATION, 1, records(first, stop))
         for start, stop in [(0, 24), (4, 20), (10, 11), (12, 24), (7, 7)]:
             for ms in (appended_at(0) + ms for ms in (-5, 0, 5, 20, 30, 35, 70, 75)):
                 late = (n for n in range(start, stop) if appended_at(n) >= ms)
-                assert store.locate(INCARNATION, ms, start, stop) == next(late, stop), (
-                    ms,
-                    start,
-                    stop,
-                )
+                found = store.locate(INCARNATION, ms, start, stop)
+                assert found == next(late, stop), (ms, start, stop)
 
-    def test_times_of_records_that_do_not_count_are_not_found(self, store: RingbufferStore) -> None:
+    def test_times_of_replaced_records_are_ignored(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 30, branch=1))
         store.append(INCARNATION, 2, records(12, 20, branch=2))
         assert store.locate(INCARNATION, appended_at(9, 1), 0, 20) == 9
@@ -302,13 +310,16 @@ class StoreContract:
         assert store.locate(INCARNATION, appended_at(15, 2), 0, 20) == 15
         assert store.locate(INCARNATION, appended_at(15, 2), 0, 14) == 14
 
-    # Lives and bounds
+    # Incarnations and bounds
 
-    def test_of_an_unknown_life_there_is_nothing(self, store: RingbufferStore) -> None:
+    def test_unknown_incarnation_is_empty_and_may_be_deleted(self, store: RingbufferStore) -> None:
+        store.delete(INCARNATION)
+        store.delete(INCARNATION, 10)
         assert store.incarnations() == []
         assert store.bounds(INCARNATION) == Bounds(0, 0, 0)
+        check_lost(store, 0, 5, first=0, last=4)
 
-    def test_lives_are_apart(self, store: RingbufferStore) -> None:
+    def test_incarnations_are_separate(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 20, branch=1))
         store.append(OTHER, 2, records(0, 10, branch=2))
         check(store, 0, 20, branch=1)
@@ -316,28 +327,26 @@ class StoreContract:
         assert store.bounds(INCARNATION) == Bounds(0, 20, 1)
         assert store.bounds(OTHER) == Bounds(0, 10, 2)
 
-    def test_the_life_that_was_last_appended_to_is_the_last(self, store: RingbufferStore) -> None:
+    def test_incarnations_are_ordered_by_last_append(self, store: RingbufferStore) -> None:
         names = ["0b", "0c", "0a"]
         for term, incarnation in enumerate(names, 1):
             store.append(incarnation, term, records(0, 3))
         assert store.incarnations() == names
-        store.append("0c", 4, records(3, 6))  # it was resumed
+        store.append("0c", 4, records(3, 6))  # resumed
         assert store.incarnations() == ["0b", "0a", "0c"]
 
-    # Upkeep
+    # Maintenance
 
-    def test_of_a_store_that_is_whole_there_is_nothing_to_tell(
-        self, store: RingbufferStore
-    ) -> None:
+    def test_verify_finds_no_flaw_in_an_intact_store(self, store: RingbufferStore) -> None:
         for first, stop in pairwise([0, 10, 20, 30]):
             store.append(INCARNATION, 1, records(first, stop))
         done: list[tuple[int, int]] = []
-        assert list(store.verify(INCARNATION, 10, 30, lambda *told: done.append(told))) == []
+        assert list(store.verify(INCARNATION, 10, 30, lambda *step: done.append(step))) == []
         assert done == sorted(done)
         assert done[-1] == (20, 20)
         assert list(store.verify(INCARNATION, 0, 30)) == []
 
-    def test_missing_records_are_told_by_their_offsets(self, store: RingbufferStore) -> None:
+    def test_verify_reports_missing_records(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(10, 20))
         store.append(INCARNATION, 1, records(25, 30))
         flaws = list(store.verify(INCARNATION, 0, 40))
@@ -348,30 +357,28 @@ class StoreContract:
         assert not any(flaw.harmless for flaw in flaws)
         assert all(flaw.problem for flaw in flaws)
 
-    def test_what_was_replaced_does_no_harm(self, store: RingbufferStore) -> None:
+    def test_verify_reports_replaced_records_as_harmless(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 30, branch=1))
         store.append(INCARNATION, 2, records(20, 40, branch=2))
         assert all(flaw.harmless for flaw in store.verify(INCARNATION, 0, 40))
 
-    def test_tidying_leaves_all_that_counts(self, store: RingbufferStore) -> None:
+    def test_tidy_keeps_all_valid_records(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 30, branch=1))
         store.append(INCARNATION, 2, records(20, 40, branch=2))
         store.append(INCARNATION, 2, records(40, 50, branch=2))
-        for still in (False, True):
-            store.tidy(INCARNATION, NEWEST, 36, partial(bool, still))
+        for is_owner in (False, True):
+            store.tidy(INCARNATION, NEWEST, 36, partial(bool, is_owner))
             check(store, 0, 20, branch=1)
             check(store, 20, 36, branch=2)
         store.append(INCARNATION, 3, records(36, 60, branch=3))
         check(store, 20, 36, branch=2)
         check(store, 36, 60, branch=3)
 
-    def test_deleting_below_an_offset_leaves_all_from_there_on(
-        self, store: RingbufferStore
-    ) -> None:
+    def test_delete_below_an_offset_keeps_later_records(self, store: RingbufferStore) -> None:
         for first, stop in pairwise([0, 10, 20, 30]):
             store.append(INCARNATION, 1, records(first, stop))
         store.delete(INCARNATION, 15)
-        first = store.bounds(INCARNATION).first  # as far as that is easy
+        first = store.bounds(INCARNATION).first  # a store may keep more
         assert first <= 15
         check(store, first, 30)
         if first:
@@ -379,9 +386,7 @@ class StoreContract:
         store.append(INCARNATION, 2, records(30, 40))
         check(store, 15, 40)
 
-    def test_what_was_replaced_does_not_come_back_when_others_are_deleted(
-        self, store: RingbufferStore
-    ) -> None:
+    def test_delete_does_not_revive_replaced_records(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 30, branch=1))
         store.append(INCARNATION, 2, records(10, 20, branch=2))
         store.append(INCARNATION, 2, records(20, 25, branch=2))
@@ -391,7 +396,7 @@ class StoreContract:
         assert store.bounds(INCARNATION).end == 25
         check(store, max(first, 10), 25, branch=2)
 
-    def test_all_below_the_end_can_be_deleted(self, store: RingbufferStore) -> None:
+    def test_all_records_may_be_deleted(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 10))
         store.delete(INCARNATION, 10)
         bounds = store.bounds(INCARNATION)
@@ -399,7 +404,7 @@ class StoreContract:
         store.append(INCARNATION, 2, records(10, 20))
         check(store, 10, 20)
 
-    def test_a_life_is_deleted_as_a_whole_and_others_stay(self, store: RingbufferStore) -> None:
+    def test_delete_of_an_incarnation_keeps_the_others(self, store: RingbufferStore) -> None:
         store.append(INCARNATION, 1, records(0, 10))
         store.append(OTHER, 2, records(0, 10, branch=2))
         store.delete(INCARNATION)
@@ -409,25 +414,20 @@ class StoreContract:
         check(store, 0, 10, branch=2, incarnation=OTHER)
         assert store.identity() == "its id"
 
-    def test_what_is_not_there_can_be_deleted(self, store: RingbufferStore) -> None:
-        store.delete(INCARNATION)
-        store.delete(INCARNATION, 10)
-        assert store.incarnations() == []
-
-    def test_after_the_last_life_another_can_begin(
+    def test_another_incarnation_may_follow_a_deleted_one(
         self, store: RingbufferStore, open_store: OpenStore
     ) -> None:
         store.append(INCARNATION, 1, records(0, 10))
         store.delete(INCARNATION)
         again = open_store()
-        if again.identity() is None:  # as at the creation of a stream
+        if again.identity() is None:  # as when a stream is created
             again.claim("another")
         again.append(OTHER, 2, records(0, 10))
         check(again, 0, 10, incarnation=OTHER)
 
     # Concurrency
 
-    def test_many_read_while_terms_come_and_go(
+    def test_readers_see_consistent_records_while_terms_change(
         self, store: RingbufferStore, open_store: OpenStore, rng: random.Random
     ) -> None:
         end = 0
@@ -437,7 +437,7 @@ class StoreContract:
             nonlocal end
             try:
                 for term in range(1, 7):
-                    # Two commits, and an append whose archiver dies before its own.
+                    # Two commits, and an append whose archiver dies before its commit.
                     for _ in range(2):
                         store.append(INCARNATION, term, records(end, end + 5))
                         end += 5

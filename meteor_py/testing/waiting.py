@@ -1,4 +1,4 @@
-"""Waiting for a condition with a deadline: what tests do instead of sleeping."""
+"""Wait for a condition with a deadline, instead of sleeping in tests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-#: Seconds between two looks: at first short, since most conditions come true within milliseconds,
-#: then longer, so that a long wait does not take the processor from what is waited for.
+#: Seconds between two checks. Pauses start short, because most conditions come true within
+#: milliseconds, and grow, so that a long wait leaves the processor to the code under test.
 POLL_MIN_S = 0.001
 POLL_MAX_S = 0.01
 
-#: The part of the time waited so far that the next pause takes.
+#: The next pause as a share of the time waited so far.
 POLL_SHARE = 1 / 20
 
 
@@ -25,19 +25,18 @@ def eventually(
     """Call ``condition`` until its result is truthy, and return that result.
 
     Args:
-        condition: Called at least once. An exception that it raises is a failure of the test, not
-            a reason to wait on.
-        timeout_s: Seconds after which to give up. Be generous: only a failing test waits so long.
-        message: What the error says; the last result is added.
+        condition: Called at least once. An exception that it raises ends the wait.
+        timeout_s: The longest wait in seconds. Be generous: only a failing test waits so long.
+        message: The text of the error, to which the last result is added.
 
     Raises:
-        AssertionError: The time is over.
+        AssertionError: The timeout expired.
 
     >>> values = iter([None, "ready"])
     >>> eventually(lambda: next(values), 5, "it did not get ready")
     'ready'
     """
-    __tracebackhide__ = True  # pytest then shows the line that waited in vain
+    __tracebackhide__ = True  # pytest then shows the line that called this
     started = time.monotonic()
     while True:
         result = condition()

@@ -1,13 +1,13 @@
-"""A small process that outlives the test process, and then ends what that one has left running."""
+"""A small process that outlives the test process and kills servers that it left running."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
 
-# Its standard input is a pipe from the test process, and ends with it, however that comes about: a
-# SIGKILL too. Each line is the process id to end then; an empty one, that there is none. It is the
-# whole group that is killed, for a server forks when it rewrites its append-only file.
+# Its standard input is a pipe from the test process and ends when that process dies, even by
+# SIGKILL. Each line is the process id to kill then; an empty line means none. It kills the whole
+# process group, because a server forks when it rewrites its append-only file.
 _PROGRAM = """
 pid=
 while read -r line; do pid=$line; done
@@ -17,9 +17,9 @@ rm -rf "$1"
 
 
 class Watchdog:
-    """Guards a server and its directory: an aborted test run leaves neither behind.
+    """Guards a server and its directory, so that an aborted test run leaves neither behind.
 
-    A forked child of the test process holds the pipe too, and counts as part of it.
+    A forked child of the test process also holds the pipe: the watchdog waits for both.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -27,20 +27,20 @@ class Watchdog:
             ["/bin/sh", "-c", _PROGRAM, "meteor-watchdog", str(directory)],
             bufsize=0,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # who reads the output of the tests need not wait for us
+            stdout=subprocess.DEVNULL,  # readers of the tests' output must not wait for this
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C is for the tests
+            start_new_session=True,  # a Ctrl-C is for the tests only
         )
 
     def guard(self, pid: int | None) -> None:
-        """From now on end this process, the leader of its group; None: there is none."""
+        """Set the process to kill, which leads its process group; None = none."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(b"%d\n" % pid if pid else b"\n")
         except BrokenPipeError:
-            pass  # somebody has killed it; the tests are none the worse for that
+            pass  # the watchdog was killed, which does not affect the tests
 
     def close(self) -> None:
-        """End it without a deed. Twice is fine."""
+        """End the watchdog without killing the server. A second call does nothing."""
         self._process.kill()
         self._process.communicate()

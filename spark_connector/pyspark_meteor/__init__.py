@@ -1,8 +1,8 @@
-"""Streams of meteor_py in Spark: ``spark.readStream.format("meteor")``, without registration.
+"""meteor_py streams in Spark: ``spark.readStream.format("meteor")``, without registration.
 
-Spark imports every module called ``pyspark_*`` to look for a ``DefaultSource``, also for people who
-have never heard of us, and gives up on all of them if one fails: so this does little, needs no
-server, and leaves it to the source itself to say that a PySpark is too old.
+To find a data source, Spark imports every module named ``pyspark_*`` and looks for a
+``DefaultSource``. If one import fails, Spark abandons the search, and no data source is found. This
+module therefore imports little, needs no server, and checks the version of PySpark only on use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The columns of a source, and records brought into them without touching a record."""
+"""The columns of a source, and the conversion of Arrow batches to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def source_schema(options: ColumnOptions) -> StructType:
-    """The columns, in order."""
+    """Returns all columns, in order."""
     fields = [
         StructField("stream", StringType()),
         StructField("offset", LongType()),
@@ -36,40 +36,47 @@ def source_schema(options: ColumnOptions) -> StructType:
     return StructType(fields)
 
 
-def check_schema(wanted: StructType, options: ColumnOptions) -> None:
-    """A schema that the user gives chooses among the columns; it cannot change them.
+def check_schema(requested: StructType, options: ColumnOptions) -> None:
+    """Check a schema that the user gave. It selects columns but cannot change their types.
 
     Raises:
-        ValueError: A column is unknown, or of another type.
+        ValueError: A column is unknown or has another type.
     """
     known = {f.name: f.dataType for f in source_schema(options)}
-    for column in wanted.fields:
+    for column in requested.fields:
         if known.get(column.name) != column.dataType:
             columns = ", ".join(f"{name} {kind.simpleString()}" for name, kind in known.items())
             raise ValueError(
-                f"The schema has {column.name} {column.dataType.simpleString()}, and a stream has "
-                f"only {columns}; includeHeaders and valueFormat change that."
+                f"The schema has {column.name} {column.dataType.simpleString()}, but a stream has "
+                f"only {columns}. includeHeaders and valueFormat change these columns."
             )
 
 
 class Columns:
-    """Makes Arrow batches as Spark wants them: its names, order and types, exactly."""
+    """Converts records to Arrow batches with exactly the names, order and types of a schema."""
 
     def __init__(self, schema: StructType) -> None:
         from pyspark.sql.pandas.types import to_arrow_schema
 
         self._schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
 
+    def of_records(self) -> list[str]:
+        """Returns the columns that records have: all but the name of the stream."""
+        return [name for name in self._schema.names if name != "stream"]
+
     def batches(self, stream: str, batch: RecordBatch) -> list[pa.RecordBatch]:
-        """The records of a stream."""
+        """Returns the records of a stream as Arrow batches, none of them empty."""
+        parts = batch.to_arrow().to_batches()
+        return [self._convert(stream, part) for part in parts if part.num_rows]
+
+    def _convert(self, stream: str, part: pa.RecordBatch) -> pa.RecordBatch:
         import pyarrow as pa
 
-        return [
-            pa.RecordBatch.from_arrays(
-                [self._column(field, stream, part) for field in self._schema], schema=self._schema
-            )
-            for part in batch.to_arrow().to_batches()
-        ]
+        if not len(self._schema):  # from_arrays would count no rows
+            rows = pa.array([{}] * part.num_rows, pa.struct([]))
+            return pa.RecordBatch.from_struct_array(rows)
+        columns = [self._column(field, stream, part) for field in self._schema]
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def _column(self, field: pa.Field, stream: str, part: pa.RecordBatch) -> Any:
         import pyarrow as pa
@@ -80,7 +87,7 @@ class Columns:
         if column.type == field.type:
             return column
         if pa.types.is_string(field.type):
-            # What is not UTF-8 is left to Spark, which shows it as it shows its own.
+            # Bytes that are not UTF-8 pass unchanged: Spark's own strings may have such bytes too.
             from pyarrow import compute
 
             return compute.cast(

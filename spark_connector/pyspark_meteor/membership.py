@@ -1,7 +1,8 @@
-"""Reading for a group: the driver of a query holds the group's lease, and confirms for it.
+"""Reading for a group: the driver of a query holds the group's lease and confirms for it.
 
-The checkpoint of the query decides where it continues. The group shows its progress to others,
-keeps the archiver from expiring what it has not read, and gives a new query its start.
+The checkpoint of the query decides where it continues. The group shows the query's progress to
+others, keeps the archiver from expiring records that the query has not read, and gives a new query
+its start.
 """
 
 from __future__ import annotations
@@ -18,78 +19,85 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LEASE_S = 10.0
-#: Seconds for which a driver may be busy with one batch: it is alive as long as its process is.
+#: Seconds that a batch may take. The driver is alive as long as its process is.
 _BUSY_S = 7 * 86_400.0
 #: Seconds to wait for the last confirm when a query ends.
 _CLOSE_S = 2.0
 
 
-class Membership:
-    """One stream's group; for one thread."""
+def group_start(stream: Stream, group: str, resolve: Callable[[], int]) -> int:
+    """Returns the group's position. A missing group is created at the offset of ``resolve()``.
 
-    def __init__(self, stream: Stream, group: str) -> None:
+    A query therefore keeps its start even if it crashes before its first batch.
+    """
+    try:
+        return stream.group(group).confirmed
+    except GroupNotFound:
+        stream.seek_group(group, resolve())
+        return stream.group(group).confirmed
+
+
+class Membership:
+    """The driver's membership in the group of one stream, with the lease. For one thread.
+
+    Args:
+        start: The offset at which to create the group if it does not exist.
+
+    Raises:
+        GroupActive: Another member has held the lease for twice its TTL.
+    """
+
+    def __init__(self, stream: Stream, group: str, start: int) -> None:
         self._stream = stream
         self._group = group
-        self._session: GroupSession | None = None
-        self._term: Term | None = None
-
-    def start(self, resolve: Callable[[], int]) -> int:
-        """Return the group's position; a new group starts at what ``resolve`` returns.
-
-        So the start of a query stays the same, also after a crash.
-        """
+        self._session = GroupSession.join(
+            *(stream._handle, group, f"spark:{group}:{os.getpid()}"),
+            confirmed=group_start(stream, group, lambda: start),
+            lease_ttl_s=LEASE_S,
+            max_poll_interval_s=_BUSY_S,
+        )
         try:
-            return self._stream.group(self._group).confirmed
-        except GroupNotFound:
-            self._stream.seek_group(self._group, resolve())
-            return self._stream.group(self._group).confirmed
+            self._term = self._hold(2 * LEASE_S)
+        except BaseException:
+            self._session.close(_CLOSE_S)
+            raise
 
-    def hold(self) -> None:
-        """Hold the lease, waiting for it if need be.
-
-        Raises:
-            GroupActive: Another member has held it for twice its TTL.
-        """
-        if self._session is None:
-            self._session = GroupSession.join(
-                *(self._stream._handle, self._group, f"spark:{self._group}:{os.getpid()}"),
-                confirmed=self._stream.group(self._group).confirmed,
-                lease_ttl_s=LEASE_S,
-                max_poll_interval_s=_BUSY_S,
-            )
-        self._term = self._session.hold(2 * LEASE_S)
-        if self._term is None:
-            owner = self._stream.group(self._group).owner or "another member"
+    def _hold(self, timeout_s: float) -> Term:
+        stream, group = self._stream, self._group
+        term = self._session.hold(timeout_s)
+        if term is None:
+            owner = stream.group(group).owner or "another member"
             raise GroupActive(
-                f"The query reads for group {self._group!r} of stream {self._stream.name!r}, and "
-                f"{owner} has its lease; stop that one, or read for another group.",
-                stream=self._stream.name,
-                group=self._group,
+                f"The query cannot read for group {group!r} of stream {stream.name!r}, because "
+                f"{owner} holds the lease. Stop that member, or read for another group. Each "
+                "load() is a member, even in one query: load a stream once and use the frame "
+                "twice, or give each load() another group.",
+                stream=stream.name,
+                group=group,
                 owner=owner,
             )
+        return term
 
     def confirm(self, position: Position) -> None:
-        """Confirm all records before this position. The confirmed offset never goes back.
+        """Confirm all records before this position. The confirmed offset never moves back.
 
         Raises:
             LeaseLost: Another member has taken over.
         """
         session = self._session
-        assert session is not None, "held before"
-        session.alive_at = now()  # else the lease would lapse, after a week
+        session.alive_at = now()  # or the lease would lapse after a week
         session.raise_refusal()
         if position.offset > session.confirmed:
             if session.term is not self._term:
                 raise LeaseLost(
-                    f"Another member reads for group {self._group!r} of stream "
-                    f"{self._stream.name!r} now.",
+                    f"Another member now reads for group {self._group!r} of stream "
+                    f"{self._stream.name!r}.",
                     stream=self._stream.name,
                     group=self._group,
                 )
-            session.epoch = position.epoch
+            session.read_in = position
             session.confirm(position.offset, self._term)
 
     def close(self) -> None:
-        """Send the last confirm, and give up the lease."""
-        if self._session is not None:
-            self._session.close(_CLOSE_S)
+        """Send the last confirm and release the lease."""
+        self._session.close(_CLOSE_S)

@@ -1,10 +1,18 @@
-"""Offsets as Spark keeps them: where each stream is to be read from next.
+"""Offsets as Spark stores them: the position at which each stream is read next.
 
-    {"streams": {"orders": {"epoch": 1794836508123, "incarnation": "5f1d...", "offset": 17}},
+    {"streams": {"orders": {"epoch": 1794836508123, "incarnation": "5f1d...", "offset": 17,
+                            "path": "1:0,+1794836508123:10"}},
      "version": 1}
 
-Spark compares them as text, so the order of names is fixed. The incarnation and the epoch tell a
-stream that was created anew, and a server that lost records, from one that only has more.
+A query without a checkpoint starts from an offset without streams, whose ``phase`` is "new". Its
+first batch reads nothing: it only puts the positions at which the query starts into the checkpoint,
+with the phase "start". Otherwise a failed first batch would be repeated from a start that is looked
+up again, and that may have moved. A first batch without this phase was planned by a release before
+0.2, which read records in it.
+
+Spark compares offsets as text, so names are sorted. The incarnation tells a recreated stream from
+the original. The epoch, and the path to it, tell a server that lost records from one that only has
+more. Offsets written before version 0.2 have no path.
 """
 
 from __future__ import annotations
@@ -16,16 +24,21 @@ from meteor_py import Position
 Offsets = dict[str, Position]
 
 _VERSION = 1
+_NEW, _START = "new", "start"
+
+#: The offset before the first batch of a query.
+INITIAL: dict[str, Any] = {"phase": _NEW, "streams": {}, "version": _VERSION}
 
 
 def to_spark(offsets: Offsets) -> dict[str, Any]:
-    """For the engine, which makes JSON of it."""
+    """Returns offsets in the form that Spark writes to the checkpoint as JSON."""
     return {
         "streams": {
             name: {
                 "epoch": position.epoch,
                 "incarnation": position.incarnation,
                 "offset": position.offset,
+                "path": position.path,
             }
             for name, position in sorted(offsets.items())
         },
@@ -33,18 +46,33 @@ def to_spark(offsets: Offsets) -> dict[str, Any]:
     }
 
 
-def from_spark(kept: dict[str, Any]) -> Offsets:
-    """What the engine hands back, perhaps from a checkpoint of long ago.
+def start_to_spark(offsets: Offsets) -> dict[str, Any]:
+    """Returns the end of the first batch of a query: the positions at which the query starts."""
+    return {"phase": _START, **to_spark(offsets)}
+
+
+def is_initial(stored: dict[str, Any]) -> bool:
+    """Returns whether this is the offset before the first batch."""
+    return stored.get("phase") == _NEW
+
+
+def is_start(stored: dict[str, Any]) -> bool:
+    """Returns whether this is the end of a first batch, which reads nothing."""
+    return stored.get("phase") == _START
+
+
+def from_spark(stored: dict[str, Any]) -> Offsets:
+    """Returns the offsets that Spark passes back, perhaps from an old checkpoint.
 
     Raises:
-        ValueError: It is of a newer version, or not of ours.
+        ValueError: Another version of this package, or another source, wrote them.
     """
-    if kept.get("version") != _VERSION:
+    if stored.get("version") != _VERSION:
         raise ValueError(
-            f"The checkpoint has offsets of version {kept.get('version')!r}, and this is version "
-            f"{_VERSION}; use the release that wrote it, or a new checkpoint."
+            f"The checkpoint has offsets of version {stored.get('version')!r}, and this package "
+            f"reads version {_VERSION}. Use the release that wrote it, or a new checkpoint."
         )
     return {
-        name: Position(place["incarnation"], place["epoch"], place["offset"])
-        for name, place in kept["streams"].items()
+        name: Position(found["incarnation"], found["epoch"], found["offset"], found.get("path", ""))
+        for name, found in stored["streams"].items()
     }

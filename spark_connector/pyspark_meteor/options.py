@@ -1,7 +1,7 @@
-"""The options of the data source, checked whole before anything is read.
+"""The options of the source, all checked before anything is read.
 
-Spark hands them over as strings, with names in any case. One that nobody knows is refused: a typing
-error would else change what is read, silently.
+Spark passes options as strings, with names in any case. Unknown options are refused, because a
+misspelled name would silently change which records are read.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import TypeVar
 
 from meteor_py.records.times import to_ms
 from meteor_py.redis import keys
-from pyspark_meteor.server import ServerOptions
+from pyspark_meteor.server import SERVER_OPTIONS, ServerOptions
 
-#: Places that Kafka's source has numbers for.
-_NUMBERS = {-2: "earliest", -1: "latest"}
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?")
+T = TypeVar("T", int, None)
+
+#: Numbers that have a special meaning in the offsets of Kafka's source.
+_KAFKA_OFFSETS = {-2: "earliest", -1: "latest"}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, None: 0.001}
 
-#: How they are written, by what they are good for.
-_EVERYWHERE = ("url", "passwordEnv", "passwordFile", "failOnDataLoss", "valueFormat")
+#: Explains the missing options of a source that was created as a table.
+NO_TABLES = (
+    "Spark does not pass the options of a table to a data source in Python. Use CREATE TEMPORARY "
+    "VIEW name USING meteor OPTIONS (stream 'orders')."
+)
+_EVERYWHERE = (*SERVER_OPTIONS, "failOnDataLoss", "valueFormat")
 _SELECTING = ("stream", "streams", "streamsPattern", "path")
 _READING = ("minPartitions", "maxRecordsPerPartition", "includeHeaders")
 _STARTING = ("startingOffsets", "startingTimestamp")
@@ -32,32 +39,33 @@ _STREAMING = (
     "maxBytesPerTrigger",
 )  # fmt: skip
 _ENDING = ("endingOffsets", "endingTimestamp")
+_COMMON = (*_EVERYWHERE, *_SELECTING, *_READING, *_STARTING)
 
 
 @dataclass(frozen=True, order=True)
-class Place:
-    """Where to start or to end in a stream, as it was asked for."""
+class OffsetSpec:
+    """Where to start or end in a stream, as the user wrote it. ``Planner`` resolves it."""
 
-    #: "earliest", "latest", "group", "offset", "before" (so many before the end), or "time".
+    #: "earliest", "latest", "group", "offset", "before" (records before the end), or "time".
     kind: str
     #: The offset, the number of records, or ms since 1970.
     number: int = 0
 
 
 @dataclass(frozen=True)
-class Places:
-    """The same for all streams; some may have one of their own."""
+class OffsetSpecs:
+    """The specs of all streams: a default, and those of particular streams."""
 
-    common: Place
-    of: dict[str, Place] = field(default_factory=dict)
+    default: OffsetSpec
+    by_stream: dict[str, OffsetSpec] = field(default_factory=dict)
 
-    def __getitem__(self, stream: str) -> Place:
-        return self.of.get(stream, self.common)
+    def __getitem__(self, stream: str) -> OffsetSpec:
+        return self.by_stream.get(stream, self.default)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a micro-batch may have."""
+    """Limits of a micro-batch."""
 
     max_records: int | None = None
     min_records: int = 0
@@ -70,7 +78,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ColumnOptions:
-    """Which columns there are."""
+    """The options that the schema depends on."""
 
     headers: bool
     text: bool
@@ -78,55 +86,42 @@ class ColumnOptions:
 
 @dataclass(frozen=True)
 class SourceOptions(ColumnOptions):
-    """What to read, and how."""
+    """All options of a source."""
 
     server: ServerOptions
     streams: tuple[str, ...]
-    #: In place of names: a regular expression that they match as a whole.
+    #: Instead of names: a regular expression that matches whole names.
     pattern: str | None
     group: str | None
-    starting: Places
-    ending: Places
+    starting: OffsetSpecs
+    ending: OffsetSpecs
     fail_on_data_loss: bool
     limits: Limits
     min_partitions: int
-    #: None: nothing is said, and frames may stay whole.
+    #: None: a default applies, and frames may stay whole.
     max_records_per_partition: int | None
 
 
 def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
-    """Understand the options of a source.
+    """Parse the options of a source.
 
     Raises:
         ValueError: One is unknown, wrong, or contradicts another.
     """
-    own = (*_EVERYWHERE, *_SELECTING, *_READING, *_STARTING)
-    known = (*own, *(_STREAMING if streaming else _ENDING))
-    options = Given(given, known, other=_ENDING if streaming else _STREAMING)
+    known, other = (_STREAMING, _ENDING) if streaming else (_ENDING, _STREAMING)
+    options = RawOptions(given, (*_COMMON, *known), other)
     streams, pattern = _parse_streams(options)
     group = options.text("group")
-    default = "latest" if streaming else "earliest"
-    starting = _parse_places(options, *_STARTING, default)
-    if not group and "group" in {starting.common.kind, *(p.kind for p in starting.of.values())}:
+    starting = _parse_specs(options, *_STARTING, "latest" if streaming else "earliest")
+    kinds = {starting.default.kind, *(spec.kind for spec in starting.by_stream.values())}
+    if not group and "group" in kinds:
         hint = "name it with group" if streaming else "only readStream has groups"
-        raise ValueError(f"startingOffsets=group goes on where a group is; {hint}.")
-    ending = _parse_places(options, *_ENDING, "latest")
-    for option, places in (("startingOffsets", starting), ("endingOffsets", ending)):
-        _check_names(option, places, streams, pattern)
+        raise ValueError(f"startingOffsets=group starts at the position of a group; {hint}.")
+    ending = _parse_specs(options, *_ENDING, "latest")
+    for option, specs in (("startingOffsets", starting), ("endingOffsets", ending)):
+        _check_names(option, specs, streams, pattern)
     _check_order(starting, ending)
-    limits = Limits(
-        max_records=options.number("maxOffsetsPerTrigger"),
-        min_records=options.number("minOffsetsPerTrigger") or 0,
-        max_delay_s=options.seconds("maxTriggerDelay", 900.0),
-        max_bytes=options.number("maxBytesPerTrigger"),
-    )
-    if options.text("maxTriggerDelay") and not limits.min_records:
-        raise ValueError(
-            "maxTriggerDelay is how long to wait for minOffsetsPerTrigger; give that, too."
-        )
-    if limits.max_records and limits.min_records > limits.max_records:
-        raise ValueError("minOffsetsPerTrigger is above maxOffsetsPerTrigger.")
-    columns = _parse_columns(options)
+    columns = parse_columns(given)
     return SourceOptions(
         headers=columns.headers,
         text=columns.text,
@@ -137,64 +132,62 @@ def parse_source(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
         starting=starting,
         ending=ending,
         fail_on_data_loss=options.flag("failOnDataLoss", True),
-        limits=limits,
-        min_partitions=options.number("minPartitions") or 1,
-        max_records_per_partition=options.number("maxRecordsPerPartition"),
+        limits=_parse_limits(options),
+        min_partitions=options.number("minPartitions", 1),
+        max_records_per_partition=options.number("maxRecordsPerPartition", None),
     )
 
 
 def parse_columns(given: Mapping[str, str]) -> ColumnOptions:
-    """Understand what the schema depends on; whether it is a stream that is read is not known yet.
+    """Parse the options of a schema. Whether the query is a streaming one is not known yet.
 
     Raises:
         ValueError: An option is unknown, or one of these is wrong.
     """
-    own = (*_EVERYWHERE, *_SELECTING, *_READING, *_STARTING, *_STREAMING, *_ENDING)
-    return _parse_columns(Given(given, own))
-
-
-def _parse_columns(options: Given) -> ColumnOptions:
+    options = RawOptions(given, (*_COMMON, *_STREAMING, *_ENDING))
     return ColumnOptions(
         headers=options.flag("includeHeaders", False),
         text=options.choice("valueFormat", ("binary", "string")) == "string",
     )
 
 
-class Given:
-    """Options as Spark hands them over: strings, with names in any case.
+class RawOptions:
+    """Options as Spark passes them: strings, with names in any case.
+
+    Args:
+        known: Options that have a meaning here.
+        other: Options that have one elsewhere, for a better error message.
 
     Raises:
-        ValueError: One is not among those that are known, or is empty.
+        ValueError: An option is not among the known ones, or is empty.
     """
 
     def __init__(
         self, given: Mapping[str, str], known: tuple[str, ...], other: tuple[str, ...] = ()
     ) -> None:
-        names = {name.lower(): name for name in known}
+        names = {name.lower(): name for name in (*known, *other)}
         self._values: dict[str, str] = {}
         for name, value in given.items():
-            if name.lower() in names:
-                if not str(value).strip():
-                    raise ValueError(f"The option {names[name.lower()]} is empty; leave it out.")
-                self._values[names[name.lower()]] = str(value)
-                continue
-            elsewhere = {name.lower(): name for name in other}.get(name.lower())
-            if elsewhere:
-                raise ValueError(f"The option {elsewhere} has no meaning here; leave it out.")
-            raise ValueError(
-                f"The data source meteor has no option {name!r}; it has {', '.join(known)}."
-            )
+            option = names.get(name.lower())
+            if option is None:
+                raise ValueError(
+                    f"The data source meteor has no option {name!r}; it has {', '.join(known)}."
+                )
+            if option not in known:
+                raise ValueError(f"The option {option} has no meaning here; leave it out.")
+            if not str(value).strip():
+                raise ValueError(f"The option {option} is empty; leave it out.")
+            self._values[option] = str(value)
 
     def text(self, name: str) -> str | None:
         return self._values.get(name)
 
-    def number(self, name: str) -> int | None:
-        """A number of at least 1."""
+    def number(self, name: str, default: T, least: int = 1, most: int = 2**53) -> int | T:
         text = self.text(name)
         if text is None:
-            return None
-        if not text.isdecimal() or not 1 <= int(text) <= 2**53:
-            raise ValueError(f"The option {name} is a number from 1 on, not {text!r}.")
+            return default
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise ValueError(f"The option {name} is a number from {least} to {most}, not {text!r}.")
         return int(text)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -206,127 +199,147 @@ class Given:
         return text.lower() == "true"
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
+        """Returns one of the choices; the first is the default."""
         text = self.text(name) or choices[0]
         for choice in choices:
             if choice.lower() == text.lower():
                 return choice
         raise ValueError(f"The option {name} is one of {', '.join(choices)}, not {text!r}.")
 
-    def seconds(self, name: str, default: float) -> float:
-        """A span of time as Spark writes it: 500ms, 30s, 15m; a bare number is in ms."""
+    def seconds(self, name: str, default: float, most: float = math.inf) -> float:
+        """Returns a duration that is written as in Spark: 500ms, 30s, 15m, or a number of ms."""
         text = self.text(name)
         if text is None:
             return default
-        found = _SPAN.fullmatch(text.strip().lower())
+        found = _DURATION.fullmatch(text.strip().lower())
         if not found:
-            raise ValueError(
-                f"The option {name} is a span of time such as 30s or 15m, not {text!r}."
-            )
-        return float(found[1]) * _UNITS[found[2]]
+            raise ValueError(f"The option {name} is a duration such as 30s or 15m, not {text!r}.")
+        seconds = float(found[1]) * _UNITS[found[2]]
+        if seconds > most:
+            raise ValueError(f"The option {name} is at most {most:g} seconds, not {text!r}.")
+        return seconds
 
 
-def _parse_streams(options: Given) -> tuple[tuple[str, ...], str | None]:
-    named = [name for name in _SELECTING if options.text(name)]
-    if len(named) != 1:
+def _parse_limits(options: RawOptions) -> Limits:
+    limits = Limits(
+        max_records=options.number("maxOffsetsPerTrigger", None),
+        min_records=options.number("minOffsetsPerTrigger", 0),
+        max_delay_s=options.seconds("maxTriggerDelay", 900.0),
+        max_bytes=options.number("maxBytesPerTrigger", None),
+    )
+    if options.text("maxTriggerDelay") and not limits.min_records:
         raise ValueError(
-            "Name what to read by one of stream, streams (a,b,c), streamsPattern or load(), not "
-            f"by {' and '.join(named) or 'none of them'}."
+            "maxTriggerDelay limits the wait for minOffsetsPerTrigger. Give both, or neither."
         )
-    text = options.text(named[0]) or ""
-    if named[0] == "streamsPattern":
+    if limits.max_records and limits.min_records > limits.max_records:
+        raise ValueError("minOffsetsPerTrigger is above maxOffsetsPerTrigger.")
+    return limits
+
+
+def _parse_streams(options: RawOptions) -> tuple[tuple[str, ...], str | None]:
+    selectors = [name for name in _SELECTING if options.text(name)]
+    if len(selectors) != 1:
+        raise ValueError(
+            "Select the streams with one of stream, streams (a,b,c), streamsPattern or load(), not "
+            f"with {' and '.join(selectors) or 'none of them'}."
+            + ("" if selectors else f" If this is a table: {NO_TABLES}")
+        )
+    (selector,) = selectors
+    text = options.text(selector) or ""
+    if selector == "streamsPattern":
         try:
             re.compile(text)
         except re.error as error:
             raise ValueError(f"streamsPattern is not a regular expression: {error}.") from None
         return (), text
-    names = [name.strip() for name in text.split(",")] if named[0] != "stream" else [text]
-    found = sorted(set(filter(None, names)))
-    if not found:
-        raise ValueError(f"The option {named[0]} has no name in it: {text!r}.")
-    for name in found:
+    names = [text] if selector == "stream" else [name.strip() for name in text.split(",")]
+    streams = sorted(set(filter(None, names)))
+    if not streams:
+        raise ValueError(f"The option {selector} has no name in it: {text!r}.")
+    for name in streams:
         keys.check_name(name)
-    return tuple(found), None
+    return tuple(streams), None
 
 
-def _parse_places(options: Given, by_offset: str, by_time: str, default: str) -> Places:
+def _parse_specs(options: RawOptions, by_offset: str, by_time: str, default: str) -> OffsetSpecs:
     offsets, time = options.text(by_offset), options.text(by_time)
     if offsets and time:
         raise ValueError(f"{by_offset} and {by_time} contradict each other; leave one out.")
     if time:
-        return Places(Place("time", _parse_time(by_time, time)))
+        return OffsetSpecs(OffsetSpec("time", _parse_time(by_time, time)))
     text = offsets or default
     if not text.lstrip().startswith("{"):
-        return Places(_parse_place(by_offset, text))
+        return OffsetSpecs(_parse_spec(by_offset, text))
     try:
         table = json.loads(text)
-        places = {name: _parse_place(by_offset, value) for name, value in table.items()}
     except json.JSONDecodeError as error:
         raise ValueError(f"{by_offset} is not JSON: {error}.") from None
-    return Places(_parse_place(by_offset, default), places)
+    specs = {name: _parse_spec(by_offset, value) for name, value in table.items()}
+    return OffsetSpecs(_parse_spec(by_offset, default), specs)
 
 
-def _check_names(
-    option: str, places: Places, streams: tuple[str, ...], pattern: str | None
-) -> None:
-    """A place of a stream that is not read is a typing error, which would go unnoticed."""
-    for name in places.of:
-        if not (name in streams if pattern is None else re.fullmatch(pattern, name)):
-            raise ValueError(f"{option} has a place in stream {name!r}, which is not read.")
-
-
-def _check_order(starting: Places, ending: Places) -> None:
-    both = [(name, starting[name], ending[name]) for name in sorted({*starting.of, *ending.of})]
-    for name, start, end in (*both, ("", starting.common, ending.common)):
-        (scale, first), (other, last) = _rank(start), _rank(end)
-        if scale == other and first > last:
-            word = "Timestamp" if start.kind == "time" else "Offsets"
-            of = f" of stream {name!r}" if name else ""
-            raise ValueError(f"starting{word}{of} is behind ending{word}: nothing lies between.")
-
-
-def _rank(place: Place) -> tuple[str, float]:
-    """Where a place is among others of the same scale; which of two scales is first, nobody knows.
-
-    >>> _rank(Place("earliest")) < _rank(Place("before", 10)) < _rank(Place("before", 5))
-    True
-    """
-    match place.kind:
-        case "earliest":
-            return "end", -math.inf
-        case "before":
-            return "end", -place.number
-        case "latest":
-            return "end", 0
-        case _:
-            return place.kind, place.number
-
-
-def _parse_place(name: str, value: str | int) -> Place:
+def _parse_spec(option: str, value: str | int) -> OffsetSpec:
     if isinstance(value, int) and not isinstance(value, bool):
         if value >= 0:
-            return Place("offset", value)
-        if value in _NUMBERS:
-            return Place(_NUMBERS[value])
+            return OffsetSpec("offset", value)
+        if value in _KAFKA_OFFSETS:
+            return OffsetSpec(_KAFKA_OFFSETS[value])
         raise ValueError(
-            f'{name} has the number {value}; write "{value}", with quotes, for so many before the '
-            "end. Numbers are offsets, or as in Kafka -1 (latest) and -2 (earliest)."
+            f'{option} has the number {value}. For {-value} records before the end, write "{value}"'
+            ", with quotes. Numbers are offsets, or as in Kafka -1 (latest) and -2 (earliest)."
         )
     if isinstance(value, str):
-        if value in ("earliest", "latest") or (value == "group" and name == "startingOffsets"):
-            return Place(value)
+        if value in ("earliest", "latest") or (value == "group" and option == "startingOffsets"):
+            return OffsetSpec(value)
         if re.fullmatch(r"-\d{1,15}", value):
-            return Place("before", int(value[1:]))
+            return OffsetSpec("before", int(value[1:]))
     raise ValueError(
-        f"{name} is earliest, latest, -N (so many before the end), or JSON such as "
+        f"{option} is earliest, latest, -N (N records before the end), or JSON such as "
         f'{{"orders": 17}}, not {value!r}.'
     )
 
 
-def _parse_time(name: str, text: str) -> int:
+def _parse_time(option: str, text: str) -> int:
     try:
         return to_ms(int(text) if text.isdecimal() else datetime.fromisoformat(text))
     except ValueError:
         raise ValueError(
-            f"{name} is ms since 1970, or a time with its zone such as 2026-11-16T14:30:00Z, not "
+            f"{option} is ms since 1970, or a time with its zone such as 2026-11-16T14:30:00Z, not "
             f"{text!r}."
         ) from None
+
+
+def _check_names(
+    option: str, specs: OffsetSpecs, streams: tuple[str, ...], pattern: str | None
+) -> None:
+    """Refuse the name of a stream that is not read: it is probably misspelled."""
+    for name in specs.by_stream:
+        if not (name in streams if pattern is None else re.fullmatch(pattern, name)):
+            raise ValueError(f"{option} names stream {name!r}, which is not read.")
+
+
+def _check_order(starting: OffsetSpecs, ending: OffsetSpecs) -> None:
+    names = sorted({*starting.by_stream, *ending.by_stream})
+    both = [(f" of stream {name!r}", starting[name], ending[name]) for name in names]
+    for of, start, end in (*both, ("", starting.default, ending.default)):
+        (scale, first), (other, last) = _rank(start), _rank(end)
+        if scale == other and first > last:
+            word = "Timestamp" if start.kind == "time" else "Offsets"
+            raise ValueError(f"starting{word}{of} is after ending{word}, so nothing can be read.")
+
+
+def _rank(spec: OffsetSpec) -> tuple[str, float]:
+    """Returns a scale and a rank on it. Specs of different scales cannot be compared yet.
+
+    >>> _rank(OffsetSpec("before", 10)) < _rank(OffsetSpec("before", 5))
+    True
+    """
+    match spec.kind:
+        case "earliest":
+            return "end", -math.inf
+        case "before":
+            return "end", -spec.number
+        case "latest":
+            return "end", 0
+        case _:
+            return spec.kind, spec.number

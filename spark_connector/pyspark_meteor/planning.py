@@ -1,4 +1,4 @@
-"""What a driver asks the server: which streams there are, where they begin and end."""
+"""Queries to the server on the driver: which streams exist, and where they begin and end."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from typing import TYPE_CHECKING
 
 from meteor_py import Client, LogTruncated, Position, Stream, StreamNotFound
 from meteor_py.log.split_points import split_points
+from meteor_py.records.position import path_of
 from meteor_py.records.times import EPOCH
 from meteor_py.redis import keys
 from pyspark_meteor.offsets import Offsets
 from pyspark_meteor.ranges import Range, cut
 
 if TYPE_CHECKING:
-    from pyspark_meteor.options import Place, SourceOptions
+    from pyspark_meteor.options import OffsetSpec, SourceOptions
 
-#: Records of a partition, roughly, if nothing is said: a second of work or so.
+#: Default size of a partition in records, roughly: about a second of work.
 RECORDS_PER_PARTITION = 500_000
-#: Seconds between two looks for new streams; where the known ones end is asked every few ms.
+#: Seconds between two searches for new streams. The engine asks for the ends every few ms.
 LIST_S = 1.0
-#: Streams that the server is asked for at once.
-_ASKED = 1000
+#: Streams whose ends are requested in one pipeline.
+_STREAMS_PER_REQUEST = 1000
 
 
 class Planner:
-    """For one thread: the driver's."""
+    """Plans the reads of one query. Not thread-safe."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
@@ -37,9 +38,10 @@ class Planner:
         self._listed: list[str] = []
         self._listed_at: float | None = None
         self._checked: dict[str, tuple[Position, str, int]] = {}
+        self._dangers_logged = False
 
     def names(self) -> list[str]:
-        """The streams to read: those named, or all that match now, or did a moment ago."""
+        """Returns the streams to read: those named, or all that matched at the last listing."""
         if self._options.pattern is None:
             return list(self._options.streams)
         now = time.monotonic()
@@ -50,58 +52,59 @@ class Planner:
         return self._listed
 
     def open(self, name: str) -> Stream:
-        """A stream.
+        """Returns a stream.
 
         Raises:
-            StreamNotFound: There is none of that name.
+            StreamNotFound: It does not exist.
         """
         if name not in self._streams:
             self._streams[name] = self._client.stream(name, create=False)
         return self._streams[name]
 
     def ends(self) -> Offsets:
-        """Where each stream ends now; one that does not exist yet is left out."""
-        found: Offsets = {}
+        """Returns the ends of all streams that exist."""
+        ends: Offsets = {}
         names = self.names()
-        for start in range(0, len(names), _ASKED):
-            part = names[start : start + _ASKED]
-            fields = ("incarnation", "epoch", "next")
-            asked = [("HMGET", keys.meta(name), *fields) for name in part]
-            for name, answer in zip(part, self._client._connector.pipeline(asked), strict=True):
-                life = answer[0].decode() if answer[0] else None
-                if name in self._streams and self._streams[name].incarnation != life:
-                    del self._streams[name]  # deleted, or created anew since it was opened
-                if life:
-                    found[name] = Position(life, int(answer[1]), int(answer[2]))
-        return found
+        for start in range(0, len(names), _STREAMS_PER_REQUEST):
+            part = names[start : start + _STREAMS_PER_REQUEST]
+            fields = ("incarnation", "epoch", "next", "epochs")
+            commands = [("HMGET", keys.meta(name), *fields) for name in part]
+            for name, reply in zip(part, self._client._connector.pipeline(commands), strict=True):
+                incarnation = reply[0].decode() if reply[0] else None
+                if name in self._streams and self._streams[name].incarnation != incarnation:
+                    del self._streams[name]  # deleted or recreated since it was opened
+                if incarnation:
+                    path = path_of(reply[3].decode())
+                    ends[name] = Position(incarnation, int(reply[1]), int(reply[2]), path)
+        return ends
 
     def first(self, name: str) -> int:
-        """The first record that there is of a stream; 0 if there is no such stream."""
+        """Returns the offset of a stream's first record; 0 if there is no such stream."""
         try:
             return self.open(name).bounds()[0]
         except (StreamNotFound, LogTruncated):
             return 0
 
-    def resolve(self, name: str, place: Place) -> Position:
-        """What a place means now.
+    def resolve(self, name: str, spec: OffsetSpec) -> Position:
+        """Returns the position that a spec means now.
 
         Raises:
-            ValueError: An offset beyond the end.
+            ValueError: It is an offset beyond the end.
         """
         stream = self.open(name)
         end = stream.end()
         first = stream.bounds()[0]
-        match place.kind:
+        match spec.kind:
             case "latest":
                 offset = end.offset
             case "earliest":
                 offset = first
             case "before":
-                offset = max(end.offset - place.number, first)
+                offset = max(end.offset - spec.number, first)
             case "time":
-                offset = stream.offset_at(EPOCH + timedelta(milliseconds=place.number))
+                offset = stream.offset_at(EPOCH + timedelta(milliseconds=spec.number))
             case _:
-                offset = place.number
+                offset = spec.number
         if offset > end.offset:
             raise ValueError(
                 f"Offset {offset} is beyond the end of stream {name!r}, which is {end.offset}."
@@ -109,40 +112,40 @@ class Planner:
         return end._replace(offset=offset)
 
     def check(self, name: str, known: Position, end: Position) -> None:
-        """Raise if the server has lost records that a query knows of.
+        """Check that the server still has all records before a position.
 
         Raises:
-            LogTruncated: It has, or the stream was created anew.
+            LogTruncated: It has lost some, or the stream was recreated.
         """
         same = (known.incarnation, known.epoch) == (end.incarnation, end.epoch)
         if same and known.offset <= end.offset:
             return
-        found = (known, end.incarnation, end.epoch)
-        if self._checked.get(name) != found or known.offset > end.offset:
+        checked = (known, end.incarnation, end.epoch)
+        if self._checked.get(name) != checked or known.offset > end.offset:
             with self.open(name).subscriber() as sub:
                 sub.seek(known)
-            self._checked[name] = found  # until the next batch, this is asked every few ms
+            self._checked[name] = checked  # this is called every few ms until the next batch
 
     def divide(self, ranges: list[Range]) -> list[Range]:
-        """Cut ranges into what tasks read; where that is possible, between frames or row groups.
+        """Cut ranges into parts for tasks, at boundaries of frames or row groups if possible.
 
-        It is not if the frames are too large for as many parts as are wanted, or as small ones.
+        If frames are too large for the number or size of the parts, the cuts are inside frames.
         """
         options = self._options
-        most = options.max_records_per_partition
-        parts = cut(ranges, options.min_partitions, most or RECORDS_PER_PARTITION)
-        aligned = [part for whole in ranges for part in self._aligned(whole, parts)]
+        max_records = options.max_records_per_partition
+        parts = cut(ranges, options.min_partitions, max_records or RECORDS_PER_PARTITION)
+        aligned = [part for whole in ranges for part in self._align(whole, parts)]
         is_few = len(aligned) < min(options.min_partitions, len(parts))
-        is_large = most is not None and any(len(part) > most for part in aligned)
+        is_large = max_records is not None and any(len(part) > max_records for part in aligned)
         return parts if is_few or is_large else aligned
 
-    def _aligned(self, whole: Range, parts: list[Range]) -> list[Range]:
+    def _align(self, whole: Range, parts: list[Range]) -> list[Range]:
         own = [part for part in parts if part.stream == whole.stream]
         try:
             handle = self.open(whole.stream)._handle
             found = split_points(handle, [part.first for part in own[1:]])
         except (StreamNotFound, LogTruncated):
-            return own  # whoever reads it will be told, or go on without
+            return own  # the task that reads it raises, or skips it
         inner = sorted({end for end in found if whole.first < end < whole.end.offset})
         return [
             replace(whole, first=first, end=whole.end._replace(offset=stop))
@@ -150,7 +153,7 @@ class Planner:
         ]
 
     def record_bytes(self, streams: Iterable[str]) -> int:
-        """What a record takes, on the average of those in the rings now."""
+        """Returns the average size of the records that are in the rings now."""
         size = count = 0
         for name in streams:
             try:
@@ -163,4 +166,8 @@ class Planner:
 
     @property
     def _client(self) -> Client:
-        return self._options.server.connect()
+        server = self._options.server
+        if not self._dangers_logged:
+            server.log_dangers()
+            self._dangers_logged = True
+        return server.connect()

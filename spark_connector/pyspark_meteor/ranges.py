@@ -1,4 +1,4 @@
-"""Ranges of offsets: how a micro-batch is bounded, and cut into what tasks read."""
+"""Ranges of offsets: limiting a micro-batch, and cutting it into the parts that tasks read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pyspark_meteor.offsets import Offsets
 
 @dataclass(frozen=True)
 class Range(InputPartition):
-    """Some records of one stream: what a task reads. Holds nothing secret.
+    """Consecutive records of one stream, read by one task. Holds no secrets.
 
-    ``end`` has the incarnation and epoch in which the range was planned: should the server have
-    lost some of it since, that is noticed.
+    ``end`` has the incarnation and epoch in which the range was planned. If the server has lost
+    records of the range since, the task notices.
     """
 
     stream: str
@@ -25,16 +25,15 @@ class Range(InputPartition):
     def __len__(self) -> int:
         return self.end.offset - self.first
 
-    # A dataclass would compare and print as the base class does: by a value that there is not.
     def __repr__(self) -> str:
         return f"Range({self.stream!r}, {self.first}, {self.end.offset})"
 
 
 def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
-    """What lies between two offsets of a query.
+    """Returns the records between two offsets of a query.
 
-    Nothing of a stream that was not there before, or was created anew: the first offset that a
-    query has of it is where it begins, and what follows is in the next batch.
+    A stream that is new, or was recreated, has none. The first offset that a query stores for it
+    is its beginning; its records belong to the next batch.
     """
     return [
         Range(name, known.offset, stop)
@@ -45,8 +44,8 @@ def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
     ]
 
 
-def cut(ranges: list[Range], least: int, records_max: int) -> list[Range]:
-    """Cut ranges into at least ``least`` parts, none of which is larger than ``records_max``.
+def cut(ranges: list[Range], min_parts: int, max_records: int) -> list[Range]:
+    """Cut ranges into at least ``min_parts`` parts of at most ``max_records`` records.
 
     Larger ranges get more of the parts; small ones stay whole.
 
@@ -55,36 +54,35 @@ def cut(ranges: list[Range], least: int, records_max: int) -> list[Range]:
     [4, 3, 3]
     """
     total = sum(map(len, ranges))
-    if not total:
-        return []
     parts: list[Range] = []
     for whole in ranges:
-        pieces = max(-(-len(whole) // records_max), -(-len(whole) * least // total))
-        pieces = min(pieces, len(whole))
-        size, larger = divmod(len(whole), pieces)
-        at = whole.first
-        for number in range(pieces):
-            stop = at + size + (number < larger)
-            parts.append(replace(whole, first=at, end=whole.end._replace(offset=stop)))
-            at = stop
+        count = max(-(-len(whole) // max_records), -(-len(whole) * min_parts // total))
+        count = min(count, len(whole))
+        size, larger = divmod(len(whole), count)
+        first = whole.first
+        for number in range(count):
+            stop = first + size + (number < larger)
+            parts.append(replace(whole, first=first, end=whole.end._replace(offset=stop)))
+            first = stop
     return parts
 
 
-def bounded(ranges: list[Range], end: Offsets, records_max: int) -> Offsets:
-    """``end``, or as far as so many records reach: each stream gets one, and its share of the rest.
+def bounded(ranges: list[Range], end: Offsets, max_records: int) -> Offsets:
+    """Returns ``end``, or the offsets that ``max_records`` records reach.
 
-    If there are more streams than records, they take turns. Whose turn it is depends on where the
-    ranges begin, and on nothing else: after a crash, the same batch is planned again.
+    Each stream gets one record and its share of the rest. If there are more streams than records,
+    they take turns. The turn depends only on where the ranges begin, so the same batch is planned
+    again after a crash.
     """
     total, count = sum(map(len, ranges)), len(ranges)
-    if total <= records_max:
+    if total <= max_records:
         return end
     limited = dict(end)
     turn = sum(found.first for found in ranges)
     for number, found in enumerate(ranges):
-        if records_max < count:
-            share = int((number - turn) % count < records_max)
+        if max_records < count:
+            share = int((number - turn) % count < max_records)
         else:
-            share = 1 + (records_max - count) * (len(found) - 1) // (total - count)
+            share = 1 + (max_records - count) * (len(found) - 1) // (total - count)
         limited[found.stream] = found.end._replace(offset=found.first + share)
     return limited

@@ -1,4 +1,4 @@
-"""What a task does: read one range of a stream, from the ring or the store, as Arrow."""
+"""The work of a source task: read one range of a stream, from the ring or the store, as Arrow."""
 
 from __future__ import annotations
 
@@ -6,87 +6,90 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from meteor_py import (
+    CorruptFrame,
+    CorruptSegment,
+    LogTruncated,
+    RecordsLost,
+    StreamNotFound,
+    Subscriber,
+)
 from pyspark_meteor.columns import Columns
+from pyspark_meteor.outages import outlast
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-    from meteor_py import CorruptSegment, RecordsLost, Subscriber
     from pyspark_meteor.options import SourceOptions
     from pyspark_meteor.ranges import Range
 
 _log = logging.getLogger(__name__)
 
-#: Records of the first batch, so that ``show()`` and ``limit()`` end early, and of the others.
-_FIRST, _OTHERS = 1_000, 65_536
-#: Seconds to wait for records that are known to be there.
-_POLL_S = 30.0
+#: Records per batch. The first is small, so that ``show()`` and ``limit()`` end early.
+_FIRST_RECORDS, _RECORDS = 1_000, 65_536
+#: Minimum seconds to wait for records that existed when the range was planned.
+_POLL_S = 1.0
 
 
 def read_range(
     options: SourceOptions, schema: StructType, wanted: Range
 ) -> Iterator[pa.RecordBatch]:
-    """The records of a range, whatever the ring has dropped since it was planned.
+    """Yields the records of a range, from the store if the ring has dropped them since.
 
     Raises:
-        RecordsLost, CorruptSegment: Some are gone, and the query is to fail then.
-        LogTruncated: The server has lost some of them, or the stream was created anew.
-        StreamNotFound: It was deleted.
+        RecordsLost, CorruptSegment, CorruptFrame: Some records are gone or damaged, and
+            failOnDataLoss is true.
+        LogTruncated: The server has lost some of them, or the stream was recreated.
+        StreamNotFound: The stream was deleted.
     """
-    from meteor_py import LogTruncated, StreamNotFound
-
+    columns = Columns(schema)
+    size = _FIRST_RECORDS
+    server = options.server
+    timeout_s = max(server.timeout_s, _POLL_S)
     try:
-        yield from _read_range(options, schema, wanted)
+        with outlast(server, lambda: _subscribe(options, columns, wanted)) as sub:
+            stop = outlast(server, lambda: _find_end(sub, options, wanted))
+            if stop <= wanted.first:
+                return
+            outlast(server, lambda: sub.seek(wanted.first))
+            while sub.position < stop:
+                try:
+                    batch = sub.poll(timeout_s, min(stop - sub.position, size))
+                except (RecordsLost, CorruptSegment, CorruptFrame) as loss:
+                    _skip_gap(sub, loss, options, wanted)
+                    continue
+                if batch.last_offset >= stop:  # after a gap
+                    batch = batch[: max(stop - batch.first_offset, 0)]
+                if batch:
+                    yield from columns.batches(wanted.stream, batch)
+                    size = _RECORDS
+                elif sub.position < stop:
+                    raise TimeoutError(
+                        f"Records from {sub.position} on of stream {wanted.stream!r} did not "
+                        f"arrive within {timeout_s:g} seconds, though they existed before."
+                    )
+            # A failover during the read may have replaced records: check the history again.
+            outlast(server, lambda: _find_end(sub, options, wanted))
     except (StreamNotFound, LogTruncated) as loss:
         if options.fail_on_data_loss:
             raise
-        _log.warning("%s What is left of %r is skipped: failOnDataLoss is false.", loss, wanted)
+        _log.warning("%s The rest of %r is skipped: failOnDataLoss is false.", loss, wanted)
 
 
-def _read_range(
-    options: SourceOptions, schema: StructType, wanted: Range
-) -> Iterator[pa.RecordBatch]:
-    """The same; what becomes of the stream meanwhile is raised."""
-    from meteor_py import CorruptSegment, RecordsLost
-
-    columns = Columns(schema)
+def _subscribe(options: SourceOptions, columns: Columns, wanted: Range) -> Subscriber:
     stream = options.server.connect().stream(wanted.stream, create=False)
-    size = _FIRST
-    with stream.subscriber(codec="bytes") as sub:
-        stop = _find_end(sub, options, wanted)
-        if stop <= wanted.first:
-            return
-        sub.seek(wanted.first)
-        while sub.position < stop:
-            try:
-                batch = sub.poll(_POLL_S, min(stop - sub.position, size))
-            except (RecordsLost, CorruptSegment) as loss:
-                _judge(loss, options, wanted)
-                sub.skip_gap()
-                continue
-            if batch.last_offset >= stop:  # behind a gap
-                batch = batch[: max(stop - batch.first_offset, 0)]
-            if not batch:
-                if sub.position < stop:
-                    raise TimeoutError(
-                        f"Records from {sub.position} on of stream {wanted.stream!r} did not come "
-                        f"in {_POLL_S:g} seconds, though they were there before."
-                    )
-                break
-            yield from columns.batches(wanted.stream, batch)
-            size = _OTHERS
-        # What was read may be of another history, if that has changed meanwhile.
-        _find_end(sub, options, wanted)
+    subscriber = stream.subscriber(codec="bytes")
+    subscriber._read_columns(columns.of_records())
+    return subscriber
 
 
 def _find_end(sub: Subscriber, options: SourceOptions, wanted: Range) -> int:
-    """How far the history that the range was planned with still reaches; raise if not all of it.
+    """Returns the offset up to which the history of the plan still exists.
 
-    A batch that Spark repeats has to end some day, also when its records are gone for good.
+    Without failOnDataLoss this never raises ``LogTruncated``: a batch that Spark repeats must end
+    even if its records are gone for good.
     """
-    from meteor_py import LogTruncated
-
     try:
         sub.seek(wanted.end)
     except LogTruncated as loss:
@@ -97,12 +100,21 @@ def _find_end(sub: Subscriber, options: SourceOptions, wanted: Range) -> int:
     return wanted.end.offset
 
 
-def _judge(loss: RecordsLost | CorruptSegment, options: SourceOptions, wanted: Range) -> None:
-    """Raise, unless the query is to go on without these records."""
+def _skip_gap(
+    sub: Subscriber,
+    loss: RecordsLost | CorruptSegment | CorruptFrame,
+    options: SourceOptions,
+    wanted: Range,
+) -> None:
+    """Skip lost or damaged records, or raise if the query must not miss any."""
     if options.fail_on_data_loss:
         raise loss
-    last = min(loss.last, wanted.end.offset - 1)
+    first, last = max(loss.first, wanted.first), min(loss.last, wanted.end.offset - 1)
     _log.warning(
         "%d records are lost, %d to %d of stream %r, and skipped: failOnDataLoss is false.",
-        *(last - loss.first + 1, loss.first, last, wanted.stream),
+        *(last - first + 1, first, last, wanted.stream),
     )
+    if isinstance(loss, CorruptFrame):  # to a subscriber this is no gap: the bytes exist
+        outlast(options.server, lambda: sub.seek(loss.last + 1))
+    else:
+        sub.skip_gap()

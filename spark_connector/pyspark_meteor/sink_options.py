@@ -1,4 +1,4 @@
-"""The options of the sink, checked whole before anything is written."""
+"""The options of the sink, all checked before anything is written."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from pyspark_meteor.options import Given
+from pyspark_meteor.options import RawOptions
 from pyspark_meteor.server import SERVER_OPTIONS, ServerOptions
 
-_OWN = (*SERVER_OPTIONS, "stream", "path", "capacity", "commitDurability")
+_COMMON = (*SERVER_OPTIONS, "stream", "path", "capacity", "commitDurability")
 _BATCH = ("txnId", "txnVersion")
 _STREAMING = ("delivery", "failOnDataLoss")
-#: Spark puts its own among ours.
+#: Options of Spark itself, which it also passes to the sink.
 _ASYNC = "asyncProgressTrackingEnabled"
-_OF_SPARK = ("checkpointLocation", "queryName", _ASYNC)
+_SPARK = ("checkpointLocation", "queryName", _ASYNC)
 _COLUMNS: dict[str, tuple[DataType, ...]] = {
     "value": (BinaryType(), StringType()),
     "key": (BinaryType(), StringType()),
@@ -34,70 +34,60 @@ _COLUMNS: dict[str, tuple[DataType, ...]] = {
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """Where to write, and how surely."""
+    """All options of a sink."""
 
     server: ServerOptions
-    #: None: the column ``stream`` says.
+    #: None: the column ``stream`` names the target of each row.
     stream: str | None
     exactly_once: bool
-    #: What makes a batch write the same as an earlier one; None: nothing does.
+    #: Identifies a batch write that is submitted again; None: each write is a new one.
     txn_id: str | None
     txn_version: int
-    #: How many must have what was written before it counts as such.
+    #: Replicas that must have a batch before it counts as written.
     replicas: int
-    #: Whether a batch fails that was written under its number with other rows.
+    #: Whether a batch fails if the stream has a batch with the same number but other rows.
     fail_on_data_loss: bool
-    #: Records that the rings keep of streams that are made; None: as many as the library says.
+    #: Ring capacity of streams that the sink creates; None: the library's default.
     capacity: int | None
 
 
 def parse_sink(given: Mapping[str, str], schema: StructType, *, streaming: bool) -> SinkOptions:
-    """Understand the options and the columns of what is written.
+    """Parse the options of a sink, and check the columns of the rows.
 
     Raises:
         ValueError: One is unknown, wrong, or contradicts another.
     """
-    more = (*_STREAMING, *_OF_SPARK) if streaming else _BATCH
-    options = Given(given, (*_OWN, *more), other=_BATCH if streaming else _STREAMING)
+    known, other = ((*_STREAMING, *_SPARK), _BATCH) if streaming else (_BATCH, _STREAMING)
+    options = RawOptions(given, (*_COMMON, *known), other)
     if options.flag(_ASYNC, False):
         raise ValueError(
-            f"Exactly-once needs to know what a batch was; {_ASYNC} gives that up. Leave it out, "
-            "or use another sink."
+            f"With {_ASYNC}, batch numbers are not reliable, and exactly-once writing needs them. "
+            "Leave the option out, or use another sink."
         )
     stream, path = options.text("stream"), options.text("path")
     if stream and path:
-        raise ValueError("The stream is named by the option stream and by save(); once will do.")
+        raise ValueError("Both the option stream and save() name the stream. Name it once.")
     check_columns(schema, named=bool(stream or path))
     delivery = options.choice("delivery", ("exactlyOnce", "atLeastOnce"))
     if options.text("txnVersion") and not options.text("txnId"):
-        raise ValueError("txnVersion counts what one txnId writes; give that, too.")
+        raise ValueError("txnVersion needs a txnId, whose writes it counts.")
     return SinkOptions(
         server=ServerOptions.parse(options),
         stream=stream or path,
         exactly_once=delivery == "exactlyOnce",
         txn_id=options.text("txnId"),
-        txn_version=_count(options, "txnVersion", 1, 2**53),
-        replicas=_count(options, "commitDurability", 0, 1000),
+        txn_version=options.number("txnVersion", 1, least=0),
+        replicas=options.number("commitDurability", 0, least=0, most=1000),
         fail_on_data_loss=options.flag("failOnDataLoss", True),
-        capacity=options.number("capacity"),
+        capacity=options.number("capacity", None),
     )
 
 
-def _count(options: Given, name: str, default: int, most: int) -> int:
-    """A number from 0 on, as batches have: those of a query begin with it."""
-    text = options.text(name)
-    if text is None:
-        return default
-    if not text.isdecimal() or int(text) > most:
-        raise ValueError(f"The option {name} is a number from 0 to {most}, not {text!r}.")
-    return int(text)
-
-
 def check_columns(schema: StructType, *, named: bool) -> None:
-    """Raise unless the columns are those of records.
+    """Check that rows of this schema can be written as records.
 
     Raises:
-        ValueError: One is missing, unknown, or of another type.
+        ValueError: A column is missing, unknown, or has another type.
     """
     for column in schema.fields:
         kinds = _COLUMNS.get(column.name, ())
@@ -107,17 +97,17 @@ def check_columns(schema: StructType, *, named: bool) -> None:
                 for name, kinds in _COLUMNS.items()
             )
             raise ValueError(
-                f"The column {column.name} {column.dataType.simpleString()} cannot be written to a "
-                f"stream; it takes {known}."
+                f"Column {column.name} of type {column.dataType.simpleString()} cannot be written "
+                f"to a stream. Supported columns: {known}."
             )
     names = schema.fieldNames()
     if "value" not in names:
-        raise ValueError("A record needs a value: select or cast something as the column value.")
+        raise ValueError("A record needs a value. Select or cast something as the column value.")
     if not named and "stream" not in names:
-        raise ValueError("Name the stream to write to by the option stream, or a column stream.")
+        raise ValueError("Name the stream to write to with the option stream or a column stream.")
 
 
 def _is_kind(found: DataType, kind: DataType) -> bool:
-    if isinstance(kind, MapType) and isinstance(found, MapType):  # whether it may hold null or not
+    if isinstance(kind, MapType) and isinstance(found, MapType):  # whether or not it allows null
         return (found.keyType, found.valueType) == (kind.keyType, kind.valueType)
     return found == kind

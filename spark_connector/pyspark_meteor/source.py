@@ -1,4 +1,4 @@
-"""The data source ``meteor``: what Spark finds by that name."""
+"""The data source ``meteor``: Spark's entry point to the readers and writers of this package."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import pyspark
 
-_NEEDED = (4, 2)
+_REQUIRED = (4, 2)
 
 
 def check_version() -> None:
-    """Raise ``ImportError`` where PySpark has not all that is needed."""
-    if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < _NEEDED:
+    """Raise ``ImportError`` if PySpark is too old."""
+    if tuple(int(part) for part in pyspark.__version__.split(".")[:2]) < _REQUIRED:
         raise ImportError(
-            f"The data source meteor needs PySpark {_NEEDED[0]}.{_NEEDED[1]} or newer, for rate "
-            f"limits and Trigger.AvailableNow, and this is {pyspark.__version__}; pip install "
+            f"The data source meteor needs PySpark {_REQUIRED[0]}.{_REQUIRED[1]} or newer, for "
+            f"rate limits and Trigger.AvailableNow, and this is {pyspark.__version__}; pip install "
             "'meteor-py[spark]'."
         )
 
@@ -27,7 +27,7 @@ try:
         DataSourceStreamWriter,
         DataSourceWriter,
     )
-except ModuleNotFoundError:  # before 4.0, which does not look for data sources, either
+except ModuleNotFoundError:  # PySpark before 4.0, which does not search for data sources either
     check_version()
     raise
 
@@ -37,73 +37,75 @@ if TYPE_CHECKING:
 
 
 class MeteorDataSource(DataSource):
-    """Streams of meteor_py as a source and a sink.
+    """meteor_py streams as a source and a sink.
 
     >>> spark.readStream.format("meteor").option("stream", "orders").load()  # doctest: +SKIP
 
-    Spark makes it anew in several processes: it only remembers its options.
+    Spark creates instances in several processes, so an instance holds nothing but its options.
     """
 
     @classmethod
     def name(cls) -> str:
-        """As in ``format("meteor")``."""
+        """The name in ``format("meteor")``."""
         return "meteor"
 
     def schema(self) -> StructType:
-        """The columns; some depend on options."""
+        """Returns the columns; some depend on options."""
         check_version()
         from pyspark_meteor.columns import source_schema
-        from pyspark_meteor.options import parse_columns
+        from pyspark_meteor.options import NO_TABLES, parse_columns
 
+        if "provider" in self.options:  # Spark adds it when a table is created
+            raise ValueError(f"CREATE TABLE is not supported. {NO_TABLES}")
         return source_schema(parse_columns(self.options))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """For ``spark.read``."""
+        """Returns the reader for ``spark.read``."""
         check_version()
-        from pyspark_meteor.batch_reader import BatchReader
         from pyspark_meteor.options import parse_source
+        from pyspark_meteor.readers import BatchReader
 
         return BatchReader(parse_source(self.options, streaming=False), schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        """For ``spark.readStream``."""
+        """Returns the reader for ``spark.readStream``."""
         check_version()
-        from pyspark_meteor.stream_reader import StreamReader
+        from pyspark_meteor.readers import StreamReader
 
         return StreamReader(dict(self.options.items()), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """For ``df.write``."""
+        """Returns the writer for ``df.write``."""
         check_version()
         from pyspark_meteor.sink_options import parse_sink
         from pyspark_meteor.writers import BatchWriter
 
-        _check_appending(overwrite)
+        _check_append(overwrite)
         return BatchWriter(parse_sink(self.options, schema, streaming=False))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
-        """For ``df.writeStream``."""
+        """Returns the writer for ``df.writeStream``."""
         check_version()
         from pyspark_meteor.sink_options import parse_sink
         from pyspark_meteor.writers import StreamWriter
 
-        _check_appending(overwrite)
+        _check_append(overwrite)
         return StreamWriter(parse_sink(self.options, schema, streaming=True))
 
 
-def _check_appending(overwrite: bool) -> None:
+def _check_append(overwrite: bool) -> None:
     if overwrite:
         raise ValueError(
-            'A stream is only ever appended to; write with mode("append"), or outputMode append or '
-            "update."
+            'Streams are append-only. Write with mode("append") or output mode append. For output '
+            "mode update, write in foreachBatch (docs/spark.md)."
         )
 
 
 def register(spark: SparkSession) -> None:
-    """Let a session know the format ``meteor``, where Spark does not find it by itself.
+    """Register the format ``meteor`` in a session that does not find it.
 
-    That is so if the package was installed after the first use of an unknown format, or came with
-    ``--py-files``.
+    This is needed if the package was installed after the session first searched for data sources,
+    or was shipped with ``--py-files``.
 
     >>> pyspark_meteor.register(spark)  # doctest: +SKIP
     """

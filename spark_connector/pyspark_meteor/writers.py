@@ -1,13 +1,16 @@
-"""The sinks: what the engine asks its tasks to write, and the driver to commit.
+"""The sinks: tasks stage rows, and the driver commits them.
 
-A task may be run twice, at the same time even, and nobody tells the one that lost: so tasks only
-stage their rows, each try under a name of its own, and the driver commits those that the engine
-counts. A batch that was committed before the driver died is asked for again: the stream knows, and
-the tasks need not stage it. They count it: with another number of rows it is another batch, of a
-checkpoint that was restored. The commit checks that, and that the stream still knows; after a
-fail-over it may not.
-The writer that commits a stream's batch is another object than the one that wrote, in another
-process: all it knows is in the messages.
+Spark may run a task twice, even at the same time, and does not inform the attempt that lost. Tasks
+therefore only stage their rows, each attempt under a unique name, and the driver commits the stages
+of the attempts that the engine counts.
+
+If the driver died after a commit, the engine repeats the batch. The stream has it, so the tasks
+stage nothing and only count their rows: a different number means a different batch, from a
+checkpoint that was restored. The commit checks the number, and that the stream still has the batch,
+since a failover may have lost it.
+
+The object that commits a batch is not the one that wrote it, and lives in another process. It
+knows only what the messages say.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyspark import TaskContext
@@ -25,9 +29,10 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
-from meteor_py.errors import PublishError, StreamNotFound
+from meteor_py.errors import AccessDenied, PublishError, StreamNotFound
 from meteor_py.publish.transaction import (
     Staged,
+    StageOwner,
     VersionDiffers,
     VersionPassed,
     abandon,
@@ -35,7 +40,9 @@ from meteor_py.publish.transaction import (
     discard,
     forget,
     is_done,
+    let_expire,
 )
+from pyspark_meteor.outages import outlast
 from pyspark_meteor.writing import publish_all, stage_all
 
 if TYPE_CHECKING:
@@ -48,29 +55,31 @@ _log = logging.getLogger(__name__)
 
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
+#: Spark runs the jobs of a streaming query in a group that is named after the run of the query.
+_RUN = "spark.jobGroup.id"
+#: Seconds for which a txnId is remembered after it was last written or submitted again.
+_TXN_S = 30 * 86_400
 
 
 @dataclass
 class Written(WriterCommitMessage):
-    """What a task has staged: nothing but names and numbers."""
+    """The result of a task: nothing but names and numbers."""
 
     writer: str
     partition: int
     stages: dict[str, Staged] = field(default_factory=dict)
-    #: It has staged nothing, as the stream had it all.
-    done: bool = False
-    #: Rows that it has not staged then.
-    counted: int = 0
+    #: Rows that the task only counted, because the stream had the batch; None: it staged them.
+    counted: int | None = None
 
 
 class StreamWriter(DataSourceStreamArrowWriter):
-    """For ``df.writeStream``."""
+    """The writer for ``df.writeStream``."""
 
     def __init__(self, options: SinkOptions) -> None:
         self._options = options
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """In a task: stage the rows, or with ``delivery=atLeastOnce`` publish them."""
+        """Stage the rows of a task, or with ``delivery=atLeastOnce`` publish them."""
         context = TaskContext.get()
         assert context is not None, "in a task"
         query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
@@ -79,98 +88,108 @@ class StreamWriter(DataSourceStreamArrowWriter):
             return Written("", context.partitionId())
         if not query or batch is None:
             raise RuntimeError(
-                "Spark does not tell which batch of which query this is, so it cannot be written "
-                "exactly once; use delivery=atLeastOnce."
+                "Spark did not pass the ids of the query and the batch, so the batch cannot be "
+                "written exactly once. Use delivery=atLeastOnce."
             )
         try:
-            if found_done(self._options, query, int(batch)):
-                return Written(query, context.partitionId(), done=True, counted=count(iterator))
+            done = stream_has(self._options, query, int(batch))
         except VersionPassed as error:
             raise _passed(error) from None
-        # The numbers of attempts begin anew with each driver: they make no name.
-        name = f"{query}.{batch}.{context.partitionId()}.{uuid.uuid4().hex}"
-        stages = stage_all(self._options, iterator, name)
-        return Written(query, context.partitionId(), stages)
+        owner = StageOwner(query, int(batch), context.getLocalProperty(_RUN) or "")
+        return _write(self._options, iterator, owner, context.partitionId(), done=done)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """On the driver: move what was staged into the streams, unless that was done."""
+        """Move the staged rows of a batch into the streams, unless they are there. Driver only."""
         if self._options.exactly_once:
             try:
-                commit_all(self._options, messages, batchId)
+                outlast(self._options.server, lambda: commit_all(self._options, messages, batchId))
             except VersionPassed as error:
                 raise _passed(error) from None
             except VersionDiffers as error:
                 raise _differs(error) from None
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """On the driver: what was staged is not wanted. What nobody tells of expires."""
+        """Discard staged rows, on the driver. Stages of tasks that sent no message expire."""
         discard_all(self._options, messages)
 
 
 class BatchWriter(DataSourceArrowWriter):
-    """For ``df.write``. The same object, pickled, writes and commits."""
+    """The writer for ``df.write``. Copies of one object, by pickle, write and commit."""
 
     def __init__(self, options: SinkOptions) -> None:
         self._options = options
-        self._writer = f"txn.{options.txn_id}" if options.txn_id else f"job.{uuid.uuid4().hex}"
+        run = uuid.uuid4().hex
+        self._writer = f"txn.{options.txn_id}" if options.txn_id else f"job.{run}"
+        self._owner = StageOwner(self._writer, options.txn_version, run)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """In a task: stage the rows, unless ``txnId`` was written."""
+        """Stage the rows of a task, unless the stream has this version of the ``txnId``."""
         context = TaskContext.get()
         assert context is not None, "in a task"
-        version = self._options.txn_version
+        options, writer, partition = self._options, self._writer, context.partitionId()
         try:
-            if self._options.txn_id and found_done(self._options, self._writer, version):
-                return Written(
-                    self._writer, context.partitionId(), done=True, counted=count(iterator)
-                )
+            done = bool(options.txn_id) and stream_has(options, writer, options.txn_version)
         except VersionPassed:
-            return Written(self._writer, context.partitionId(), done=True)
-        name = f"{self._writer}.{context.partitionId()}.{uuid.uuid4().hex}"
-        stages = stage_all(self._options, iterator, name)
-        return Written(self._writer, context.partitionId(), stages)
+            return Written(writer, partition, counted=0)
+        return _write(options, iterator, self._owner, partition, done=done)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """On the driver: move what was staged into the streams, unless ``txnId`` was written."""
-        version = self._options.txn_version
-        streams = commit_all(self._options, messages, version, again=True)
-        if self._options.txn_id is None:
-            m = self._options.server.connect()
-            for name in streams:
-                forget(m.stream(name, create=False)._handle, self._writer)
+        """Move staged rows into the streams, unless they are there. Driver only."""
+        options = self._options
+
+        def commit_again() -> list[StreamHandle]:
+            lifetime_s = _TXN_S if options.txn_id else None
+            return commit_all(
+                options, messages, options.txn_version, again=True, lifetime_s=lifetime_s
+            )
+
+        streams = outlast(options.server, commit_again)
+        if options.txn_id is None:
+            for stream in streams:
+                outlast(options.server, partial(forget, stream, self._writer))
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """On the driver: what was staged is not wanted; nor is a commit that failed half-way.
+        """Discard staged rows, on the driver.
 
-        But with a ``txnId``, who submits it again finishes that.
+        With a ``txnId``, a commit that failed half-way is kept: submitting the write again
+        finishes it. Without one, nothing could finish it.
         """
-        give_up = discard if self._options.txn_id else abandon
-        discard_all(self._options, messages, give_up)
+        discard_all(self._options, messages, discard if self._options.txn_id else abandon)
 
 
-def found_done(options: SinkOptions, writer: str, version: int) -> bool:
-    """Whether a task need not begin; False also if only its rows tell where they go."""
+def stream_has(options: SinkOptions, writer: str, version: int) -> bool:
+    """Returns whether the stream has a version, so that a task need not stage its rows.
+
+    Returns False if a column names the streams, because only the rows tell which they are.
+    """
     if options.stream is None:
         return False
+    name = options.stream
+
+    def has() -> bool:
+        stream = options.server.connect().stream(name, create=False)
+        return is_done(stream._handle, writer, version)
+
     try:
-        stream = options.server.connect().stream(options.stream, create=False)
+        return outlast(options.server, has)
     except StreamNotFound:
         return False
-    return is_done(stream._handle, writer, version)
 
 
-def count(batches: Iterator[pa.RecordBatch]) -> int:
-    """The rows of a task that need not be staged."""
-    return sum(batch.num_rows for batch in batches)
-
-
-@dataclass(frozen=True)
-class _Share:
-    """What one stream gets."""
-
-    stream: StreamHandle
-    stages: list[Staged]
-    records: int
+def _write(
+    options: SinkOptions,
+    batches: Iterator[pa.RecordBatch],
+    owner: StageOwner,
+    partition: int,
+    *,
+    done: bool,
+) -> Written:
+    """Stage the rows of a task, or only count them if the stream has them."""
+    if done:
+        return Written(owner.writer, partition, counted=sum(batch.num_rows for batch in batches))
+    # Attempt numbers restart with each driver, so they do not make a name unique.
+    name = f"{owner.writer}.{owner.version}.{partition}.{uuid.uuid4().hex}"
+    return Written(owner.writer, partition, stage_all(options, batches, name, owner))
 
 
 def commit_all(
@@ -179,39 +198,45 @@ def commit_all(
     version: int,
     *,
     again: bool = False,
-) -> list[str]:
+    lifetime_s: float | None = None,
+) -> list[StreamHandle]:
     """Commit the stages of all tasks, for each stream in the order of the partitions.
 
-    Each stream is written exactly once; one may have a batch before another has it.
+    Each stream is written exactly once; one may show a batch before another does.
 
     Args:
-        again: It may have been written before, with other rows even, and is not written then. Nor
-            is it to a stream that has a later version: that has this one, too, or never will.
+        again: The version may have been written before, even with other rows, and is then not
+            written again. Nor is it written to a stream that has a later version.
+        lifetime_s: Seconds for which the streams remember the writer; None: for good.
 
     Returns:
         The streams.
 
     Raises:
         VersionPassed: A stream has a later version.
-        VersionDiffers: A stream has this one, with another number of rows.
+        VersionDiffers: A stream has this version with another number of rows.
+        ServerRefused: The server may delete keys.
     """
+    options.server.require_no_eviction()
     written = sorted(
         (message for message in messages if isinstance(message, Written)),
         key=lambda message: message.partition,
     )
     writer = written[0].writer if written else ""
-    some_done = any(message.done for message in written)
+    some_done = any(message.counted is not None for message in written)
     shares = _divide(options, written, some_done)
     is_strict = options.fail_on_data_loss and not again
     if len(shares) > 1 and not again:
-        for share in shares:  # raises before any of them is written
-            is_done(share.stream, writer, version, share.records if is_strict else None)
-    for share in shares:
+        for stream, _, records in shares:  # raises before any of them is written
+            is_done(stream, writer, version, records if is_strict else None)
+    for stream, stages, records in shares:
+        if lifetime_s is not None:
+            _let_expire(stream, writer, lifetime_s)
         try:
             commit(
-                *(share.stream, writer, version, share.stages),
+                *(stream, writer, version, stages),
                 begun=some_done,
-                records=share.records,
+                records=records,
                 replicas=options.replicas,
             )
         except VersionPassed:
@@ -222,56 +247,70 @@ def commit_all(
                 raise
             hint = "Other rows need another txnVersion." if again else "failOnDataLoss is false."
             _log.warning("%s %s", error, hint)
-    return [share.stream.name for share in shares]
+    return [stream for stream, _, _ in shares]
 
 
-def _divide(options: SinkOptions, written: list[Written], some_done: bool) -> list[_Share]:
-    names = {name for message in written for name in message.stages}
+def _let_expire(stream: StreamHandle, writer: str, lifetime_s: float) -> None:
+    try:
+        let_expire(stream, writer, lifetime_s)
+    except AccessDenied as error:  # the user's rights were granted for an older release
+        _log.warning("The txnId will be remembered for good: %s", error)
+
+
+def _divide(
+    options: SinkOptions, written: list[Written], some_done: bool
+) -> list[tuple[StreamHandle, list[Staged], int]]:
+    """Returns each stream of a batch, with its stages and its number of records."""
+    by_stream = _stages_by_stream(written)
     if some_done:
-        assert options.stream is not None, "else no task asks"
-        names.add(options.stream)
+        assert options.stream is not None, "stream_has is false without it"
+        by_stream.setdefault(options.stream, [])
     m = options.server.connect()
-    counted = sum(message.counted for message in written)
-    shares: list[_Share] = []
-    for name in sorted(names):
-        stages = [message.stages[name] for message in written if name in message.stages]
-        records = counted + sum(stage.records for stage in stages)
-        shares.append(_Share(m.stream(name, create=False)._handle, stages, records))
-    return shares
+    counted = sum(message.counted or 0 for message in written)
+    return [
+        (m.stream(name, create=False)._handle, stages, counted + sum(s.records for s in stages))
+        for name, stages in by_stream.items()
+    ]
+
+
+def _stages_by_stream(written: list[Written]) -> dict[str, list[Staged]]:
+    names = sorted({name for message in written for name in message.stages})
+    return {name: [w.stages[name] for w in written if name in w.stages] for name in names}
 
 
 def discard_all(
     options: SinkOptions,
     messages: list[WriterCommitMessage | None],
-    give_up: Callable[[StreamHandle, str, list[str]], None] = discard,
+    drop: Callable[[StreamHandle, str, list[str]], None] = discard,
 ) -> None:
-    """Delete the stages of tasks, but not of a commit that was begun: a replay finishes it.
+    """Delete the stages of tasks.
 
     Args:
-        give_up: ``abandon`` if nobody will repeat it.
+        drop: ``discard`` keeps a commit that has begun, for a repetition to finish. ``abandon``
+            deletes it too.
     """
     written = [message for message in messages if isinstance(message, Written)]
     m = options.server.connect()
-    for name in sorted({name for message in written for name in message.stages}):
-        stages = [message.stages[name].name for message in written if name in message.stages]
+    for name, stages in _stages_by_stream(written).items():
         try:
-            give_up(m.stream(name, create=False)._handle, written[0].writer, stages)
+            stream = m.stream(name, create=False)._handle
+            drop(stream, written[0].writer, [stage.name for stage in stages])
         except StreamNotFound:
-            pass  # and with it its stages
+            pass  # its stages were deleted with it
 
 
-_ANOTHER = (
-    "give the query another checkpointLocation: it is a new one then, and writes what it reads "
-    "from startingOffsets on"
+_NEW_CHECKPOINT = (
+    "give the query a new checkpointLocation, with which it is a new query and writes what it "
+    "reads from startingOffsets on"
 )
 
 
 def _passed(error: VersionPassed) -> PublishError:
     return PublishError(
         f"Batch {error.version} of query {error.writer} was not written: stream {error.stream!r} "
-        f"has its batch {error.known} already, and Spark repeats none but the last. Its checkpoint "
-        "was restored or copied, or an older driver of it is still running. Stop that one; or "
-        f"{_ANOTHER}.",
+        f"has its batch {error.known} already, and Spark repeats only the last batch. Either the "
+        "checkpoint was restored or copied, or an older driver of the query is still running. Stop "
+        f"that driver, or {_NEW_CHECKPOINT}.",
         stream=error.stream,
     )
 
@@ -279,9 +318,9 @@ def _passed(error: VersionPassed) -> PublishError:
 def _differs(error: VersionDiffers) -> PublishError:
     return PublishError(
         f"Batch {error.version} of query {error.writer} was not written: stream {error.stream!r} "
-        f"has a batch {error.version} of it already, with {error.known} rows, and this one has "
-        f"{error.records}, so it is another one. Its checkpoint was restored or copied; or the "
-        "query is one that gives other rows each time, or rows that it reads are gone. Then say "
-        f"failOnDataLoss=false, by which the batch counts as written; else {_ANOTHER}.",
+        f"has a batch {error.version} of it already, with {error.known} rows, but this one has "
+        f"{error.records}, so it is a different batch. If the query produces other rows each time, "
+        "or rows that it reads are gone, set failOnDataLoss=false, with which the batch counts as "
+        f"written. If the checkpoint was restored or copied, {_NEW_CHECKPOINT}.",
         stream=error.stream,
     )

@@ -1,17 +1,19 @@
-"""What a task of the sink does: make frames of Arrow batches, and stage or publish them."""
+"""The work of a sink task: turn Arrow batches into frames, and stage or publish them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from meteor_py.errors import MeteorError, StreamConfigMismatch, StreamNotFound
-from meteor_py.publish.transaction import Stage, Staged
+from meteor_py.publish.transaction import Stage, Staged, StageOwner, discard_stale
 from meteor_py.publish.validation import RecordValidator
 from meteor_py.records.config import FRAME_RECORDS_MAX
+from pyspark_meteor.outages import outlast
 
 if TYPE_CHECKING:
     from meteor_py import Publisher, Stream
@@ -19,70 +21,84 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Bytes of a record at most; Spark users have no other place to say so.
-_RECORD_BYTES = 32 * 1024 * 1024
-#: Bytes of a key or value that an error shows.
-_SHOWN = 40
+#: Maximum size of a record in bytes; there is no option for it.
+_MAX_RECORD_BYTES = 32 * 1024 * 1024
+#: Minimum seconds that a publisher waits for the server.
+_DELIVERY_S = 1.0
+#: Bytes of a key or value that an error message shows.
+_EXCERPT_BYTES = 40
 
 
 def open_stream(options: SinkOptions, name: str) -> Stream:
-    """Open a stream, or create it: who may only write to those there are needs no more rights."""
+    """Open a stream, or create it if it does not exist.
+
+    Opening comes first: it needs no permission to create streams.
+    """
     m = options.server.connect()
     try:
         return m.stream(name, create=False)
     except StreamNotFound:
         pass
     try:
-        stream = m.stream(name, capacity=options.capacity)
-    except StreamConfigMismatch:  # somebody else has made it in between, and may have his reasons
+        stream = m.stream(name, capacity=options.capacity, create=True)
+    except StreamConfigMismatch:  # another client has just created it, with another capacity
         return m.stream(name, create=False)
     if options.capacity is None:
         _log.warning(
-            "There was no stream %r, so it was made, with a ring that keeps the last %d records; "
-            "the option capacity says how many it is to keep.",
+            "Created stream %r, which did not exist, with a ring of %d records. Set its size with "
+            "the option capacity.",
             *(name, stream.config.capacity),
         )
     return stream
 
 
+def _open(options: SinkOptions, name: str) -> Stream:
+    return outlast(options.server, lambda: open_stream(options, name))
+
+
 def stage_all(
-    options: SinkOptions, batches: Iterator[pa.RecordBatch], name: str
+    options: SinkOptions, batches: Iterator[pa.RecordBatch], name: str, owner: StageOwner
 ) -> dict[str, Staged]:
-    """Stage the rows of a task, for each stream under this name."""
+    """Stage the rows of a task. The stage of each stream has this name."""
+    retry = partial(outlast, options.server)
+    retry(options.server.require_no_eviction)
     stages: dict[str, tuple[Stage, RecordValidator]] = {}
     try:
         for stream_name, rows in _by_stream(options, batches):
             if stream_name not in stages:
-                stream = open_stream(options, stream_name)
+                stream = _open(options, stream_name)
+                if owner.run:  # free memory that a dead driver has left in use
+                    retry(partial(discard_stale, stream._handle, owner))
                 records = min(FRAME_RECORDS_MAX, stream.config.capacity)
-                intake = RecordValidator(
-                    stream_name, records, _RECORD_BYTES, stream.config.ordering_rule
+                validator = RecordValidator(
+                    stream_name, records, _MAX_RECORD_BYTES, stream.config.ordering_rule
                 )
-                stages[stream_name] = Stage(stream._handle, name), intake
-            stage, intake = stages[stream_name]
-            for columns, _ in intake.frames(**_arguments(rows)):
+                stages[stream_name] = Stage(stream._handle, name, retry, owner), validator
+            stage, validator = stages[stream_name]
+            for columns, _ in validator.frames(**_arguments(rows)):
                 stage.write(columns)
         return {stream_name: stage.finish() for stream_name, (stage, _) in stages.items()}
     except BaseException:
-        # Nobody will hear of them; they would take memory of the server until they expire.
+        # No commit will name them, and until they expire they use memory of the server.
         for stage, _ in stages.values():
             stage.abandon()
         raise
 
 
-def publish_all(options: SinkOptions, batches: Iterator[pa.RecordBatch]) -> int:
-    """Publish the rows of a task as they come: at least once, if it is tried again."""
+def publish_all(options: SinkOptions, batches: Iterator[pa.RecordBatch]) -> None:
+    """Publish the rows of a task as they arrive; a retry of the task publishes them again."""
     publishers: dict[str, Publisher] = {}
-    count = 0
+    timeout_s = max(options.server.timeout_s, _DELIVERY_S)
     try:
         for stream_name, rows in _by_stream(options, batches):
             if stream_name not in publishers:
-                stream = open_stream(options, stream_name)
-                publishers[stream_name] = stream.publisher(
-                    codec="bytes", max_record_bytes=_RECORD_BYTES, acks=options.replicas
+                publishers[stream_name] = _open(options, stream_name).publisher(
+                    codec="bytes",
+                    max_record_bytes=_MAX_RECORD_BYTES,
+                    acks=options.replicas,
+                    delivery_timeout=timeout_s,
                 )
             publishers[stream_name].publish_many(**_arguments(rows))
-            count += rows.num_rows
         for publisher in publishers.values():
             publisher.flush()
     finally:
@@ -90,14 +106,13 @@ def publish_all(options: SinkOptions, batches: Iterator[pa.RecordBatch]) -> int:
             try:
                 publisher.close()
             except MeteorError as error:
-                _log.warning("When a task of a query ended: %s", error)
-    return count
+                _log.warning("A task could not close its publisher: %s", error)
 
 
 def _by_stream(
     options: SinkOptions, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """The rows for each stream, in the order in which they came."""
+    """Yields rows of one stream at a time, in the order of their arrival."""
     from pyarrow import compute
 
     for batch in batches:
@@ -110,21 +125,20 @@ def _by_stream(
         column = rows.column("stream")
         for name in compute.unique(column):
             if not name.is_valid:
-                raise ValueError("A row has no stream: the column stream is null.")
+                raise ValueError("A row has no stream: its column stream is null.")
             yield name.as_py(), rows.filter(compute.equal(column, name))
 
 
 def _arguments(rows: pa.Table) -> dict[str, Any]:
-    """The columns, as ``publish_many`` takes them."""
+    """Returns the columns as arguments of ``publish_many``."""
     values = rows.column("value")
     if values.null_count:
-        raise ValueError("A value is null, and a record needs one; filter such rows, or coalesce.")
+        raise ValueError("A value is null, but a record needs one. Filter such rows, or coalesce.")
     names = rows.column_names
-    headers = _headers(rows) if "headers" in names else None
     return {
         "values": values,
         "keys": rows.column("key") if "key" in names else None,
-        "headers": headers,
+        "headers": _headers(rows) if "headers" in names else None,
         "timestamps": rows.column("timestamp") if "timestamp" in names else None,
     }
 
@@ -138,14 +152,14 @@ def _headers(rows: pa.Table) -> list[dict[str, bytes] | None]:
                 if value is None:
                     raise ValueError(
                         f"In the column headers, {name!r} is null in the row with the "
-                        f"{_shown(rows, row)}, and a header needs a value; leave it out with "
+                        f"{_describe(rows, row)}, but a header needs a value. Remove it with "
                         "map_filter, or coalesce."
                     )
     return headers
 
 
-def _shown(rows: pa.Table, row: int) -> str:
-    """By what somebody finds a row: its key, else its value, or how it begins."""
+def _describe(rows: pa.Table, row: int) -> str:
+    """Identify a row for the user by its key, or else by its value."""
     key = rows["key"][row].as_py() if "key" in rows.column_names else None
     name, found = ("value", rows["value"][row].as_py()) if key is None else ("key", key)
-    return f"{name} {found[:_SHOWN]!r}" + ("..." if len(found) > _SHOWN else "")
+    return f"{name} {found[:_EXCERPT_BYTES]!r}" + ("..." if len(found) > _EXCERPT_BYTES else "")

@@ -1,4 +1,4 @@
-"""An old primary that lives on after a fail-over, with an archiver of its own."""
+"""An old primary that stays up after a failover, with its own archiver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.waiting import eventually
 
 
 class Split:
-    """Both servers take records, and both have archivers with the same store."""
+    """Two servers that both accept records and archive them to the same store."""
 
     def __init__(self, stack: ExitStack, primary: ServerFactory, store: Path) -> None:
         settings = {"capacity": 100, "store": store, "archive": False, "max_unarchived": 10_000}
@@ -35,7 +35,7 @@ class Split:
             pub.publish_many([value] * count).result(20)
 
     def archive(self, stream: meteor.Stream) -> None:
-        """In a term of its own."""
+        """Archive everything in a new term."""
         with stream.archiver(lease_ttl=5).start():
             stream.store.flush(20)
 
@@ -50,26 +50,26 @@ def values(stream: meteor.Stream) -> list[bytes]:
     return [value for batch in stream.read(0) for value in batch.values()]
 
 
-def test_what_an_old_primary_archives_late_does_not_count_on_the_new_one(split: Split) -> None:
+def test_late_segments_of_an_old_primary_do_not_count(split: Split) -> None:
     split.publish(split.new, b"new", 200)  # 300 to 499
     split.archive(split.new)
     split.publish(split.old, b"late", 300)  # 600 to 899
     archiver = split.old.archiver(lease_ttl=5).start()
     with archiver, pytest.raises(meteor.StoreUnavailable):
-        split.old.store.flush(1)
+        split.old.store.flush(0.5)
     assert isinstance(archiver.error, meteor.StoreMismatch)
-    assert "fail-over" in str(archiver.error)
+    assert "failover" in str(archiver.error)
     split.publish(split.new, b"newer", 700)
     split.archive(split.new)
     assert values(split.new) == [b"common"] * 300 + [b"new"] * 200 + [b"newer"] * 700
     assert [flaw for flaw in split.new.store.verify() if not flaw.harmless] == []
 
 
-def test_an_old_primary_in_the_middle_of_a_term_stops_when_the_new_one_has_archived(
+def test_archiver_of_an_old_primary_stops_when_the_new_one_has_archived(
     split: Split,
 ) -> None:
     with split.old.archiver(lease_ttl=5, segment_records=100).start() as archiver:
-        split.publish(split.old, b"late", 100)  # 600 to 699: before the new one has begun
+        split.publish(split.old, b"late", 100)  # 600 to 699: before the new one archives
         split.old.store.flush(20)
         split.publish(split.new, b"new", 500)  # 300 to 799
         split.archive(split.new)

@@ -1,4 +1,4 @@
-"""Archivers that are killed or stopped, and stores that are not where, or what, they should be."""
+"""Archivers that are killed or stopped, and stores that are missing, full or replaced."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def depot(url: str, tmp_path: Path) -> Iterator[Depot]:
 
 # Killed
 
-#: The steps of a commit of 25,000 records, which the stream is told in three calls: what is there
-#: when it ends then, and how much of it counts.
+#: Steps of a commit of 25,000 records, which takes three calls of advance. For each, the number of
+#: segments and the archived offset after a kill at that step.
 KILLS = {
-    "before append": (0, 0),
-    "before fsync": (0, 0),  # the folder is made
-    "before fsync 2": (0, 0),  # the file is written, and not forced to the disk
-    "after write": (0, 0),  # it is whole, under a name that does not count
-    "after rename": (1, 0),  # its name is not forced to the disk
+    "before fsync": (0, 0),  # the folder exists
+    "before fsync 2": (0, 0),  # the state is written, but not synced
+    "after state": (0, 0),  # the state is newer than the records
+    "before fsync 4": (0, 0),  # the file is written, but not synced
+    "after write": (0, 0),  # the file is complete, under a temporary name
+    "after rename 2": (1, 0),  # the new name is not synced
     "before advance": (1, 0),
     "after advance": (1, 10_000),
-    "after advance 2": (1, 20_000),
     "after advance 3": (1, 25_000),
 }
 
 
 @pytest.mark.parametrize("step", KILLS)
-def test_an_archiver_that_is_killed_at_any_step_loses_and_doubles_nothing(
+def test_archiver_killed_at_any_step_neither_loses_nor_duplicates_records(
     depot: Depot, step: str
 ) -> None:
     depot.fill(*[2500] * 10)
@@ -69,14 +69,14 @@ def test_an_archiver_that_is_killed_at_any_step_loses_and_doubles_nothing(
     depot.check(end)
 
 
-def test_archivers_that_are_killed_one_after_the_other_come_to_an_end_all_the_same(
+def test_archivers_killed_one_after_another_still_make_progress(
     depot: Depot, rng: random.Random
 ) -> None:
-    steps = ["after write", "after rename", "after advance"]
+    steps = ["after write 2", "after rename 3", "after advance 2"]
     rng.shuffle(steps)
     for number, step in enumerate(steps, start=1):  # at the second segment of each
         end = depot.fill(rng.randrange(2000, 3000))
-        depot.process(f"kill {step} 2", segment_records=700).wait_killed()
+        depot.process(f"kill {step}", segment_records=700).wait_killed()
         assert depot.read() == list(range(end))
         assert len(depot.events("assigned")) == number
     depot.archiver()
@@ -86,10 +86,10 @@ def test_archivers_that_are_killed_one_after_the_other_come_to_an_end_all_the_sa
 # Stopped
 
 
-@pytest.mark.parametrize("step", ["before append", "before rename", "before advance"])
-def test_what_an_archiver_does_after_its_lease_has_gone_to_another_does_not_count(
-    depot: Depot, step: str
-) -> None:
+@pytest.mark.parametrize(
+    "step", ["before state", "before append", "before rename 2", "before advance"]
+)
+def test_segments_written_after_losing_the_lease_do_not_count(depot: Depot, step: str) -> None:
     depot.fill(1000)
     first = depot.process(f"stop {step}", segment_records=1000, segment_age=LONG_S)
     first.wait_stopped()
@@ -101,12 +101,13 @@ def test_what_an_archiver_does_after_its_lease_has_gone_to_another_does_not_coun
     first.resume()
     assert eventually(lambda: first.ask("refused")) == ["LeaseLost"]
     assert (depot.fields("archived", "next", "flush"), depot.field("term")) == seen
-    assert any(name.split("-")[1].endswith("999") for name in depot.segments())  # it did write
+    # The first archiver has written its segment.
+    assert any(name.split("-")[1].endswith("999") for name in depot.segments())
     depot.check(end)
-    assert first.ask("alive")  # it waits for its next turn
+    assert first.ask("alive")  # the first archiver waits for the lease
 
 
-def test_an_archiver_that_was_stopped_goes_on_if_nobody_has_taken_its_place(depot: Depot) -> None:
+def test_stopped_archiver_continues_if_no_other_took_over(depot: Depot) -> None:
     depot.fill(1000)
     only = depot.process("stop before advance", segment_records=1000)
     only.wait_stopped()
@@ -117,7 +118,7 @@ def test_an_archiver_that_was_stopped_goes_on_if_nobody_has_taken_its_place(depo
     depot.check(1000)
 
 
-def test_an_archiver_that_was_stopped_while_it_waited_for_records_waits_for_its_next_turn(
+def test_replaced_archiver_waits_for_its_next_turn(
     depot: Depot,
 ) -> None:
     first = depot.process()
@@ -129,7 +130,7 @@ def test_an_archiver_that_was_stopped_while_it_waited_for_records_waits_for_its_
         first.resume()
         depot.wait_archived(depot.fill(500))
         assert first.ask("alive")
-    depot.check(depot.fill(500))  # by the first
+    depot.check(depot.fill(500))  # archived by the first
     assert [event.what for event in depot.events()] == ["assigned"] * 2 + ["released", "assigned"]
 
 
@@ -137,9 +138,7 @@ def test_an_archiver_that_was_stopped_while_it_waited_for_records_waits_for_its_
 
 
 @needs_mounts
-def test_another_host_whose_disk_is_another_neither_reads_nor_archives(
-    depot: Depot, tmp_path: Path
-) -> None:
+def test_host_with_another_disk_neither_reads_nor_archives(depot: Depot, tmp_path: Path) -> None:
     depot.fill(1000)
     depot.archive()
     other = tmp_path / "other"
@@ -157,7 +156,7 @@ def test_another_host_whose_disk_is_another_neither_reads_nor_archives(
 
 
 @needs_mounts
-def test_a_disk_that_is_mounted_over_the_store_gets_nothing_and_nothing_is_trimmed(
+def test_disk_mounted_over_the_store_gets_nothing_and_nothing_is_trimmed(
     depot: Depot, tmp_path: Path
 ) -> None:
     depot.fill(1000)
@@ -170,13 +169,13 @@ def test_a_disk_that_is_mounted_over_the_store_gets_nothing_and_nothing_is_trimm
     eventually(lambda: host.ask("error") == "StoreMismatch")
     assert (depot.archived, depot.ring()[0]) == (1000, 1000)
     assert files_in(other) == []
-    depot.archiver()  # of a host that has the right disk: the other one has let go of the lease
+    depot.archiver()  # on a host with the right disk: the other host has released the lease
     depot.check(end)
     assert files_in(other) == []
 
 
-@pytest.mark.parametrize("what", ["gone", "empty", "of another stream", "of another life"])
-def test_a_store_that_is_not_there_is_neither_written_nor_trimmed_for_until_it_is_back(
+@pytest.mark.parametrize("what", ["gone", "empty", "of another incarnation"])
+def test_missing_store_gets_nothing_and_nothing_is_trimmed_until_it_is_back(
     depot: Depot, tmp_path: Path, what: str
 ) -> None:
     depot.fill(1000)
@@ -186,12 +185,9 @@ def test_a_store_that_is_not_there_is_neither_written_nor_trimmed_for_until_it_i
     place.rename(away)
     if what != "gone":
         place.mkdir()
-    if what.startswith("of another"):
-        name = STREAM if what == "of another life" else "other"
+    if what == "of another incarnation":
         with meteor.connect("fake://") as elsewhere:
-            elsewhere.stream(name, store=place, archive=False)
-        if name == "other":
-            (place / "other").rename(place / STREAM)
+            elsewhere.stream(STREAM, store=place, archive=False)
     claimed = files_in(place)
     end = depot.fill(1000)
     eventually(lambda: isinstance(archiver.error, meteor.StoreMismatch))
@@ -206,10 +202,10 @@ def test_a_store_that_is_not_there_is_neither_written_nor_trimmed_for_until_it_i
     assert archiver.error is None
 
 
-# A store that cannot be written to
+# Unwritable stores
 
 
-def test_a_publisher_waits_while_the_store_cannot_be_reached_and_goes_on_by_itself(
+def test_publisher_waits_for_an_unreachable_store_and_continues(
     url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Depot(url, tmp_path / "store", max_unarchived=200) as depot:
@@ -232,11 +228,11 @@ def test_a_publisher_waits_while_the_store_cannot_be_reached_and_goes_on_by_itse
             assert late.result(20) == 300
         depot.check(400)
         assert archiver.error is None
-    told = [record for record in caplog.records if "Nothing can be archived" in record.message]
-    assert len(told) == 1  # and not at each try
+    logged = [record for record in caplog.records if "Cannot archive stream" in record.message]
+    assert len(logged) == 1  # not once per attempt
 
 
-def test_each_outage_of_the_store_is_logged_once(
+def test_store_outage_is_logged_once(
     depot: Depot, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     archiver = depot.archiver()
@@ -249,8 +245,8 @@ def test_each_outage_of_the_store_is_logged_once(
         (tmp_path / "away").rename(depot.root)
         depot.wait_archived(end)
         eventually(lambda: archiver.error is None)
-        told = [record for record in caplog.records if record.levelno >= logging.WARNING]
-        assert len(told) == outage
+        logged = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(logged) == outage
 
 
 @pytest.fixture
@@ -265,20 +261,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @needs_mounts
-def test_a_full_disk_stops_publishers_with_a_clear_error_and_more_space_is_enough_to_go_on(
+def test_full_disk_stops_publishers_until_there_is_space(
     url: str, small_disk: Path, rng: random.Random, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Depot(url, small_disk, max_unarchived=1000) as depot:
         archiver = depot.archiver()
         sent: list[bytes] = []
-        with depot.stream.publisher(delivery_timeout=2) as pub:
+        with depot.stream.publisher(delivery_timeout=1) as pub:
             error: Exception | None = None
             while error is None:
-                values = [rng.randbytes(1000) for _ in range(100)]  # which do not compress
+                values = [rng.randbytes(1000) for _ in range(100)]  # incompressible
                 ack = pub.publish_many(values)
                 error = ack.exception(20)
                 sent += values if error is None else []
-                assert len(sent) < 5000, "that cannot be on a disk of 2 MB"
+                assert len(sent) < 5000, "5,000 records do not fit on a disk of 2 MB"
         assert isinstance(error, meteor.StreamFull)
         assert f"below {depot.archived} are in the store" in str(error)
         assert isinstance(archiver.error, meteor.StoreUnavailable)
@@ -295,29 +291,29 @@ def test_a_full_disk_stops_publishers_with_a_clear_error_and_more_space_is_enoug
         assert not [name for name in depot.files() if name.endswith(".tmp")]
 
 
-# A server that has lost everything
+# Resuming after the server lost everything
 
 
-def test_a_stream_is_resumed_from_its_store_after_the_server_has_lost_it(depot: Depot) -> None:
+def test_stream_is_resumed_from_its_store_after_the_server_lost_it(depot: Depot) -> None:
     depot.fill(1000)
     depot.archive()
     with depot.stream.subscriber(initial_offset="earliest") as sub:
         assert drain(sub) == list(range(1000))
         kept = sub.checkpoint
-    life = depot.stream.incarnation
+    incarnation = depot.stream.incarnation
     depot.redis.flushall()
     depot.open(resume=True)
-    assert depot.stream.incarnation == life
+    assert depot.stream.incarnation == incarnation
     assert depot.stream.bounds() == (0, 1000)
     assert depot.read() == list(range(1000))
     depot.archiver()
     depot.check(depot.fill(500))
-    # All that it had seen is still there.
+    # Every record before the checkpoint is still readable.
     with depot.stream.subscriber(group="g", on_assigned=lambda _: kept) as sub:
         assert check_values(sub.poll(max_records=50)) == list(range(1000, 1050))
 
 
-def test_who_had_seen_more_than_the_store_holds_is_told_after_a_resume(depot: Depot) -> None:
+def test_reader_ahead_of_the_store_gets_log_truncated_after_a_resume(depot: Depot) -> None:
     depot.fill(1000)
     depot.archive()
     end = depot.fill(50)
@@ -326,7 +322,7 @@ def test_who_had_seen_more_than_the_store_holds_is_told_after_a_resume(depot: De
         assert kept.offset == end
         depot.redis.flushall()
         depot.open(resume=True)
-        depot.fill(100)  # so that the offsets are there, with other records
+        depot.fill(100)  # other records at the same offsets
         with pytest.raises(meteor.LogTruncated) as told:
             reader.poll()
         assert (told.value.first, told.value.last) == (1000, 1049)
@@ -338,7 +334,7 @@ def test_who_had_seen_more_than_the_store_holds_is_told_after_a_resume(depot: De
     depot.check(1100)
 
 
-def test_a_resume_of_a_stream_that_is_there_changes_nothing(depot: Depot) -> None:
+def test_resume_of_an_existing_stream_changes_nothing(depot: Depot) -> None:
     end = depot.fill(500)
     depot.archive()
     before = everything(depot.redis), depot.files()
@@ -347,26 +343,26 @@ def test_a_resume_of_a_stream_that_is_there_changes_nothing(depot: Depot) -> Non
     assert depot.read() == list(range(end))
 
 
-def test_without_a_resume_a_new_life_begins_and_the_old_files_stay(
+def test_new_incarnation_begins_without_resume_and_old_files_stay(
     depot: Depot, caplog: pytest.LogCaptureFixture
 ) -> None:
     depot.fill(1000)
     depot.archive()
-    life, old = depot.stream.incarnation, depot.files()
+    incarnation, old = depot.stream.incarnation, depot.files()
     depot.redis.flushall()
     depot.open()
-    assert depot.stream.incarnation != life
+    assert depot.stream.incarnation != incarnation
     assert "holds 1000 records of an earlier stream" in caplog.text
     assert depot.stream.bounds() == (0, 0)
     depot.archiver()
     depot.check(depot.fill(200))
     assert set(old) < set(depot.files())
     depot.redis.flushall()
-    depot.open(resume=True)  # with the last one
+    depot.open(resume=True)  # resumes the last incarnation
     assert depot.read() == list(range(200))
 
 
-def test_a_resumed_stream_is_archived_by_who_archived_it_before(url: str, tmp_path: Path) -> None:
+def test_resumed_stream_is_archived_by_the_same_client(url: str, tmp_path: Path) -> None:
     with meteor.connect(url) as client:
         for end in (300, 600, 900):
             stream = client.stream("s", store=tmp_path, capacity=100, resume=True)
@@ -378,11 +374,11 @@ def test_a_resumed_stream_is_archived_by_who_archived_it_before(url: str, tmp_pa
         assert harm_of(stream) == []
 
 
-# A server that is full
+# A full server
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_a_publisher_waits_for_a_full_server_until_the_archiver_has_made_room(
+def test_publisher_waits_for_a_full_server_until_the_archiver_makes_room(
     private_server: ServerFactory, tmp_path: Path, kind: Literal["valkey", "redis"]
 ) -> None:
     server = private_server("--maxmemory", "8mb", kind=kind)
@@ -400,14 +396,14 @@ def test_a_publisher_waits_for_a_full_server_until_the_archiver_has_made_room(
         assert depot.harm() == []
 
 
-# A server that fails over
+# Failover
 
 
 def other_value(offset: int) -> bytes:
-    return b"after the fail-over %d" % offset
+    return b"after the failover %d" % offset
 
 
-def test_after_a_fail_over_nothing_that_was_lost_is_read_from_the_store(
+def test_lost_records_are_not_read_from_the_store_after_a_failover(
     private_server: ServerFactory, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
@@ -427,7 +423,7 @@ def test_after_a_fail_over_nothing_that_was_lost_is_read_from_the_store(
         assert check_values(behind.poll(max_records=100)) == list(range(100))
         pair.fail_over()
         wanted = [value(i) for i in range(1000)]
-        # Nobody has written to the new server yet, so the epoch is still the old one.
+        # No client has written to the new server yet, so the epoch is still the old one.
         assert poll_until(behind, lambda got: len(got) >= 900) == wanted[100:]
         with bench.stream.publisher() as pub:
             pub.publish_many([other_value(i) for i in range(1000, 1300)]).result(10)
@@ -438,7 +434,7 @@ def test_after_a_fail_over_nothing_that_was_lost_is_read_from_the_store(
         assert poll_until(behind, lambda got: len(got) >= 300) == wanted[1000:]
         assert bench.values() == wanted
         eventually(lambda: bench.meta("archived") == "1300", 20)
-        with bench.stream.publisher() as pub:  # past the end of what was lost
+        with bench.stream.publisher() as pub:  # beyond the lost records
             pub.publish_many([other_value(i) for i in range(1300, 2000)]).result(10)
         wanted += [other_value(i) for i in range(1300, 2000)]
         assert bench.stream.store.flush() == 2000

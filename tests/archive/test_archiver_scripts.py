@@ -1,6 +1,6 @@
-"""The scripts of archiving give every answer that their heads promise, on every kind of server.
+"""The archiving scripts give every reply that their headers document, on all kinds of servers.
 
-As in `test_scripts`, they are called by hand, and a refusal must leave everything as it was.
+As in ``test_scripts.py``, the tests call the scripts directly. A refusal must change nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.records.config import OFFSET_MAX
 from meteor_py.redis import keys, scripts
-from tests.client.test_scripts import HISTORY, LIFE
+from tests.client.test_scripts import HISTORY, INCARNATION
 from tests.conftest import ServerFactory
 from tests.support.group_scripts import Answer, GroupBench
 
@@ -42,21 +42,21 @@ class StoreBench(GroupBench):
         term: int | None = None,
         epoch: int = 1,
         history: str = HISTORY,
-        life: str = LIFE,
+        incarnation: str = INCARNATION,
     ) -> Answer:
-        args = (life, history, nonce, self.term if term is None else term, epoch)
+        args = (incarnation, history, nonce, self.term if term is None else term, epoch)
         archived = self.archived if known is None else known
         script_keys = [self.log, self.meta, self.group]
         return self.answer(scripts.ADVANCE_ARCHIVED, script_keys, *args, archived, to)
 
-    def flush(self, life: str = LIFE) -> Answer:
-        return self.answer(scripts.REQUEST_FLUSH, [self.meta], life)
+    def flush(self, incarnation: str = INCARNATION) -> Answer:
+        return self.answer(scripts.REQUEST_FLUSH, [self.meta], incarnation)
 
-    def drop_below(self, offset: int, life: str = LIFE) -> Answer:
-        return self.answer(scripts.EXPIRE_HISTORY, [self.meta], life, offset)
+    def drop_below(self, offset: int, incarnation: str = INCARNATION) -> Answer:
+        return self.answer(scripts.EXPIRE_HISTORY, [self.meta], incarnation, offset)
 
     def fill(self, *sizes: int) -> None:
-        """Frames of so many records each, by a publisher of its own."""
+        """Publish frames of these sizes with a new producer."""
         producer = f"p{self.meta_field('next')}"
         for sequence, size in enumerate(sizes):
             assert self.publish(sequence, size, producer=producer)[0] == "OK"
@@ -85,15 +85,15 @@ def bench(any_url: str) -> Iterator[StoreBench]:
 # advance_archived
 
 
-def test_advance_notes_what_is_archived_and_drops_what_the_capacity_does_not_keep(
+def test_advance_records_progress_and_trims_the_ring_to_its_capacity(
     bench: StoreBench,
 ) -> None:
     bench.begin(capacity=10)
     bench.fill(5, 5, 5, 5, 5)
-    assert bench.ring() == ["4-5", "9-5", "14-5", "19-5", "24-5"]  # 25 of 10: none is archived
+    assert bench.ring() == ["4-5", "9-5", "14-5", "19-5", "24-5"]  # all 25: none is archived
     assert bench.advance(7) == ("OK",)
     assert bench.archived == 7
-    assert bench.ring() == ["9-5", "14-5", "19-5", "24-5"]  # a frame that is archived in part stays
+    assert bench.ring() == ["9-5", "14-5", "19-5", "24-5"]  # a partly archived frame stays
     assert bench.advance(10) == ("OK",)
     assert bench.ring() == ["14-5", "19-5", "24-5"]
     assert bench.advance(25) == ("OK",)
@@ -101,18 +101,18 @@ def test_advance_notes_what_is_archived_and_drops_what_the_capacity_does_not_kee
     assert bench.meta_field("next") == "25"
 
 
-def test_advance_that_is_repeated_changes_nothing(bench: StoreBench) -> None:
+def test_repeated_advance_changes_nothing(bench: StoreBench) -> None:
     bench.begin()
     bench.fill(*[5] * 6)
     assert bench.advance(20, known=0) == ("OK",)
     before = bench.snapshot()
-    assert bench.advance(20, known=0) == ("OK",)  # its answer was lost
+    assert bench.advance(20, known=0) == ("OK",)  # as after a lost reply
     assert bench.advance(20, known=20) == ("OK",)
     assert bench.snapshot() == before
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], Answer]] = {
-    "another life": ({"life": "second"}, ("INCARNATION",)),
+    "another incarnation": ({"incarnation": "second"}, ("INCARNATION",)),
     "another history": ({"history": "g" * 40}, ("HISTORY", HISTORY)),
     "another nonce": ({"nonce": "b"}, ("FENCED", "term")),
     "no nonce": ({"nonce": ""}, ("FENCED", "term")),
@@ -125,7 +125,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], Answer]] = {
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_advance_refuses_with_the_promised_answer_and_changes_nothing(
+def test_advance_refuses_with_the_documented_reply_and_changes_nothing(
     bench: StoreBench, what: str
 ) -> None:
     call, answer = REFUSALS[what]
@@ -139,11 +139,11 @@ def test_advance_refuses_with_the_promised_answer_and_changes_nothing(
     assert bench.advance(20) == ("OK",)
 
 
-def test_advance_tells_the_first_of_all_that_is_wrong(bench: StoreBench) -> None:
+def test_advance_reports_the_first_of_several_errors(bench: StoreBench) -> None:
     bench.begin()
     bench.fill(5)
     wrong: dict[str, Any] = {"to": 9, "known": 3, "epoch": 0, "nonce": "b", "history": "g" * 40}
-    assert bench.advance(**wrong, life="second") == ("INCARNATION",)
+    assert bench.advance(**wrong, incarnation="second") == ("INCARNATION",)
     assert bench.advance(**wrong) == ("HISTORY", HISTORY)
     del wrong["history"]
     assert bench.advance(**wrong) == ("FENCED", bench.term)
@@ -166,19 +166,19 @@ def test_advance_for_no_stream_or_one_without_a_store_creates_nothing(bench: Sto
     assert bench.snapshot() == before
 
 
-def test_advance_does_not_compare_a_history_that_the_sender_cannot_see(bench: StoreBench) -> None:
+def test_advance_does_not_compare_an_unknown_history(bench: StoreBench) -> None:
     bench.begin()
     bench.fill(5)
     assert bench.advance(5, history="") == ("OK",)
 
 
-def test_advance_is_for_the_owner_of_the_last_term_even_when_its_lease_ran_out(
+def test_advance_is_allowed_for_the_last_owner_even_if_its_lease_expired(
     bench: StoreBench,
 ) -> None:
     bench.begin()
     bench.fill(5, 5)
     bench.expire()
-    assert bench.advance(5) == ("OK",)  # nobody else has written anything
+    assert bench.advance(5) == ("OK",)  # no other archiver has started
     bench.acquire("b", expired=bench.term)
     assert bench.advance(10)[0] == "FENCED"
     assert bench.archived == 5
@@ -210,11 +210,11 @@ def fill_up(bench: StoreBench) -> int:
             bench.publish(sequence, payload=b"x" * 100_000)
         except meteor.OutOfMemory:
             return sequence
-    raise AssertionError("the server does not get full")
+    raise AssertionError("the server does not fill up")
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_advance_works_in_a_full_server_and_makes_room_in_it(
+def test_advance_works_on_a_full_server_and_makes_room(
     private_server: ServerFactory, kind: Literal["valkey", "redis"]
 ) -> None:
     server = private_server("--maxmemory", "8mb", kind=kind)
@@ -236,7 +236,7 @@ def test_advance_works_in_a_full_server_and_makes_room_in_it(
 # publish and configure, in a stream with a store
 
 
-def test_publish_is_refused_from_the_first_record_on_that_may_not_wait(bench: StoreBench) -> None:
+def test_publish_beyond_max_unarchived_is_refused(bench: StoreBench) -> None:
     bench.begin(capacity=10, max_unarchived=20)
     bench.fill(10, 9)
     before = bench.snapshot()
@@ -249,7 +249,7 @@ def test_publish_is_refused_from_the_first_record_on_that_may_not_wait(bench: St
     assert bench.publish(1, 1, producer="q") == ("OK", 20, 1)
 
 
-def test_nothing_that_happens_drops_an_unarchived_record_or_one_that_the_capacity_keeps(
+def test_random_operations_never_drop_unarchived_or_recent_records(
     bench: StoreBench, rng: random.Random
 ) -> None:
     bench.begin(capacity=10, max_unarchived=60)
@@ -267,12 +267,12 @@ def test_nothing_that_happens_drops_an_unarchived_record_or_one_that_the_capacit
             assert bench.advance(archived) == ("OK",)
         else:
             capacity = rng.randrange(1, 30)
-            args = (LIFE, capacity)
+            args = (INCARNATION, capacity)
             while bench.answer(scripts.CONFIGURE_STREAM, [bench.log, bench.meta], *args) == (
                 "MORE",
             ):
                 pass
-        floor = max(floor, min(archived, end - capacity))  # a larger capacity brings nothing back
+        floor = max(floor, min(archived, end - capacity))  # a larger capacity restores nothing
         frames = [tuple(map(int, entry_id.split("-"))) for entry_id in bench.ring()]
         if frames:
             last, count = frames[0]
@@ -285,7 +285,7 @@ def test_nothing_that_happens_drops_an_unarchived_record_or_one_that_the_capacit
 # flush
 
 
-def test_flush_asks_for_all_that_there_is(bench: StoreBench) -> None:
+def test_flush_requests_all_records(bench: StoreBench) -> None:
     bench.begin()
     assert bench.flush() == ("OK", 0)
     bench.fill(5, 5)
@@ -294,7 +294,7 @@ def test_flush_asks_for_all_that_there_is(bench: StoreBench) -> None:
         assert bench.meta_field("flush") == "10"
 
 
-def test_flush_does_not_bring_back_a_stream_that_is_gone(bench: StoreBench) -> None:
+def test_flush_does_not_recreate_a_deleted_stream(bench: StoreBench) -> None:
     assert bench.flush() == ("NOSTREAM",)
     assert bench.snapshot() == {}
     bench.begin()
@@ -309,7 +309,7 @@ def test_flush_does_not_bring_back_a_stream_that_is_gone(bench: StoreBench) -> N
 # expire
 
 
-def test_expire_never_goes_back_and_not_past_what_is_archived(bench: StoreBench) -> None:
+def test_expire_moves_forward_only_and_not_past_the_archived_offset(bench: StoreBench) -> None:
     bench.begin()
     bench.fill(*[5] * 6)
     assert bench.drop_below(5) == ("OK", 0)
@@ -328,7 +328,7 @@ def test_expire_keeps_all_digits_of_large_offsets(bench: StoreBench) -> None:
     assert bench.meta_field("expired") == str(OFFSET_MAX - 2)
 
 
-def test_expire_does_not_bring_back_a_stream_that_is_gone(bench: StoreBench) -> None:
+def test_expire_does_not_recreate_a_deleted_stream(bench: StoreBench) -> None:
     assert bench.drop_below(1) == ("NOSTREAM",)
     assert bench.snapshot() == {}
     bench.begin()

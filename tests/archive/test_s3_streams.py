@@ -1,4 +1,4 @@
-"""A stream whose history is in an object store: archived, read, cut off, and resumed."""
+"""A stream whose history is in an object store: archived, read, interrupted, and resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py import ParquetStore
-from tests.support.s3 import ACCESS_KEY, BUCKET, S3, SECRET
+from tests.support.s3 import BUCKET, S3, SECRET
 from tests.support.servers import plain_client
 from tests.support.waiting import eventually
 
@@ -24,7 +24,7 @@ def s3() -> Iterator[S3]:
 
 
 def value(offset: int) -> bytes:
-    """Large enough for an upload that takes its time."""
+    """Returns an incompressible value, so that an upload takes some time."""
     return hashlib.sha256(b"%d" % offset).digest()
 
 
@@ -37,7 +37,7 @@ def values(stream: meteor.Stream, start: int = 0) -> list[bytes]:
     return [found for batch in stream.read(start) for found in batch.values()]
 
 
-def test_a_stream_with_history_in_s3_is_one_log(url: str, s3: S3) -> None:
+def test_stream_with_history_in_s3_is_one_log(url: str, s3: S3) -> None:
     uri = s3.uri()
     with meteor.connect(url) as m:
         stream = m.stream("orders", capacity=1_000, max_unarchived=COUNT, store=uri)
@@ -48,8 +48,7 @@ def test_a_stream_with_history_in_s3_is_one_log(url: str, s3: S3) -> None:
         assert SECRET not in stored
         assert SECRET not in repr(stream.store)
         assert stream.store.verify() == []
-        files = [_signed(name) for name in stream.store.files()]
-        assert sum(len(pq.read_table(name)) for name in files) == COUNT
+        check_files(stream, uri)
         assert stream.describe().length < COUNT
         assert values(stream) == [value(n) for n in range(COUNT)]
         (batch,) = stream.read(12_345, 12_346)
@@ -64,9 +63,7 @@ def test_a_stream_with_history_in_s3_is_one_log(url: str, s3: S3) -> None:
         assert ParquetStore(uri, "orders").incarnations() == []
 
 
-def test_an_upload_that_is_cut_shows_nothing_and_the_next_archiver_goes_on(
-    url: str, s3: S3
-) -> None:
+def test_cut_upload_shows_nothing_and_the_next_archiver_continues(url: str, s3: S3) -> None:
     with s3.proxy() as proxy, meteor.connect(url) as m:
         folder = f"{BUCKET}/cut"
         direct = ParquetStore(folder, "orders", filesystem=s3.filesystem())
@@ -78,7 +75,7 @@ def test_an_upload_that_is_cut_shows_nothing_and_the_next_archiver_goes_on(
             proxy.chunk(4_096, 0.002)
             before = proxy.counters.request_bytes
             with slow.archiver().start() as archiver:
-                # In the middle of the file: what comes before it is small.
+                # In the middle of the file: the requests before it are small.
                 eventually(lambda: proxy.counters.request_bytes > before + 100_000)
                 proxy.cut()
                 proxy.refuse()
@@ -92,6 +89,15 @@ def test_an_upload_that_is_cut_shows_nothing_and_the_next_archiver_goes_on(
         assert stream.store.verify() == []
 
 
-def _signed(name: str) -> str:
-    """With the login that the list of files leaves out."""
-    return name.replace("s3://", f"s3://{ACCESS_KEY}:{SECRET}@")
+def check_files(stream: meteor.Stream, uri: str) -> None:
+    """Check that the files are named and read as documented."""
+    store = stream.store
+    table = store.dataset().to_table(columns=["offset"]).sort_by("offset")
+    assert table.column("offset").to_pylist() == list(range(COUNT))
+    tables = [pq.read_table(path, filesystem=store.filesystem) for path in store.paths()]
+    assert sum(map(len, tables)) == COUNT
+    # Plain keys, which a program that is configured for the object store can read.
+    assert [f"s3://{path}" for path in store.paths()] == store.files()
+    assert all(name.startswith(f"s3://{BUCKET}/") for name in store.files())
+    assert all(name.endswith(".parquet") for name in store.files())
+    assert "?" in uri

@@ -1,9 +1,9 @@
-"""Random kills, pauses and cuts over many seeds, and a checker of what everybody saw.
+"""Random kills, pauses and cuts over many seeds, and a checker of the recorded histories.
 
-``python -m tests.chaos`` runs it. Publishers and members of groups are processes of their own
-(worker.py) that reach a real server through fault proxies, and where the stream has a store so are
-archivers and readers of everything; each writes down what it asked for and what it was told
-(history.py). Faults come from a seed (nemesis.py). When all is healed and drained (run.py), the
-histories are put together and judged (checker.py). That the judge can see is proven by planted bugs
+Run it with ``python -m tests.chaos``. Publishers and group members are separate processes
+(worker.py) that reach a real server through fault proxies. If the stream has a store, archivers and
+readers take part too. Each process records its requests and their outcomes (history.py). Faults
+are drawn from a seed (nemesis.py). When all faults are healed and the groups have drained (run.py),
+the checker judges the merged histories (checker.py). Planted bugs prove that the checker works
 (mutants.py).
 """

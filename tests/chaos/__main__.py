@@ -1,4 +1,4 @@
-"""``python -m tests.chaos``: chaos runs over many seeds; exit code 1 if one of them was wrong."""
+"""``python -m tests.chaos``: chaos runs over many seeds; exit code 1 if a run found a violation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.servers import binaries
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    plans = [plan_of(options, options.first_seed + n) for n in range(options.seeds)]
+    plans = [make_plan(options, options.first_seed + n) for n in range(options.seeds)]
     console = Console(stderr=True)
     results: list[Result] = []
     interrupted = False
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for line in [] if options.json else report.lines(result):
                     bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         except KeyboardInterrupt:
-            interrupted = True  # what was found by now is told all the same
-    tell(results, as_json=options.json)
+            interrupted = True  # report the results so far
+    summarize(results, as_json=options.json)
     if any(result.violations for result in results):
         return 1
     return 130 if interrupted else 0
@@ -53,7 +53,7 @@ def each_run(plans: Sequence[Plan], bar: Progress, keep: Path | None) -> Iterato
         bar.update(task, completed=number + 1)
 
 
-def tell(results: Sequence[Result], *, as_json: bool) -> None:
+def summarize(results: Sequence[Result], *, as_json: bool) -> None:
     wrong = [result for result in results if result.violations]
     if as_json:
         runs = [report.figures(result) for result in results]
@@ -66,32 +66,32 @@ def tell(results: Sequence[Result], *, as_json: bool) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.chaos", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="how many runs (3)")
-    parser.add_argument("--first-seed", type=int, help="seed of the first; a random one if absent")
-    parser.add_argument("--seconds", type=float, help="of faults in each run (20)")
+    parser.add_argument("--seeds", type=int, default=3, help="number of runs (3)")
+    parser.add_argument("--first-seed", type=int, help="seed of the first run (random)")
+    parser.add_argument("--seconds", type=float, help="duration of faults in each run (20)")
     parser.add_argument("--groups", type=int, help="subscriber groups (10)")
     parser.add_argument("--members", type=int, help="members of each group (3)")
     parser.add_argument("--publishers", type=int, help="publishers (2)")
-    parser.add_argument("--server", choices=sorted(binaries()), help="which server (valkey)")
+    parser.add_argument("--server", choices=sorted(binaries()), help="server to use (valkey)")
     parser.add_argument(
-        "--small-ring", action="store_true", help="a ring that overtakes slow groups: gaps"
+        "--small-ring", action="store_true", help="use a ring that overtakes slow groups"
     )
     parser.add_argument(
         "--store",
         action=argparse.BooleanOptionalAction,
-        help="a small ring with a store behind it (every second seed, if neither is given)",
+        help="use a small ring with a store (default: every second seed)",
     )
     names = ", ".join(KINDS + STORE_KINDS)
-    parser.add_argument("--faults", type=kinds, help=f"only these, with commas between: {names}")
+    parser.add_argument("--faults", type=kinds, help=f"only these faults, comma-separated: {names}")
     parser.add_argument("--every", type=span, help="seconds between two faults (0.3,1)")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant a bug")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
-    parser.add_argument("--keep", type=Path, help="copy the histories of wrong runs there")
+    parser.add_argument("--keep", type=Path, help="directory for the histories of failed runs")
     options = parser.parse_args(arguments)
     if options.small_ring and options.store:
-        parser.error("a small ring drops records, a store keeps them: --small-ring or --store")
+        parser.error("--small-ring drops records and --store keeps them; choose one")
     if set(options.faults or ()) & set(STORE_KINDS) and not (options.store or options.mutant):
-        parser.error("the faults of archivers need --store")
+        parser.error("faults of archivers need --store")
     if options.first_seed is None:
         options.first_seed = secrets.randbelow(1_000_000)
     return options
@@ -100,7 +100,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def kinds(text: str) -> tuple[str, ...]:
     chosen = tuple(text.split(","))
     if unknown := set(chosen) - set(KINDS + STORE_KINDS):
-        raise argparse.ArgumentTypeError(f"there is no fault {', '.join(sorted(unknown))}")
+        raise argparse.ArgumentTypeError(f"unknown fault: {', '.join(sorted(unknown))}")
     return chosen
 
 
@@ -109,7 +109,7 @@ def span(text: str) -> tuple[float, float]:
     return low, high
 
 
-def plan_of(options: argparse.Namespace, seed: int) -> Plan:
+def make_plan(options: argparse.Namespace, seed: int) -> Plan:
     plan = mutant_plan(options.mutant, seed) if options.mutant else Plan(seed)
     names = ("seconds", "groups", "members", "publishers", "server")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}

@@ -1,6 +1,6 @@
-"""The archiver program: archives, merges files now and then, and dies or stops between two steps.
+"""The archiver program: archives, sometimes merges files, and dies or stops between two steps.
 
-What the library does every ten minutes is done every second here, or no run would see it.
+The library maintains a store every ten minutes, but every second here, so that short runs cover it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import traceback
+from typing import Any
 
 import pyarrow as pa
 
@@ -20,25 +21,25 @@ from tests.chaos.history import Writer, now
 from tests.chaos.orders import STREAM, Orders, Signs
 from tests.chaos.process import DIED
 
-#: Of a segment, at most: soon full, and one that is written because of its age.
+#: Limits of a segment: some fill up soon, others are written because of their age.
 RECORDS = (5, 50, 400)
 AGES_S = (0.05, 0.2)
-#: Of a merged segment.
+#: Limits of a merged segment.
 MERGED_RECORDS = (40, 400, 3000)
 
-#: What happens while the store is away.
+#: Errors while the store is hidden.
 UNAVAILABLE = (meteor.StoreUnavailable, meteor.StoreMismatch)
 
-LOOK_S = 0.05
+CHECK_S = 0.05
 
 
 def hasten() -> None:
-    """Let archivers tidy up often, and soon; who was paused must still notice that it was."""
+    """Make archivers clean up often. A paused archiver must still notice its pause."""
     archive_term._TIDY_S, archive_term._CERTAIN_S, maintenance.GRACE_S = 1.0, 0.4, 4.0
 
 
 class Store(meteor.ParquetStore):
-    """Writes down what is appended; at the worst moments its archiver dies, or stops."""
+    """Records appends, and lets its archiver die or stop at the worst moments."""
 
     def __init__(self, orders: Orders, writer: Writer, signs: Signs, rng: random.Random) -> None:
         super().__init__(orders.store, STREAM)
@@ -47,13 +48,18 @@ class Store(meteor.ParquetStore):
         self._signs = signs
         self._rng = rng
 
-    def append(self, life: str, term: int, records: pa.Table) -> None:
+    def append(self, incarnation: str, term: int, records: pa.Table) -> None:
         first, last = (records.column("offset")[index].as_py() for index in (0, -1))
-        told = {"who": self._orders.name, "term": term, "first": first, "last": last}
-        self._writer.add("append", **told)
+        fields: dict[str, Any] = {
+            "who": self._orders.name,
+            "term": term,
+            "first": first,
+            "last": last,
+        }
+        self._writer.add("append", **fields)
         self._perhaps_die()
-        super().append(life, term, records)
-        self._writer.add("appended", **told)
+        super().append(incarnation, term, records)
+        self._writer.add("appended", **fields)
         self._perhaps_die()
         if self._signs.stop(self._orders.name.partition(".")[0]):
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -64,7 +70,7 @@ class Store(meteor.ParquetStore):
 
 
 class Archiving:
-    """One archiver from its first term to its last."""
+    """One archiver, from its first term to its last."""
 
     def __init__(self, orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
         hasten()
@@ -82,7 +88,7 @@ class Archiving:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        other = threading.Thread(target=self._look_after, name="compactor", daemon=True)
+        other = threading.Thread(target=self._supervise, name="compactor", daemon=True)
         other.start()
         try:
             self._archiver.run()
@@ -90,16 +96,16 @@ class Archiving:
             self._ended.set()
             other.join()
 
-    def _look_after(self) -> None:
-        """Merge files until it is calm; end the archiver when told to."""
+    def _supervise(self) -> None:
+        """Merge files until the run is calm; close the archiver at the end of the run."""
         pause_s = self._orders.compact_pause_s
         while not self._signs.calm() and not self._ended.is_set():
             if pause_s and not self._ended.wait(self._rng.uniform(0, 2 * pause_s)):
                 self._compact()
             else:
-                self._ended.wait(LOOK_S)
+                self._ended.wait(CHECK_S)
         while not self._signs.end() and not self._ended.is_set():
-            self._ended.wait(LOOK_S)
+            self._ended.wait(CHECK_S)
         self._archiver.close()
 
     def _compact(self) -> None:

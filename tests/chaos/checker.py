@@ -1,10 +1,10 @@
-"""The judge: from the events of all processes to what was wrong. Pure, O(n log n).
+"""The checker: finds violations in the events of all processes. Pure, O(n log n).
 
-Of the log: each acknowledged record is there, once, where its ack says; nothing is there that
-nobody published or that was reported as failed; records of one publisher are in its order, and
-what was published after an acknowledgement lies behind it. Of the groups, see terms.py; of the
-store, and of readers without a group, stored.py. Of the samples, which one client took one after
-the other: what was confirmed stays confirmed, the log grows, and the ring keeps what it must.
+Log: each acknowledged record is in the log once, at the offset of its ack. No record is there that
+was not published, or was reported as failed. The records of each publisher are in its order, and
+records published after an acknowledgement follow the acknowledged one. Groups: see terms.py.
+Store, and readers without a group: see stored.py. Samples: confirmed offsets and the end of the
+log never decrease, and the ring keeps its capacity.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def check(
     capacity: int | None = None,
     max_unarchived: int | None = None,
 ) -> list[Violation]:
-    """What was wrong in a history.
+    """Returns the violations in a history.
 
     Args:
-        events: Of all processes, in any order.
-        groups: Those that must have drained; others are judged if they occur.
-        capacity: Of the ring, if it is so small that it drops records; None if not.
-        max_unarchived: With a store: records that may wait to be archived. None: there is no store,
-            and what the ring has dropped is lost.
+        events: Events of all processes, in any order.
+        groups: Groups that must have drained; others are checked if they occur.
+        capacity: Capacity of a ring that drops records; None: it drops none.
+        max_unarchived: Records that may wait for the archiver of a store. None: there is no store,
+            and records that the ring drops are lost.
     """
     history = by_time(events)
     findings = Findings(history)
     log = read_log(history, findings)
     droppable = capacity if max_unarchived is None else None
-    # Somebody has seen every record, unless the reader itself was overtaken by a small ring.
+    # The recorder has seen every record, unless a small ring overtook it.
     whole = droppable is None or not any(e.kind == "gap" and not e.group for e in history)
     check_errors(history, findings)
     check_unavailable(history, findings)
@@ -67,7 +67,7 @@ def check(
 
 
 def read_log(history: Sequence[Event], findings: Findings) -> dict[int, str]:
-    """What was at each offset, by those who read on their own."""
+    """Returns the value at each offset, as readers without a group saw it."""
     log: dict[int, str] = {}
     for event in history:
         if event.kind in ("log", "seen"):
@@ -83,14 +83,14 @@ def check_errors(history: Sequence[Event], findings: Findings) -> None:
         if event.kind == "error":
             findings.add(Wrong.UNEXPECTED, f"{event.who}: {event.text}", event)
         elif event.kind == "truncated":
-            text = f"{event.who} was told that {event.first} to {event.last} were lost"
+            text = f"{event.who} got an error: {event.first} to {event.last} were lost"
             findings.add(Wrong.LOST, text, event)
 
 
 def check_records(
     history: Sequence[Event], log: dict[int, str], findings: Findings, *, whole: bool
 ) -> None:
-    """Each record is where it should be, once; with the `whole` log, all of them are."""
+    """Check that each record is at its offset once, and in a `whole` log that none is missing."""
     published = {v for event in history if event.kind == "publish" for v in event.values}
     places: dict[str, int] = {}
     for offset, value in log.items():
@@ -104,12 +104,12 @@ def check_records(
         if event.kind == "failed":
             for value in event.values:
                 if value in places:
-                    text = f"{value} failed, and is at {places[value]}"
+                    text = f"{value} failed, but is at {places[value]}"
                     findings.add(Wrong.PHANTOM, text, event)
         elif event.kind == "acked":
             for value, offset in zip(event.values, event.offsets, strict=True):
                 if log.get(offset, value) != value:
-                    text = f"{value} was acknowledged at {offset}, where {log[offset]} is"
+                    text = f"{value} was acknowledged at {offset}, but {log[offset]} is there"
                     findings.add(Wrong.TWO_PAYLOADS, text, event)
                 elif offset not in log and (whole or offset >= kept_from):
                     text = f"{value}, acknowledged at {offset}, is not in the log"
@@ -117,17 +117,17 @@ def check_records(
     offsets = list(log)
     if whole and offsets != list(range(len(offsets))):
         hole = next(n for n, offset in enumerate(offsets) if n != offset)
-        findings.add(Wrong.SKIPPED, f"the log has no offset {hole}, and has {offsets[hole]}")
+        findings.add(Wrong.SKIPPED, f"the log has no offset {hole}, but has {offsets[hole]}")
 
 
 def check_order(history: Sequence[Event], log: dict[int, str], findings: Findings) -> None:
-    """The log is in the order of each publisher, and in that of time as far as it is known."""
+    """Check that the log has the order of each publisher, and the known order in time."""
     newest: dict[str, int] = {}
     for offset, value in log.items():
         publisher, counter = author(value)
-        # A repeated one is a duplicate, which has been found already.
+        # A repeated counter is a duplicate, which check_records finds.
         if counter < newest.get(publisher, -1):
-            text = f"{value} at {offset} lies behind {publisher}-{newest[publisher]}"
+            text = f"{value} at {offset} is after {publisher}-{newest[publisher]}"
             findings.add(Wrong.REORDERED, text)
         newest[publisher] = max(counter, newest.get(publisher, -1))
     begun: dict[str, Event] = {}
@@ -155,7 +155,7 @@ def check_order(history: Sequence[Event], log: dict[int, str], findings: Finding
 def check_confirmed(
     group: str, mine: Sequence[Event], samples: Sequence[Event], findings: Findings
 ) -> None:
-    """A confirmed offset never falls, holds what was acknowledged, and not what nobody asked."""
+    """Check that confirmed offsets never decrease, and match acknowledgements and requests."""
     done = [event for event in mine if event.kind == "confirmed"]
     asked = [event for event in mine if event.kind in ("confirm", "missing", "gap")]
     done_to = asked_to = before = 0
@@ -175,18 +175,18 @@ def check_confirmed(
             text = f"confirmed is {confirmed}, after a confirm of {done_to} was acknowledged"
             findings.add(Wrong.WENT_BACK, text, at)
         if confirmed > asked_to:
-            text = f"confirmed is {confirmed}, though nobody asked for more than {asked_to}"
+            text = f"confirmed is {confirmed}, though no member requested more than {asked_to}"
             findings.add(Wrong.SKIPPED, text, at)
         before = confirmed
-        done_to = min(done_to, confirmed)  # each fall is told once
+        done_to = min(done_to, confirmed)  # report each decrease once
 
 
 def check_moved(
     group: str, mine: Sequence[Event], samples: Sequence[Event], findings: Findings
 ) -> None:
-    """Once a term is seen to have begun, only what it has asked for can be confirmed.
+    """Check that once a term has begun, only its own requests move the confirmed offset.
 
-    This shows the confirm of an older term that got through, even if nobody heard of it.
+    This finds an accepted confirm of an older term even if its reply was lost.
     """
     newest, begun, limit, place = -1, -1, 0, 0
     for sample in samples:
@@ -199,9 +199,9 @@ def check_moved(
                 limit = max(limit, event.first, event.last + 1)
         confirmed = sample.confirmed.get(group, 0)
         if 0 <= begun < sample.began and confirmed > limit:
-            text = f"confirmed is {confirmed}, though term {newest} asked for no more than {limit}"
+            text = f"confirmed is {confirmed}, though term {newest} requested no more than {limit}"
             findings.add(Wrong.STALE_CONFIRM, text, Event(sample.t, "sample", group=group))
-            limit = confirmed  # told once
+            limit = confirmed  # report it once
 
 
 def check_ring(samples: Sequence[Event], capacity: int | None, findings: Findings) -> None:
@@ -212,24 +212,24 @@ def check_ring(samples: Sequence[Event], capacity: int | None, findings: Finding
         end = sample.last
         must_hold = end if capacity is None else min(capacity, end)
         if end - sample.first < must_hold:
-            text = f"the ring holds {sample.first} to {end}, and must hold {must_hold} records"
+            text = f"the ring holds {sample.first} to {end}, but must hold {must_hold} records"
             findings.add(Wrong.OVERTRIMMED, text, sample)
 
 
 def check_gaps(
     history: Sequence[Event], samples: Sequence[Event], capacity: int | None, findings: Findings
 ) -> None:
-    """What is called gone must be gone: nothing of the last `capacity` records."""
+    """Check that none of the last `capacity` records is reported as gone."""
     for event in history:
         if event.kind not in ("missing", "gap"):
             continue
         later = bisect_left(samples, event.t, key=lambda sample: sample.began)
         if capacity is None:
-            text = f"{event.who} was told that {event.first} to {event.last} are gone"
+            text = f"{event.who} got a gap of {event.first} to {event.last}"
             findings.add(Wrong.WRONG_GAP, text, event)
         elif later < len(samples) and event.last >= samples[later].last - capacity:
             text = (
-                f"{event.who} was told that {event.first} to {event.last} are gone, of a ring of "
+                f"{event.who} got a gap of {event.first} to {event.last} from a ring of "
                 f"{capacity} that ended at {samples[later].last} or before"
             )
             findings.add(Wrong.WRONG_GAP, text, event)
@@ -248,4 +248,4 @@ def check_drained(
         end = samples[-1].last if samples else 0
         if confirmed < end:
             at = Event(samples[-1].t, "sample", group=group)
-            findings.add(Wrong.NOT_DRAINED, f"it stands at {confirmed} of {end}", at)
+            findings.add(Wrong.NOT_DRAINED, f"the group has confirmed {confirmed} of {end}", at)

@@ -1,7 +1,7 @@
-"""What happened: events, one file of JSON lines per process, and payloads that say who wrote them.
+"""Histories: events in one file of JSON lines per process, and payloads that name their publisher.
 
-A line is written with one system call, so a killed process loses at most the line it was writing.
-All processes run on one machine: their monotonic clocks are the same clock, and times compare.
+A line is written with one system call, so a killed process loses at most its last line.
+All processes run on one machine and share its monotonic clock, so times are comparable.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Literal
 import msgspec
 
 Kind = Literal[
-    # Publishers, about `values`: asked for; in the log at `offsets`; not there; nobody knows.
+    # Publishers, about `values`: requested; in the log at `offsets`; not in the log; unknown.
     "publish",
     "acked",
     "failed",
     "unknown",
-    # Members of a group: a term begins at `first`; records from `first` on were handed out; a
-    # confirm of all below `first` was asked for, done, refused, or left without an answer.
+    # Group members: a term begins at `first`; records from `first` on were delivered; a confirm of
+    # all records below `first` was requested, done, or refused; the lease was lost, or released.
     "assigned",
     "deliver",
     "confirm",
@@ -30,33 +30,33 @@ Kind = Literal[
     "refused",
     "lease_lost",
     "released",
-    # Any reader: the records from `first` to `last` are gone; and were passed over. The store
-    # could not be read, or listed.
+    # Any reader: the records from `first` to `last` are gone; were skipped; were lost by the
+    # server. The store could not be read or listed.
     "missing",
     "gap",
     "truncated",
     "unavailable",
-    # Readers without a group: one begins at `first`, and from there on saw these records.
+    # Readers without a group: a reader begins at `first`; it saw `values` from `first` on.
     "reading",
     "seen",
-    # Archivers: about to append `first` to `last` to the store in a term; they are there, and the
-    # stream will be told. Somebody has merged files; somebody has listed them, when the records
-    # below `first`, or at the end of it those below `last`, were archived.
+    # Archivers: a segment of `first` to `last` is about to be appended in a term; it was appended,
+    # and the commit follows. Files were merged; files were listed, while `archived` was at least
+    # `first` and at most `last`.
     "append",
     "appended",
     "compacted",
     "listed",
-    # Somebody met an error that no fault explains.
+    # An error that no fault explains.
     "error",
-    # The run: the bounds of the ring, what is archived and what each group has confirmed at one
-    # moment; faults; the store was taken away, and put back; the end of all faults.
+    # The run: a sample of the ring's bounds, `archived` and all confirmed offsets at one moment;
+    # a fault; the store was hidden, and shown again; the end of all faults.
     "sample",
     "fault",
     "hidden",
     "shown",
     "healed",
-    # And at its end: the whole log; all below `last` is archived; what is in one file of the
-    # store; what is wrong with them.
+    # The end of the run: the log; `archived` is `last`; the contents of a file of the store; a flaw
+    # of the store.
     "log",
     "archived",
     "stored",
@@ -65,22 +65,22 @@ Kind = Literal[
 
 
 class Event(msgspec.Struct, omit_defaults=True):
-    """One thing that happened. Which fields count depends on the kind."""
+    """One event. Its kind determines which fields it has."""
 
-    t: int  # monotonic clock, ns: after what it tells of, except of what is asked for
+    t: int  # monotonic clock in ns: before a request, after anything else
     kind: Kind
-    who: str = ""  # the publisher, member, or reader
+    who: str = ""  # the publisher, member or reader
     group: str = ""
     term: int = -1
-    began: int = -1  # when the call that brought it was made
-    number: int = -1  # ties a confirm to its outcome
+    began: int = -1  # when the call began
+    number: int = -1  # links a confirm to its outcome
     first: int = -1
     last: int = -1
     values: list[str] = []
     offsets: list[int] = []
     confirmed: dict[str, int] = {}
     archived: int = -1
-    waiting: int = -1  # frames in the ring that are not archived, or not wholly; 2 for more
+    waiting: int = -1  # frames in the ring that are not wholly archived; 2 means 2 or more
     text: str = ""
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ def now() -> int:
 
 
 class Writer:
-    """Appends events to one file. For several threads."""
+    """Appends events to one file. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -123,16 +123,16 @@ class Writer:
 
 
 def read(directory: Path) -> list[Event]:
-    """All events of the files in a directory, by time."""
+    """Returns all events of the files in a directory, sorted by time."""
     events = [event for path in sorted(directory.glob("*.jsonl")) for event in read_file(path)]
     return by_time(events)
 
 
 def read_file(path: Path) -> list[Event]:
-    """The events of one process; the last line may be torn, any other may not."""
+    """Returns the events of one process."""
     decoder = msgspec.json.Decoder(Event)
     lines = path.read_bytes().split(b"\n")
-    # The last one is empty, or what a killed process could not finish.
+    # The last line is empty, or torn if the process was killed.
     return [decoder.decode(line) for line in lines[:-1]]
 
 
@@ -140,20 +140,20 @@ def by_time(events: Iterable[Event]) -> list[Event]:
     return sorted(events, key=lambda event: event.t)
 
 
-# Payloads: "<publisher>-<counter>", then padding that follows from it.
+# Payloads: "<publisher>-<counter>", then padding whose length depends on the counter.
 
 _PADDING_BYTES = 120
 _LARGE_BYTES = 20_000
 
 
 def payload(publisher: str, counter: int) -> bytes:
-    """A value that nobody else publishes: one in a hundred is large, one has no padding."""
+    """Returns a unique value. One in a hundred is large, and one in a hundred has no padding."""
     name = f"{publisher}-{counter}".encode()
     return name + b"." * _padding(counter)
 
 
 def value_of(data: bytes) -> str:
-    """The name of a payload; of bytes that are none, a name that nobody has published."""
+    """Returns the name in a payload; for damaged bytes, a name that was never published."""
     name = data.rstrip(b".").decode(errors="replace")
     publisher, _, counter = name.rpartition("-")
     if counter.isdecimal() and len(data) == len(name) + _padding(int(counter)):
@@ -162,7 +162,7 @@ def value_of(data: bytes) -> str:
 
 
 def author(value: str) -> tuple[str, int]:
-    """The publisher and the counter of a value."""
+    """Returns the publisher and the counter of a value."""
     publisher, _, counter = value.rpartition("-")
     return publisher, int(counter) if counter.isdecimal() else -1
 

@@ -1,7 +1,7 @@
-"""A member of a group: reads, confirms, and now and then leaves, hangs or dies of its own accord.
+"""A group member: reads, confirms, and sometimes leaves, hangs or dies by itself.
 
-Some poll and confirm batches, some iterate and confirm every so many records. All of them write
-down what they were given before they confirm it, so what nobody has written down is read again.
+Some members poll and confirm batches; others iterate and confirm every few records. All of them
+record a delivery before they confirm it, so an unrecorded delivery is always repeated.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from tests.chaos.history import Kind, Writer, now, value_of
 from tests.chaos.orders import STREAM, Orders, Signs
 from tests.chaos.process import DIED
 
-#: Seconds after which a confirm must have been answered, one way or the other.
-ANSWER_S = 40.0
-#: The longest time that handling takes.
+#: Seconds after which a confirm must have an outcome.
+OUTCOME_S = 40.0
+#: Maximum seconds of handling a batch.
 HANDLE_S = 0.005
-#: How often, of the batches or records handled.
+#: Probabilities, per handled batch or record.
 LEAVE = 0.01
 REOPEN = 0.005
 DIE = 0.001
 
-#: What a member meets when its server, its connection or its lease goes away.
-EXPECTED = (meteor.ConnectionFailed, meteor.LeaseLost)
+#: Errors of a member that loses its server, its connection or its lease.
+EXPECTED = (meteor.ConnectionFailed, meteor.LeaseLost, meteor.OutcomeUnknown)
 
 RECORDS = (1, 7, 100, 10_000)
 
 
-class Asked(NamedTuple):
-    """A confirm whose outcome has not been written down."""
+class PendingConfirm(NamedTuple):
+    """A confirm whose outcome is not recorded yet."""
 
     number: int
     began: int
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 
 class Member(threading.Thread):
-    """One member after the other, in a thread: each has a name that is not used again."""
+    """A thread that acts as one member after another, each with a unique name."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class Member(threading.Thread):
         self._writer = writer
         self._signs = signs
         self._rng = rng
-        self._lives = 0
-        self._lock = threading.RLock()  # of what follows: the main thread confirms the rest
+        self._incarnation = 0
+        self._lock = threading.RLock()  # guards the fields below, which the main thread uses too
         self._subscriber: meteor.Subscriber | None = None
-        self._assigned = -1  # the term that on_assigned has named last
-        self._given = (-1, -1)  # the term of the last record handed out, and the offset behind it
-        self._confirmed = -1  # asked to be confirmed, of that term
-        self._asked: deque[Asked] = deque()
+        self._assigned = -1  # the last term passed to on_assigned
+        self._delivered = (-1, -1)  # the term of the last delivery, and the offset after it
+        self._confirmed = -1  # the highest offset that was confirmed in that term
+        self._pending: deque[PendingConfirm] = deque()
         self._number = 0
 
     def run(self) -> None:
@@ -81,34 +81,34 @@ class Member(threading.Thread):
             except EXPECTED:
                 time.sleep(0.05)
             except Exception as error:
-                # At the end it is closed under its feet.
+                # At the end, interrupt() closes the subscriber during a call.
                 if not (self._signs.end() and isinstance(error, meteor.MeteorError)):
                     self._note("error", text=traceback.format_exc(limit=-4))
                 time.sleep(0.5)
 
     def interrupt(self) -> None:
-        """Close what it has, from another thread: ends a loop that waits for a record."""
+        """Close the subscriber from another thread, to end a loop that waits for a record."""
         with self._lock:
             subscriber = self._subscriber
         if subscriber is not None:
             try:
                 subscriber.close()
             except meteor.MeteorError:
-                pass  # the member's own close() is told as well
+                pass  # the member's own close() raises it too
 
     def confirm_rest(self) -> None:
-        """Confirm what was handed out, from another thread: its own may wait for more records."""
+        """Confirm all deliveries from another thread: the member may be waiting for records."""
         with self._lock:
-            subscriber, (term, end) = self._subscriber, self._given
+            subscriber, (term, end) = self._subscriber, self._delivered
             if subscriber is not None and subscriber.term == term and self._confirmed < end:
                 self._confirm(subscriber, end)
             self._collect()
 
-    # One life
+    # One incarnation
 
     def _live(self) -> None:
-        self._lives += 1
-        self.who = f"{self._orders.name}.{self.group}.{self._lives}"
+        self._incarnation += 1
+        self.who = f"{self._orders.name}.{self.group}.{self._incarnation}"
         stream = self._client.stream(STREAM, create=False)
         silence_s = self._rng.choice((0.5, 1.0, 2.0, 60.0))
         subscriber = stream.subscriber(
@@ -121,7 +121,7 @@ class Member(threading.Thread):
         )
         with self._lock:
             self._subscriber = subscriber
-            self._given, self._confirmed, self._assigned = (-1, -1), -1, -1
+            self._delivered, self._confirmed, self._assigned = (-1, -1), -1, -1
         try:
             if self._rng.random() < 0.6:
                 self._poll(subscriber, silence_s)
@@ -167,7 +167,7 @@ class Member(threading.Thread):
                 return
 
     def _confirm_some(self, subscriber: meteor.Subscriber, batch: meteor.RecordBatch) -> None:
-        """All of a batch, in one of two ways, or a part of it."""
+        """Confirm a whole batch, in one of two ways, or a part of it."""
         way = self._rng.random()
         if way < 0.6 or self._signs.calm():
             self._confirm(subscriber, None)
@@ -175,8 +175,8 @@ class Member(threading.Thread):
             self._confirm(subscriber, batch[len(batch) - 1])
         else:
             self._confirm(subscriber, batch[self._rng.randrange(len(batch))])
-        if self._rng.random() < 0.1 and self._asked:
-            self._asked[-1].ack.exception(ANSWER_S)
+        if self._rng.random() < 0.1 and self._pending:
+            self._pending[-1].ack.exception(OUTCOME_S)
 
     def _iterate(self, subscriber: meteor.Subscriber, silence_s: float) -> None:
         every = self._rng.choice((1, 10, 100))
@@ -193,7 +193,7 @@ class Member(threading.Thread):
                 self._wait_for_store(error, began)
 
     def _iterate_on(self, subscriber: meteor.Subscriber, silence_s: float, every: int) -> bool:
-        """Take records one by one until something comes between; whether to close."""
+        """Take records one by one until an error; return whether to close."""
         began = now()
         for record in subscriber:
             with self._lock:
@@ -210,7 +210,7 @@ class Member(threading.Thread):
         return True
 
     def _skip(self, subscriber: meteor.Subscriber, lost: meteor.RecordsLost) -> None:
-        """Go on behind a gap, which is confirmed by that: so it is written down before."""
+        """Skip a gap. Skipping confirms it, so record it first."""
         self._note("missing", term=self._term(subscriber), first=lost.first, last=lost.last)
         try:
             subscriber.skip_gap()
@@ -222,7 +222,7 @@ class Member(threading.Thread):
         time.sleep(0.05)
 
     def _handle(self, silence_s: float) -> None:
-        """Take some time; now and then too long; or die of it."""
+        """Simulate handling: take some time, sometimes too much, and rarely die."""
         time.sleep(self._rng.uniform(0, HANDLE_S))
         if self._signs.calm():
             return
@@ -233,7 +233,7 @@ class Member(threading.Thread):
             time.sleep(min(silence_s, 2.0) * 1.2)
 
     def _had_enough(self, subscriber: meteor.Subscriber) -> bool:
-        """Now and then leave the group for a while; tell whether to close."""
+        """Sometimes leave the group for a while; return whether to close."""
         chance = 1.0 if self._signs.calm() else self._rng.random()
         if chance < LEAVE:
             subscriber.deactivate()
@@ -242,7 +242,7 @@ class Member(threading.Thread):
             subscriber.reactivate()
         return LEAVE <= chance < LEAVE + REOPEN
 
-    # What is written down
+    # Recording
 
     def _take(
         self, subscriber: meteor.Subscriber, first: int, values: list[bytes], began: int
@@ -250,25 +250,25 @@ class Member(threading.Thread):
         term = self._term(subscriber, first)
         names = [value_of(value) for value in values]
         self._note("deliver", term=term, first=first, values=names, began=began)
-        if term != self._given[0]:
+        if term != self._delivered[0]:
             self._confirmed = -1
-        self._given = (term, first + len(values))
+        self._delivered = (term, first + len(values))
 
     def _term(self, subscriber: meteor.Subscriber, first: int = -1) -> int:
-        """The term to which what was just handed out belongs; -1 if that cannot be told.
+        """Returns the term of the last delivery; -1 if it is unknown.
 
-        Its end may be known already, while this record was still handed out in it.
+        The subscriber may already know that the term has ended.
         """
         term = subscriber.term
         if term is not None:
             return term
         if self._assigned >= 0:
             return self._assigned
-        return self._given[0] if self._given[1] == first else -1
+        return self._delivered[0] if self._delivered[1] == first else -1
 
     def _confirm(self, subscriber: meteor.Subscriber, what: meteor.Record | int | None) -> None:
-        """Confirm a record, or all below an offset, or (None) all that was given."""
-        term, end = self._given
+        """Confirm a record, all records below an offset, or (None) all deliveries."""
+        term, end = self._delivered
         if isinstance(what, meteor.Record):
             end, what = what.offset + 1, what
         elif what is not None:
@@ -279,17 +279,17 @@ class Member(threading.Thread):
             ack = subscriber.confirm(what)
         except meteor.LeaseLost as error:
             self._note("refused", term=term, first=end, number=self._number, text=repr(error))
-        except ValueError as error:  # what was given can be confirmed, or the lease is lost
-            self._note("error", text=f"A confirm of {end} in term {term}: {error!r}")
+        except ValueError as error:  # only a lost lease may prevent a confirm of a delivery
+            self._note("error", text=f"confirm of {end} in term {term} failed: {error!r}")
         else:
             self._confirmed = max(self._confirmed, end)
-            self._asked.append(Asked(self._number, asked, term, end, ack))
+            self._pending.append(PendingConfirm(self._number, asked, term, end, ack))
 
     def _collect(self, *, wait: bool = False) -> None:
-        """Write down what became of the confirms that are done; of all, if told to wait."""
-        while self._asked and (wait or self._asked[0].ack.done()):
-            asked = self._asked.popleft()
-            error = asked.ack.exception(ANSWER_S)
+        """Record the outcomes of completed confirms, or with ``wait`` of all."""
+        while self._pending and (wait or self._pending[0].ack.done()):
+            asked = self._pending.popleft()
+            error = asked.ack.exception(OUTCOME_S)
             kind: Kind = "confirmed" if error is None else "refused"
             self._note(
                 kind,
@@ -300,12 +300,12 @@ class Member(threading.Thread):
                 text="" if error is None else type(error).__name__,
             )
             if error is not None and not isinstance(error, EXPECTED):
-                self._note("error", text=f"A confirm of {asked.offset}: {error!r}")
+                self._note("error", text=f"confirm of {asked.offset} failed: {error!r}")
 
     def _on_assigned(self, subscriber: meteor.Subscriber) -> None:
         term = subscriber.term
         self._assigned = -1 if term is None else term
-        if term is not None:  # else it is over already, and will be followed by another
+        if term is not None:  # else the term is over, and another follows
             self._note("assigned", term=term, first=subscriber.position)
 
     def _on_gap(self, first: int, last: int) -> None:

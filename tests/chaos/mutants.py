@@ -1,8 +1,8 @@
-"""Planted bugs: each must be caught, or the judge is blind.
+"""Planted bugs, each of which the checker must find.
 
-They are planted inside the workers of a run and nowhere else. They alter the text of a script or a
-function, and refuse to be planted if the text that they replace is not there: a mutant that has
-silently become the original would be taken for a bug that nobody sees.
+They exist only inside the workers of a run. Each alters the text of a script or a function, and
+fails if the text to replace is missing: otherwise a mutant could silently become the original, and
+the checker would seem to miss a bug.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tests.chaos.violation import Wrong
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: where what becomes what, and how it shows."""
+    """One bug: the change to a text, and the violations that it causes."""
 
     what: str
     #: The name of a script, or of a function as "module:Class.method", inside meteor_py.
     where: str
     changes: tuple[tuple[str, str], ...]
-    #: One of these is found for certain.
+    #: The checker must find at least one of these.
     shows_as: frozenset[Wrong]
-    #: A run in which it comes to light soon.
+    #: A run that soon reveals the bug.
     plan: dict[str, Any] = field(default_factory=dict)
 
 
-#: A store whose files nobody merges, and that is always there; few others take part.
+#: A store that is always available and without merges, and few other workers.
 QUIET_STORE: dict[str, Any] = {
     "store": True,
     "compact_pause_s": 0.0,
@@ -42,15 +42,15 @@ QUIET_STORE: dict[str, Any] = {
     "members": 1,
     "readers": 1,
 }
-#: More is published than the ring keeps while the archiver at work is paused.
+#: Publishers fill the ring while the active archiver is paused.
 LATE_ARCHIVERS = QUIET_STORE | {
     "kinds": ("pause_archiving",),
     "pauses": (3.0,),
     "batch_pause_s": 0.02,
     "seconds": 3.0,
 }
-#: One stops when its segment is written; so does the next, before it has told; and the first goes
-#: on. What they have written overlaps.
+#: One archiver stops after an append, its successor stops before its commit, and the first
+#: continues: their segments overlap.
 STOPPING_ARCHIVERS = QUIET_STORE | {
     "kinds": ("stop_at_commit",),
     "every_s": (0.02, 0.08),
@@ -66,22 +66,22 @@ MUTANTS = {
         (("if g[2] ~= ARGV[3] or g[3] ~= ARGV[4] then", "if false then"),),
         frozenset({Wrong.STALE_CONFIRM, Wrong.WENT_BACK}),
         {
-            # A session renews before it confirms, so one that was paused soon learns that it has
-            # lost the lease. One whose application hangs has let it go, and renews no more.
+            # A session renews before it confirms, so after a pause it soon learns that it lost the
+            # lease. If its application hangs, it has released the lease and no longer renews.
             "kinds": ("pause_owner",),
             "hang": 0.1,
             "seconds": 4.0,
         },
     ),
     "greedy-trim": Mutant(
-        "the ring is trimmed by one record too many",
+        "trimming removes one record too many from the ring",
         "PUBLISH",
         (("math.max(floor, 0)", "math.max(floor + 1, 0)"),),
         frozenset({Wrong.OVERTRIMMED}),
         {"small_ring": True, "kinds": ("cut",), "batch_pause_s": 0.02, "groups": 2, "seconds": 3.0},
     ),
     "ignored-lease": Mutant(
-        "the lease is given to whoever asks",
+        "every member that asks gets the lease",
         "ACQUIRE_LEASE",
         (
             ("elseif left ~= -2 then", "elseif false then"),
@@ -91,7 +91,7 @@ MUTANTS = {
         {"kinds": ("cut",), "groups": 4, "seconds": 3.0},
     ),
     "unchecked-sequence": Mutant(
-        "a batch that is sent again is written again",
+        "a batch that is resent is written again",
         "PUBLISH",
         (("elseif seq ~= tonumber(p[2]) + 1 then", "elseif false then"),),
         frozenset({Wrong.DUPLICATED}),
@@ -108,14 +108,14 @@ MUTANTS = {
         (
             (
                 "local position = tonumber(g[5] or g[6])",
-                "local position = math.min(tonumber(g[5] or g[6]) + 1, tonumber(m[3]))",
+                "local position = math.min(tonumber(g[5] or g[6]) + 1, next_offset)",
             ),
         ),
         frozenset({Wrong.SKIPPED}),
         {"kinds": ("kill_member", "pause_owner"), "groups": 4, "seconds": 6.0},
     ),
     "unfenced-archiver": Mutant(
-        "what an archiver tells is not compared with term and nonce",
+        "commits of archivers are not compared with term and nonce",
         "ADVANCE_ARCHIVED",
         (("if g[1] ~= ARGV[3] or g[2] ~= ARGV[4] then", "if false then"),),
         frozenset({Wrong.STALE_COMMIT, Wrong.LOST, Wrong.DAMAGED}),
@@ -129,14 +129,14 @@ MUTANTS = {
         LATE_ARCHIVERS,
     ),
     "careless-archiver": Mutant(
-        "the ring is trimmed to its capacity when an archiver tells something, whatever that is",
+        "every commit of an archiver trims the ring to its capacity",
         "ADVANCE_ARCHIVED",
         (("math.min(tonumber(m[4]) - tonumber(m[5]), to)", "tonumber(m[4]) - tonumber(m[5])"),),
         frozenset({Wrong.UNARCHIVED}),
         LATE_ARCHIVERS,
     ),
     "early-commit": Mutant(
-        "archivers tell the stream before they append",
+        "archivers commit before they append",
         "archive.archive_term:ArchiveTerm._commit",
         (("    self._store.append(", "    self._advance(end) or self._store.append("),),
         frozenset({Wrong.LOST, Wrong.STALE_COMMIT}),
@@ -144,7 +144,7 @@ MUTANTS = {
     ),
     "termless-layout": Mutant(
         "all segments in a store count, whatever their term",
-        "store.segment:lay_out",
+        "store.segment:SegmentTable.__init__",
         (("limit, term = floor, segment.term", "term = segment.term"),),
         frozenset({Wrong.UNEXPECTED, Wrong.WRONG_GAP}),
         STOPPING_ARCHIVERS,
@@ -153,7 +153,7 @@ MUTANTS = {
 
 
 class Text(Protocol):
-    """Something that can be altered."""
+    """A text that a mutant alters."""
 
     def get(self) -> str: ...
 
@@ -175,7 +175,7 @@ class ScriptText:
 
 
 class FunctionText:
-    """The function stays the same, with other code: so whoever has imported it has the mutant."""
+    """A function whose code is replaced in place, so that all importers get the mutant."""
 
     def __init__(self, where: str) -> None:
         module, _, path = where.partition(":")
@@ -198,18 +198,18 @@ class FunctionText:
 
 
 def text_of(name: str) -> Text:
-    """What a mutant alters."""
+    """Returns the text that a mutant alters."""
     where = MUTANTS[name].where
     return FunctionText(where) if ":" in where else ScriptText(where)
 
 
 def plant(name: str) -> None:
-    """Alter this process."""
+    """Plant a bug in this process."""
     text = text_of(name)
     source = text.get()
     for old, new in MUTANTS[name].changes:
         if source.count(old) != 1:
             where = MUTANTS[name].where
-            raise AssertionError(f"{name}: {where} has {source.count(old)} times {old!r}.")
+            raise AssertionError(f"{name}: {where} contains {old!r} {source.count(old)} times.")
         source = source.replace(old, new)
     text.set(source)

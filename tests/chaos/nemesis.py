@@ -1,7 +1,7 @@
-"""The faults: what befalls workers, connections and the server, in an order that a seed fixes.
+"""Faults of workers, connections and the server, in an order that a seed fixes.
 
-Kinds are drawn from a bag that is filled again when it is empty, so each happens about as often as
-any other. Faults overlap, but only one at a time befalls one worker, one proxy, or the server.
+Kinds are drawn from a bag that is refilled when it is empty, so all are about equally frequent.
+Faults overlap, but each worker, each proxy and the server has at most one at a time.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from tests.chaos.slot import Slot
 from tests.support.proxy import Direction
 from tests.support.servers import Server, plain_client
 
-ANSWER_S = 2.0
-#: How long an archiver stops at a commit, in lives of its lease: until another has begun.
+REPLY_S = 2.0
+#: How long an archiver stops at a commit, in lease TTLs: until another has begun.
 STOPS = (0.8, 2.5)
+#: How long an owner is paused after a lost reply, in lease TTLs; and seconds until it is paused.
+LAPSES = (1.3, 3.0)
+LOSE_S = (0.02, 0.2)
 SIDES: tuple[Direction, ...] = ("requests", "replies", "both")
 
 
 class Fault(Protocol):
     def __call__(self) -> bool:
-        """Begin it, unless there is nothing to befall; whether it did."""
+        """Cause the fault; return False if it has no target now."""
 
 
 class Nemesis:
-    """Does harm when told to, and repairs what is due."""
+    """Causes faults, and repairs them when they are due."""
 
     def __init__(
         self,
@@ -74,11 +77,11 @@ class Nemesis:
         self._bag: list[str] = []
         self._next_at = 0.0
         self._busy: set[str] = set()
-        self._repairs: list[tuple[float, int, str, Callable[[], None]]] = []
+        self._repairs: list[tuple[float, int, str, Callable[[], object]]] = []
         self._numbers = count()
 
     def step(self) -> None:
-        """Repair what is due; begin another fault if it is time."""
+        """Repair faults that are due, and cause another if it is time."""
         self._repair(time.monotonic())
         if time.monotonic() < self._next_at:
             return
@@ -91,14 +94,14 @@ class Nemesis:
             if fault():
                 self.happened[kind] += 1
                 return
-            self._bag.insert(0, kind)  # later, then
+            self._bag.insert(0, kind)  # try this kind later
 
     @property
     def has_done_everything(self) -> bool:
         return all(self.happened[kind] for kind in self._kinds)
 
     def heal(self) -> None:
-        """Repair everything, at once."""
+        """Repair all faults at once."""
         self._repair(float("inf"))
         for slot in self._everybody:
             slot.proxy.heal()
@@ -131,14 +134,14 @@ class Nemesis:
         return self._pause("pause_member", self._members)
 
     def pause_owner(self) -> bool:
-        """A member that holds a lease, of whichever group."""
+        """Pause a member that holds the lease of some group."""
         return self._pause("pause_owner", self._owners(self._members, self._groups))
 
     def _owners(self, slots: Sequence[Slot], groups: Sequence[str]) -> list[Slot]:
-        """Those that hold a lease: a member's name has its process id in the middle."""
+        """Returns the slots that hold a lease. A member's name contains its process id."""
         if "server" in self._busy:
             return []
-        with plain_client(self._server.url, socket_timeout=ANSWER_S) as client:
+        with plain_client(self._server.url, socket_timeout=REPLY_S) as client:
             leases: Any = client.mget([keys.lease(STREAM, group) for group in groups])
         names = [lease.decode().partition(" ")[0] for lease in leases if lease is not None]
         pids = {int(name.split(":")[1]) for name in names}
@@ -170,26 +173,26 @@ class Nemesis:
         return self._pause("pause_archiver", self._archivers)
 
     def pause_archiving(self) -> bool:
-        """The one at work."""
+        """Pause the archiver that holds the lease."""
         return self._pause("pause_archiving", self._owners(self._archivers, [keys.ARCHIVERS]))
 
     def stop_at_commit(self) -> bool:
-        """The one at work, when its next segment is in the store and nobody knows."""
+        """Stop the archiver that holds the lease after its next append, before it commits."""
         slot = self._idle_slot(self._owners(self._archivers, [keys.ARCHIVERS]))
         if slot is None or self._signs is None:
             return False
         seconds = self._rng.uniform(*STOPS) * self._lease_ttl_s
-        self._begin("stop_at_commit", slot.name, seconds, lambda: self._let_go_on(slot))
+        self._begin("stop_at_commit", slot.name, seconds, lambda: self._resume_archiver(slot))
         self._signs.make_stop(slot.name)
         return True
 
-    def _let_go_on(self, slot: Slot) -> None:
-        assert self._signs is not None, "it was told by one"
-        self._signs.stop(slot.name)  # it may not have come to that
+    def _resume_archiver(self, slot: Slot) -> None:
+        assert self._signs is not None, "stop_at_commit needs signs"
+        self._signs.stop(slot.name)  # the archiver may not have reached a commit
         slot.resume()
 
     def hide_store(self) -> bool:
-        """The disk is not mounted for a while."""
+        """Hide the store for a while, like an unmounted disk."""
         if self._store is None or "store" in self._busy:
             return False
         self._begin("hide_store", "store", self._rng.uniform(0.1, 1.5), self._show_store)
@@ -198,7 +201,7 @@ class Nemesis:
         return True
 
     def _show_store(self) -> None:
-        assert self._store is not None, "it was hidden"
+        assert self._store is not None, "only a store can be hidden"
         os.rename(self._hidden(self._store), self._store)
         self._writer.add("shown", who="nemesis")
 
@@ -208,15 +211,36 @@ class Nemesis:
     # Faults of connections
 
     def cut(self) -> bool:
-        """All connections of a worker at once; it may connect again."""
+        """Cut all connections of a worker; it may reconnect."""
         return self._on_proxy("cut", 0.0, lambda slot: slot.proxy.cut())
 
     def lose_reply(self) -> bool:
-        """A script is done, and its caller does not learn of it."""
+        """Execute a script, but lose its reply."""
         nth = self._rng.randint(1, 4)
         return self._on_proxy(
             "lose_reply", 0.5, lambda slot: slot.proxy.cut_after_request(nth, match=b"EVAL")
         )
+
+    def lose_reply_and_lease(self) -> bool:
+        """Lose the reply to an owner's next script, then pause the owner until its lease is over.
+
+        The owner must find out whether a confirm took effect when another member has the lease.
+        """
+        slot = self._idle_slot(
+            [
+                slot
+                for slot in self._owners(self._members, self._groups)
+                if f"proxy of {slot.name}" not in self._busy
+            ]
+        )
+        if slot is None:
+            return False
+        seconds = self._rng.uniform(*LAPSES) * self._lease_ttl_s
+        self._begin("lose_reply_and_lease", slot.name, seconds, slot.resume)
+        self._begin("lose_reply", f"proxy of {slot.name}", seconds, slot.proxy.heal)
+        self._later(self._rng.uniform(*LOSE_S), slot.pause)
+        slot.proxy.cut_after_request(1, match=b"EVAL")
+        return True
 
     def tear_reply(self) -> bool:
         after = self._rng.randint(1, 200)
@@ -233,12 +257,12 @@ class Nemesis:
         return self._on_proxy("delay", seconds, lambda slot: slot.proxy.delay(late_s))
 
     def trickle(self) -> bool:
-        """Single bytes."""
+        """Forward single bytes."""
         seconds = self._rng.uniform(0.1, 0.6)
         return self._on_proxy("trickle", seconds, lambda slot: slot.proxy.chunk(1))
 
     def refuse(self) -> bool:
-        """Nobody can connect, and whoever was connected has to."""
+        """Cut all connections of a worker, and refuse new ones."""
 
         def begin(slot: Slot) -> None:
             slot.proxy.refuse()
@@ -265,7 +289,7 @@ class Nemesis:
         return True
 
     def kill_server(self) -> bool:
-        """What it has acknowledged is on disk, and must be there when it is back."""
+        """Kill the server. Acknowledged writes are on disk and must survive."""
         if "server" in self._busy:
             return False
         self._begin("kill_server", "server", self._rng.uniform(0.0, 1.0), self._start_server)
@@ -276,23 +300,23 @@ class Nemesis:
         self._server.start()
 
     def kill_clients(self) -> bool:
-        return self._tell_server("kill_clients", "CLIENT", "KILL", "TYPE", "NORMAL")
+        return self._send_command("kill_clients", "CLIENT", "KILL", "TYPE", "NORMAL")
 
     def flush_scripts(self) -> bool:
-        return self._tell_server("flush_scripts", "SCRIPT", "FLUSH")
+        return self._send_command("flush_scripts", "SCRIPT", "FLUSH")
 
-    def _tell_server(self, kind: str, *command: str) -> bool:
+    def _send_command(self, kind: str, *command: str) -> bool:
         if "server" in self._busy:
             return False
         self._writer.add("fault", who="nemesis", text=kind)
         try:
-            with plain_client(self._server.url, socket_timeout=ANSWER_S) as client:
+            with plain_client(self._server.url, socket_timeout=REPLY_S) as client:
                 client.execute_command(*command)
         except redis.ConnectionError:
-            pass  # its own connection was one of them
+            pass  # CLIENT KILL ended this connection too
         return True
 
-    # Books
+    # State
 
     def _idle_slot(self, slots: Sequence[Slot]) -> Slot | None:
         idle = [slot for slot in slots if slot.name not in self._busy and slot.running]
@@ -304,11 +328,16 @@ class Nemesis:
         heapq.heappush(self._repairs, (due, next(self._numbers), target, repair))
         self._writer.add("fault", who="nemesis", text=f"{kind} of {target} for {seconds:.2f} s")
 
+    def _later(self, seconds: float, work: Callable[[], object]) -> None:
+        """Do something as part of a fault, before its repair is due."""
+        due = time.monotonic() + seconds
+        heapq.heappush(self._repairs, (due, next(self._numbers), "", work))
+
     def is_busy(self, slot: Slot) -> bool:
         return slot.name in self._busy
 
 
-#: The kinds of faults, and those that need a store.
+#: All kinds of faults, then the kinds that need a store.
 KINDS = (
     "kill_member",
     "pause_member",
@@ -317,6 +346,7 @@ KINDS = (
     "pause_publisher",
     "cut",
     "lose_reply",
+    "lose_reply_and_lease",
     "tear_reply",
     "stall",
     "delay",

@@ -1,4 +1,4 @@
-"""What a worker is told when it is started, and the signs by which a run speaks to all of them."""
+"""Orders that a worker gets at its start, and signs that a run sends to all workers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ STREAM = "chaos"
 class Orders(msgspec.Struct, frozen=True):
     """The command line of a worker, as JSON."""
 
-    name: str  # of this process; never used twice in a run
+    name: str  # name of this process; unique in a run
     url: str
-    directory: str  # of the run: histories and signs
+    directory: str  # histories and signs of the run
     seed: str
-    groups: tuple[str, ...] = ()  # in each of them it is a member
+    groups: tuple[str, ...] = ()  # a member joins all of them
     lease_ttl_s: float = 1.0
-    batch_pause_s: float = 0.06  # of a publisher, on average
-    hang: float = 0.003  # how often a member hangs before it confirms, of the batches handled
+    batch_pause_s: float = 0.06  # average pause between batches of a publisher
+    hang: float = 0.003  # probability, per batch, that a member hangs before it confirms
     mutant: str = ""
     store: str = ""  # the directory of the store, for archivers
-    die: float = 0.01  # how often an archiver dies before it appends, or before it tells
-    compact_pause_s: float = 1.0  # of one that merges files, on average; 0: never
+    die: float = 0.01  # probability that an archiver dies before an append, or before a commit
+    compact_pause_s: float = 1.0  # average time between two merges; 0: no merges
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -34,7 +34,7 @@ class Orders(msgspec.Struct, frozen=True):
 
 
 class Signs:
-    """Files whose existence is the message: they reach paused and newly started workers too."""
+    """Signals to workers, as files: paused and newly started workers get them too."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -42,15 +42,15 @@ class Signs:
         self._end = directory / "end"
 
     def calm(self) -> bool:
-        """Publishers stop; members drain, and do nothing rash any more."""
+        """Returns whether publishers must stop, and members drain without causing faults."""
         return self._calm.exists()
 
     def end(self) -> bool:
-        """Members close and end."""
+        """Returns whether members must close and exit."""
         return self._end.exists()
 
     def stop(self, slot: str) -> bool:
-        """Whether an archiver is to stop at its next commit; asked for once, and told once."""
+        """Whether an archiver must stop at its next commit. Clears the signal."""
         try:
             self._stop(slot).unlink()
         except FileNotFoundError:

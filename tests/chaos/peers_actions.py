@@ -1,6 +1,6 @@
-"""A thousand coordinated actions of five processes: ``make chaos`` runs this.
+"""A thousand coordinated actions of five processes; part of ``make chaos``.
 
-Prints how far apart the processes began, how late they were, and how well they knew the time.
+Prints the spread of their start times, their delays, and the error bounds of their clocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.waiting import eventually
 
 ACTIONS = 1_000
 PROCESSES = 5
-#: As many are under way: each waits for its time while the next are voted on.
+#: Actions in progress: each waits for its time while the next ones are voted on.
 NAMES = 40
 #: Seconds between two actions, and from the proposal to the action.
 EVERY_S = 0.05
@@ -25,7 +25,7 @@ AHEAD_S = 1.0
 
 
 @pytest.mark.timeout(300)
-def test_a_thousand_actions_are_done_by_all_and_not_too_early(url: str) -> None:
+def test_all_members_perform_a_thousand_actions_and_never_too_early(url: str) -> None:
     with Panel(url) as panel:
         processes = panel.processes(PROCESSES)
         for process in processes:
@@ -33,13 +33,13 @@ def test_a_thousand_actions_are_done_by_all_and_not_too_early(url: str) -> None:
                 process.ask("act", f"action-{name}")
         outcomes = [future.result(RESULT_S) for future in _propose(panel)]
         passed = {outcome.poll: outcome for outcome in outcomes if outcome.passed}
-        assert len(passed) > 0.9 * ACTIONS  # a busy machine may not vote in time
+        assert len(passed) > 0.9 * ACTIONS  # on a busy machine, some votes are late
 
         def settled() -> bool:
             counts = [len(p.ask("actions")) + len(p.ask("missed")) for p in processes]
             return counts == [len(passed)] * PROCESSES
 
-        eventually(settled, RESULT_S, "not everybody has done, or missed, everything")
+        eventually(settled, RESULT_S, "some actions were neither performed nor missed")
         done = [one for process in processes for one in process.ask("actions")]
         for one in done:
             assert one["true"] >= one["at"] - one["error_bound"] - 1e-6
@@ -51,7 +51,7 @@ def _propose(panel: Panel) -> list[Future[Outcome]]:
     begin = panel.peer_group.now() + AHEAD_S
     for number in range(ACTIONS):
         at = begin + number * EVERY_S
-        time.sleep(max(at - AHEAD_S - panel.peer_group.now(), 0.0))  # the pace that is measured
+        time.sleep(max(at - AHEAD_S - panel.peer_group.now(), 0.0))  # keep the pace
         futures.append(panel.peer_group.propose_action(f"action-{number % NAMES}", number, at=at))
     return futures
 

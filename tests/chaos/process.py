@@ -1,4 +1,4 @@
-"""A worker process: started, paused, killed, replaced, and ended with whoever started it."""
+"""A worker process that ends with the run that started it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from tests.support.preloaded_process import PreloadedProcess
 
 ROOT = Path(__file__).resolve().parents[2]
-#: With this code a worker ends that has chosen to die in the middle of its work.
+#: Exit code of a worker that decided to die during its work.
 DIED = 77
 
-# Waits for the end of its standard input (the run has ended, however that came about), then ends
-# the worker: a paused one would not notice by itself.
+# Kills the worker when standard input ends, which the death of the run causes too:
+# a paused worker would not notice.
 _WATCHDOG = 'read -r _; kill -s KILL "$1"'
 
 
 class Process:
-    """One worker. What it writes to standard error is kept in `log`."""
+    """One worker. Its output goes to `log`."""
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         self.log = log
@@ -30,7 +30,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # a Ctrl-C is for the run, which then ends the workers
+                start_new_session=True,  # Ctrl-C is for the run, which then ends the workers
             )
         self._watchdog = subprocess.Popen(
             ["/bin/sh", "-c", _WATCHDOG, "watchdog", str(self._process.pid)],
@@ -59,7 +59,7 @@ class Process:
         self._process.send_signal(signal.SIGCONT)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended by itself in that time."""
+        """Returns whether the process ended by itself in this time."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -68,13 +68,13 @@ class Process:
         return True
 
     def kill(self) -> None:
-        """SIGKILL; twice is fine."""
+        """Kill the process. Idempotent."""
         self._dismiss()
         self._process.kill()
         self._process.wait()
 
     def _dismiss(self) -> None:
-        # Before we kill the process: its pid may be given to another one.
+        # First the watchdog: once the worker is gone, its pid may belong to another process.
         self._watchdog.kill()
         self._watchdog.communicate()
 

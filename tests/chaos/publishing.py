@@ -1,4 +1,4 @@
-"""The publisher program: small batches without pause, and a note of what became of each."""
+"""The publisher program: publishes small batches and records the outcome of each."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import meteor_py as meteor
 from tests.chaos.history import Writer, payload, value_of
 from tests.chaos.orders import STREAM, Orders, Signs
 
-#: Batches on their way, above which the publisher waits for the oldest.
+#: Batches in flight, above which the publisher waits for the oldest.
 PENDING_MAX = 200
 SETTLE_S = 30.0
 
-#: What tells nothing about the log.
+#: Errors that do not say whether the record is in the log.
 UNSURE = (meteor.OutcomeUnknown, meteor.NotReplicated)
 
 Outcome = meteor.Ack | meteor.ManyAck
 
 
 class Publishing:
-    """One publisher from its first record to its last."""
+    """One publisher, from its first record to its last."""
 
     def __init__(self, orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
         self._orders = orders
@@ -45,7 +45,7 @@ class Publishing:
         try:
             self._publisher.close(SETTLE_S)
         except meteor.MeteorError:
-            pass  # a failure that its record was told of as well
+            pass  # the ack of the record reports it too
 
     def _publish(self) -> None:
         count = self._rng.choice((1, 2, 10, self._rng.randint(1, 50)))
@@ -64,20 +64,20 @@ class Publishing:
                 self._writer.add(
                     "truncated", who=self._orders.name, first=error.first, last=error.last
                 )
-            except meteor.MeteorError as error:  # not taken
+            except meteor.MeteorError as error:  # not accepted
                 self._note("failed", part, text=repr(error))
             else:
                 self._pending.append((part, ack))
 
     def _settle(self, most: int) -> None:
-        """Note what became of the oldest batches, waiting while there are more than `most`."""
+        """Record the outcomes of the oldest batches, waiting while more than `most` are pending."""
         while self._pending and (len(self._pending) > most or self._pending[0][1].done()):
             values, ack = self._pending.popleft()
             error = ack.exception(SETTLE_S)
             if error is None:
                 self._note("acked", values, offsets=offsets_of(ack))
             elif isinstance(error, UNSURE) or len(values) > 1:
-                # Of several some may be there, in whatever way the others have failed.
+                # Some records of a batch may be in the log though others have failed.
                 self._note("unknown", values, text=repr(error))
             else:
                 self._note("failed", values, text=repr(error))

@@ -1,7 +1,7 @@
-"""The reader program, for a stream with a store: everything from the first record on.
+"""The reader program, for a stream with a store.
 
-One thread reads slowly, far behind the ring; one from the beginning, or somewhere, to the end, over
-and over; one lists the files of the store.
+One thread reads slowly, far behind the ring. One repeatedly reads from the beginning, or from a
+random offset, to the end. One lists the files of the store.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from tests.chaos.archiving import UNAVAILABLE
 from tests.chaos.history import Writer, now, value_of
 from tests.chaos.orders import STREAM, Orders, Signs
 
-#: Records of a slow poll at most, and the seconds between two; records of one that hurries.
+#: Maximum records of a slow poll, seconds between slow polls, and maximum records of a fast poll.
 SLOW_RECORDS = (1, 10, 40)
 SLOW_S = 0.8
 FAST_RECORDS = 1000
-#: Seconds between two passes, and between two lists, at most.
+#: Maximum seconds between two passes, and between two listings.
 PASS_S = 2.0
 LIST_S = 0.6
 POLL_S = 0.2
-LOOK_S = 0.05
+CHECK_S = 0.05
 
 Work = Callable[[random.Random], None]
 
 
 class Reading:
-    """All three, until the run ends; the slow one reads the rest then."""
+    """The three threads, until the run ends. The slow one then reads the rest."""
 
     def __init__(self, orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
         self._who = orders.name
@@ -43,26 +43,26 @@ class Reading:
         self._numbers = count()
         self._calm = threading.Event()
         self._end = threading.Event()
-        self._began = threading.local()  # when each thread last asked for something
+        self._began = threading.local()  # when each thread began its last request
 
     def run(self) -> None:
         threads = [
-            threading.Thread(target=self._keep_on, args=(work, random.Random(self._rng.random())))
+            threading.Thread(target=self._repeat, args=(work, random.Random(self._rng.random())))
             for work in (self._read_slowly, self._pass_through, self._list)
         ]
         for thread in threads:
             thread.daemon = True
             thread.start()
         while not self._signs.end():
-            self._end.wait(LOOK_S)
+            self._end.wait(CHECK_S)
             if self._signs.calm():
                 self._calm.set()
         self._end.set()
         for thread in threads:
             thread.join()
 
-    def _keep_on(self, work: Work, rng: random.Random) -> None:
-        """Begin again after whatever faults explain; a work that returns is done."""
+    def _repeat(self, work: Work, rng: random.Random) -> None:
+        """Restart a task after errors that faults explain."""
         while True:
             try:
                 return work(rng)
@@ -76,13 +76,13 @@ class Reading:
             except Exception:
                 self._writer.add("error", who=self._who, text=traceback.format_exc(limit=-4))
                 return None
-            self._end.wait(LOOK_S)
+            self._end.wait(CHECK_S)
 
     def _read_slowly(self, rng: random.Random) -> None:
         with self._stream.subscriber(initial_offset="earliest") as subscriber:
             who = self._begin(0)
             while not self._end.is_set() or subscriber.position < self._stream.bounds()[1]:
-                self._ask()
+                self._mark_request()
                 most = FAST_RECORDS if self._calm.is_set() else rng.choice(SLOW_RECORDS)
                 try:
                     batch = subscriber.poll(POLL_S, most)
@@ -97,27 +97,27 @@ class Reading:
 
     def _pass_through(self, rng: random.Random) -> None:
         while not self._end.wait(rng.uniform(0, PASS_S)):
-            self._ask()
+            self._mark_request()
             end = self._stream.bounds()[1]
             start = 0 if rng.random() < 0.7 else rng.randint(0, end)
             who = self._begin(start)
             for batch in self._stream.read(start):
                 self._see(who, batch)
-                self._ask()
+                self._mark_request()
 
     def _list(self, rng: random.Random) -> None:
         while not self._end.wait(rng.uniform(0, LIST_S)):
-            self._ask()
+            self._mark_request()
             store = self._stream.store
             before = store.bounds()[1]
             spans = [span_of(path) for path in store.files()]
             after = store.bounds()[1]
             self._writer.add("listed", who=self._who, first=before, last=after, values=spans)
 
-    # What is written down
+    # Recording
 
     def _begin(self, first: int) -> str:
-        """The name of a reader that begins now."""
+        """Record that a reader begins, and return its name."""
         who = f"{self._who}.{next(self._numbers)}"
         self._writer.add("reading", who=who, first=first)
         return who
@@ -126,7 +126,7 @@ class Reading:
         values = [value_of(value) for value in batch.values()]
         self._writer.add("seen", who=who, first=batch.first_offset, values=values)
 
-    def _ask(self) -> None:
+    def _mark_request(self) -> None:
         self._began.at = now()
 
     def _note_unavailable(self, error: Exception) -> None:
@@ -135,6 +135,6 @@ class Reading:
 
 
 def span_of(path: str) -> str:
-    """The offsets that a file has by its name, both included."""
+    """Returns the first and last offset of a file, from its name."""
     first, last, *_ = PurePath(path).name.split("-")
     return f"{int(first)}-{int(last)}"

@@ -1,4 +1,4 @@
-"""What is told about runs: figures, lines, and a table of the totals."""
+"""Reports about runs: figures, lines, and a table of totals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.table import Table
 
 from tests.chaos.run import Result
 
-#: How many violations of a run are shown with the events around them.
-SHOWN = 5
+#: Violations per run that are shown with the events around them.
+DETAILED = 5
 
 TOTALS = (
     "published",
@@ -33,7 +33,7 @@ TOTALS = (
 
 
 def figures(result: Result) -> dict[str, Any]:
-    """A run as JSON."""
+    """Returns a run as JSON data."""
     return {
         "seed": result.plan.seed,
         "published": result.records["publish"],
@@ -59,25 +59,25 @@ def figures(result: Result) -> dict[str, Any]:
 
 
 def lines(result: Result) -> list[str]:
-    """A line about a run, then what was wrong with it."""
+    """Returns a line about a run, then its violations."""
     facts = figures(result)
     counts = ", ".join(f"{facts[name]} {name.replace('_', '-')}" for name in TOTALS)
     faults = ", ".join(f"{kind} {count}" for kind, count in facts["faults"].items())
-    told = [
+    found = [
         f"seed {result.plan.seed}: {counts}; {sum(result.faults.values())} faults ({faults}); "
         f"drained in {result.drain_s:.1f} s; {len(result.violations)} violations"
     ]
     for number, violation in enumerate(result.violations):
-        told.append(f"  {violation}")
-        if number < SHOWN:
-            told += [f"      {line}" for line in violation.around]
+        found.append(f"  {violation}")
+        if number < DETAILED:
+            found += [f"      {line}" for line in violation.around]
     if result.violations:
-        told.append(f"  to repeat it: {result.plan.command}")
-    return told
+        found.append(f"  to repeat: {result.plan.command}")
+    return found
 
 
 def table(results: Sequence[Result]) -> Table:
-    """The totals of all runs."""
+    """Returns the totals of all runs."""
     totals: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     for result in results:

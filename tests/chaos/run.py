@@ -1,7 +1,7 @@
-"""One chaos run: start everything, do harm, heal, let the groups drain, and judge.
+"""One chaos run: start all workers, cause faults, heal, drain the groups, and check.
 
-Everything a run starts is ended when it ends, also when it is aborted: workers and server have
-watchdogs, and histories lie in the directory that the server's removes.
+Everything that a run starts ends with it, even if it is aborted: workers and server have watchdogs,
+and the server's watchdog removes the directory of the histories.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from tests.chaos.witness import (
     Sampler,
     is_in_order,
     read_log,
-    take_stock,
+    record_store,
     wait_for,
 )
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server, binaries
 
-#: A ring that keeps all records of a run, and one that a paused group is soon overtaken by.
+#: Capacities: a ring that keeps all records of a run, and one that soon overtakes a paused group.
 LARGE, SMALL = 10_000_000, 200
-#: With a store: records that may wait for the archivers.
+#: Records that may wait for the archivers of a store.
 UNARCHIVED = 1_000
 START_S = 30.0
 DRAIN_S = 30.0
 END_S = 25.0
 STEP_S = 0.01
-#: How much longer a run may take so that every kind of fault occurs.
-LATER = 2.5
+#: Factor by which a run may be extended until every kind of fault has occurred.
+EXTENSION = 2.5
 
 Progress = Callable[[str, float], object]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is to be. The seed fixes faults and choices; the timing is the machine's."""
+    """The parameters of a run. The seed fixes faults and choices, but not their timing."""
 
     seed: int
     seconds: float = 20.0
@@ -60,20 +60,20 @@ class Plan:
     publishers: int = 2
     server: str = "valkey"
     small_ring: bool = False
-    #: A small ring with a store behind it.
+    #: Use a small ring with a store.
     store: bool = False
     archivers: int = 3
     readers: int = 2
     mutant: str = ""
-    #: Of faults; all that there are if none is named.
+    #: Kinds of faults; all if empty.
     kinds: tuple[str, ...] = ()
     every_s: tuple[float, float] = (0.3, 1.0)
     lease_ttl_s: float = 1.0
-    #: Of members, in lives of a lease: too short to lose it, just long enough, long.
+    #: Pauses of members, in lease TTLs: too short to lose the lease, just long enough, and long.
     pauses: tuple[float, ...] = (0.5, 1.1, 3.0)
     batch_pause_s: float = 0.06
     hang: float = 0.003
-    #: Of archivers, as in Orders.
+    #: See Orders.
     die: float = 0.01
     compact_pause_s: float = 1.0
 
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def capacity(self) -> int | None:
-        """Of the ring, if it does not hold everything."""
+        """The capacity of a ring that drops records."""
         return SMALL if self.small_ring or self.store else None
 
     @property
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def command(self) -> str:
-        """What repeats it, as far as that is possible."""
+        """The command that repeats the run as closely as possible."""
         parts = [f"python -m tests.chaos --seeds 1 --first-seed {self.seed}"]
         parts.append(f"--seconds {self.seconds:g} --groups {self.groups} --members {self.members}")
         if self.publishers != Plan.publishers:
@@ -100,7 +100,7 @@ class Plan:
         if self.server != Plan.server:
             parts.append(f"--server {self.server}")
         if self.mutant:
-            return " ".join([*parts, f"--mutant {self.mutant}"])  # which brings the rest
+            return " ".join([*parts, f"--mutant {self.mutant}"])  # the mutant implies the others
         parts.append("--store" if self.store else "--no-store")
         parts += ["--small-ring"] if self.small_ring else []
         if self.kinds:
@@ -111,13 +111,13 @@ class Plan:
 
 
 def mutant_plan(name: str, seed: int) -> Plan:
-    """A run in which a planted bug comes to light soon."""
+    """Returns a run that reveals a planted bug soon."""
     return Plan(seed, mutant=name, **MUTANTS[name].plan)
 
 
 @dataclass
 class Result:
-    """What happened in a run, in figures, and what was wrong with it."""
+    """The figures and violations of a run."""
 
     plan: Plan
     events: Counter[str] = field(default_factory=Counter)  # by kind
@@ -144,7 +144,7 @@ class Result:
 def run(
     plan: Plan, progress: Progress = lambda phase, share: None, keep: Path | None = None
 ) -> Result:
-    """Do a run and judge it; `keep` is where to copy the histories of one that went wrong."""
+    """Execute and check a run. If it fails, its histories are kept in the directory `keep`."""
     result = Result(plan)
     persistent = ("--appendonly", "yes", "--appendfsync", "always")
     with ExitStack() as stack:
@@ -153,7 +153,7 @@ def run(
         directory.mkdir()
         with ExitStack() as equipment:
             Stage(plan, server, directory, equipment).play(result, progress)
-        progress("judging", 0.0)
+        progress("checking", 0.0)
         events = history.read(directory)
         result.count(events)
         unarchived = UNARCHIVED if plan.store else None
@@ -166,7 +166,7 @@ def run(
 
 
 class Stage:
-    """Everybody who takes part in a run."""
+    """All participants of a run."""
 
     def __init__(self, plan: Plan, server: Server, directory: Path, stack: ExitStack) -> None:
         self._plan = plan
@@ -186,7 +186,7 @@ class Stage:
         self._members = [
             self._slot("member", f"m{n}", tuple(plan.group_names)) for n in range(plan.members)
         ]
-        # One that is alone in its process: it is hit without the members of other groups.
+        # A member in a separate process, so that its faults affect no other group.
         self._members.append(self._slot("member", "solo", (self._rng.choice(plan.group_names),)))
         self._publishers = [self._slot("publisher", f"p{n}") for n in range(plan.publishers)]
         some = plan.store
@@ -254,19 +254,19 @@ class Stage:
         try:
             read_log(self._stream, self._writer, whole=self._plan.store)
             if self._plan.store:
-                take_stock(self._stream, self._writer)
+                record_store(self._stream, self._writer)
         except meteor.MeteorError as error:
             self._writer.add("error", who="run", text=f"At the end: {error!r}")
 
     def _start(self, progress: Progress) -> None:
-        """Have all groups at work before the first fault: none may begin in the middle."""
+        """Wait until all groups work, before the first fault."""
         progress("starting", 0.0)
         for slot in self._members:
             slot.replace()
-        everybody = self._plan.groups
-        if not wait_for(self._sampler, lambda s: len(s.confirmed) == everybody, START_S):
+        expected = self._plan.groups
+        if not wait_for(self._sampler, lambda s: len(s.confirmed) == expected, START_S):
             words = "\n".join(slot.last_words for slot in self._members)
-            raise RuntimeError(f"The groups did not begin. {words}")
+            raise RuntimeError(f"The groups did not start. {words}")
         self._sampler.start()
         self._recorder.start()
         for slot in [*self._archivers, *self._publishers, *self._readers]:
@@ -275,43 +275,45 @@ class Stage:
         if not busy:
             self._writer.add("error", who="run", text="Not all groups confirmed a first record.")
         if self._plan.small_ring:
-            # Not before: a group that has been given nothing passes over what is gone.
+            # Not earlier: a group without deliveries would skip dropped records without a report.
             self._stream.configure(capacity=SMALL)
 
     def _harm(self, progress: Progress) -> None:
         begin = time.monotonic()
         seconds = self._plan.seconds
         while (passed := time.monotonic() - begin) < seconds or (
-            passed < LATER * seconds and not self._nemesis.has_done_everything
+            passed < EXTENSION * seconds and not self._nemesis.has_done_everything
         ):
             progress("harming", min(passed / seconds, 1.0))
             self._nemesis.step()
-            self._look_after([*self._members, *self._publishers, *self._archivers, *self._readers])
+            self._replace_dead(
+                [*self._members, *self._publishers, *self._archivers, *self._readers]
+            )
             time.sleep(STEP_S)
 
-    def _look_after(self, slots: Sequence[Slot]) -> None:
-        """Replace the workers that have died of their own accord."""
+    def _replace_dead(self, slots: Sequence[Slot]) -> None:
+        """Replace workers that have died by themselves."""
         for slot in slots:
             if self._nemesis.is_busy(slot):
                 continue
-            if slot.look_after():
+            if slot.needs_replacement():
                 slot.replace()
-            slot.resume()  # one that was told to stop may do so when its time is over
+            slot.resume()  # a late stop_at_commit may have stopped it
 
     def _drain(self) -> None:
-        """No more records; then every group, and the archivers, must reach the end."""
+        """Stop the publishers, and wait until all groups and the archivers reach the end."""
         self._signs.make_calm()
         for slot in self._publishers:
             slot.finish(END_S)
 
         def drained(sample: Event) -> bool:
-            self._look_after([*self._members, *self._archivers, *self._readers])
-            places = [sample.confirmed.get(group, 0) for group in self._plan.group_names]
+            self._replace_dead([*self._members, *self._archivers, *self._readers])
+            positions = [sample.confirmed.get(group, 0) for group in self._plan.group_names]
             if self._plan.store:
-                places.append(sample.archived)
-            return min(places) >= sample.last
+                positions.append(sample.archived)
+            return min(positions) >= sample.last
 
         wait_for(self._sampler, drained, DRAIN_S)
         if self._plan.store:
             wait_for(self._sampler, lambda _: is_in_order(self._stream), DRAIN_S)
-        self._sampler.sample()  # the last word, whatever it is
+        self._sampler.sample()  # the final state

@@ -1,4 +1,4 @@
-"""Shared subscribers for longer than ``make test`` may take; ``make chaos`` runs this."""
+"""Runs of shared subscribers that are too long for ``make test``; part of ``make chaos``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The place of a worker in a run: its proxy stays, its processes come and go."""
+"""A slot for a worker in a run: its proxy stays, its processes change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Role = Literal["publisher", "member", "archiver", "reader"]
 
 
 class Slot:
-    """One worker at a time; the next gets another name and goes on through the same proxy."""
+    """One worker at a time. Its successor gets another name and the same proxy."""
 
     def __init__(self, role: Role, orders: Orders, proxy: Proxy, writer: Writer) -> None:
         self.name = orders.name
@@ -25,7 +25,7 @@ class Slot:
         self._orders = orders
         self._writer = writer
         self._process: Process | None = None
-        self._lives = 0
+        self._incarnation = 0
 
     @property
     def running(self) -> bool:
@@ -36,12 +36,12 @@ class Slot:
         return None if self._process is None else self._process.pid
 
     def replace(self) -> None:
-        """Start a worker, in place of one that has ended."""
+        """Start a worker, killing the previous one."""
         self.kill()
-        self._lives += 1
-        name = f"{self.name}.{self._lives}"
+        self._incarnation += 1
+        name = f"{self.name}.{self._incarnation}"
         orders = msgspec.structs.replace(
-            self._orders, name=name, seed=f"{self._orders.seed} {self._lives}"
+            self._orders, name=name, seed=f"{self._orders.seed} {self._incarnation}"
         )
         log = Path(orders.directory) / f"{name}.log"
         self._process = Process([self._role, orders.encode()], log)
@@ -50,12 +50,12 @@ class Slot:
     def last_words(self) -> str:
         return "" if self._process is None else self._process.last_words()
 
-    def look_after(self) -> bool:
-        """Whether its worker has ended by itself and is to be replaced."""
+    def needs_replacement(self) -> bool:
+        """Returns whether the worker has ended by itself and must be replaced."""
         if self._process is None or self._process.running:
             return False
         if self._process.exit_code not in (0, DIED):
-            self._complain(f"It ended with {self._process.exit_code}:")
+            self._record_error(f"The worker exited with {self._process.exit_code}:")
         return True
 
     def pause(self) -> None:
@@ -72,13 +72,13 @@ class Slot:
             self._process = None
 
     def finish(self, timeout_s: float) -> None:
-        """Wait for the worker to end by itself; complain if it does not."""
+        """Wait for the worker to end by itself; record an error if it does not."""
         if self._process is not None and not self._process.wait(timeout_s):
-            self._complain(f"It did not end within {timeout_s:g} s:")
+            self._record_error(f"The worker did not end within {timeout_s:g} s:")
         elif self._process is not None and self._process.exit_code not in (0, DIED):
-            self._complain(f"It ended with {self._process.exit_code}:")
+            self._record_error(f"The worker exited with {self._process.exit_code}:")
         self.kill()
 
-    def _complain(self, text: str) -> None:
+    def _record_error(self, text: str) -> None:
         assert self._process is not None
         self._writer.add("error", who=self.name, text=f"{text} {self._process.last_words()}")

@@ -1,9 +1,9 @@
-"""Spark's executors are processes of their own: each row is in the target exactly once.
+"""Spark executors in separate processes write each row exactly once.
 
     pytest tests/chaos/spark_executors.py
 
-It takes three processes of Java, so it is a part of ``make chaos``. What fails and is tried again
-is the same in one of them, and in ``make test``: tests/spark/test_spark_faults.py.
+This takes three Java processes, so it is part of ``make chaos``. ``make test`` covers failures and
+retries within one process, in tests/spark/.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.transactions import contents, numbers
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def test_executors_in_processes_of_their_own_write_each_row_once(url: str, tmp_path: Path) -> None:
+def test_executors_in_separate_processes_write_each_row_once(url: str, tmp_path: Path) -> None:
     require_java()
     with meteor.connect(url) as m:
         fill(m, 4000)

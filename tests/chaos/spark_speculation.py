@@ -1,9 +1,9 @@
-"""Spark runs a task twice at once, on two machines: each row is in the target exactly once.
+"""Tasks that Spark runs twice at once, on two hosts, write each row exactly once.
 
     pytest tests/chaos/spark_speculation.py
 
-It takes six processes of Java, and half a minute to one: so it is a part of ``make chaos``, and not
-of ``make test``, whose tests are in files called ``test_...``.
+This takes six Java processes and up to a minute, so it is part of ``make chaos``. ``make test``
+runs only files named ``test_...``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_tasks_that_run_twice_at_once_write_each_row_once(url: str, tmp_path: Pa
                 pub.publish_many([b"%0*d" % (ROW_BYTES, n) for n in range(first, first + 500)])
         with Cluster(tmp_path) as cluster, Driver(cluster, url, tmp_path) as driver:
             driver.wait()
-            # Both attempts of the first task of each job have come as far as their last rows.
+            # Both attempts of the first task of each job have reached their last rows.
             assert driver.marks == {f"{job}.0.{attempt}" for job in range(3) for attempt in (0, 1)}
             attempts = driver.attempts
         slow = [attempt for attempt in attempts if attempt.partition == 0]
@@ -38,5 +38,5 @@ def test_tasks_that_run_twice_at_once_write_each_row_once(url: str, tmp_path: Pa
         for one, other in zip(slow[::2], slow[1::2], strict=True):
             assert one.host != other.host
         assert list(map(int, contents(target).split())) == list(range(rows))
-        # Of attempts that were not counted, and killed before they could clean up.
+        # Stages of attempts that Spark killed before they could clean up.
         assert all(m.redis.pttl(key) > 0 for key in m.redis.scan_iter("*stage*"))

@@ -1,9 +1,9 @@
-"""The judge of the store, and of those who read it.
+"""The checker of the store and its readers.
 
-Of the samples: nothing is dropped from the ring before it is archived, no more waits than may, and
-``archived`` goes forward, each step told by an archiver of the newest term once that is at work. Of
-the files: at any time they hold all that is archived, each record once; at the end each record is
-what the log has. Of readers without a group: each goes on where it was, without a hole or a repeat.
+Samples: the ring drops no record before it is archived, no more records wait than allowed, and
+``archived`` only increases, in steps that the newest term committed. Files: at any time they hold
+all archived records, each once, and at the end with the values of the log. Readers without a group:
+each continues where it left off, without holes or repeats.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tests.chaos.history import Event
 from tests.chaos.terms import end_of
 from tests.chaos.violation import Findings, Wrong
 
-#: Nanoseconds for which a failure may be kept, by one that reads ahead and is paused then.
+#: Nanoseconds by which a pause may delay a read-ahead's report of a failure.
 KEPT_NS = 10_000_000_000
-#: What is said of files that somebody merges just now.
+#: Text of the error for files that are being merged.
 MERGING = "cannot be listed now: not all"
 
 
@@ -28,7 +28,7 @@ def check_store(
     max_unarchived: int,
     findings: Findings,
 ) -> None:
-    """Judge the history of a stream that has a store."""
+    """Check the history of a stream with a store."""
     check_archived(samples, max_unarchived, findings)
     check_commits(history, samples, findings)
     check_listed(history, findings)
@@ -52,29 +52,29 @@ def check_archived(samples: Sequence[Event], max_unarchived: int, findings: Find
             findings.add(Wrong.WENT_BACK, text, sample)
         archived = sample.archived
         if sample.first > archived:
-            text = f"the ring begins at {sample.first}, and only those below {archived} are stored"
+            text = f"the ring begins at {sample.first}, but the archive ends at {archived}"
             findings.add(Wrong.UNARCHIVED, text, sample)
         if archived > sample.last:
-            text = f"{archived} records are archived, of {sample.last}"
+            text = f"{archived} of {sample.last} records are archived"
             findings.add(Wrong.PHANTOM, text, sample)
-        # A frame that has more is let in where nothing else waits.
+        # A larger frame is accepted if nothing else waits.
         if sample.last - archived > max_unarchived and sample.waiting != 1:
-            text = f"{sample.last - archived} records wait for an archiver, not {max_unarchived}"
+            text = f"{sample.last - archived} records are unarchived, more than {max_unarchived}"
             findings.add(Wrong.OVERGROWN, text, sample)
 
 
 def check_commits(history: Sequence[Event], samples: Sequence[Event], findings: Findings) -> None:
-    """What is archived was appended before; and by the newest term, once that has appended.
+    """Check that archived records were appended, and by the newest term once it has appended.
 
-    A term that appends from an offset on has found that one archived, and the older ones fenced.
+    A term appends from ``archived`` on, and has fenced the older terms by then.
     """
-    told = [event for event in history if event.kind in ("append", "appended")]
-    newest, who, place, reported = -1, "nobody", 0, -1
-    known = {0}  # what archived may be
+    appends = [event for event in history if event.kind in ("append", "appended")]
+    newest, who, place, reported = -1, "no archiver", 0, -1
+    known = {0}  # possible values of archived
     for sample in samples:
         before: set[int] = set()
-        while place < len(told) and told[place].t <= sample.t:
-            event = told[place]
+        while place < len(appends) and appends[place].t <= sample.t:
+            event = appends[place]
             place += 1
             if event.t >= sample.began:
                 before |= known  # the sample may be older than this
@@ -83,16 +83,16 @@ def check_commits(history: Sequence[Event], samples: Sequence[Event], findings: 
             if event.term == newest and event.kind == "appended":
                 known.add(event.last + 1)
         if sample.archived not in known | before and sample.archived != reported:
-            reported = sample.archived  # told once
+            reported = sample.archived  # report it once
             text = (
-                f"archived is {sample.archived}, and {who}, in the newest term {newest}, has "
+                f"archived is {sample.archived}, but {who}, in the newest term {newest}, has "
                 f"appended {min(known)} to {max(known) - 1}"
             )
             findings.add(Wrong.STALE_COMMIT, text, sample)
 
 
 def check_listed(history: Sequence[Event], findings: Findings) -> None:
-    """The files that count hold all that is archived, each record once."""
+    """Check that the listed files hold all archived records, each once."""
     for event in history:
         if event.kind != "listed":
             continue
@@ -101,22 +101,22 @@ def check_listed(history: Sequence[Event], findings: Findings) -> None:
             first, last = map(int, span.split("-"))
             if first != reached:
                 kind = Wrong.LOST if first > reached else Wrong.DUPLICATED
-                text = f"{event.who} was given files to {reached - 1}, then {first} to {last}"
+                text = f"{event.who} got files to {reached - 1}, then {first} to {last}"
                 findings.add(kind, text, event)
             reached = last + 1
         if reached < event.first:
-            text = f"{event.who} was given files to {reached - 1}; {event.first - 1} is archived"
+            text = f"{event.who} got files to {reached - 1}; {event.first - 1} is archived"
             findings.add(Wrong.LOST, text, event)
         elif reached > event.last:
-            text = f"{event.who} was given files to {reached - 1}; {event.last} is not archived"
+            text = f"{event.who} got files to {reached - 1}; {event.last} is not archived"
             findings.add(Wrong.PHANTOM, text, event)
 
 
 def check_stored(history: Sequence[Event], log: dict[int, str], findings: Findings) -> None:
-    """At the end the files hold what the log has, as far as that is archived, each record once."""
+    """Check that the files at the end hold the archived part of the log, each record once."""
     end = max((event.last for event in history if event.kind == "archived"), default=-1)
     if end < 0:
-        return  # it was not looked at, or could not be
+        return  # the run failed to record the store
     places: dict[int, str] = {}
     for event in history:
         if event.kind != "stored":
@@ -126,22 +126,22 @@ def check_stored(history: Sequence[Event], log: dict[int, str], findings: Findin
                 text = f"{offset} is in {places[offset]} and in {event.text}"
                 findings.add(Wrong.DUPLICATED, text, event)
             elif offset >= end:
-                text = f"{offset} in {event.text} is not archived: that ends at {end}"
+                text = f"{offset} in {event.text} is not archived: the archive ends at {end}"
                 findings.add(Wrong.PHANTOM, text, event)
             elif log.get(offset, value) != value:
-                text = f"{offset} in {event.text} is {value}, where the log has {log[offset]}"
+                text = f"{offset} in {event.text} is {value}, but {log[offset]} in the log"
                 findings.add(Wrong.TWO_PAYLOADS, text, event)
             places[offset] = event.text
     for offset in range(end):
         if offset not in places:
-            findings.add(Wrong.LOST, f"{offset} is archived, and in no file")
+            findings.add(Wrong.LOST, f"{offset} is archived, but in no file")
 
 
 # Readers, with a store or without
 
 
 def check_readers(history: Sequence[Event], findings: Findings) -> None:
-    """A reader begins where it said, and goes on without a hole that was not named."""
+    """Check that readers continue without holes, except for reported gaps."""
     positions: dict[str, int] = {}
     for event in history:
         if event.kind == "reading":
@@ -150,20 +150,20 @@ def check_readers(history: Sequence[Event], findings: Findings) -> None:
             expected = positions[event.who]
             if event.first != expected:
                 kind = Wrong.SKIPPED if event.first > expected else Wrong.DUPLICATED
-                text = f"{event.who} was given {event.first} in place of {expected}"
+                text = f"{event.who} got {event.first} instead of {expected}"
                 findings.add(kind, text, event)
             positions[event.who] = max(expected, end_of(event))
 
 
 def check_unavailable(history: Sequence[Event], findings: Findings) -> None:
-    """A store cannot be read while it is away, nor listed where somebody merges files."""
+    """Check that the store was unavailable only while hidden, or unlistable during a merge."""
     hidden = [event.t for event in history if event.kind == "hidden"]
     shown = [event.t for event in history if event.kind == "shown"]
     merged = any(event.kind == "compacted" for event in history)
     for event in history:
         if event.kind != "unavailable":
             continue
-        # The last time that it was taken away before that.
+        # The last time that the store was hidden before this event.
         number = bisect_right(hidden, event.t) - 1
         back = shown[number] if 0 <= number < len(shown) else event.t
         away = number >= 0 and event.began - KEPT_NS <= back

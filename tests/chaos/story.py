@@ -1,4 +1,4 @@
-"""Histories made by hand, for the tests of the judge."""
+"""Hand-made histories, for tests of the checker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUP = "g"
 
 
 class Story:
-    """A history told line by line; each line comes a millisecond after the one before."""
+    """A history built event by event, one per millisecond."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -41,7 +41,7 @@ class Story:
         )  # fmt: skip
 
     def confirm(self, who: str, term: int, offset: int, result: int | None = None) -> None:
-        """Asked for, and done; `result` if the answer is another than it should be."""
+        """Add a confirm and its outcome; `result` replaces the expected one."""
         number = len(self.events)
         asked = self.ask(who, term, offset, number)
         done = offset if result is None else result

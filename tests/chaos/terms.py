@@ -1,9 +1,9 @@
-"""The judge of one group: who was given what, and who confirmed it.
+"""The checker of one group: deliveries and confirms.
 
-A term belongs to one member. It begins where the terms before it have confirmed to: not above what
-any of them asked for, not below what any was acknowledged. Inside a term offsets rise one by
-one, and what is left out was named as a gap. Once a newer term has begun, an older one neither
-confirms anything nor is given another batch. Over all terms, every record was given to the group.
+A term belongs to one member. It begins where the earlier terms ended: not above any offset that
+they requested to confirm, not below any that was acknowledged. Within a term offsets increase one
+by one, except for reported gaps. Once a newer term has begun, an older one neither confirms
+anything nor receives another batch. Over all terms, every record was delivered to the group.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Sequence
 from tests.chaos.history import Event
 from tests.chaos.violation import Findings, Wrong
 
-#: What proves that a member has a term.
+#: Events that prove that a member has a term.
 PROOFS = ("assigned", "deliver", "confirmed")
-#: What was given to a group, or is known to be gone.
+#: Events about records that were delivered, or are known to be gone.
 SPANS = ("deliver", "missing", "gap")
-#: What tells where a term begins.
+#: Events that show where a term begins.
 BEGINS = ("assigned", "deliver", "gap")
 
 
 def check_terms(
     mine: Sequence[Event], log: dict[int, str], findings: Findings, *, whole: bool
 ) -> None:
-    """Judge the events of one group, which come by time."""
+    """Check the events of one group, sorted by time."""
     terms: defaultdict[int, list[Event]] = defaultdict(list)
     for event in mine:
         if event.term >= 0:
@@ -50,12 +50,12 @@ def check_owner(term: Sequence[Event], findings: Findings) -> None:
             owners.setdefault(event.who, event)
     if len(owners) > 1:
         first, second, *_ = owners.values()
-        text = f"term {first.term} is that of {first.who} and of {second.who}"
+        text = f"term {first.term} belongs to both {first.who} and {second.who}"
         findings.add(Wrong.TWO_OWNERS, text, second)
 
 
 def check_dense(term: Sequence[Event], findings: Findings) -> None:
-    """Deliveries and gaps follow each other without a hole, for each member of the term."""
+    """Check that deliveries and gaps of each member are contiguous."""
     positions: dict[str, int] = {}
     starts: dict[str, int] = {}
     for event in term:
@@ -71,17 +71,17 @@ def check_dense(term: Sequence[Event], findings: Findings) -> None:
         elif event.first < start:
             findings.add(Wrong.REORDERED, f"{what}, though it began at {start}", event)
         elif event.first < expected:
-            findings.add(Wrong.DUPLICATED, f"{what}, which it had up to {expected - 1}", event)
+            findings.add(Wrong.DUPLICATED, f"{what}, repeated up to {expected - 1}", event)
         positions[event.who] = max(expected, end_of(event))
 
 
 def end_of(event: Event) -> int:
-    """The offset behind what was delivered, or named as gone."""
+    """Returns the offset after a delivery or a gap."""
     return event.last + 1 if event.last >= 0 else event.first + len(event.values)
 
 
 def check_results(term: Sequence[Event], findings: Findings) -> None:
-    """A confirm gives no less than was asked for."""
+    """Check that no confirm returns less than was requested."""
     asked: dict[tuple[str, int], int] = {}
     for event in term:
         if event.kind == "confirm":
@@ -94,12 +94,14 @@ def check_results(term: Sequence[Event], findings: Findings) -> None:
 
 
 def check_starts(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
-    """Each term begins where the earlier ones have confirmed to."""
+    """Check that each term begins at the offset that earlier terms confirmed."""
     asked = done = 0
     for term in terms:
         begin = next((e for e in term if e.kind in BEGINS and e.first >= 0), None)
         if begin is not None and begin.first > asked:
-            text = f"term {begin.term} begins at {begin.first}; nobody confirmed more than {asked}"
+            text = (
+                f"term {begin.term} begins at {begin.first}; no member confirmed more than {asked}"
+            )
             findings.add(Wrong.SKIPPED, text, begin)
         elif begin is not None and begin.first < done:
             text = f"term {begin.term} begins at {begin.first}, though {done} was confirmed before"
@@ -107,31 +109,31 @@ def check_starts(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
         for event in term:
             if event.kind == "confirm":
                 asked = max(asked, event.first)
-            elif event.kind in ("missing", "gap"):  # to skip one is to confirm it
+            elif event.kind in ("missing", "gap"):  # skipping a gap confirms it
                 asked = max(asked, event.last + 1)
             elif event.kind == "confirmed":
                 done = max(done, event.first)
 
 
 def check_stale(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
-    """What an older term asks for once a newer one has begun may not succeed."""
+    """Check that no request of an older term succeeds once a newer one has begun."""
     newer = math.inf  # when a newer term was first seen
     newer_term = -1
     for term in reversed(terms):
-        known = -1  # to confirm what this term has confirmed already changes nothing
+        known = -1  # repeating a confirm of this term changes nothing
         for event in term:
             late = event.began > newer
             if event.kind == "confirmed":
                 if late and event.first > known:
                     text = (
-                        f"{event.who} confirmed {event.first} in term {event.term}, asked for "
+                        f"{event.who} confirmed {event.first} in term {event.term}, requested "
                         f"after term {newer_term} had begun"
                     )
                     findings.add(Wrong.STALE_CONFIRM, text, event)
                 known = max(known, event.first)
             elif event.kind == "deliver" and late:
                 text = (
-                    f"{event.who} was given {event.first} in term {event.term}, asked for after "
+                    f"{event.who} got {event.first} in term {event.term}, requested after "
                     f"term {newer_term} had begun"
                 )
                 findings.add(Wrong.STALE_DELIVERY, text, event)
@@ -143,27 +145,27 @@ def check_stale(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
 def check_values(
     mine: Sequence[Event], log: dict[int, str], findings: Findings, *, whole: bool
 ) -> None:
-    """What was delivered is what the log has at that offset."""
+    """Check that deliveries have the values of the log."""
     for event in mine:
         if event.kind != "deliver":
             continue
         for offset, value in enumerate(event.values, event.first):
             there = log.get(offset)
             if there is None and whole:
-                text = f"{value} was delivered at {offset}, which the log does not have"
+                text = f"{value} was delivered at {offset}, which is not in the log"
                 findings.add(Wrong.LOST, text, event)
             elif there is not None and there != value:
-                text = f"{value} was delivered at {offset}, where {there} is"
+                text = f"{value} was delivered at {offset}, but the log has {there}"
                 findings.add(Wrong.TWO_PAYLOADS, text, event)
 
 
 def check_coverage(mine: Sequence[Event], findings: Findings) -> None:
-    """Of all that was confirmed, every record was given to some member, or named as gone."""
+    """Check that every confirmed record was delivered to some member, or reported as gone."""
     end = max(event.first for event in mine if event.kind == "confirmed")
     spans = sorted((e.first, end_of(e)) for e in mine if e.kind in SPANS)
     reached = 0
     for first, stop in [*spans, (end, end)]:
         if min(first, end) > reached:
-            text = f"{reached} to {min(first, end) - 1} were confirmed and never delivered"
+            text = f"{reached} to {min(first, end) - 1} were confirmed but never delivered"
             findings.add(Wrong.SKIPPED, text, mine[-1])
         reached = max(reached, stop)

@@ -1,13 +1,12 @@
-"""Groups, and archivers, under kills, pauses and cuts; and the bugs that must not go unseen.
+"""Groups and archivers under kills, pauses and cuts, and planted bugs that must be found.
 
-``make chaos`` does the same for longer, and over many seeds.
+``make chaos`` does the same for longer and over many seeds.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,58 +18,53 @@ from tests.chaos.run import Plan, Result, mutant_plan, run
 
 SECONDS = 7.0
 EVERY_S = (0.2, 0.4)
-#: A planted bug shows in nearly every run; so many are tried.
+#: Maximum number of runs: nearly every run reveals a planted bug.
 TRIES = 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed_of", [lambda _: 1, lambda rng: rng.randrange(1_000_000)], ids=["fixed", "random"]
-)
-def test_nothing_is_lost_doubled_reordered_or_skipped_whatever_happens(
-    rng: random.Random, seed_of: Callable[[random.Random], int]
-) -> None:
-    plan = Plan(seed_of(rng), seconds=SECONDS, every_s=EVERY_S, groups=10, members=3)
+def test_no_record_is_lost_duplicated_reordered_or_skipped(rng: random.Random) -> None:
+    plan = Plan(rng.randrange(1_000_000), seconds=SECONDS, every_s=EVERY_S, groups=10, members=3)
     print(plan.command)
     result = run(plan)
-    assert not result.violations, told(result)
-    # It was not for want of trying.
-    assert set(result.faults) == set(KINDS), told(result)
-    assert result.records["acked"] > 100, told(result)
-    assert result.records["deliver"] >= 10 * result.records["acked"], told(result)
-    assert result.events["confirmed"] > 100, told(result)
-    assert result.take_overs >= 5, told(result)
+    assert not result.violations, summary(result)
+    # The run was not trivial.
+    assert set(result.faults) == set(KINDS), summary(result)
+    assert result.records["acked"] > 100, summary(result)
+    assert result.records["deliver"] >= 10 * result.records["acked"], summary(result)
+    assert result.events["confirmed"] > 100, summary(result)
+    assert result.take_overs >= 5, summary(result)
 
 
 @pytest.mark.slow
-def test_with_a_store_nothing_is_lost_doubled_or_overtaken_whatever_happens(
+def test_no_record_is_lost_or_duplicated_with_a_store(
     rng: random.Random,
 ) -> None:
     seed = rng.randrange(1_000_000)
     plan = Plan(seed, store=True, seconds=6.0, every_s=(0.1, 0.25), groups=3, lease_ttl_s=0.5)
     print(plan.command)
     result = run(plan)
-    assert not result.violations, told(result)
-    assert set(result.faults) == set(KINDS + STORE_KINDS), told(result)
-    assert result.records["acked"] > 100, told(result)
-    assert result.archived >= result.records["acked"], told(result)
-    assert result.archiver_terms >= 2, told(result)
+    assert not result.violations, summary(result)
+    assert set(result.faults) == set(KINDS + STORE_KINDS), summary(result)
+    assert result.records["acked"] > 100, summary(result)
+    assert result.archived >= result.records["acked"], summary(result)
+    assert result.archiver_terms >= 2, summary(result)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["unfenced-confirm", "greedy-trim", "ignored-lease", "unfenced-archiver"]
 )
-def test_a_planted_bug_is_caught(rng: random.Random, name: str) -> None:
+def test_planted_bug_is_found(rng: random.Random, name: str) -> None:
     for _ in range(TRIES):
         result = run(mutant_plan(name, rng.randrange(1_000_000)))
         if MUTANTS[name].shows_as & {violation.kind for violation in result.violations}:
             return
-    pytest.fail(told(result))
+    pytest.fail(summary(result))
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_not_the_original(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_differs_from_the_original(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of(name)
     original = Counter(text.get().splitlines())
     made: tuple[Any, str]
@@ -88,8 +82,8 @@ def test_a_mutant_is_not_the_original(name: str, monkeypatch: pytest.MonkeyPatch
     assert sum((original - Counter(text.get().splitlines())).values()) == len(MUTANTS[name].changes)
     assert getattr(*made) != before
     with pytest.raises(AssertionError, match=name):
-        mutants.plant(name)  # what it replaces is not there any more
+        mutants.plant(name)  # the text to replace is no longer there
 
 
-def told(result: Result) -> str:
+def summary(result: Result) -> str:
     return "\n".join(report.lines(result))

@@ -1,4 +1,4 @@
-"""The judge of the chaos runs with a store, on histories made by hand."""
+"""The checker of chaos runs with a store, on hand-made histories."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tests.chaos.stored import KEPT_NS, MERGING
 from tests.chaos.story import Story
 from tests.chaos.violation import Violation, Wrong
 
-#: The ring keeps two records, and up to four that wait to be archived.
+#: The ring keeps two records, and up to four more that wait for the archiver.
 CAPACITY, UNARCHIVED = 2, 4
 VALUES = [f"p-{n}" for n in range(6)]
 OLD, NEW = 10, 20
 
 
 class StoreStory(Story):
-    """With archivers and files."""
+    """A story with archivers and files."""
 
     def append(self, who: str, term: int, first: int, last: int, *, done: bool = True) -> None:
         self.add("append", who=who, term=term, first=first, last=last)
@@ -25,7 +25,7 @@ class StoreStory(Story):
             self.add("appended", who=who, term=term, first=first, last=last)
 
     def archived(self, archived: int, end: int = 6, first: int = 0) -> None:
-        """A sample."""
+        """Add a sample."""
         self.sample(6, end, first=first, archived=archived)
 
     def listed(self, *spans: str, before: int = 6, after: int = 6) -> None:
@@ -35,12 +35,12 @@ class StoreStory(Story):
         offsets = list(range(first, first + len(values)))
         self.add("stored", offsets=offsets, values=list(values), text=f"file-{first}")
 
-    def unavailable(self, text: str = "nothing is there", began: int = -1) -> None:
+    def unavailable(self, text: str = "the store is missing", began: int = -1) -> None:
         began = self.now if began < 0 else began
         self.add("unavailable", who="r1", began=began, text=text)
 
     def finish(self, *files: int) -> None:
-        """The log is read from 0, and the files that begin with these offsets."""
+        """Read the log from 0, and the files that begin at these offsets."""
         self.add("healed")
         self.archived(6, first=4)
         self.add("reading", who="log", first=0)
@@ -62,7 +62,7 @@ class StoreStory(Story):
 
 @pytest.fixture
 def story() -> StoreStory:
-    """Six records: a first archiver has archived two of them, a second one two more."""
+    """Six records: a first archiver has archived two of them, a second two more."""
     story = StoreStory()
     story.publish(*VALUES[:4], at=0)
     story.sample(0, 4, archived=0)
@@ -79,13 +79,13 @@ def story() -> StoreStory:
     return story
 
 
-def test_a_correct_history_is_clean(story: StoreStory) -> None:
+def test_correct_history_is_clean(story: StoreStory) -> None:
     story.listed("0-1", "2-3", before=4, after=6)
     story.finish(0, 2, 4)
     assert story.found() == []
 
 
-def test_without_a_store_what_the_ring_has_dropped_may_not_be_read(story: StoreStory) -> None:
+def test_dropped_records_are_a_violation_without_a_store(story: StoreStory) -> None:
     story.finish(0, 2, 4)
     assert story.kinds(None, None) == {Wrong.OVERTRIMMED}
 
@@ -93,7 +93,7 @@ def test_without_a_store_what_the_ring_has_dropped_may_not_be_read(story: StoreS
 # The samples
 
 
-def test_a_ring_that_begins_behind_what_is_archived_has_dropped_too_much(
+def test_ring_that_drops_unarchived_records_is_found(
     story: StoreStory,
 ) -> None:
     story.archived(4, first=5)
@@ -102,27 +102,27 @@ def test_a_ring_that_begins_behind_what_is_archived_has_dropped_too_much(
     assert story.kinds(1) == {Wrong.UNARCHIVED}
 
 
-def test_what_is_archived_does_not_become_less(story: StoreStory) -> None:
+def test_archived_offset_that_decreases_is_found(story: StoreStory) -> None:
     story.archived(2, first=2)
     story.finish(0, 2, 4)
     assert story.kinds() >= {Wrong.WENT_BACK}
 
 
-def test_no_more_is_archived_than_there_is(story: StoreStory) -> None:
+def test_archived_offset_above_the_end_is_found(story: StoreStory) -> None:
     story.append("a2", NEW, 6, 6)
     story.archived(7, first=4)
     assert Wrong.PHANTOM in story.kinds()
 
 
-def test_no_more_waits_to_be_archived_than_may(story: StoreStory) -> None:
+def test_too_many_unarchived_records_are_found(story: StoreStory) -> None:
     story.finish(0, 2, 4)
     assert story.kinds(max_unarchived=3) == {Wrong.OVERGROWN}
     for event in story.events:
-        event.waiting = 1  # a large frame, and nothing else
+        event.waiting = 1  # one large frame
     assert story.kinds(max_unarchived=3) == set()
 
 
-def test_archivers_that_do_not_reach_the_end_have_not_drained(story: StoreStory) -> None:
+def test_archivers_that_do_not_reach_the_end_are_not_drained(story: StoreStory) -> None:
     story.add("healed")
     story.archived(4, first=4)
     story.log(*VALUES)
@@ -132,14 +132,14 @@ def test_archivers_that_do_not_reach_the_end_have_not_drained(story: StoreStory)
 # Commits
 
 
-def test_what_was_told_before_it_was_appended_is_found(story: StoreStory) -> None:
+def test_commit_before_the_append_is_found(story: StoreStory) -> None:
     story.append("a3", 30, 6, 7, done=False)
     story.archived(8, end=8, first=6)
     story.add("appended", who="a3", term=30, first=6, last=7)
     assert Wrong.STALE_COMMIT in story.kinds()
 
 
-def test_a_commit_of_an_older_term_is_stale_once_a_newer_one_has_appended() -> None:
+def test_commit_of_an_older_term_is_stale_once_a_newer_one_has_appended() -> None:
     story = StoreStory()
     story.append("a1", OLD, 0, 3)
     story.append("a2", NEW, 0, 1)
@@ -149,7 +149,7 @@ def test_a_commit_of_an_older_term_is_stale_once_a_newer_one_has_appended() -> N
     assert story.kinds() == {Wrong.STALE_COMMIT}
 
 
-def test_a_commit_of_an_older_term_before_the_newer_has_begun_is_not_stale() -> None:
+def test_commit_of_an_older_term_before_the_newer_has_begun_is_not_stale() -> None:
     story = StoreStory()
     story.append("a1", OLD, 0, 4)
     story.sample(0, 6, archived=5)
@@ -159,7 +159,7 @@ def test_a_commit_of_an_older_term_before_the_newer_has_begun_is_not_stale() -> 
     assert story.kinds() == set()
 
 
-def test_a_sample_that_took_long_may_show_what_was_before() -> None:
+def test_slow_sample_may_show_the_earlier_state() -> None:
     story = StoreStory()
     story.append("a1", OLD, 0, 4)
     began = story.now
@@ -172,74 +172,74 @@ def test_a_sample_that_took_long_may_show_what_was_before() -> None:
 # Files
 
 
-def test_a_list_of_files_with_a_hole_is_found(story: StoreStory) -> None:
+def test_listing_with_a_hole_is_found(story: StoreStory) -> None:
     story.listed("0-1", "4-5")
     story.finish(0, 2, 4)
     assert story.kinds() == {Wrong.LOST}
 
 
-def test_a_list_of_files_that_overlap_is_found(story: StoreStory) -> None:
+def test_listing_of_overlapping_files_is_found(story: StoreStory) -> None:
     story.listed("0-3", "2-5")
     story.finish(0, 2, 4)
     assert story.kinds() == {Wrong.DUPLICATED}
 
 
-def test_a_list_of_files_that_ends_too_soon_is_found(story: StoreStory) -> None:
+def test_listing_that_ends_too_soon_is_found(story: StoreStory) -> None:
     story.listed("0-1", "2-3")
     story.finish(0, 2, 4)
     assert story.kinds() == {Wrong.LOST}
 
 
-def test_a_list_of_files_with_what_is_not_archived_is_found(story: StoreStory) -> None:
+def test_listing_of_unarchived_records_is_found(story: StoreStory) -> None:
     story.listed("0-1", "2-4", before=2, after=4)
     story.finish(0, 2, 4)
     assert story.kinds() == {Wrong.PHANTOM}
 
 
-def test_an_archived_record_in_no_file_is_lost(story: StoreStory) -> None:
+def test_archived_record_in_no_file_is_lost(story: StoreStory) -> None:
     story.finish(0, 4)
     story.events = [event for event in story.events if event.text != "file-0"]
     assert story.kinds() == {Wrong.LOST}
 
 
-def test_a_record_in_two_files_is_duplicated(story: StoreStory) -> None:
+def test_record_in_two_files_is_duplicated(story: StoreStory) -> None:
     story.finish(0, 2, 4)
     story.file(3, VALUES[3])
     assert story.kinds() == {Wrong.DUPLICATED}
 
 
-def test_a_file_with_another_record_than_the_log_is_found(story: StoreStory) -> None:
+def test_file_that_differs_from_the_log_is_found(story: StoreStory) -> None:
     story.finish(0, 4)
     story.events[-1].values[0] = VALUES[5]
     assert story.kinds() == {Wrong.TWO_PAYLOADS}
 
 
-def test_a_file_of_records_that_are_not_archived_is_found(story: StoreStory) -> None:
+def test_file_of_unarchived_records_is_found(story: StoreStory) -> None:
     story.finish(0, 2, 4)
     story.file(6, "p-6")
     assert story.kinds() == {Wrong.PHANTOM}
 
 
-def test_a_flaw_is_told(story: StoreStory) -> None:
+def test_flaw_is_reported(story: StoreStory) -> None:
     story.finish(0, 2, 4)
     story.add("flaw", first=2, last=3, text="corrupt")
     assert story.kinds() == {Wrong.DAMAGED}
 
 
-def test_the_offsets_in_a_file_are_in_its_name() -> None:
+def test_file_name_contains_its_offsets() -> None:
     assert span_of(f"/a/b-1/{7:020d}-{12:020d}-17-0badcafe.parquet") == "7-12"
 
 
 # Readers
 
 
-def test_a_gap_is_wrong_where_there_is_a_store(story: StoreStory) -> None:
+def test_gap_is_wrong_with_a_store(story: StoreStory) -> None:
     story.add("missing", who="m2", group="g", term=6, first=0, last=1)
     story.finish(0, 2, 4)
     assert story.kinds() == {Wrong.WRONG_GAP}
 
 
-def test_a_reader_that_is_given_a_record_twice_is_found(story: StoreStory) -> None:
+def test_record_read_twice_is_found(story: StoreStory) -> None:
     story.add("reading", who="r1", first=2)
     story.add("seen", who="r1", first=2, values=VALUES[2:4])
     story.add("seen", who="r1", first=3, values=VALUES[3:5])
@@ -248,7 +248,7 @@ def test_a_reader_that_is_given_a_record_twice_is_found(story: StoreStory) -> No
 
 
 @pytest.mark.parametrize("skipped", [0, 3])
-def test_a_reader_that_is_not_given_a_record_is_found(story: StoreStory, skipped: int) -> None:
+def test_record_missed_by_a_reader_is_found(story: StoreStory, skipped: int) -> None:
     story.add("reading", who="r1", first=0)
     for offset, value in enumerate(VALUES):
         if offset != skipped:
@@ -257,7 +257,7 @@ def test_a_reader_that_is_not_given_a_record_is_found(story: StoreStory, skipped
     assert story.kinds() == {Wrong.SKIPPED}
 
 
-def test_a_log_that_does_not_begin_at_the_beginning_is_found(story: StoreStory) -> None:
+def test_log_that_does_not_begin_at_offset_0_is_found(story: StoreStory) -> None:
     story.finish(0, 2, 4)
     (log,) = [event for event in story.events if event.kind == "log"]
     log.first, log.values = 1, log.values[1:]
@@ -267,18 +267,18 @@ def test_a_log_that_does_not_begin_at_the_beginning_is_found(story: StoreStory) 
 # A store that cannot be read
 
 
-def test_a_store_cannot_be_read_while_it_is_away(story: StoreStory) -> None:
+def test_hidden_store_may_be_unavailable(story: StoreStory) -> None:
     assert len(UNAVAILABLE) == 2
     asked = story.now
     story.add("hidden")
     story.unavailable()
     story.add("shown")
-    story.unavailable(began=asked)  # the answer took its time
+    story.unavailable(began=asked)  # the error arrived late
     story.finish(0, 2, 4)
     assert story.found() == []
 
 
-def test_a_store_that_is_there_can_be_read(story: StoreStory) -> None:
+def test_visible_store_must_be_available(story: StoreStory) -> None:
     story.unavailable()
     story.add("hidden")
     story.add("shown")
@@ -288,7 +288,7 @@ def test_a_store_that_is_there_can_be_read(story: StoreStory) -> None:
     assert [violation.kind for violation in story.found()] == [Wrong.UNEXPECTED] * 2
 
 
-def test_files_can_be_listed_unless_somebody_merges_them(story: StoreStory) -> None:
+def test_files_must_be_listable_except_during_a_merge(story: StoreStory) -> None:
     story.unavailable(f"The store {MERGING} that a file holds counts")
     story.finish(0, 2, 4)
     assert story.kinds() == {Wrong.UNEXPECTED}

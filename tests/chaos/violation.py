@@ -1,4 +1,4 @@
-"""What a history may not contain, and where in it that was found."""
+"""Violations in a history, with the events around them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tests.chaos.history import Event
 
-#: Of each kind so many are kept with their events; the others are only counted.
+#: Violations of each kind that are kept with their events; the others are only counted.
 KEPT = 5
 BEFORE = 12
 AFTER = 6
@@ -19,23 +19,23 @@ AFTER = 6
 class Wrong(enum.StrEnum):
     """The kinds of violations."""
 
-    LOST = "lost"  # acknowledged or delivered, and not in the log
-    PHANTOM = "phantom"  # in the log or delivered, and never published, or reported as failed
+    LOST = "lost"  # acknowledged or delivered, but not in the log
+    PHANTOM = "phantom"  # in the log or delivered, but never published, or reported as failed
     DUPLICATED = "duplicated"  # a payload at two offsets, or an offset twice in one term
     REORDERED = "reordered"  # the log or a term is out of order
     TWO_PAYLOADS = "two payloads"  # one offset, two records
-    SKIPPED = "skipped"  # a hole in what a group was given, or in the log
+    SKIPPED = "skipped"  # a hole in the deliveries of a group, or in the log
     WENT_BACK = "went back"  # a confirmed offset, or the end of the log, is lower than it was
     TWO_OWNERS = "two owners"  # two members in one term
     STALE_CONFIRM = "stale confirm"  # an older term confirmed after a newer one had begun
-    STALE_DELIVERY = "stale delivery"  # a batch asked for after a newer term had begun
-    WRONG_GAP = "wrong gap"  # records called gone that are not, or may not be
+    STALE_DELIVERY = "stale delivery"  # a batch requested after a newer term had begun
+    WRONG_GAP = "wrong gap"  # records reported as gone that are not, or must not be
     OVERTRIMMED = "overtrimmed"  # the ring holds less than its capacity
-    UNARCHIVED = "unarchived"  # the ring has dropped what was not archived
-    OVERGROWN = "overgrown"  # more waits for the archivers than may
-    STALE_COMMIT = "stale commit"  # archived is not what the archiver of the newest term has told
-    DAMAGED = "damaged"  # the store is not whole
-    NOT_DRAINED = "not drained"  # after healing a group or the archivers do not reach the end
+    UNARCHIVED = "unarchived"  # the ring has dropped records that were not archived
+    OVERGROWN = "overgrown"  # more records than allowed wait for an archiver
+    STALE_COMMIT = "stale commit"  # archived is not the offset that the newest term committed
+    DAMAGED = "damaged"  # the store has flaws
+    NOT_DRAINED = "not drained"  # a group or the archivers do not reach the end after healing
     UNEXPECTED = "unexpected error"  # an error that no fault explains
 
 
@@ -67,7 +67,7 @@ class Findings:
             self._found.append(Violation(kind, text, group, t, self._around(group, t)))
 
     def report(self) -> list[Violation]:
-        """What was found, by time; what was only counted comes last."""
+        """Returns violations by time, then the counts of those that were not kept."""
         counted = [
             Violation(kind, f"{count - KEPT} more of this kind", t=self._end + 1)
             for kind, count in self._counts.items()
@@ -80,7 +80,7 @@ class Findings:
         return self._events[-1].t if self._events else 0
 
     def _around(self, group: str, t: int) -> tuple[str, ...]:
-        """The events near a moment that may have to do with it."""
+        """Returns related events around a moment."""
         place = bisect_left(self._events, t, key=lambda event: event.t)
         before = _related(reversed(self._events[:place]), group, BEFORE)
         after = _related(self._events[place:], group, AFTER)

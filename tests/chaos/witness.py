@@ -1,7 +1,7 @@
-"""What a run sees for itself, past the proxies: samples of the server's books, the log, the store.
+"""Observations of the run itself, without proxies: samples of the server's state, log and store.
 
-The samples are taken by one client, one after the other, and by plain commands: they are true
-whatever the library believes.
+One client takes the samples one after the other with plain commands, so they do not depend on the
+library.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.chaos.orders import STREAM
 from tests.support.servers import plain_client
 
 SAMPLE_S = 0.05
-ANSWER_S = 5.0
+REPLY_S = 5.0
 
-# The bounds of the ring, what is archived, and the place of each group: all of one moment.
+# The bounds of the ring, `archived`, and the position of each group, all of one moment.
 _SAMPLE = """
 local entry = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
 local meta = redis.call('HMGET', KEYS[1], 'next', 'archived')
@@ -39,11 +39,11 @@ return found
 
 
 class Sampler(threading.Thread):
-    """Samples the books of the server until it is stopped."""
+    """Samples the state of the server until it is stopped."""
 
     def __init__(self, url: str, groups: Sequence[str], writer: Writer) -> None:
         super().__init__(name="sampler", daemon=True)
-        self._client = plain_client(url, socket_timeout=ANSWER_S)
+        self._client = plain_client(url, socket_timeout=REPLY_S)
         self._groups = groups
         self._keys = [keys.meta(STREAM), keys.log(STREAM)]
         self._keys += [keys.group(STREAM, group) for group in groups]
@@ -56,7 +56,7 @@ class Sampler(threading.Thread):
             self.sample()
 
     def sample(self) -> Event | None:
-        """Look once; None if the server does not answer."""
+        """Take one sample; None if the server does not reply."""
         with self._lock:
             began = now()
             try:
@@ -91,7 +91,7 @@ class Sampler(threading.Thread):
 
 
 class Recorder(threading.Thread):
-    """An ungrouped subscriber that reads all the time, so that a small ring has a history too."""
+    """A subscriber without a group that records the log, so that dropped records are known."""
 
     def __init__(self, stream: meteor.Stream, writer: Writer) -> None:
         super().__init__(name="recorder", daemon=True)
@@ -121,11 +121,11 @@ class Recorder(threading.Thread):
                 self._writer.add("error", who="recorder", text=repr(error))
                 return
             if batch:
-                note_records(self._writer, "seen", "recorder", batch)
+                record_batch(self._writer, "seen", "recorder", batch)
                 self._reached = batch.last_offset + 1
 
     def catch_up(self, end: int, timeout_s: float) -> None:
-        """Wait until it has read all below `end`, or has been ended by an error."""
+        """Wait until it has read all records below `end`, or failed."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive() and self._reached < end and time.monotonic() < deadline:
             time.sleep(SAMPLE_S)
@@ -141,20 +141,20 @@ class Recorder(threading.Thread):
 
 
 def read_log(stream: meteor.Stream, writer: Writer, *, whole: bool) -> None:
-    """Write down all that is in the log; from 0 on, if it must be `whole`."""
+    """Record the log; if it must be `whole`, from offset 0 on."""
     if whole:
         writer.add("reading", who="log", first=0)
     for batch in stream.read(0 if whole else "earliest"):
-        note_records(writer, "log", "log", batch)
+        record_batch(writer, "log", "log", batch)
 
 
-def note_records(writer: Writer, kind: Any, who: str, batch: meteor.RecordBatch) -> None:
+def record_batch(writer: Writer, kind: Any, who: str, batch: meteor.RecordBatch) -> None:
     values = [value_of(value) for value in batch.values()]
     writer.add(kind, who=who, first=batch.first_offset, values=values)
 
 
-def take_stock(stream: meteor.Stream, writer: Writer) -> None:
-    """Write down what the store holds: by its own account, and file by file without it."""
+def record_store(stream: meteor.Stream, writer: Writer) -> None:
+    """Record the contents of the store, as it reports them and file by file."""
     writer.add("archived", last=stream.store.bounds()[1])
     for flaw in stream.store.verify():
         if not flaw.harmless:
@@ -169,18 +169,18 @@ def take_stock(stream: meteor.Stream, writer: Writer) -> None:
 
 
 def is_in_order(stream: meteor.Stream) -> bool:
-    """Whether each file counts as a whole, which need not be so while some are merged."""
+    """Returns whether the files can be listed, which a merge may prevent for a while."""
     try:
         stream.store.files()
     except meteor.StoreUnavailable:
         return False
     except meteor.RecordsLost:
-        pass  # it will not get better
+        pass  # waiting would not help
     return True
 
 
 def wait_for(sampler: Sampler, enough: Any, timeout_s: float) -> bool:
-    """Sample until a sample is good enough; whether one was in time."""
+    """Sample until ``enough(sample)`` holds; returns whether it did in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         sample = sampler.sample()

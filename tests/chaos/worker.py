@@ -17,9 +17,9 @@ from tests.chaos.orders import Orders, Signs
 from tests.chaos.publishing import Publishing
 from tests.chaos.reading import Reading
 
-#: Seconds for connecting and for each answer: shorter than the longest faults.
+#: Seconds to connect and to wait for a reply: shorter than the longest faults.
 TIMEOUT_S = 2.0
-LOOK_S = 0.05
+CHECK_S = 0.05
 
 
 def main(role: str, orders: Orders) -> None:
@@ -47,14 +47,14 @@ def work(role: str, orders: Orders, client: meteor.Client, writer: Writer, signs
         try:
             program = programs[role](orders, client, writer, signs)
         except (meteor.ConnectionFailed, *UNAVAILABLE):
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_S)
         else:
             program.run()
             return
 
 
 def take_part(orders: Orders, client: meteor.Client, writer: Writer, signs: Signs) -> None:
-    """Be a member of each group, in a thread each."""
+    """Join each group, in one thread per group."""
     rng = random.Random(orders.seed)
     members = [
         Member(orders, group, client, writer, signs, random.Random(rng.random()))
@@ -63,7 +63,7 @@ def take_part(orders: Orders, client: meteor.Client, writer: Writer, signs: Sign
     for member in members:
         member.start()
     while not signs.end():
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_S)
         if signs.calm():
             for member in members:
                 member.confirm_rest()
@@ -72,7 +72,7 @@ def take_part(orders: Orders, client: meteor.Client, writer: Writer, signs: Sign
     for member in members:
         member.join(20.0)
         if member.is_alive():
-            writer.add("error", who=member.who, group=member.group, text="It did not end.")
+            writer.add("error", who=member.who, group=member.group, text="The member did not exit.")
 
 
 if __name__ == "__main__":

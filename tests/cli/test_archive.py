@@ -1,4 +1,4 @@
-"""``meteor archive``: what it shows, what it deletes, and what it does until it is ended."""
+"""``meteor archive``: listing, maintenance, and archiving until the command ends."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ DAMAGE = b"PAR1 is not enough"
 
 @pytest.fixture
 def depot(url: str, tmp_path: Path) -> Iterator[Depot]:
-    """A stream with a store, which nobody archives."""
+    """A stream with a store, but without an archiver."""
     with Depot(url, tmp_path / "store") as depot:
         yield depot
 
 
 @pytest.fixture
 def filled(depot: Depot) -> Depot:
-    """The same with three files, of 60 records each."""
+    """A depot with three files of 60 records each."""
     for _ in range(3):
         depot.fill(60)
         depot.archive()
@@ -40,7 +40,7 @@ def filled(depot: Depot) -> Depot:
 
 
 def state(depot: Depot) -> tuple[Any, ...]:
-    """All that a command could have changed."""
+    """Returns everything that a command could change."""
     return everything(depot.redis), depot.files()
 
 
@@ -65,7 +65,7 @@ def test_ls_shows_the_files_that_count_in_order(filled: Depot) -> None:
     assert str(filled.root) in done.err
 
 
-def test_ls_as_json_has_the_same_fields_for_ever(filled: Depot) -> None:
+def test_ls_as_json_has_stable_fields(filled: Depot) -> None:
     found = succeed(filled.url, "archive", "ls", STREAM, "--json").objects
     epoch = filled.stream.describe().epoch
     files = filled.stream.store.files()
@@ -92,7 +92,7 @@ def test_ls_cuts_no_name_to_fit_a_narrow_terminal(filled: Depot) -> None:
         assert all(Path(file).name in shown for file in filled.stream.store.files())
 
 
-def test_ls_says_why_there_is_nothing(depot: Depot) -> None:
+def test_ls_explains_why_no_file_is_listed(depot: Depot) -> None:
     depot.fill(60)
     done = succeed(depot.url, "archive", "ls", STREAM)
     assert done.out == b""
@@ -101,10 +101,10 @@ def test_ls_says_why_there_is_nothing(depot: Depot) -> None:
     depot.stream.store.expire(offset=60)
     done = succeed(depot.url, "archive", "ls", STREAM)
     assert done.out == b""
-    assert "all below 60 has expired" in done.err
+    assert "all records below 60 have expired" in done.err
 
 
-def test_ls_shows_a_damaged_store_as_it_is(filled: Depot) -> None:
+def test_ls_lists_the_remaining_files_of_a_damaged_store(filled: Depot) -> None:
     Path(filled.stream.store.files()[1]).unlink()
     found = succeed(filled.url, "archive", "ls", STREAM, "--json").objects
     assert [entry["first"] for entry in found] == [0, 120]
@@ -113,11 +113,11 @@ def test_ls_shows_a_damaged_store_as_it_is(filled: Depot) -> None:
 # verify
 
 
-def test_verify_tells_what_is_whole(filled: Depot) -> None:
+def test_verify_reports_an_intact_archive(filled: Depot) -> None:
     done = succeed(filled.url, "archive", "verify", STREAM)
     assert (done.out, done.err) == (
         b"",
-        f"meteor: stream {STREAM!r}: records 0 to 179 are whole.\n",
+        f"meteor: stream {STREAM!r}: records 0 to 179 are intact.\n",
     )
 
 
@@ -144,61 +144,58 @@ def test_verify_finds_a_damaged_file(filled: Depot) -> None:
     }
 
 
-def test_verify_marks_what_does_no_harm_and_succeeds(filled: Depot) -> None:
+def test_verify_finds_no_flaw_after_compaction(filled: Depot) -> None:
     filled.stream.store.compact()
-    done = succeed(filled.url, "archive", "verify", STREAM)
-    assert len(done.lines) == 3
-    assert all(line.startswith("leftover (harmless): ") for line in done.lines)
-    found = succeed(filled.url, "archive", "verify", STREAM, "--json").objects
-    assert [(flaw["kind"], flaw["harmless"]) for flaw in found] == [("leftover", True)] * 3
+    assert succeed(filled.url, "archive", "verify", STREAM).lines == []
+    assert succeed(filled.url, "archive", "verify", STREAM, "--json").objects == []
 
 
 def test_verify_shows_its_progress_at_a_terminal(filled: Depot) -> None:
     with at_terminal(filled, "verify", STREAM) as terminal:
         assert terminal.wait() == 0
         assert f"verifying {STREAM}".encode() in terminal.output
-        assert "records 0 to 179 are whole" in terminal.text
+        assert "records 0 to 179 are intact" in terminal.text
 
 
 # compact
 
 
-def test_compact_tells_how_many_files_fewer_there_are(filled: Depot) -> None:
+def test_compact_reports_how_many_files_it_saved(filled: Depot) -> None:
     done = succeed(filled.url, "archive", "compact", STREAM, "--max-records", "120")
-    assert "1 file fewer to read, 2 in all" in done.err
+    assert "1 file fewer, 2 left" in done.err
     done = succeed(filled.url, "archive", "compact", STREAM, "--max-bytes", "1kB")
     assert "nothing to merge; 2 files" in done.err
     done = succeed(filled.url, "archive", "compact", STREAM)
-    assert "1 file fewer to read, 1 in all" in done.err
+    assert "1 file fewer, 1 left" in done.err
     assert filled.stored() == list(range(180))
 
 
 # expire
 
 
-def test_a_dry_run_of_expire_shows_what_would_go_and_changes_nothing(filled: Depot) -> None:
+def test_dry_run_of_expire_changes_nothing(filled: Depot) -> None:
     before = state(filled)
     done = succeed(filled.url, "archive", "expire", STREAM, "--offset", "130", "--dry-run")
     assert [line.split()[:3] for line in done.lines[1:]] == [["0", "59", "60"], ["60", "119", "60"]]
-    assert "would be deleted: records 0 to 119" in done.err
+    assert "records 0 to 119 of stream 'orders' would be deleted" in done.err
     assert "120 records in 2 files" in done.err
     assert state(filled) == before
 
 
 def test_expire_deletes_whole_files_below_an_offset(filled: Depot) -> None:
     done = succeed(filled.url, "archive", "expire", STREAM, "--offset", "130", "--yes")
-    assert "deleted from the store: records 0 to 119" in done.err
+    assert "records 0 to 119 of stream 'orders' deleted from the store" in done.err
     assert filled.stream.store.bounds() == (120, 180)
     assert [name[:20].lstrip("0") for name in filled.segments()] == ["120"]
 
 
-def test_expire_by_size_keeps_what_fits(filled: Depot) -> None:
+def test_expire_by_size_keeps_the_newest_files_that_fit(filled: Depot) -> None:
     size = filled.stream.store.segments()[-1].size
     succeed(filled.url, "archive", "expire", STREAM, "--max-bytes", f"{size}B", "-y")
     assert filled.stream.store.bounds() == (120, 180)
 
 
-def test_expire_by_time_deletes_what_is_older(filled: Depot) -> None:
+def test_expire_by_time_deletes_older_files(filled: Depot) -> None:
     done = succeed(filled.url, "archive", "expire", STREAM, "--before", "-1h", "--yes")
     assert "nothing to delete" in done.err
     now = datetime.now(UTC).isoformat()
@@ -206,22 +203,22 @@ def test_expire_by_time_deletes_what_is_older(filled: Depot) -> None:
     assert filled.stream.store.bounds() == (180, 180)
 
 
-def test_expire_deletes_nothing_unasked(filled: Depot) -> None:
+def test_expire_needs_confirmation(filled: Depot) -> None:
     before = state(filled)
     done = run_meteor(filled.url, "archive", "expire", STREAM, "--offset", "130")
     assert done.code == 2
-    assert "records 0 to 119" in done.err
+    assert "Records 0 to 119" in done.err
     assert "--yes" in done.err
     with at_terminal(filled, "expire", STREAM, "--offset", "130") as terminal:
-        terminal.wait_for("Go on?")
+        terminal.wait_for("Continue?")
         terminal.press("n\n")
         assert terminal.wait() != 0
     assert state(filled) == before
 
 
-def test_expire_deletes_what_was_agreed_to(filled: Depot) -> None:
+def test_expire_deletes_no_more_than_confirmed(filled: Depot) -> None:
     with at_terminal(filled, "expire", STREAM, "--offset", "130") as terminal:
-        terminal.wait_for("Go on?")
+        terminal.wait_for("Continue?")
         filled.fill(60)
         filled.archive()
         terminal.press("y\n")
@@ -229,7 +226,7 @@ def test_expire_deletes_what_was_agreed_to(filled: Depot) -> None:
     assert filled.stream.store.bounds() == (120, 240)
 
 
-def test_expire_tells_which_groups_hold_records_back_unless_forced(filled: Depot) -> None:
+def test_expire_keeps_unconfirmed_records_without_force(filled: Depot) -> None:
     for group, confirmed in (("quick", 180), ("slow", 70), ("stuck", 10)):
         filled.stream.seek_group(group, confirmed)
     ask = ["archive", "expire", STREAM, "--offset", "130", "--yes"]
@@ -248,13 +245,13 @@ def test_expire_tells_which_groups_hold_records_back_unless_forced(filled: Depot
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ([], "Say what may go"),
+        ([], "Pass --before"),
         (["--max-bytes", "many"], "is not a size"),
         (["--before", "whenever"], "is not a time"),
         (["--offset", "-1"], "is not in the range"),
     ],
 )
-def test_expire_must_be_told_what_may_go(filled: Depot, options: list[str], sentence: str) -> None:
+def test_expire_needs_a_valid_criterion(filled: Depot, options: list[str], sentence: str) -> None:
     done = run_meteor(filled.url, "archive", "expire", STREAM, "--yes", *options)
     assert done.code == 2
     assert sentence in done.err
@@ -268,12 +265,12 @@ def test_expire_must_be_told_what_may_go(filled: Depot, options: list[str], sent
         *(("1GiB", 2**30), ("1.5 tib", 3 * 2**39), ("0.5M", 500_000)),
     ],
 )
-def test_a_size_may_have_a_unit(text: str, size: int) -> None:
+def test_size_can_have_a_unit(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "MB", "-1", "1iB", "1XB", "1 2", "1e9", "٣", "9" * 30])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
 
@@ -282,30 +279,30 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_run_archives_what_others_publish_and_gives_up_its_lease_when_it_is_ended(
+def test_run_archives_and_releases_its_lease_at_the_end(
     depot: Depot, how: signal.Signals, code: int
 ) -> None:
     ttl = ["--lease-ttl", str(LONG_S)]
     with Running(depot.url, "archive", "run", STREAM, "--segment-age", "0", *ttl) as command:
-        assert f"goes to file://{depot.root}" in command.line("stderr")
-        assert "this process archives it" in command.line("stderr")
+        assert f"to file://{depot.root}" in command.line("stderr")
+        assert "this process is the archiver" in command.line("stderr")
         depot.fill(60)
         depot.wait_archived(60)
-        while "archived below 60, 0 wait" not in command.line("stderr"):
-            pass  # ends: it raises when nothing more comes
+        while "archived below 60, 0 waiting" not in command.line("stderr"):
+            pass  # ends: line() raises when no more output arrives
         assert depot.lease_left_ms > 0
         done = command.end(how)
     assert (done.code, done.out) == (code, b"")
     assert "Traceback" not in done.err
     assert depot.owner is None
-    depot.archiver()  # which could not have waited for the end of that lease
+    depot.archiver()  # the lease was released: it would not expire during the test
     depot.fill(60)
     depot.check(120)
 
 
-def test_run_without_names_archives_all_that_have_a_store(depot: Depot, tmp_path: Path) -> None:
+def test_run_without_names_archives_all_streams_with_a_store(depot: Depot, tmp_path: Path) -> None:
     other = depot.client.stream("other", store=tmp_path / "elsewhere", archive=False)
-    depot.client.stream("plain")
+    depot.client.stream("plain", create=True)
     depot.fill(60)
     fill(other, 70)
     with Running(depot.url, "archive", "run", "--segment-age", "0") as command:
@@ -316,56 +313,60 @@ def test_run_without_names_archives_all_that_have_a_store(depot: Depot, tmp_path
     assert "plain" not in done.err
 
 
-def test_run_tells_who_archives_and_when_it_takes_over(depot: Depot) -> None:
+def test_run_reports_the_archiver_and_a_takeover(depot: Depot) -> None:
     with depot.archiver() as rival:
         eventually(lambda: depot.owner == rival.member, 20)
         with Running(depot.url, "archive", "run", STREAM) as command:
             command.line("stderr")
-            assert f"{rival.member} archives it, and this process waits" in command.line("stderr")
+            assert f"{rival.member} is the archiver, this process stands by" in command.line(
+                "stderr"
+            )
             rival.close()
-            assert "this process archives it" in command.line("stderr")
+            assert "this process is the archiver" in command.line("stderr")
             assert command.end(signal.SIGINT).code == 130
 
 
-def test_run_goes_on_when_a_store_that_went_away_is_back(depot: Depot) -> None:
+def test_run_continues_when_the_store_is_back(depot: Depot) -> None:
     away = depot.root.with_name("away")
     with Running(depot.url, "archive", "run", STREAM, "--segment-age", "0") as command:
         command.line("stderr")
-        assert "this process archives it" in command.line("stderr")
+        assert "this process is the archiver" in command.line("stderr")
         depot.root.rename(away)
         depot.fill(60)
-        while "Nothing can be archived" not in command.line("stderr"):
-            pass  # ends: it raises when nothing more comes
+        while "Cannot archive stream" not in command.line("stderr"):
+            pass  # ends: line() raises when no more output arrives
         away.rename(depot.root)
-        while "archived below 60, 0 wait" not in command.line("stderr"):
+        while "archived below 60, 0 waiting" not in command.line("stderr"):
             pass
         assert command.end(signal.SIGINT).code == 130
     assert depot.stored() == list(range(60))
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_run_ends_with_an_error_when_its_last_stream_is_deleted(depot: Depot, anew: bool) -> None:
+@pytest.mark.parametrize("recreated", [False, True])
+def test_run_ends_with_an_error_when_its_last_stream_is_deleted(
+    depot: Depot, recreated: bool
+) -> None:
     with Running(depot.url, "archive", "run", STREAM) as command:
         command.line("stderr")
-        assert "this process archives it" in command.line("stderr")
+        assert "this process is the archiver" in command.line("stderr")
         depot.stream.delete()
-        if anew:
+        if recreated:
             depot.open()
         done = command.end()
     assert done.code == 1
     assert f"stream {STREAM!r} was deleted" in done.err
-    assert "no archiver is left" in done.err
+    assert "all archivers have stopped" in done.err
     assert "Traceback" not in done.err
 
 
-def test_run_goes_on_with_the_others_when_a_stream_is_deleted(depot: Depot, tmp_path: Path) -> None:
+def test_run_continues_when_one_stream_is_deleted(depot: Depot, tmp_path: Path) -> None:
     other = depot.client.stream("other", store=tmp_path / "elsewhere", archive=False)
     names = [STREAM, "other", STREAM]
     with Running(depot.url, "archive", "run", *names, "--segment-age", "0") as command:
         eventually(lambda: other.describe().archiver, 20)
         depot.stream.delete()
         while "was deleted" not in command.line("stderr"):
-            pass  # ends: it raises when nothing more comes
+            pass  # ends: line() raises when no more output arrives
         fill(other, 70)
         eventually(lambda: other.describe().archived == 70, 20)
         assert command.end(signal.SIGINT).code == 130
@@ -374,19 +375,19 @@ def test_run_goes_on_with_the_others_when_a_stream_is_deleted(depot: Depot, tmp_
 # run --once
 
 
-def test_run_once_archives_what_is_there_and_ends(depot: Depot, tmp_path: Path) -> None:
+def test_run_once_archives_existing_records(depot: Depot, tmp_path: Path) -> None:
     other = depot.client.stream("other", store=tmp_path / "elsewhere", archive=False)
     depot.fill(60)
     fill(other, 70)
     done = succeed(depot.url, "archive", "run", "--once", "--segment-records", "30")
-    assert f"stream {STREAM!r}: archived below 60, 60 of that now" in done.err
+    assert f"stream {STREAM!r}: archived below 60, 60 new records" in done.err
     assert (depot.archived, other.describe().archived) == (60, 70)
     assert depot.owner is None
     done = succeed(depot.url, "archive", "run", "--once", STREAM)
-    assert "archived below 60, 0 of that now" in done.err
+    assert "archived below 60, 0 new records" in done.err
 
 
-def test_run_once_is_content_with_what_another_archives(depot: Depot) -> None:
+def test_run_once_accepts_the_work_of_another_archiver(depot: Depot) -> None:
     depot.fill(60)
     with depot.archiver(segment_age=LONG_S) as rival:
         eventually(lambda: depot.owner == rival.member, 20)
@@ -410,11 +411,9 @@ COMMANDS = [["ls"], ["verify"], ["compact"], ["run"], ["expire", "--offset", "1"
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_stream_without_a_store_or_none_at_all_is_an_error_with_a_hint(
-    url: str, command: list[str]
-) -> None:
+def test_stream_without_a_store_gives_a_hint(url: str, command: list[str]) -> None:
     with meteor.connect(url) as m:
-        m.stream("plain")
+        m.stream("plain", create=True)
     name, *options = command
     done = run_meteor(url, "archive", name, "plain", *options)
     assert (done.code, done.out) == (1, b"")
@@ -426,7 +425,7 @@ def test_a_stream_without_a_store_or_none_at_all_is_an_error_with_a_hint(
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_a_store_that_is_gone_is_an_error_and_one_that_was_moved_is_named(
+def test_missing_store_is_an_error_and_store_option_names_a_moved_one(
     depot: Depot, command: list[str]
 ) -> None:
     depot.fill(60)
@@ -444,13 +443,13 @@ def test_a_store_that_is_gone_is_an_error_and_one_that_was_moved_is_named(
 
 def test_run_without_names_needs_a_stream_with_a_store(url: str) -> None:
     with meteor.connect(url) as m:
-        m.stream("plain")
+        m.stream("plain", create=True)
     done = run_meteor(url, "archive", "run")
     assert done.code == 1
-    assert "no stream has a store; `meteor streams create" in done.err
+    assert "no stream has a store. `meteor streams create" in done.err
 
 
-def test_run_without_names_leaves_out_what_cannot_be_archived(depot: Depot, tmp_path: Path) -> None:
+def test_run_without_names_skips_unreachable_stores(depot: Depot, tmp_path: Path) -> None:
     other = depot.client.stream("other", store=tmp_path / "elsewhere", archive=False)
     depot.client.stream("hidden", store=meteor.MemoryStore("hidden"), archive=False)
     fill(other, 70)

@@ -1,4 +1,4 @@
-"""What all commands have in common: help, addresses, errors, completion, and the reference."""
+"""Features of all commands: help, addresses, errors, completion, and the reference."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def all_commands(
 @pytest.mark.parametrize(
     ("path", "command"), [pytest.param(*found, id=" ".join(found[0])) for found in all_commands()]
 )
-def test_every_command_says_what_it_does_with_an_example(
+def test_help_of_every_command_has_an_example(
     path: tuple[str, ...], command: click.Command
 ) -> None:
     assert command.help
     shown = command.get_help(click.Context(command, info_name=" ".join(("meteor", *path))))
-    assert max(map(len, shown.splitlines())) <= 80, "on a small terminal"
+    assert max(map(len, shown.splitlines())) <= 80, "the help is too wide for a small terminal"
     if isinstance(command, click.Group):
         return
     assert isinstance(command, Command)
     assert re.search(rf"\bmeteor( --\S+ \S+)* {' '.join(path)}", command.example)
     assert command.example.splitlines()[0].strip() in shown
     names = [name for option in command.params for name in option.opts]
-    assert len(names) == len(set(names)), "no option hides another"
+    assert len(names) == len(set(names)), "one option hides another"
     for option in command.params:
         if isinstance(option, click.Option):
             assert option.help, option.name
 
 
-def test_the_documented_commands_are_there() -> None:
+def test_documented_commands_exist() -> None:
     found = {" ".join(path) for path, command in all_commands() if isinstance(command, Command)}
     assert {
         "demo", "server", "publish", "tail", "seek", "bench", "top", "watch", "completion",
@@ -69,7 +69,7 @@ def test_the_documented_commands_are_there() -> None:
     } <= found  # fmt: skip
 
 
-def test_help_does_not_wait_for_what_it_does_not_need() -> None:
+def test_help_does_not_import_the_library() -> None:
     heavy = {"meteor_py", "pyarrow", "redis", "rich", "msgspec", "asyncio"}
     program = (
         "import sys\nfrom meteor_cli.main import meteor\n"
@@ -83,16 +83,16 @@ def test_help_does_not_wait_for_what_it_does_not_need() -> None:
         assert f"\n  {name} " in done.stdout.decode()
 
 
-def test_the_version_is_that_of_the_library() -> None:
+def test_version_is_that_of_the_library() -> None:
     assert meteor(None, "--version").text == f"meteor, version {meteor_py.__version__}\n"
 
 
-def test_the_reference_is_what_the_commands_say() -> None:
+def test_reference_is_up_to_date() -> None:
     written = (ROOT / "docs" / "cli.md").read_text()
     assert written == reference(), "python -m meteor_cli.reference > docs/cli.md"
 
 
-def test_the_address_may_stand_before_and_behind_the_command(url: str) -> None:
+def test_url_is_accepted_before_and_after_the_command(url: str) -> None:
     assert succeed(None, "--url", url, "publish", "orders", "a").lines == ["0"]
     assert succeed("redis://127.0.0.1:1", "publish", "orders", "b", "--url", url).lines == ["1"]
     assert succeed(url, "tail", "orders", "-e", "--raw", "--timeout", "3").lines == ["a", "b"]
@@ -111,7 +111,7 @@ def test_the_address_may_stand_before_and_behind_the_command(url: str) -> None:
         (["streams", "nonsense"], 2, "No such command"),
     ],
 )
-def test_an_error_is_a_sentence_and_an_exit_code(
+def test_error_gives_one_message_and_exit_code(
     arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(None, *arguments)
@@ -125,7 +125,7 @@ def test_an_error_is_a_sentence_and_an_exit_code(
 
 
 @pytest.mark.parametrize("place", [0, 2])
-def test_with_debug_there_is_a_traceback(place: int) -> None:
+def test_debug_shows_a_traceback(place: int) -> None:
     arguments = ["streams", "ls", "--url", "redis://127.0.0.1:1"]
     arguments.insert(place, "--debug")
     done = meteor(None, *arguments)
@@ -133,13 +133,13 @@ def test_with_debug_there_is_a_traceback(place: int) -> None:
     assert "Traceback" in done.err
 
 
-def test_a_server_that_may_lose_data_is_named_to_those_who_write(url: str) -> None:
+def test_only_writers_are_warned_about_data_loss(url: str) -> None:
     assert "meteor: warning: The server at " in succeed(url, "publish", "orders", "x").err
     assert succeed(url, "tail", "orders", "-e").err == ""
     assert succeed(url, "streams", "ls").err == ""
 
 
-def test_a_closed_pipe_is_no_error_for_a_table_either(url: str) -> None:
+def test_closed_pipe_is_no_error_for_tables(url: str) -> None:
     succeed(url, "publish", "orders", "x")
     inside, outside = os.pipe()
     os.close(inside)
@@ -161,7 +161,7 @@ def test_a_closed_pipe_is_no_error_for_a_table_either(url: str) -> None:
     ("typed", "found"),
     [
         ("ta", ["tail"]),
-        ("streams ", ["ls", "info", "create", "configure", "rm"]),
+        ("streams ", ["ls", "info", "create", "configure", "rm", "repair"]),
         ("tail ", ["orders", "others"]),
         ("tail or", ["orders"]),
         ("tail orders --js", ["--json"]),
@@ -170,12 +170,12 @@ def test_a_closed_pipe_is_no_error_for_a_table_either(url: str) -> None:
         ("groups info nope ", []),
     ],
 )
-def test_the_shell_completes_commands_options_streams_and_groups(
+def test_completion_offers_commands_options_streams_and_groups(
     url: str, typed: str, found: list[str]
 ) -> None:
     with meteor_py.connect(url) as m:
-        m.stream("others")
-        m.stream("orders").seek_group("billing", 0)
+        m.stream("others", create=True)
+        m.stream("orders", create=True).seek_group("billing", 0)
     words = f"meteor {typed}"
     env = {
         "_METEOR_COMPLETE": "bash_complete",
@@ -187,24 +187,24 @@ def test_the_shell_completes_commands_options_streams_and_groups(
     assert done.err == ""
 
 
-def test_completion_is_silent_about_a_server_that_is_not_there() -> None:
+def test_completion_is_silent_without_a_server() -> None:
     env = {"_METEOR_COMPLETE": "bash_complete", "COMP_WORDS": "meteor tail ", "COMP_CWORD": "2"}
     done = meteor("redis://127.0.0.1:1", environ=env)
     assert (done.text.strip(), done.err) == ("", "")
 
 
-def test_completion_sets_up_no_server(tmp_path: Path) -> None:
+def test_completion_creates_no_server(tmp_path: Path) -> None:
     env = {"_METEOR_COMPLETE": "bash_complete", "COMP_WORDS": "meteor tail ", "COMP_CWORD": "2"}
     meteor(None, environ=env | {"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_can_be_switched_on(shell: str) -> None:
+def test_completion_prints_a_script(shell: str) -> None:
     assert "_METEOR_COMPLETE" in succeed(None, "completion", shell).text
 
 
-def test_no_command_talks_to_redis_itself() -> None:
+def test_commands_use_redis_only_through_the_library() -> None:
     forbidden = re.compile(
         r"(?<!meteor_py)\.redis\b|import redis|from redis|execute_command|\.call\(\""
         r"|\.pipeline\(|EVALSHA|XADD"
@@ -213,9 +213,9 @@ def test_no_command_talks_to_redis_itself() -> None:
         assert not forbidden.search(path.read_text()), path.name
 
 
-def test_completion_offers_no_name_that_a_shell_would_take_for_more(url: str) -> None:
+def test_completion_offers_no_name_that_a_shell_would_execute(url: str) -> None:
     with meteor_py.connect(url) as m:
-        stream = m.stream("orders")
+        stream = m.stream("orders", create=True)
         stream.seek_group("billing", 0)
         for name in ("$(reboot)", "a\nplain,b", "\x1b[2J"):
             m.redis.sadd(keys.groups("orders"), name)
@@ -230,7 +230,7 @@ def test_completion_offers_no_name_that_a_shell_would_take_for_more(url: str) ->
 
 
 @pytest.mark.parametrize("arguments", ["--help", "--version", "tail --help"])
-def test_a_closed_pipe_is_no_error_for_help_either(arguments: str) -> None:
+def test_closed_pipe_is_no_error_for_help(arguments: str) -> None:
     inside, outside = os.pipe()
     os.close(inside)
     try:
@@ -256,7 +256,7 @@ def test_a_closed_pipe_is_no_error_for_help_either(arguments: str) -> None:
         ("streams rm orders", "<&-", 2),
     ],
 )
-def test_standard_files_that_are_closed_or_full_are_an_error_in_one_sentence(
+def test_closed_or_full_standard_files_give_one_message(
     url: str, arguments: str, closed: str, code: int
 ) -> None:
     succeed(url, "publish", "orders", "x")
@@ -274,7 +274,7 @@ def test_standard_files_that_are_closed_or_full_are_an_error_in_one_sentence(
     assert "unexpected" not in err
 
 
-def test_a_signal_that_comes_in_a_finalizer_ends_the_command_all_the_same() -> None:
+def test_signal_in_a_finalizer_ends_the_command() -> None:
     program = """
 import sys
 from meteor_cli import main
@@ -294,12 +294,12 @@ main.main()
     assert (done.returncode, done.stderr) == (143, b"")
 
 
-def test_what_others_have_named_reaches_no_terminal_raw(url: str) -> None:
+def test_untrusted_names_reach_the_terminal_escaped(url: str) -> None:
     with meteor_py.connect(url) as m:
-        m.stream("orders").seek_group("billing", 0)
+        m.stream("orders", create=True).seek_group("billing", 0)
         m.redis.set(keys.lease("orders", "billing"), "evil\x1b[2J\x07 1 1")
     with Terminal([METEOR, "--url", url, "tail", "orders", "-g", "billing"]) as terminal:
-        terminal.wait_for("waiting for it to end")
-        assert "evil\\x1b[2J\\x07 reads for group" in terminal.text
+        terminal.wait_for("waiting for it")
+        assert "evil\\x1b[2J\\x07 has the lease of group" in terminal.text
         assert b"\x1b[2J" not in terminal.output
         assert b"\x07" not in terminal.output

@@ -1,4 +1,4 @@
-"""What ``--json`` prints has the fields that are promised, and the promise is in the reference."""
+"""``--json`` prints the documented fields, and the reference lists them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meteor_py import connect
 from meteor_py.redis import keys
 from tests.support.commands import Running, meteor, succeed
 
-#: Left out where it was not measured.
+#: Fields that are omitted if they were not measured.
 _OPTIONAL = {"records_per_s", "megabytes_per_s", "p50_ms", "p99_ms"}
 
 
 @pytest.fixture
 def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
-    """What each command prints of a stream with a group, and with a store that gets damaged."""
+    """The output of each command for a stream with a group, and a store that gets damaged."""
     with connect(url) as m:
         stream = m.stream("orders", store=str(tmp_path), ordering_key="key")
         with stream.publisher() as pub:
@@ -50,7 +50,7 @@ def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
         ).objects
         with Running(url, "watch", "--json", "--interval", "0.1") as watching:
             assert "watching 1 stream" in watching.line("stderr")
-            m.stream("others")
+            m.stream("others", create=True)
             shown["watch"] = [ast.literal_eval(watching.line().replace("null", "None"))]
     (file,) = tmp_path.rglob("*.parquet")
     file.write_bytes(b"damaged")
@@ -58,7 +58,7 @@ def printed(url: str, tmp_path: Path) -> dict[str, list[Any]]:
     return shown
 
 
-def test_the_fields_are_those_that_were_promised(printed: dict[str, list[Any]]) -> None:
+def test_json_fields_match_the_schema(printed: dict[str, list[Any]]) -> None:
     others = {command for command in FIELDS if command.startswith("peers ")}  # test_cli_peers.py
     assert printed.keys() == FIELDS.keys() - others
     for command, objects in printed.items():
@@ -75,7 +75,7 @@ def test_the_fields_are_those_that_were_promised(printed: dict[str, list[Any]]) 
                 assert [set(consumer) for consumer in shown["consumers"]] == [set(CONSUMER_FIELDS)]
 
 
-def test_every_event_is_promised_with_its_facts() -> None:
+def test_every_event_is_in_the_schema() -> None:
     folder = Path(meteor_cli.__file__).parent
     calls = [
         node

@@ -35,7 +35,7 @@ from tests.support.waiting import eventually
         ("\udcff", "\udcff"),
     ],
 )
-def test_a_body_is_json_or_else_text(text: str | None, body: Any) -> None:
+def test_body_is_json_or_text(text: str | None, body: Any) -> None:
     assert parse_body(text, "BODY") == body
 
 
@@ -50,10 +50,8 @@ def test_a_body_is_json_or_else_text(text: str | None, body: Any) -> None:
         ('["\udcff"]', "it is not UTF-8"),
     ],
 )
-def test_what_begins_like_json_and_is_none_is_refused_unless_it_is_called_text(
-    text: str, why: str
-) -> None:
-    with pytest.raises(click.BadParameter, match="begins like JSON, but is none: ") as caught:
+def test_invalid_json_is_refused_without_text_option(text: str, why: str) -> None:
+    with pytest.raises(click.BadParameter, match="starts like JSON but is invalid: ") as caught:
         parse_body(text, "BODY")
     assert why in caught.value.message
     assert len(caught.value.message) < 250
@@ -66,13 +64,13 @@ def test_broken_json_is_not_sent(url: str, crew: list[Membership], group: PeerGr
         queue = [] if command == "propose" else ["jobs"]
         done = meteor(url, "peers", command, NAME, *queue, '{"a":')
         assert (done.code, done.out) == (2, b"")
-        assert f"""Invalid value for {what}: '{{"a":' begins like JSON""" in done.err
-        assert "say --text." in done.err
-    assert group._handle.protocol.look().view == before, "nobody was asked to vote"
+        assert f"""Invalid value for {what}: '{{"a":' starts like JSON""" in done.err
+        assert "Use --text" in done.err
+    assert group._handle.protocol.look().view == before, "no member was asked to vote"
 
 
 @pytest.mark.parametrize("text", ['{"a":', "7", "null"])
-def test_text_is_sent_as_it_stands(url: str, crew: list[Membership], text: str) -> None:
+def test_text_option_sends_text_unchanged(url: str, crew: list[Membership], text: str) -> None:
     (found,) = succeed(url, "peers", "ask", NAME, "jobs", text, "--text").objects
     assert found["did"] == text
     (found,) = succeed(url, "peers", "propose", NAME, text, "--text", "--json").objects
@@ -93,17 +91,17 @@ def test_a_message_is_sent(
         member.on("notes")(lambda m: got.append((m.member, m.body, m.priority)))
     arguments = ["notes", '{"a": 1}', "--to", to, "--priority", "3", *tell]
     done = succeed(url, "peers", "send", NAME, *arguments)
-    assert done.err.startswith(f"meteor: {'left for' if tell else 'handled by'} ")
+    assert done.err.startswith(f"meteor: {'sent to' if tell else 'handled by'} ")
     eventually(lambda: len(got) == (2 if to == "all" else 1))
     assert {each[1:] for each in [(m, str(b), p) for m, b, p in got]} == {("{'a': 1}", 3)}
     if to in ("leader", "w1"):
         assert got[0][0] == "w1"
 
 
-def test_what_becomes_of_a_message_is_said_in_a_sentence(url: str, crew: list[Membership]) -> None:
+def test_failed_message_gives_one_message(url: str, crew: list[Membership]) -> None:
     for arguments, sentence in (
-        (["jobs", "x", "--to", "bob"], "no member 'bob' in group 'workers'; `meteor peers members"),
-        (["hard", "x", "--to", "all"], "1 of 2 members of group 'workers' did not take"),
+        (["jobs", "x", "--to", "bob"], "no member 'bob' in group 'workers'. `meteor peers members"),
+        (["hard", "x", "--to", "all"], "1 of 2 members of group 'workers' did not acknowledge"),
         (["hard", "x", "--to", "w2"], r"ValueError: evil\x1b[2J\u202egnp.exe\n"),
         (["nobody", "--timeout", "0.2"], "got no reply within 0.2 seconds"),
         (["a/b"], "cannot be the name of a queue"),
@@ -113,7 +111,7 @@ def test_what_becomes_of_a_message_is_said_in_a_sentence(url: str, crew: list[Me
         assert sentence in done.err
 
 
-def test_members_that_are_named_like_the_words_are_reached(url: str, group: PeerGroup) -> None:
+def test_members_named_like_targets_can_be_reached(url: str, group: PeerGroup) -> None:
     for name in ("leads", "any", "all", "leader"):
         group.join(name).on("who")(lambda message: message.member)
     for name in ("any", "all", "leader", "leads"):
@@ -129,19 +127,19 @@ def test_members_that_are_named_like_the_words_are_reached(url: str, group: Peer
 
 @pytest.mark.parametrize("command", ["ask", "send"])
 @pytest.mark.parametrize("to", ["any", "all", "w2"])
-def test_of_silence_the_queue_is_named_that_perhaps_has_no_handler(
+def test_missing_reply_suggests_a_missing_handler(
     url: str, crew: list[Membership], command: str, to: str
 ) -> None:
     crew[0].on("half")(lambda message: None)
     queue = "half" if to == "all" else "nobody"
     done = meteor(url, "peers", command, NAME, queue, "--to", to, "--timeout", "1")
     assert (done.code, done.err.count("\n")) == (1, 1)
-    assert f"Perhaps queue {queue!r} has no handler there." in done.err
+    assert f"Queue {queue!r} may have no handler there." in done.err
     assert "within 1 second" in done.text + done.err
     assert "1 seconds" not in done.text + done.err
 
 
-def test_who_has_failed_a_message_is_not_said_to_have_no_handler(
+def test_failed_handler_does_not_suggest_a_missing_handler(
     url: str, crew: list[Membership]
 ) -> None:
     for command in ("ask", "send"):
@@ -150,7 +148,7 @@ def test_who_has_failed_a_message_is_not_said_to_have_no_handler(
             assert (done.code, "handler there" in done.err) == (1, False)
 
 
-def test_the_answer_is_printed_as_json(url: str, crew: list[Membership]) -> None:
+def test_reply_is_printed_as_json(url: str, crew: list[Membership]) -> None:
     (found,) = succeed(url, "peers", "ask", NAME, "jobs", "[1]", "--to", "leader").objects
     assert found == {"did": [1], "by": "w1"}
     (found,) = succeed(url, "peers", "ask", NAME, "jobs").objects
@@ -159,7 +157,7 @@ def test_the_answer_is_printed_as_json(url: str, crew: list[Membership]) -> None
     assert (done.code, "got no reply within 0.2 seconds" in done.err) == (1, True)
 
 
-def test_bytes_are_printed_as_those_of_records_are(url: str, post: Post) -> None:
+def test_bytes_in_replies_are_printed_like_records(url: str, post: Post) -> None:
     with meteor_.connect(url) as m, m.peer_group("raw", codec="bytes") as group:
         me = group.join()
         me.on("q")(lambda message: b"\xff")
@@ -168,14 +166,12 @@ def test_bytes_are_printed_as_those_of_records_are(url: str, post: Post) -> None
         assert succeed(url, "peers", "ask", "raw", "text").objects == ["text"]
 
 
-def test_the_answers_of_all_are_printed_and_those_missing_named(
-    url: str, crew: list[Membership]
-) -> None:
+def test_replies_of_all_members_are_printed_with_errors(url: str, crew: list[Membership]) -> None:
     found = succeed(url, "peers", "ask", NAME, "jobs", "1", "--to", "all").objects
     assert [each["member"] for each in found] == ["w1", "w2"]
     assert all(set(each) == set(FIELDS["peers ask --to all"]) for each in found)
     done = meteor(url, "peers", "ask", NAME, "hard", "--to", "all")
-    assert (done.code, "1 of 2 members did not answer" in done.err) == (1, True)
+    assert (done.code, "1 of 2 members did not reply" in done.err) == (1, True)
     one, two = done.objects
     assert (one["reply"], one["error"], two["reply"]) == (1, None, None)
     assert "ValueError" in two["error"]
@@ -196,9 +192,9 @@ def test_dead_letters_are_listed_with_the_reason(url: str, post: Post, group: Pe
     with pytest.raises(HandlerFailed):
         post.group(codec=codec).member("w1").send("jobs", 1j).result(20)
     heading, line = succeed(url, "peers", "dead", NAME).lines
-    assert heading.split()[:4] == ["buried", "member", "queue", "verb"]
+    assert heading.split()[:4] == ["failed", "member", "queue", "verb"]
     assert line.split()[3:9] == ["w1", "jobs", "send", "-", "7", "3"]
-    assert "register it" in line
+    assert "Register it" in line
     (found,) = succeed(url, "peers", "dead", NAME, "--json").objects
     assert set(found) == set(FIELDS["peers dead"])
     assert (found["group"], found["queue"], found["body"]) == (NAME, "jobs", {"b64": "/zFq"})
@@ -220,30 +216,30 @@ def test_the_outcome_of_a_vote_is_the_exit_status(url: str, crew: list[Membershi
     assert set(found) == set(FIELDS["peers propose"])
 
 
-def test_a_vote_that_is_not_decided_in_time_has_not_passed(url: str, group: PeerGroup) -> None:
+def test_vote_without_decision_in_time_does_not_pass(url: str, group: PeerGroup) -> None:
     silent = group.join("silent")
     done = meteor(url, "peers", "propose", NAME, "x", "--kind", "consensus", "--timeout", "0.3")
     assert done.code == 1
-    assert "did not pass: not enough had voted in time" in done.text
+    assert "did not pass: too few members voted in time" in done.text
     assert "1: silent" in done.text
     silent.leave()
     done = meteor(url, "peers", "propose", NAME, "x")
-    assert (done.code, "Nobody in group 'workers' is alive to vote" in done.err) == (1, True)
+    assert (done.code, "No member of group 'workers' is alive to vote" in done.err) == (1, True)
 
 
-def test_what_is_no_kind_of_vote_is_refused(url: str, crew: list[Membership]) -> None:
+def test_invalid_kind_of_vote_is_refused(url: str, crew: list[Membership]) -> None:
     for kind in ("most", "0", "1001"):
         done = meteor(url, "peers", "propose", NAME, "x", "--kind", kind)
         assert (done.code, "neither majority nor consensus" in done.err) == (2, True)
         assert "nor a number from 1 to 1,000." in done.err
 
 
-def test_more_votes_than_there_are_members_cannot_be_had(url: str, group: PeerGroup) -> None:
+def test_vote_needing_more_votes_than_members_does_not_pass(url: str, group: PeerGroup) -> None:
     for name in ("w1", "w2"):
         group.join(name).on_vote(lambda proposal: True)
-        count = "is only 1 member" if name == "w1" else "are only 2 members"
+        count = "1 member" if name == "w1" else "2 members"
         done = meteor(url, "peers", "propose", NAME, "x", "--kind", "5")
         outcome, *_ = done.lines
         assert done.code == 1
-        assert outcome.endswith(f"  did not pass: 5 must say yes, and there {count} to vote")
+        assert outcome.endswith(f"  did not pass: 5 votes needed, but only {count} can vote")
     assert "passed" in succeed(url, "peers", "propose", NAME, "x", "--kind", "2").text

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 import meteor_py as meteor_
-from meteor_cli.live.peer_watch import tell
+from meteor_cli.live.peer_watch import describe_event
 from meteor_cli.render.schema import FIELDS, MEMBER_FIELDS, PEER_EVENTS
 from meteor_py import Event, Membership, PeerGroup
 from tests.conftest import ServerFactory
@@ -27,7 +27,7 @@ from tests.support.peering import Peer
 from tests.support.terminal import Terminal
 from tests.support.waiting import eventually
 
-# Looking
+# Inspecting
 
 
 def test_groups_are_listed_with_members_leader_and_term(url: str, crew: list[Membership]) -> None:
@@ -44,12 +44,12 @@ def test_groups_are_listed_with_members_leader_and_term(url: str, crew: list[Mem
     assert all(set(each) == set(FIELDS["peers ls"]) for each in found)
 
 
-def test_without_groups_a_sentence_says_so(url: str) -> None:
+def test_ls_without_peer_groups_says_so(url: str) -> None:
     done = succeed(url, "peers", "ls")
-    assert (done.out, "there is no peer group yet" in done.err) == (b"", True)
+    assert (done.out, "there are no peer groups yet" in done.err) == (b"", True)
 
 
-def test_a_group_that_cannot_be_read_does_not_hide_the_others(
+def test_unreadable_peer_group_does_not_hide_others(
     url: str, crew: list[Membership], group: PeerGroup
 ) -> None:
     client = group._handle.protocol.connector
@@ -60,13 +60,13 @@ def test_a_group_that_cannot_be_read_does_not_hide_the_others(
     assert "group 'odd' is left out" in done.err
 
 
-def test_members_are_listed_dead_ones_too(
+def test_members_are_listed_including_dead_ones(
     url: str, crew: list[Membership], group: PeerGroup
 ) -> None:
     crew[1].close()
     nameless = group.join()
     heading, *lines = succeed(url, "peers", "members", NAME).lines
-    assert heading.split() == ["id", "status", "leads", "priority", "joined", "metadata"]
+    assert heading.split() == ["id", "status", "leader", "priority", "joined", "metadata"]
     assert [line.split()[:4] for line in lines] == [
         ["w1", "alive", "yes", "5"],
         ["w2", "dead", "-", "0"],
@@ -86,7 +86,7 @@ def test_an_instance_is_named_with_a_slash(url: str) -> None:
         for typed in ("cells/", "/c1", "cells/c1/x", ".cells", ""):
             done = meteor(url, "peers", "leader", typed)
             assert (done.code, done.err.count("\n")) == (1, 1)
-            assert f"{typed!r} cannot be the name of a group: GROUP is NAME or NAME/" in done.err
+            assert "cannot be the name of a group. Use 1 to 128" in done.err
 
 
 @pytest.mark.parametrize(
@@ -103,18 +103,18 @@ def test_an_instance_is_named_with_a_slash(url: str) -> None:
         ["delete", "--yes"],
     ],
 )
-def test_a_group_that_does_not_exist_is_not_begun(url: str, arguments: list[str]) -> None:
+def test_missing_peer_group_is_not_created(url: str, arguments: list[str]) -> None:
     command, *rest = arguments
     done = meteor(url, "peers", command, "nope", *rest)
     assert (done.code, done.out) == (1, b"")
-    assert "There is no peer group 'nope'; `meteor peers ls`" in done.err
+    assert "There is no peer group 'nope'. `meteor peers ls`" in done.err
     assert done.err.count("\n") == 1
     with meteor_.connect(url) as m:
         assert m.peer_groups() == []
         assert m.redis.keys("*") == []
 
 
-def test_looking_on_changes_nothing_and_nobody_joins(
+def test_inspecting_a_group_changes_nothing(
     url: str, crew: list[Membership], group: PeerGroup
 ) -> None:
     before = group.view
@@ -140,13 +140,13 @@ def test_without_a_leader_the_exit_status_is_one(url: str, post: Post) -> None:
     post.group(min_size=2).join()
     done = meteor(url, "peers", "leader", NAME)
     assert (done.code, done.out, done.err.count("\n")) == (1, b"", 1)
-    assert "has no leader now; 1 member is alive, and it needs 2 to elect one." in done.err
+    assert "has no leader now. 1 member is alive; an election needs 2." in done.err
     with meteor_.connect(url) as m, m.peer_group("flat", election=None):
         done = meteor(url, "peers", "leader", "flat", "--wait", "60")
-        assert (done.code, "elects nobody" in done.err) == (1, True)
+        assert (done.code, "has no elections" in done.err) == (1, True)
 
 
-def test_a_leader_is_waited_for(url: str, group: PeerGroup) -> None:
+def test_leader_command_can_wait_for_a_leader(url: str, group: PeerGroup) -> None:
     done = meteor(url, "peers", "leader", NAME, "--wait", "0.2")
     assert (done.code, "0 members are alive." in done.err) == (1, True)
     with Running(url, "peers", "leader", NAME, "--wait", "60") as waiting:
@@ -160,28 +160,28 @@ def test_a_leader_is_waited_for(url: str, group: PeerGroup) -> None:
 # Removing
 
 
-def test_a_member_is_removed_only_if_that_is_confirmed(
+def test_removing_a_member_needs_confirmation(
     url: str, crew: list[Membership], group: PeerGroup
 ) -> None:
     command = ["peers", "remove", NAME, "w1"]
     done = meteor(url, *command)
-    assert (done.code, "'w1' (alive, and leads) will be removed" in done.err) == (2, True)
-    assert "(alive, and leads) would be removed" in succeed(url, *command, "--dry-run").err
+    assert (done.code, "'w1' (alive, the leader) will be removed" in done.err) == (2, True)
+    assert "(alive, the leader) would be removed" in succeed(url, *command, "--dry-run").err
     for answer, code in (("n", 1), ("y", 0)):
         assert group.find("w1") is not None
         with Terminal([METEOR, "--url", url, *command]) as terminal:
-            terminal.wait_for("Go on?")
+            terminal.wait_for("Continue?")
             terminal.press(f"{answer}\n")
             assert terminal.wait() == code
     eventually(lambda: crew[0].lost.is_set())
     eventually(lambda: group.leader is not None and group.leader.id == "w2")
     done = meteor(url, *command, "--yes")
     assert (done.code, "There is no member 'w1' in group 'workers'" in done.err) == (1, True)
-    meant = "`meteor peers delete` or `meteor peers remove` does that"
+    meant = "Did you mean `meteor peers delete` or `meteor peers remove`?"
     assert meant in meteor(url, "peers", "rm", NAME).err
 
 
-def test_a_group_is_deleted_only_if_that_is_confirmed(url: str, group: PeerGroup) -> None:
+def test_group_is_deleted_only_after_confirmation(url: str, group: PeerGroup) -> None:
     group.join("w1").close()
     group.close()
     command = ["peers", "delete", NAME]
@@ -193,7 +193,7 @@ def test_a_group_is_deleted_only_if_that_is_confirmed(url: str, group: PeerGroup
         for answer, code in (("n", 1), ("y", 0)):
             assert m.peer_groups() == [NAME]
             with Terminal([METEOR, "--url", url, *command], columns=200) as terminal:
-                terminal.wait_for("Go on?")
+                terminal.wait_for("Continue?")
                 terminal.press(f"{answer}\n")
                 assert terminal.wait() == code
         assert m.peer_groups() == []
@@ -202,7 +202,7 @@ def test_a_group_is_deleted_only_if_that_is_confirmed(url: str, group: PeerGroup
     assert (done.code, "There is no peer group 'workers'" in done.err) == (1, True)
 
 
-def test_a_group_with_members_alive_is_deleted_only_by_force(
+def test_deleting_a_group_with_live_members_needs_force(
     url: str, crew: list[Membership], group: PeerGroup
 ) -> None:
     for name in ("w3", "w4", "w5"):
@@ -211,20 +211,20 @@ def test_a_group_with_members_alive_is_deleted_only_by_force(
     for more in ([], ["--dry-run"]):
         done = meteor(url, *command, *more)
         assert (done.code, done.out, done.err.count("\n")) == (1, b"", 1)
-        assert "has members that are alive: w1, w2, w3 and 2 more. " in done.err
+        assert "has live members: w1, w2, w3 and 2 more. " in done.err
         assert "with --force;" in done.err
     assert "5 members (5 alive), " in succeed(url, *command, "--force", "--dry-run").err
-    assert group._handle.protocol.look().view == begun, "nothing was done"
+    assert group._handle.protocol.look().view == begun, "nothing was changed"
     reset = threading.Event()
     group.on_reset(reset.set)
-    assert "deleted. Who is alive joins it again." in succeed(url, *command, "--force").err
+    assert "deleted. Live members will rejoin it." in succeed(url, *command, "--force").err
     assert reset.wait(SOON_S)
     eventually(lambda: sum(member.alive for member in group.members) == 5)
 
 
-def test_a_group_that_somebody_joins_meanwhile_is_not_deleted(url: str, group: PeerGroup) -> None:
+def test_group_joined_during_confirmation_is_not_deleted(url: str, group: PeerGroup) -> None:
     with Terminal([METEOR, "--url", url, "peers", "delete", NAME], columns=200) as terminal:
-        terminal.wait_for("Go on?")
+        terminal.wait_for("Continue?")
         group.join("w1")
         terminal.press("y\n")
         assert terminal.wait() == 1
@@ -236,7 +236,7 @@ def test_a_group_that_somebody_joins_meanwhile_is_not_deleted(url: str, group: P
 # Watching
 
 
-def test_events_are_told_in_their_order_when_a_process_is_killed(url: str) -> None:
+def test_watch_reports_events_in_order_when_a_process_is_killed(url: str) -> None:
     with meteor_.connect(url) as m, m.peer_group(NAME, ttl=1) as group:
         me = group.join("w1")
         with Running(url, "peers", "watch", NAME, "--json") as watching:
@@ -278,27 +278,28 @@ def test_watch_in_a_terminal_shows_the_state_and_then_each_event(
     url: str, crew: list[Membership], group: PeerGroup
 ) -> None:
     with Terminal([METEOR, "--url", url, "peers", "watch", NAME]) as terminal:
-        terminal.wait_for("watching group 'workers'.")
-        state, one, two, *_ = terminal.lines
-        assert re.fullmatch(r"\S{25} #3 2 members, w1 leads, term \d+", state)
-        assert (one.split(), two.split()) == (["w1:", "alive,", "leads"], ["w2:", "alive"])
+        terminal.wait_for("w2: alive")
+        title, state, one, two, *_ = terminal.lines
+        assert title == "meteor: watching group 'workers'."
+        assert re.fullmatch(r"\S{25} #3 2 members, leader w1, term \d+", state)
+        assert (one.split(), two.split()) == (["w1:", "alive,", "leader"], ["w2:", "alive"])
         other = group.join("w3")
         terminal.wait_for("#4 w3 joined")
         other.close()
-        terminal.wait_for("#5 w3 has ended, and may come back")
+        terminal.wait_for("#5 w3 closed; it may come back")
         group.propose(HOSTILE).result(30)
         terminal.wait_for("#7 the vote passed: 2 yes")
         crew[0].resign()
-        terminal.wait_for("#8 w1 leads no more: it has resigned")
-        terminal.wait_for("#9 w2 leads, term ")
+        terminal.wait_for("#8 w1 is no longer the leader: it resigned")
+        terminal.wait_for("#9 w2 is the leader, term ")
         terminal.press("\x03")
         assert terminal.wait() == 130
         assert "Traceback" not in terminal.text
         assert b"\x1b[2J" not in terminal.output
-        assert r'#6 somebody puts to the vote (majority): "evil\u001b[2J' in "".join(terminal.lines)
+        assert r'#6 vote called (majority): "evil\u001b[2J' in "".join(terminal.lines)
 
 
-def test_watch_ends_when_nobody_reads_any_more(url: str, crew: list[Membership]) -> None:
+def test_watch_ends_when_the_pipe_is_closed(url: str, crew: list[Membership]) -> None:
     with Running(url, "peers", "watch", NAME) as watching:
         watching.line("stderr")
         assert watching.process.stdout is not None
@@ -307,19 +308,19 @@ def test_watch_ends_when_nobody_reads_any_more(url: str, crew: list[Membership])
 
 
 @pytest.mark.slow
-def test_watch_tells_when_the_server_is_away_and_goes_on(private_server: ServerFactory) -> None:
+def test_watch_survives_a_server_restart(private_server: ServerFactory) -> None:
     server = private_server("--appendonly", "yes")
     url = f"redis://127.0.0.1:{server.port}"
     with meteor_.connect(url) as m, m.peer_group(NAME, ttl=1) as group:
         me = group.join("w1")
         with Running(url, "peers", "watch", NAME, "--timeout", "1") as watching:
             watching.line("stderr")
-            assert "1 member, w1 leads" in watching.line()
+            assert "1 member, leader w1" in watching.line()
             watching.line()
             server.kill()
             assert "cannot be reached" in watching.line()
             server.restart()
-            assert "the server answers again" in watching.line()
+            assert "the server is back" in watching.line()
             eventually(lambda: me.term is not None, 30)
             me.leave()
             while "w1 left" not in watching.line():
@@ -330,17 +331,17 @@ def test_watch_tells_when_the_server_is_away_and_goes_on(private_server: ServerF
     ("kind", "reason", "text"),
     [
         ("left", "left", "w left"),
-        ("left", "expired", "w left: it was not heard of"),
+        ("left", "expired", "w left: its heartbeats stopped"),
         ("left", "removed", "w was removed"),
         ("left", "resync", "w is gone"),
         ("dead", None, "w is dead"),
         ("alive", None, "w is back"),
-        ("resigned", "taken over", "w leads no more: it has joined again"),
-        ("reset", None, "the server has lost state of the group, or it was deleted"),
+        ("resigned", "taken over", "w is no longer the leader: it joined again"),
+        ("reset", None, "the server lost state of the group, or the group was deleted"),
     ],
 )
-def test_an_event_in_words(kind: Any, reason: str | None, text: str) -> None:
-    said, facts = tell(Event(7, kind, 0, member="w", reason=reason))
+def test_event_description(kind: Any, reason: str | None, text: str) -> None:
+    said, facts = describe_event(Event(7, kind, 0, member="w", reason=reason))
     assert said == text
     assert set(facts) == set(PEER_EVENTS[kind])
 
@@ -358,7 +359,7 @@ def test_an_event_in_words(kind: Any, reason: str | None, text: str) -> None:
         ("peers remove nope ", []),
     ],
 )
-def test_the_shell_completes_groups_and_members(
+def test_completion_offers_peer_groups_and_members(
     url: str, crew: list[Membership], typed: str, found: list[str]
 ) -> None:
     words = f"meteor {typed}"

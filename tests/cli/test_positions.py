@@ -1,4 +1,4 @@
-"""What people write for a position or a time, and what it means."""
+"""Notations for positions and times, and their meaning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOW = datetime(2026, 11, 16, 12, 0, tzinfo=UTC)
         ("-1.5d", NOW - timedelta(days=1.5)),
     ],
 )
-def test_a_time_is_understood_in_each_of_its_forms(text: str, time: datetime) -> None:
+def test_time_is_parsed_in_every_form(text: str, time: datetime) -> None:
     assert parse_time(text, NOW) == time
 
 
@@ -45,7 +45,7 @@ def test_a_time_without_a_zone_is_local() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "yesterday", "1h", "-1x", "--1h", "2026-13-01", "9" * 30])
-def test_what_is_no_time_is_refused_with_the_forms_there_are(text: str) -> None:
+def test_invalid_time_is_refused_with_valid_forms(text: str) -> None:
     with pytest.raises(ValueError, match="is not a time; write ms"):
         parse_time(text, NOW)
 
@@ -92,7 +92,7 @@ def stream() -> Iterator[meteor.Stream]:
         ("7..@now", 7, 12),
     ],
 )
-def test_a_position_means_an_offset(
+def test_position_resolves_to_an_offset(
     stream: meteor.Stream, text: str, start: int, stop: int | None
 ) -> None:
     span = parse_span(text, datetime.now(UTC) + timedelta(seconds=1))
@@ -100,7 +100,7 @@ def test_a_position_means_an_offset(
     assert (None if span.stop is None else span.stop.resolve(stream)) == stop
 
 
-def test_a_time_means_the_first_record_appended_then_or_later(stream: meteor.Stream) -> None:
+def test_time_resolves_to_the_first_record_appended_since(stream: meteor.Stream) -> None:
     middle = next(record for batch in stream.read(7) for record in batch)
     found = parse_span(f"@{middle.appended}").start.resolve(stream)
     assert found <= 7
@@ -111,7 +111,7 @@ def test_a_time_means_the_first_record_appended_then_or_later(stream: meteor.Str
     "text",
     ["", "first", "5..x", "1-2", "+", "-", "@", "@never", "5...7", "1e3", "٣", "0x10", "@1..x"],
 )
-def test_what_is_no_position_is_refused_with_the_forms_there_are(text: str) -> None:
+def test_invalid_position_is_refused_with_valid_forms(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a (position|time); write"):
         parse_span(text)
 
@@ -121,8 +121,8 @@ def test_what_is_no_position_is_refused_with_the_forms_there_are(text: str) -> N
     [("beginning", "earliest"), ("end", "latest"), ("-1h", "@-1h"), ("0:2", "0..2"),
      ("2026-11-16", "@2026-11-16"), ("5..end", "latest")],
 )  # fmt: skip
-def test_what_others_call_it_is_understood_as_a_hint(text: str, meant: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"Is {meant} meant?")):
+def test_position_of_other_tools_gives_a_hint(text: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"Did you mean {meant}?")):
         parse_span(text)
 
 
@@ -133,7 +133,7 @@ def test_a_range_that_ends_before_it_begins_is_refused(text: str) -> None:
 
 
 @given(st.text(max_size=20) | st.from_regex(r"[@+\-0-9.earlistTZ:hm]{0,20}", fullmatch=True))
-def test_no_text_is_worse_than_a_value_error(text: str) -> None:
+def test_any_text_parses_or_raises_value_error(text: str) -> None:
     try:
         parse_span(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""How records are shown: harmless for a terminal, exact as JSON, and as a template says."""
+"""How records are shown: safe for a terminal, exact as JSON, or as a template says."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_every_control_and_format_character_is_escaped() -> None:
 @pytest.mark.parametrize(
     "text", ["plain", "caffè ☕", "日本語　空白", "עברית", "🎉", "a\\nb", "\xa0"]
 )
-def test_what_can_be_read_is_left_as_it_is(text: str) -> None:
+def test_printable_text_is_unchanged(text: str) -> None:
     assert sanitize(text.encode()) == text
 
 
 @given(st.binary() | st.text().map(str.encode))
-def test_no_bytes_are_ever_harmful(data: bytes) -> None:
+def test_sanitized_bytes_are_harmless(data: bytes) -> None:
     assert is_harmless(sanitize(data))
 
 
@@ -79,7 +79,7 @@ records = st.builds(
 
 @given(st.lists(records, max_size=5))
 @example([record(data, key=data, headers={"h": data}) for data in HOSTILE])
-def test_json_brings_every_record_back_and_is_harmless(found: list[Record]) -> None:
+def test_json_round_trips_records_and_is_harmless(found: list[Record]) -> None:
     written = jsonl.encode("orders", found)
     assert is_harmless(written.decode().replace("\n", ""))
     assert written.count(b"\n") == len(found)
@@ -90,7 +90,7 @@ def test_json_brings_every_record_back_and_is_harmless(found: list[Record]) -> N
     assert (read.timestamps or []) == [r.timestamp for r in found]
 
 
-def test_the_json_of_a_record_is_a_contract() -> None:
+def test_json_format_of_records_is_stable() -> None:
     full = record(b"\xff", key=b"k", headers={"a": b"1", "b": b"\xfe"})
     assert jsonl.encode("orders", [full, record(b"\x1b\x9b")]).decode() == (
         '{"stream":"orders","offset":7,"timestamp":1000,"appended":2000,"key":"k",'
@@ -109,12 +109,12 @@ def test_the_json_of_a_record_is_a_contract() -> None:
      b'{"value":{"b64":"YQ==","x":1}}', b'{"value":"a","key":1}', b'{"value":"a","headers":[]}',
      b'{"value":"a","timestamp":"now"}', b'{"value":"\\ud800"}', b"\xff"],
 )  # fmt: skip
-def test_a_line_that_is_no_record_is_named(line: bytes) -> None:
-    with pytest.raises(ValueError, match="Line 12 is not a record as"):
+def test_invalid_line_is_reported_with_its_number(line: bytes) -> None:
+    with pytest.raises(ValueError, match="Line 12 is not a record in"):
         jsonl.decode([b'{"value":"ok"}', b"", line], 10)
 
 
-def test_json_that_was_encoded_keeps_its_meaning() -> None:
+def test_sanitized_json_keeps_its_meaning() -> None:
     text = msgspec.json.encode({"\u202e": "\U000e0041\x9b\x7f"}).decode()
     assert is_harmless(sanitize_json(text))
     assert msgspec.json.decode(sanitize_json(text)) == msgspec.json.decode(text)
@@ -146,23 +146,23 @@ def in_utc() -> Iterator[None]:
     ],
 )
 @pytest.mark.usefixtures("in_utc")
-def test_a_template_says_how_a_record_is_shown(template: str, shown: bytes) -> None:
+def test_template_renders_a_record(template: str, shown: bytes) -> None:
     found = record("é\x1b".encode(), key=b"k", headers={"a": b"1", "b": b"\0"})
     assert Template(template, "orders").render(found) == shown
 
 
 @pytest.mark.parametrize("template", ["%", "%x", "%v{rot13}", "%o{hex}", "\\", "\\q", "100%"])
-def test_a_template_without_meaning_is_refused(template: str) -> None:
+def test_invalid_template_is_refused(template: str) -> None:
     with pytest.raises(ValueError, match=r"^The format .*\.$"):
         Template(template, "orders")
 
 
-def test_only_a_raw_template_needs_care() -> None:
+def test_template_knows_whether_it_is_raw() -> None:
     assert Template("%k{raw}", "s").raw
     assert not Template("%k{hex} %v", "s").raw
 
 
-def test_raw_is_the_values_and_delimiters_and_nothing_else() -> None:
+def test_raw_output_is_values_and_delimiters() -> None:
     values = [b"", b"\xff", b"a\nb"]
     assert as_raw(b"\0")([record(value) for value in values]) == b"\0\xff\0a\nb\0"
 
@@ -170,10 +170,12 @@ def test_raw_is_the_values_and_delimiters_and_nothing_else() -> None:
 def test_messagepack_is_shown_as_json() -> None:
     shown = as_text("msgpack", colour=False)([record(msgspec.msgpack.encode({"a": 1}))])
     assert shown.endswith(b' {"a":1}\n')
-    assert as_text("msgpack", colour=False)([record(b"\xc1")]).endswith(b" \\xc1\n")
+    for value, shown in ((b"\xc1", b" \\xc1 (1 "), (b"\x91" * 100_000, b"\\x91 (100,000 ")):
+        line = as_text("msgpack", colour=False)([record(value)])
+        assert line.endswith(shown + b"bytes of unreadable MessagePack)\n"), "however deeply nested"
 
 
-def test_filters_take_any_of_the_keys_and_all_of_the_headers() -> None:
+def test_filter_matches_any_key_and_all_headers() -> None:
     match = matching(["a", "b"], ["h", "n=1"])
     assert match is not None
     assert match(record(key=b"b", headers={"h": b"", "n": b"1"}))
@@ -184,7 +186,7 @@ def test_filters_take_any_of_the_keys_and_all_of_the_headers() -> None:
     assert matching([], []) is None
 
 
-def test_a_key_that_is_not_text_can_be_asked_for() -> None:
+def test_filter_matches_a_binary_key() -> None:
     match = matching([os.fsdecode(b"\xff")], [])
     assert match is not None
     assert match(record(key=b"\xff"))

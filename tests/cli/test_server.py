@@ -1,4 +1,4 @@
-"""``meteor server``: a server of one's own, while the command runs."""
+"""``meteor server`` runs a server until the command ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from meteor_py.server import open_embedded
 from tests.support.commands import Done, Running, meteor, succeed
@@ -17,30 +18,30 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the server of a user is kept who has none yet."""
+    """The directory of the personal server, which does not exist yet."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return tmp_path / "meteor"
 
 
 @pytest.fixture
 def own(home: Path) -> Iterator[tuple[Running, str]]:
-    """The user's own server, and its URL."""
+    """The user's personal server, and its URL."""
     with Running(None, "server") as running:
         yield running, running.line()
 
 
-def test_commands_without_a_url_meet_on_it(own: tuple[Running, str]) -> None:
+def test_commands_without_a_url_share_the_server(own: tuple[Running, str]) -> None:
     with plain_client(own[1]) as client:
         before = client.info("server")["run_id"]
     succeed(None, "publish", "orders", "hello")
     assert succeed(None, "tail", "orders", "-e", "--raw").text == "hello\n"
     assert succeed(own[1], "streams", "ls", "--json").objects[0]["name"] == "orders"
     with plain_client(own[1]) as client:
-        assert client.info("server")["run_id"] == before, "it stays up between commands"
+        assert client.info("server")["run_id"] == before, "the server stays up between commands"
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_and_its_server(
+def test_signal_ends_the_command_and_its_server(
     how: signal.Signals, code: int, own: tuple[Running, str]
 ) -> None:
     running, url = own
@@ -51,7 +52,7 @@ def test_a_signal_ends_it_and_its_server(
     assert not is_alive(pid)
 
 
-def test_what_was_published_is_there_the_next_time(home: Path) -> None:
+def test_data_survives_a_restart_of_the_server(home: Path) -> None:
     with Running(None, "server") as running:
         running.line()
         succeed(None, "publish", "orders", "hello")
@@ -59,50 +60,79 @@ def test_what_was_published_is_there_the_next_time(home: Path) -> None:
     assert succeed(None, "tail", "orders", "-e", "--raw").text == "hello\n"
 
 
-def test_what_it_is_is_said_beside_the_url(own: tuple[Running, str], home: Path) -> None:
+def test_server_describes_itself(own: tuple[Running, str], home: Path) -> None:
     running, url = own
     pid = pid_of(url)
     done = running.end(signal.SIGINT)
-    first, second, third = done.err.splitlines()[:3]
+    first, second, third, fourth = done.err.splitlines()[:4]
     assert first.startswith("meteor: Valkey ")
-    assert f", process {pid}, kept in {home}, at most " in first
-    assert "commands without a URL use it" in second
-    assert third.strip() == f"export METEOR_URL={url}"
+    assert f", process {pid}. " in first
+    assert f"data is kept in {home}, at most " in second
+    assert "commands use this server by default" in third
+    assert fourth.strip() == f"export METEOR_URL={url}"
 
 
-def test_it_goes_on_for_others_who_use_it(own: tuple[Running, str], home: Path) -> None:
+def test_server_keeps_running_for_other_users(own: tuple[Running, str], home: Path) -> None:
     with open_embedded(home) as other:
         done = own[0].end(signal.SIGINT)
         assert done.code == 130
-        assert "others use the server still" in done.err
+        assert "other processes still use the server" in done.err
         assert is_alive(other.pid)
     assert not is_alive(other.pid)
 
 
-@pytest.mark.parametrize("options", [[], ["--private"]])
-def test_when_the_server_dies_it_says_so_and_fails(options: list[str], home: Path) -> None:
+@pytest.mark.parametrize(("options", "kept"), [([], b"kept"), (["--private"], None)])
+def test_command_restarts_a_killed_server(
+    options: list[str], kept: bytes | None, home: Path
+) -> None:
     with Running(None, "server", *options) as running:
         url = running.line()
+        before = pid_of(url)
+        with plain_client(url) as client:
+            client.set("key", "kept")
+        os.kill(before, signal.SIGKILL)
+        after = eventually(lambda: replacement_of(url, before), 30, "it is not restarted")
+        with plain_client(url) as client:
+            assert client.get("key") == kept
+        lines: list[str] = []
+
+        def restart_is_reported() -> bool:
+            lines.append(running.line("stderr"))
+            return f"restarted it as process {after}." in lines[-1]
+
+        eventually(restart_is_reported, 30, "the restart is not reported")
+        done = running.end(signal.SIGINT)
+    assert done.code == 130
+    text = "\n".join([*lines, done.err])
+    assert "the server ended unexpectedly" in text
+    assert ("Its data is lost." in text) is (kept is None)
+
+
+def test_command_fails_when_the_server_cannot_be_restarted(home: Path) -> None:
+    with Running(None, "server") as running:
+        url = running.line()
+        for log in (home / "appendonlydir").glob("*.incr.aof"):
+            log.write_bytes(b"*nonsense\r\n")
         os.kill(pid_of(url), signal.SIGKILL)
         done = running.end()
     assert (done.code, done.out) == (1, b"")
-    assert "the server has ended, and not at our wish" in done.err.splitlines()[-1]
+    assert "did not start" in done.err
 
 
-def test_it_outlives_a_cut_connection(own: tuple[Running, str]) -> None:
+def test_command_survives_a_killed_connection(own: tuple[Running, str]) -> None:
     running, url = own
     with plain_client(url) as client:
 
         def waits() -> bool:  # its connection, and this one
             return len(client.client_list()) == 2
 
-        eventually(waits, 30, "it is not connected")
+        eventually(waits, 30, "the command is not connected")
         client.client_kill_filter(_type="normal", skipme=True)
-        eventually(waits, 30, "it is not connected again")
+        eventually(waits, 30, "the command has not reconnected")
     assert running.end(signal.SIGINT).code == 130
 
 
-def test_a_private_one_is_empty_and_leaves_nothing(home: Path) -> None:
+def test_private_server_leaves_nothing_behind(home: Path) -> None:
     with Running(None, "server", "--private") as running:
         url = running.line()
         assert url.startswith("unix://")
@@ -114,7 +144,7 @@ def test_a_private_one_is_empty_and_leaves_nothing(home: Path) -> None:
     assert not home.exists()
 
 
-def test_with_tcp_the_url_has_the_password_and_that_is_said(tmp_path: Path) -> None:
+def test_tcp_url_contains_the_password_with_a_warning(tmp_path: Path) -> None:
     with Running(None, "server", "--tcp", "--dir", str(tmp_path / "data")) as running:
         url = running.line()
         assert url.startswith("redis://:")
@@ -123,24 +153,24 @@ def test_with_tcp_the_url_has_the_password_and_that_is_said(tmp_path: Path) -> N
         refused = meteor(nobody, "streams", "ls")
         assert refused.code == 1
         done = running.end(signal.SIGINT)
-    assert "the URL has the password in it" in done.err
+    assert "the URL contains the password" in done.err
 
 
-def test_tcp_cannot_be_had_from_a_server_that_runs_without(own: tuple[Running, str]) -> None:
+def test_tcp_is_refused_for_a_running_server_without_it(own: tuple[Running, str]) -> None:
     done = meteor(None, "server", "--tcp")
     assert (done.code, done.out) == (1, b"")
-    assert "runs already, without TCP" in done.err
+    assert "is already running without TCP" in done.err
     assert own[0].process.poll() is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--private", "--dir", "somewhere"], "leave out --dir or --private"),
-        (["--url", "redis://localhost"], "say where with --dir"),
+        (["--private", "--dir", "somewhere"], "omit --dir or --private"),
+        (["--url", "redis://localhost"], "pass --dir"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: list[str], sentence: str) -> None:
+def test_contradicting_options_are_refused(arguments: list[str], sentence: str) -> None:
     done: Done = meteor(None, "server", *arguments)
     assert (done.code, done.out) == (2, b"")
     assert sentence in done.err
@@ -149,6 +179,14 @@ def test_what_makes_no_sense_is_refused(arguments: list[str], sentence: str) -> 
 def pid_of(url: str) -> int:
     with plain_client(url) as client:
         return int(client.info("server")["process_id"])
+
+
+def replacement_of(url: str, before: int) -> int | None:
+    try:
+        found = pid_of(url)
+    except redis.ConnectionError:
+        return None
+    return found if found != before else None
 
 
 def is_alive(pid: int) -> bool:

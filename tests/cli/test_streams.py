@@ -15,7 +15,7 @@ from tests.support.terminal import Terminal
 @pytest.fixture
 def stream(url: str) -> Stream:
     """Ten records, and a group that has confirmed the first six."""
-    stream = connect(url).stream("orders")
+    stream = connect(url).stream("orders", create=True)
     with stream.publisher() as pub:
         pub.publish_many([b"%d" % n for n in range(10)]).result()
     stream.seek_group("billing", 6)
@@ -27,22 +27,41 @@ def test_streams_are_listed_and_described(url: str, stream: Stream) -> None:
     assert heading.split()[:3] == ["stream", "first", "next"]
     assert line.split()[:3] == ["orders", "0", "10"]
     shown = succeed(url, "streams", "info", "orders").text
-    assert "10 (offsets 0 to before 10)" in shown
+    assert "10 (first offset 0, next 10)" in shown
     assert "billing" in shown
 
 
-def test_a_server_without_streams_says_how_to_make_one(url: str) -> None:
+def test_info_shows_the_store_of_a_stream_and_how_much_is_archived(
+    url: str, tmp_path: Path
+) -> None:
+    with connect(url) as client:
+        stream = client.stream("kept", capacity=2_000, store=tmp_path, archive=False)
+        for count in (1_200, 34):
+            with stream.publisher() as pub:
+                pub.publish_many([b"x"] * count).result()
+            if count > 1_000:
+                with stream.archiver().start():
+                    stream.store.flush(20)
+    facts = dict(line.split(maxsplit=1) for line in succeed(url, "streams", "info", "kept").lines)
+    assert facts["store"].endswith(tmp_path.name)
+    assert facts["archived"] == "all records below 1,200; 34 waiting"
+    assert facts["max"].split() == ["unarchived", "20,000"]
+
+
+def test_ls_without_streams_says_how_to_create_one(url: str) -> None:
     done = succeed(url, "streams", "ls")
     assert done.out == b""
-    assert "there is no stream yet; `meteor publish" in done.err
-    assert "there is no group yet" in succeed(url, "groups", "ls").err
+    assert "there are no streams yet. `meteor publish" in done.err
+    assert "there are no groups yet" in succeed(url, "groups", "ls").err
 
 
-def test_a_stream_is_created_once_and_again_without_harm(url: str, tmp_path: Path) -> None:
+def test_creating_an_existing_stream_with_the_same_settings_succeeds(
+    url: str, tmp_path: Path
+) -> None:
     settings = ["--capacity", "77", "--codec", "json", "--checksum", "--compression", "lz4"]
     settings += ["--store", str(tmp_path), "--max-unarchived", "500"]
     assert "created" in succeed(url, "streams", "create", "orders", *settings).err
-    assert "exists already" in succeed(url, "streams", "create", "orders", *settings).err
+    assert "already exists" in succeed(url, "streams", "create", "orders", *settings).err
     (found,) = succeed(url, "streams", "info", "orders", "--json").objects
     assert (found["capacity"], found["codec"], found["max_unarchived"]) == (77, "json", 500)
     assert found["store"].endswith(tmp_path.name)
@@ -60,9 +79,34 @@ def test_settings_can_be_changed(url: str, stream: Stream) -> None:
     assert meteor(url, "streams", "configure", "orders").code == 2
 
 
-def test_a_ring_is_made_smaller_than_what_it_holds_only_if_that_is_confirmed(
-    url: str, stream: Stream
-) -> None:
+def test_limits_of_age_and_bytes_are_created_shown_changed_and_removed(url: str) -> None:
+    limits = ["--max-age", "1d12h", "--max-bytes", "10MB"]
+    succeed(url, "streams", "create", "logs", *limits)
+    assert "already exists" in succeed(url, "streams", "create", "logs", *limits).err
+    (found,) = succeed(url, "streams", "info", "logs", "--json").objects
+    assert (found["max_age"], found["max_bytes"]) == (36 * 3600, 10_000_000)
+    shown = succeed(url, "streams", "info", "logs").text
+    assert "36 h" in shown
+    assert "10.0 MB" in shown
+    done = succeed(url, "streams", "configure", "logs", "--max-age", "0", "--max-bytes", "5MB")
+    assert "max_age from 129600.0 to 0.0, max_bytes from 10000000 to 5000000" in done.err
+    assert "no limit" in succeed(url, "streams", "info", "logs").text
+    assert meteor(url, "streams", "configure", "logs", "--max-age", "long").code == 2
+
+
+def test_new_limit_that_drops_records_needs_confirmation(url: str, stream: Stream) -> None:
+    arguments = ["streams", "configure", "orders", "--max-bytes", "50"]
+    for more, code in ((["--dry-run"], 0), ([], 2), (["--yes"], 0)):
+        assert stream.describe().config.max_bytes is None
+        done = meteor(url, *arguments, *more)
+        assert done.code == code
+        assert "records beyond the limit will be dropped" in done.err
+    assert stream.describe().config.max_bytes == 50
+    looser = succeed(url, "streams", "configure", "orders", "--max-bytes", "1MB")
+    assert "dropped" not in looser.err
+
+
+def test_shrinking_a_ring_below_its_content_needs_confirmation(url: str, stream: Stream) -> None:
     arguments = ["streams", "configure", "orders", "--capacity", "3"]
     for more, code in ((["--dry-run"], 0), ([], 2), (["--yes"], 0)):
         assert stream.describe().config.capacity == 10_000
@@ -72,7 +116,25 @@ def test_a_ring_is_made_smaller_than_what_it_holds_only_if_that_is_confirmed(
     assert stream.describe().config.capacity == 3
 
 
-def test_a_stream_is_deleted_only_if_that_is_confirmed(url: str, stream: Stream) -> None:
+def test_repair_reports_by_default_and_removes_foreign_entries_when_told(
+    url: str, stream: Stream
+) -> None:
+    assert "nothing to repair in 1 frame" in succeed(url, "streams", "repair", "orders").err
+    foreign = stream.client.redis.xadd(keys.log("orders"), {"user": "1"})
+    assert isinstance(foreign, bytes)
+    for arguments, code in (([], 1), (["--apply"], 2)):
+        done = meteor(url, "streams", "repair", "orders", *arguments)
+        assert done.code == code
+        assert done.out.split() == [foreign]
+        assert "1 foreign entry" in done.err
+    assert meteor(url, "publish", "orders", "x").code == 1
+    done = succeed(url, "streams", "repair", "orders", "--apply", "--yes")
+    assert "1 foreign entry removed, 1 frame kept" in done.err
+    succeed(url, "publish", "orders", "x")
+    assert stream.end().offset == 11
+
+
+def test_deleting_a_stream_needs_confirmation(url: str, stream: Stream) -> None:
     done = meteor(url, "streams", "rm", "orders")
     assert done.code == 2
     assert "--yes" in done.err
@@ -81,24 +143,24 @@ def test_a_stream_is_deleted_only_if_that_is_confirmed(url: str, stream: Stream)
         in succeed(url, "streams", "rm", "orders", "--dry-run").err
     )
     with Terminal([METEOR, "--url", url, "streams", "rm", "orders"]) as terminal:
-        terminal.wait_for("Go on?")
+        terminal.wait_for("Continue?")
         terminal.press("n\n")
         assert terminal.wait() == 1
-    assert "nothing was done" in terminal.text
+    assert "nothing was changed" in terminal.text
     assert connect(url).streams() == ["orders"]
     with Terminal([METEOR, "--url", url, "streams", "rm", "orders"]) as terminal:
-        terminal.wait_for("Go on?")
+        terminal.wait_for("Continue?")
         terminal.press("y\n")
         assert terminal.wait() == 0
     assert connect(url).streams() == []
 
 
-def test_of_several_streams_all_or_none_are_deleted(url: str, stream: Stream) -> None:
+def test_rm_deletes_all_named_streams_or_none(url: str, stream: Stream) -> None:
     assert meteor(url, "streams", "rm", "orders", "nope", "--yes").code == 1
     assert connect(url).streams() == ["orders"]
 
 
-def test_deleting_a_stream_keeps_its_files_unless_told_otherwise(url: str, tmp_path: Path) -> None:
+def test_rm_keeps_archived_files_without_history_option(url: str, tmp_path: Path) -> None:
     for history in ([], ["--history"]):
         with connect(url) as m:
             stream = m.stream("old", store=str(tmp_path), resume=True)
@@ -118,27 +180,30 @@ def test_groups_are_listed_and_described(url: str, stream: Stream) -> None:
         assert line.split()[:4] == ["orders", "billing", "6", "4"]
     shown = succeed(url, "groups", "info", "orders", "billing").text
     assert "below 6" in shown
-    assert "nobody" in shown
+    assert "none" in shown
 
 
-def test_a_group_that_the_ring_has_overtaken_is_told_of(url: str, stream: Stream) -> None:
+def test_group_info_reports_records_dropped_unread(url: str, stream: Stream) -> None:
     stream.configure(capacity=1)
     with stream.publisher() as pub:
         for n in range(3):
             pub.publish(b"%d" % n).result()
     shown = succeed(url, "groups", "info", "orders", "billing").text
-    assert "records 6 to 11 are gone" in shown
+    assert "records 6 to 11, dropped" in shown
 
 
-def test_a_group_is_deleted_only_if_that_is_confirmed(url: str, stream: Stream) -> None:
+def test_group_is_deleted_only_after_confirmation(url: str, stream: Stream) -> None:
     assert meteor(url, "groups", "rm", "orders", "billing").code == 2
     succeed(url, "groups", "rm", "orders", "billing", "--dry-run")
     assert len(stream.groups()) == 1
-    assert "confirmed all below 6" in succeed(url, "groups", "rm", "orders", "billing", "--yes").err
+    assert (
+        "confirmed all records below 6"
+        in succeed(url, "groups", "rm", "orders", "billing", "--yes").err
+    )
     assert stream.groups() == []
 
 
-def test_an_active_group_is_deleted_only_by_force(url: str, stream: Stream) -> None:
+def test_deleting_an_active_group_needs_force(url: str, stream: Stream) -> None:
     with stream.subscriber(group="billing") as sub:
         sub.poll()
         done = meteor(url, "groups", "rm", "orders", "billing", "--yes")
@@ -171,19 +236,19 @@ def test_seek_shows_where_a_group_goes_and_moves_it(
     }  # fmt: skip
     arguments = ["seek", "orders", "billing", "--to", to, "--json"]
     assert succeed(url, *arguments, "--dry-run").objects == [expected | {"done": False}]
-    assert stream.groups()[0].confirmed == 6, "nothing was done"
+    assert stream.groups()[0].confirmed == 6, "nothing was changed"
     assert succeed(url, *arguments).objects == [expected | {"done": True}]
     assert stream.groups()[0].confirmed == offset
 
 
-def test_seek_is_shown_for_people_too(url: str, stream: Stream) -> None:
+def test_seek_prints_a_readable_table(url: str, stream: Stream) -> None:
     lines = succeed(url, "seek", "orders", "billing", "--to", "2", "--dry-run").lines
     assert [line.split()[-1] for line in lines] == [
         "orders", "billing", "6", "2", "0", "4", "-", "no"
     ]  # fmt: skip
 
 
-def test_an_active_group_is_moved_only_by_force(url: str, stream: Stream) -> None:
+def test_moving_an_active_group_needs_force(url: str, stream: Stream) -> None:
     with stream.subscriber(group="billing") as sub:
         sub.poll()
         for more in ([], ["--dry-run"]):
@@ -201,7 +266,7 @@ def test_an_active_group_is_moved_only_by_force(url: str, stream: Stream) -> Non
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (["seek", "orders", "nobody", "--to", "0"], 1, "has no group 'nobody'; `meteor groups ls"),
+        (["seek", "orders", "nobody", "--to", "0"], 1, "has no group 'nobody'. `meteor groups ls"),
         (["seek", "nope", "billing", "--to", "0"], 1, "There is no stream 'nope'"),
         (["seek", "orders", "billing", "--to", "11"], 1, "beyond the end of stream 'orders'"),
         (["seek", "orders", "billing", "--to", "1..2"], 2, "is a range"),
@@ -213,7 +278,7 @@ def test_an_active_group_is_moved_only_by_force(url: str, stream: Stream) -> Non
         (["streams", "create", "no good"], 1, "name"),
     ],
 )
-def test_a_wrong_argument_is_a_sentence_and_the_right_code(
+def test_wrong_argument_gives_one_message_and_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, *arguments)
@@ -222,14 +287,19 @@ def test_a_wrong_argument_is_a_sentence_and_the_right_code(
     assert "Traceback" not in done.err
 
 
-def test_a_group_can_be_begun_by_seek(url: str, stream: Stream) -> None:
+def test_misspelt_stream_gets_a_suggestion(url: str, stream: Stream) -> None:
+    done = meteor(url, "tail", stream.name[:-1] + "z")
+    assert f"Did you mean {stream.name!r}?" in done.err
+
+
+def test_seek_can_create_a_group(url: str, stream: Stream) -> None:
     succeed(url, "seek", "orders", "fresh", "--to", "3", "--create")
     assert {group.name: group.confirmed for group in stream.groups()} == {"billing": 6, "fresh": 3}
 
 
-def test_one_stream_that_cannot_be_read_does_not_hide_the_others(url: str, stream: Stream) -> None:
+def test_unreadable_stream_does_not_hide_others(url: str, stream: Stream) -> None:
     stream.seek_group("billing", 0)
-    stream.client.stream("trades").seek_group("alien", 0)
+    stream.client.stream("trades", create=True).seek_group("alien", 0)
     stream.client.redis.hdel(keys.group("trades", "alien"), "start", "confirmed")
     stream.client.redis.sadd(keys.groups("orders"), b"\xff")
     stream.client.redis.sadd(keys.STREAMS, b"\xff")
@@ -238,5 +308,7 @@ def test_one_stream_that_cannot_be_read_does_not_hide_the_others(url: str, strea
         assert done.code == 1
         assert [found.get("name") for found in done.objects][:1] in (["orders"], ["billing"])
         assert len(done.objects) == 1
-        assert done.err.startswith("meteor: stream 'trades' is left out: Where group 'alien' of ")
+        assert done.err.startswith(
+            "meteor: stream 'trades' is left out: The position of group 'alien' of "
+        )
         assert "Traceback" not in done.err

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from meteor_cli.args.positions import Place, parse_span
+from meteor_cli.args.positions import Position, parse_span
 from meteor_cli.commands.tail import Tailer
 from meteor_cli.render.records import as_raw
 from meteor_cli.session import Session
 from meteor_py import Client, Stream, connect
+from meteor_py.records.codec import CodecName
 from tests.conftest import ServerFactory
 from tests.support.commands import METEOR, Running, meteor, succeed
 from tests.support.proxy import Proxy
@@ -24,8 +25,8 @@ VALUES = [b"%d" % n for n in range(20)]
 
 @pytest.fixture
 def stream(url: str) -> Stream:
-    """Twenty records, of which those with even numbers are of the customer "even"."""
-    stream = connect(url).stream("orders")
+    """Twenty records; those with even offsets have the key "even"."""
+    stream = connect(url).stream("orders", create=True)
     with stream.publisher() as pub:
         for n, value in enumerate(VALUES):
             pub.publish(value, b"odd" if n % 2 else b"even", {"n": b"%d" % (n % 5)})
@@ -64,7 +65,7 @@ def values(url: str, *arguments: str) -> list[int]:
         ("-e --key nobody -n 3", []),
     ],
 )
-def test_tail_prints_what_was_asked_for(url: str, arguments: str, expected: range) -> None:
+def test_tail_prints_the_requested_records(url: str, arguments: str, expected: range) -> None:
     assert values(url, *arguments.split()) == list(expected)
 
 
@@ -79,14 +80,14 @@ def test_tail_follows_with_the_last_ten_first(url: str, stream: Stream) -> None:
     assert "Traceback" not in done.err
 
 
-def test_the_default_is_a_line_for_people(url: str, stream: Stream) -> None:
+def test_default_output_is_a_readable_line(url: str, stream: Stream) -> None:
     (line,) = succeed(url, "tail", "orders", "-o", "3..4").lines
     offset, date, time, rest = line.split(" ", 3)
     assert (offset, rest) == ("3", "odd: 3 {n=3}")
     assert len(f"{date} {time}") == len("2026-11-16 13:55:10.528")
 
 
-def test_a_range_ends_when_its_last_record_has_come(url: str, stream: Stream) -> None:
+def test_range_ends_after_its_last_record(url: str, stream: Stream) -> None:
     with Running(url, "tail", "orders", "--raw", "-o", "19..22") as running:
         assert running.line() == "19"
         with stream.publisher() as pub:
@@ -95,7 +96,7 @@ def test_a_range_ends_when_its_last_record_has_come(url: str, stream: Stream) ->
     assert (done.code, done.out) == (0, b"20\n21\n")
 
 
-def test_a_range_of_time_that_is_not_over_yet_ends_with_it(url: str, stream: Stream) -> None:
+def test_range_into_the_future_ends_in_time(url: str, stream: Stream) -> None:
     done = succeed(url, "tail", "orders", "--raw", "-o", "@-1h..@-0s")
     assert done.lines == [str(n) for n in range(20)]
     with Running(url, "tail", "orders", "--raw", "-o", "@now..3s") as running:
@@ -103,13 +104,13 @@ def test_a_range_of_time_that_is_not_over_yet_ends_with_it(url: str, stream: Str
     assert (done.code, done.out) == (0, b"")
 
 
-def test_formats_show_what_they_say(url: str, stream: Stream) -> None:
+def test_format_shows_the_fields_it_names(url: str, stream: Stream) -> None:
     arguments = ["tail", "orders", "-o", "3..5", "--format", r"%o|%k|%v|%h\n"]
     assert succeed(url, *arguments).lines == ["3|odd|3|n=3", "4|even|4|n=4"]
     assert meteor(url, "tail", "orders", "-e", "--format", "%q").code == 2
 
 
-def test_records_that_are_gone_are_named_and_the_exit_code_tells(url: str) -> None:
+def test_lost_records_are_reported_with_exit_code_1(url: str) -> None:
     small = connect(url).stream("small", capacity=2)
     with small.publisher() as pub:
         for n in range(5):
@@ -119,10 +120,10 @@ def test_records_that_are_gone_are_named_and_the_exit_code_tells(url: str) -> No
     assert "records 1 to 2 of stream 'small' are gone" in done.err
     done = meteor(url, "tail", "small", "-e", "--raw", "-o", "0..2")
     assert (done.code, done.out) == (1, b"")
-    assert meteor(url, "tail", "small", "-e", "--raw").code == 0, "all there is"
+    assert meteor(url, "tail", "small", "-e", "--raw").code == 0, "none is missing"
 
 
-def test_history_and_ring_are_one_log(url: str, tmp_path: Path) -> None:
+def test_tail_reads_store_and_ring_as_one_log(url: str, tmp_path: Path) -> None:
     with connect(url) as m:
         stream = m.stream("old", capacity=5, store=str(tmp_path))
         with stream.publisher() as pub:
@@ -134,7 +135,7 @@ def test_history_and_ring_are_one_log(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["text", "json", "msgpack"])
-def test_records_that_their_codec_cannot_read_are_shown_all_the_same(url: str, codec: str) -> None:
+def test_records_that_the_codec_cannot_decode_are_printed(url: str, codec: CodecName) -> None:
     stream = connect(url).stream("odd", codec=codec)
     with stream.publisher(codec="bytes") as pub:
         pub.publish(b"\xc1\xff", key=b"k").result()
@@ -149,7 +150,7 @@ def confirmed(stream: Stream) -> int:
     return next(group.confirmed for group in stream.groups() if group.name == "g")
 
 
-def test_a_group_goes_on_where_it_was(url: str, stream: Stream) -> None:
+def test_group_continues_at_its_confirmed_offset(url: str, stream: Stream) -> None:
     assert values(url, "-g", "g", "-n", "3") == [0, 1, 2]
     assert confirmed(stream) == 3
     assert values(url, "-g", "g", "-e") == list(range(3, 20))
@@ -157,7 +158,7 @@ def test_a_group_goes_on_where_it_was(url: str, stream: Stream) -> None:
     assert values(url, "-g", "g", "-e") == []
 
 
-def test_a_new_group_can_begin_at_the_end(url: str, stream: Stream) -> None:
+def test_new_group_can_start_at_latest(url: str, stream: Stream) -> None:
     assert values(url, "-g", "g", "-e", "-o", "latest") == []
     assert confirmed(stream) == 20
     done = meteor(url, "tail", "orders", "-g", "g", "-o", "5")
@@ -165,7 +166,7 @@ def test_a_new_group_can_begin_at_the_end(url: str, stream: Stream) -> None:
     assert "meteor seek" in done.err
 
 
-def test_with_a_filter_a_group_confirms_what_was_left_out_too(url: str, stream: Stream) -> None:
+def test_group_with_filter_confirms_filtered_records(url: str, stream: Stream) -> None:
     assert values(url, "-g", "g", "--key", "even", "-n", "2") == [0, 2]
     assert confirmed(stream) == 3
     assert values(url, "-g", "g", "--key", "nobody", "-e") == []
@@ -173,13 +174,13 @@ def test_with_a_filter_a_group_confirms_what_was_left_out_too(url: str, stream: 
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_member_that_is_ended_leaves_the_group_to_the_next_at_once(
+def test_ended_member_releases_its_lease_immediately(
     url: str, stream: Stream, how: signal.Signals
 ) -> None:
     with Running(url, "tail", "orders", "-g", "g", "--raw") as first:
         assert first.line() == "0"
         with Running(url, "tail", "orders", "-g", "g", "--raw", "-n", "1") as second:
-            assert "reads for group 'g'; waiting" in second.line("stderr")
+            assert "has the lease of group 'g'; waiting" in second.line("stderr")
             done = first.end(how)
             assert done.code == 128 + how
             assert "Traceback" not in done.err
@@ -190,7 +191,7 @@ def test_a_member_that_is_ended_leaves_the_group_to_the_next_at_once(
     assert stream.groups()[0].owner is None
 
 
-def test_records_that_nobody_took_are_not_confirmed(url: str, stream: Stream) -> None:
+def test_records_without_a_reader_are_not_confirmed(url: str, stream: Stream) -> None:
     with Running(url, "tail", "orders", "-g", "g", "--raw") as running:
         assert running.line() == "0"
         eventually(lambda: confirmed(stream) == 20)
@@ -205,7 +206,7 @@ def test_records_that_nobody_took_are_not_confirmed(url: str, stream: Stream) ->
 # -- pipes and terminals -----------------------------------------------------------------------
 
 
-def test_a_closed_pipe_ends_it_quietly(url: str, stream: Stream) -> None:
+def test_closed_pipe_ends_tail_quietly(url: str, stream: Stream) -> None:
     with stream.publisher() as pub:
         pub.publish_many([b"x" * 1_000] * 5_000).result()
     with Running(url, "tail", "orders", "-e", "--raw") as running:
@@ -217,16 +218,16 @@ def test_a_closed_pipe_ends_it_quietly(url: str, stream: Stream) -> None:
         assert running.process.stderr.read() == b""
 
 
-def test_one_that_waits_notices_that_nobody_reads_any_more(url: str, stream: Stream) -> None:
+def test_waiting_tail_notices_a_closed_pipe(url: str, stream: Stream) -> None:
     with Running(url, "tail", "orders", "-n", "1", "--raw") as running:
         assert running.line() == "19"
         assert running.process.stdout is not None
         running.process.stdout.close()
-        assert running.process.wait(30) == 0, "though no record came"
+        assert running.process.wait(30) == 0, "though no record arrived"
 
 
-def test_in_a_terminal_nothing_of_a_record_reaches_it_raw(url: str) -> None:
-    hostile = connect(url).stream("hostile")
+def test_records_reach_the_terminal_escaped(url: str) -> None:
+    hostile = connect(url).stream("hostile", create=True)
     evil = b"\x1b[2J\x1b]0;pwned\x07\x9b31m\xe2\x80\xae\0"
     with hostile.publisher() as pub:
         pub.publish(evil, key=evil, headers={"\x1b[31m": evil}).result()
@@ -266,13 +267,13 @@ def test_ctrl_c_in_a_terminal_ends_following_with_130(url: str, stream: Stream) 
     assert "Traceback" not in terminal.text
 
 
-# -- what can go wrong -------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------
 
 
-def test_a_stream_that_does_not_exist_is_said_to_and_nothing_is_created(url: str) -> None:
+def test_missing_stream_gives_one_message_and_is_not_created(url: str) -> None:
     done = meteor(url, "tail", "nope")
     assert (done.code, done.out) == (1, b"")
-    assert done.err.startswith("meteor: There is no stream 'nope'; `meteor streams ls`")
+    assert done.err.startswith("meteor: There is no stream 'nope'. `meteor streams ls`")
     assert done.err.count("\n") == 1
     assert connect(url).streams() == []
 
@@ -287,12 +288,12 @@ def test_a_stream_that_does_not_exist_is_said_to_and_nothing_is_created(url: str
         (["-o", "99"], 1, "beyond the end"),
         (["--json", "--format", "%v"], 2, "only one of --json, --raw and --format"),
         (["--raw", "--json"], 2, "only one of --json, --raw and --format"),
-        (["-0"], 2, "-0 goes with --raw"),
-        (["-n", "+5"], 2, "`-o +5` starts there"),
+        (["-0"], 2, "-0 needs --raw"),
+        (["-n", "+5"], 2, "use `-o +5`"),
         (["-g", "no good"], 1, "name"),
     ],
 )
-def test_a_wrong_argument_is_a_sentence_and_the_right_code(
+def test_wrong_argument_gives_one_message_and_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, "tail", "orders", *arguments)
@@ -301,7 +302,7 @@ def test_a_wrong_argument_is_a_sentence_and_the_right_code(
     assert "Traceback" not in done.err
 
 
-def test_a_server_that_goes_away_is_waited_for_and_then_given_up(
+def test_tail_waits_for_a_lost_server_until_the_timeout(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -310,14 +311,14 @@ def test_a_server_that_goes_away_is_waited_for_and_then_given_up(
     with Running(server.url, "--timeout", "2", "tail", "orders", "--raw") as running:
         assert running.line() == "before"
         server.kill()
-        assert "does not answer; waiting" in running.line("stderr")
+        assert "does not reply; waiting" in running.line("stderr")
         done = running.end()
     assert (done.code, done.out) == (1, b"")
     assert done.err.count("\n") == 1
     assert "Traceback" not in done.err
 
 
-def test_a_connection_that_breaks_is_made_anew(server: Server, url: str) -> None:
+def test_tail_reconnects_after_a_broken_connection(server: Server, url: str) -> None:
     with connect(url) as m, Proxy(HOST, server.port) as proxy:
         publish(m, b"before")
         with Running(proxy.url, "--timeout", "30", "tail", "orders", "--raw") as running:
@@ -327,7 +328,7 @@ def test_a_connection_that_breaks_is_made_anew(server: Server, url: str) -> None
             assert running.line() == "after"
 
 
-def test_a_stream_that_is_deleted_ends_it_with_a_sentence(url: str, stream: Stream) -> None:
+def test_deleted_stream_ends_tail_with_a_message(url: str, stream: Stream) -> None:
     with Running(url, "tail", "orders", "-n", "1", "--raw") as running:
         assert running.line() == "19"
         stream.delete()
@@ -341,40 +342,40 @@ def publish(m: Client, value: bytes) -> None:
         pub.publish(value).result()
 
 
-def test_a_group_that_is_moved_while_a_pipe_is_full_is_followed(url: str, stream: Stream) -> None:
+def test_tail_follows_a_group_that_is_moved_during_a_write(url: str, stream: Stream) -> None:
     with stream.publisher() as pub:
         pub.publish_many([b"x" * 1000] * 2000)
     with Running(url, "tail", "orders", "-g", "billing", "-o", "earliest", "--raw") as tailing:
         assert tailing.line() == "0"
-        eventually(lambda: stream.groups()[0].owner is not None, 20, "nobody reads")
+        eventually(lambda: stream.groups()[0].owner is not None, 20, "no member reads")
         stream.seek_group("billing", 2010, force=True)
         for _ in range(2019):
             tailing.line()
         assert "another member has taken over group 'billing', or" in tailing.line("stderr")
         for _ in range(10):
             tailing.line()
-        eventually(lambda: stream.groups()[0].confirmed == 2020, 20, "it does not go on")
+        eventually(lambda: stream.groups()[0].confirmed == 2020, 20, "the group does not continue")
         assert tailing.end(signal.SIGINT).code == 130
 
 
 @pytest.mark.parametrize("start", ["-100", "+0"])
 @pytest.mark.usefixtures("capfd")
-def test_what_the_ring_drops_before_the_first_look_was_not_asked_for(
+def test_records_dropped_before_a_relative_start_are_not_lost(
     url: str, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = connect(url).stream("small", capacity=10)
     with stream.publisher() as pub:
         pub.publish_many([b"old"] * 10).result()
-        resolve = Place.resolve
+        resolve = Position.resolve
 
-        def look_and_drop(place: Place, opened: Stream) -> int:
-            found = resolve(place, opened)
+        def look_and_drop(position: Position, opened: Stream) -> int:
+            found = resolve(position, opened)
             pub.publish_many([b"new"] * 10).result()
             return found
 
-        monkeypatch.setattr(Place, "resolve", look_and_drop)
+        monkeypatch.setattr(Position, "resolve", look_and_drop)
         tailer = Tailer(Session(), stream, as_raw(b"\n"), None)
         tailer.read(parse_span(start), None, follow=False)
         assert tailer.lost == 0
         tailer.read(parse_span("3"), None, follow=False)
-        assert tailer.lost > 0, "these were asked for"
+        assert tailer.lost > 0, "these records were requested"

@@ -1,4 +1,4 @@
-"""``meteor top``: on a screen, as somebody sees it who sits there, and as one look in a pipe."""
+"""``meteor top``: as a live screen in a terminal, and with ``--once`` in a pipe."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 
 def top(url: str, *arguments: str, columns: int = 80, rows: int = 24) -> Terminal:
     command: list[str | Path] = [METEOR, "--url", url, "top", "--interval", "0.2", *arguments]
-    # As a shell sets them; they do not follow when the window is made larger.
+    # As a shell sets them; they do not change with the size of the window.
     environment = {"COLUMNS": str(columns), "LINES": str(rows)}
     return Terminal(command, columns=columns, rows=rows, environment=environment)
 
 
 def line_of(terminal: Terminal, name: str) -> str:
-    """What is shown of a stream or group."""
+    """Returns the line of a stream or group."""
     return next((line for line in terminal.lines if line.split()[:1] == [name]), "")
 
 
@@ -55,21 +55,21 @@ def test_streams_groups_and_stores_are_shown_as_they_change(
 ) -> None:
     with Depot(url, tmp_path / "store") as depot, top(url) as terminal:
         terminal.wait_for(STREAM)
-        assert terminal.lines[0].startswith("valkey ")
+        assert terminal.lines[0].startswith("Valkey ")
         assert f" at {url}" in terminal.lines[0]
         assert "1 stream \u00b7 0 groups" in terminal.lines[1]
         fill(depot.stream, 90)
         terminal.wait_for(lambda t: "90/100" in line_of(t, STREAM))
-        terminal.wait_for(lambda t: line_of(t, "(store)").endswith("90  nobody"))
+        terminal.wait_for(lambda t: line_of(t, "(store)").endswith("90  none"))
         with depot.stream.subscriber(group="billing", lease_ttl=LONG_S) as sub:
             sub.poll()
             terminal.wait_for(lambda t: line_of(t, "billing").endswith(f"90  {sub.member}"))
             sub.confirm(29).result(20)
             terminal.wait_for(lambda t: line_of(t, "billing").endswith(f"60  {sub.member}"))
-        terminal.wait_for(lambda t: line_of(t, "billing").endswith("60  nobody"))
+        terminal.wait_for(lambda t: line_of(t, "billing").endswith("60  none"))
         depot.archive()
         terminal.wait_for("90 stored")
-        client.stream("trades")
+        client.stream("trades", create=True)
         terminal.wait_for("trades")
         depot.stream.delete()
         terminal.wait_for(lambda t: STREAM not in t.text)
@@ -78,7 +78,7 @@ def test_streams_groups_and_stores_are_shown_as_they_change(
 def test_rates_are_shown_while_records_flow_and_are_zero_after(
     url: str, client: meteor.Client
 ) -> None:
-    stream = client.stream("orders")
+    stream = client.stream("orders", create=True)
     stream.seek_group("g", 0)
     with top(url) as terminal:
         terminal.wait_for(lambda t: line_of(t, "orders").split()[1:2] == ["0"])
@@ -92,10 +92,10 @@ def test_rates_are_shown_while_records_flow_and_are_zero_after(
         terminal.wait_for(lambda t: line_of(t, "orders").split()[1:2] == ["0"])
 
 
-def test_a_new_size_is_followed_at_once(url: str, client: meteor.Client) -> None:
+def test_resize_redraws_immediately(url: str, client: meteor.Client) -> None:
     for number in range(30):
-        fill(client.stream(f"stream-{number:02}-{'x' * 60}"), 3)
-    with top(url, "--interval", "3600") as terminal:  # nothing but the signal makes it draw
+        fill(client.stream(f"stream-{number:02}-{'x' * 60}", create=True), 3)
+    with top(url, "--interval", "3600") as terminal:  # only the signal makes it redraw
         terminal.wait_for("\u2026 and 11 more streams")
         assert terminal.lines[-1] == "\u2026 and 11 more streams"
         assert all(len(line) <= 80 for line in terminal.lines)
@@ -111,10 +111,10 @@ def test_a_new_size_is_followed_at_once(url: str, client: meteor.Client) -> None
 
 
 @pytest.mark.parametrize(("key", "code"), [("q", 0), ("\x03", 130)])
-def test_q_and_ctrl_c_end_it_and_the_screen_is_as_before(
+def test_q_and_ctrl_c_restore_the_screen(
     url: str, client: meteor.Client, key: str, code: int
 ) -> None:
-    client.stream("orders")
+    client.stream("orders", create=True)
     # A shell, which Ctrl-C does not end, shows the modes of the terminal before and after.
     script = 'trap : INT; stty -g; "$0" --url "$1" top --interval 3600; echo "code $?"; stty -g'
     with Terminal(["sh", "-c", script, METEOR, url]) as terminal:
@@ -123,14 +123,14 @@ def test_q_and_ctrl_c_end_it_and_the_screen_is_as_before(
         assert terminal.wait() == 0
         before, shown = terminal.output.split(ENTER)
         screen, after = shown.split(LEAVE)
-        assert screen.endswith(b"\x1b[?25h"), "the cursor is back"
+        assert screen.endswith(b"\x1b[?25h"), "the cursor is visible again"
         code_line, modes = after.decode().split("code ")[1].splitlines()
         assert int(code_line) == code
         assert modes == before.decode().strip()
 
 
-def test_sigterm_leaves_the_screen_as_it_was(url: str, client: meteor.Client) -> None:
-    client.stream("orders")
+def test_sigterm_restores_the_screen(url: str, client: meteor.Client) -> None:
+    client.stream("orders", create=True)
     with top(url) as terminal:
         terminal.wait_for("orders")
         terminal.process.terminate()
@@ -146,28 +146,28 @@ def test_hostile_names_are_shown_as_escapes(crew: Crew) -> None:
         assert b"\x1b[2J" not in terminal.output
 
 
-def test_a_server_that_is_away_for_a_while_is_waited_for(private_server: ServerFactory) -> None:
+def test_top_waits_for_a_server_that_restarts(private_server: ServerFactory) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
     with meteor.connect(server.url) as m:
-        m.stream("orders")
+        m.stream("orders", create=True)
         with top(server.url) as terminal:
             terminal.wait_for("orders")
             server.kill()
-            terminal.wait_for("No answer for ")
-            assert line_of(terminal, "orders"), "what there was is still to be seen"
+            terminal.wait_for("No reply for ")
+            assert line_of(terminal, "orders"), "the last snapshot is still shown"
             server.restart()
-            terminal.wait_for(lambda t: "No answer" not in t.text)
-            m.stream("trades")
+            terminal.wait_for(lambda t: "No reply" not in t.text)
+            m.stream("trades", create=True)
             terminal.wait_for("trades")
 
 
-def test_while_a_server_hangs_a_new_size_is_followed_and_ctrl_c_ends_it(
+def test_resize_and_ctrl_c_work_while_the_server_hangs(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
     with meteor.connect(server.url) as m:
         for number in range(30):
-            m.stream(f"stream-{number:02}")
+            m.stream(f"stream-{number:02}", create=True)
     with top(server.url, "--timeout", "600") as terminal:  # longer than any test waits
         terminal.wait_for("\u2026 and 11 more streams")
         server.pause()
@@ -177,11 +177,11 @@ def test_while_a_server_hangs_a_new_size_is_followed_and_ctrl_c_ends_it(
         assert terminal.wait() == 130
 
 
-def test_a_server_that_stays_away_ends_it_with_a_sentence(private_server: ServerFactory) -> None:
+def test_server_that_stays_down_ends_top_with_a_message(private_server: ServerFactory) -> None:
     server = private_server()
     with meteor.connect(server.url) as m:
-        m.stream("orders")
-    with top(server.url, "--timeout", "2") as terminal:  # and six times as long in all
+        m.stream("orders", create=True)
+    with top(server.url, "--timeout", "1") as terminal:  # top waits six times as long in all
         terminal.wait_for("orders")
         server.kill()
         assert terminal.wait() == 1
@@ -190,7 +190,7 @@ def test_a_server_that_stays_away_ends_it_with_a_sentence(private_server: Server
         assert after.count("\n") == 1
 
 
-# What is drawn
+# Drawing
 
 
 def drawn(
@@ -215,9 +215,7 @@ MANY = look(
 
 @pytest.mark.parametrize("width", [1, 2, 10, 20, 36, 40, 52, 60, 70, 80, 120, 300])
 @pytest.mark.parametrize("height", [1, 2, 4, 5, 6, 12, 24, 400])
-def test_no_line_is_wider_than_the_screen_and_there_are_not_more_than_it_has(
-    width: int, height: int
-) -> None:
+def test_table_fits_the_screen(width: int, height: int) -> None:
     from rich.cells import cell_len
 
     lines = drawn(MANY, width, height)
@@ -225,14 +223,14 @@ def test_no_line_is_wider_than_the_screen_and_there_are_not_more_than_it_has(
     assert max(map(cell_len, lines)) <= width
 
 
-def test_without_a_screen_nothing_is_shortened_or_left_out() -> None:
+def test_table_is_complete_without_a_screen() -> None:
     lines = drawn(MANY, None, None)
     assert len(lines) == 4 + 40 * 7
     assert "\u2026" not in "".join(lines)
     assert any(line.endswith("o" * 40) for line in lines)
 
 
-def test_a_stream_with_very_many_groups_leaves_room_for_others() -> None:
+def test_stream_with_many_groups_leaves_room_for_others() -> None:
     crowd = seen("a", groups=tuple(group(f"g{n}") for n in range(100)))
     lines = drawn(look(crowd, seen("b")), 80, 24)
     assert [line.split()[0] for line in lines if line[:2] in ("a ", "b ")] == ["a", "b"]
@@ -243,7 +241,7 @@ def test_a_stream_with_very_many_groups_leaves_room_for_others() -> None:
     ("sort", "expected"),
     [("name", "abcd"), ("rate", "cdab"), ("lag", "dabc"), ("memory", "badc")],
 )
-def test_what_matters_most_comes_first_and_is_shown_at_all(sort: Sort, expected: str) -> None:
+def test_sort_order_decides_which_streams_are_shown(sort: Sort, expected: str) -> None:
     streams = look(
         seen("a", bytes=5), seen("b", bytes=9), seen("c", bytes=None),
         seen("d", bytes=1, archived=3),
@@ -259,16 +257,16 @@ def test_groups_are_sorted_by_lag_with_their_streams() -> None:
     assert [line.split()[0] for line in drawn(streams, 80, None, "lag")[5:]] == ["b", "a"]
 
 
-def test_what_a_server_hides_is_left_out() -> None:
+def test_unknown_server_properties_are_left_out() -> None:
     view = View(meteor.ServerDescription(), "unix:///x", datetime.now(), Snapshot(left_off=7))
     lines = [line.plain for line in draw(view, "name", width=80, height=24)]
-    assert lines[0].startswith("server at unix:///x ")
-    assert lines[1] == "0 streams \u00b7 0 groups \u00b7 7 not looked at"
-    assert "There is no stream" in lines[3]
+    assert lines[0].startswith("Server at unix:///x ")
+    assert lines[1] == "0 streams \u00b7 0 groups \u00b7 7 not shown"
+    assert "There are no streams" in lines[3]
 
 
 def colours(shown: Snapshot) -> dict[str, str]:
-    """The texts that are coloured."""
+    """Returns the coloured texts."""
     server = meteor.ServerDescription(memory=95, memory_max=100)
     view = View(server, "", datetime.now(), shown)
     return {
@@ -279,13 +277,13 @@ def colours(shown: Snapshot) -> dict[str, str]:
     }
 
 
-def test_colour_is_for_what_waits_and_what_is_wrong() -> None:
+def test_colours_mark_lag_and_problems() -> None:
     calm = seen("a", groups=(group(confirmed=10, owner="x"),))
     assert colours(look(calm)) == {"memory 95 B of 100 B": "bold red"}
     waits = seen("b", archived=8, groups=(group("slow", lag=7),))
     lost = seen("c", first=4, groups=(group("late", lag=10, owner="x"),))
     assert colours(look(waits, lost)) == {
-        "memory 95 B of 100 B": "bold red", "2": "yellow", "7": "yellow", "nobody": "yellow",
+        "memory 95 B of 100 B": "bold red", "2": "yellow", "7": "yellow", "none": "yellow",
         "4 lost": "bold red", "10": "bold red",
     }  # fmt: skip
 
@@ -298,12 +296,12 @@ def test_numbers_stay_short() -> None:
     ]  # fmt: skip
 
 
-# One look
+# With --once
 
 
-def test_one_look_into_a_pipe_is_plain_and_whole(url: str, client: meteor.Client) -> None:
+def test_once_into_a_pipe_is_plain_and_complete(url: str, client: meteor.Client) -> None:
     name = "n" * 128
-    stream = client.stream(name)
+    stream = client.stream(name, create=True)
     stream.seek_group("g" * 128, 0)
     fill(stream, 5)
     done = succeed(url, "top", "--once")
@@ -313,10 +311,10 @@ def test_one_look_into_a_pipe_is_plain_and_whole(url: str, client: meteor.Client
     assert done.err == ""
 
 
-def test_one_look_as_json_has_rates_and_the_fields_of_a_description(
+def test_once_as_json_has_rates_and_description_fields(
     url: str, tmp_path: Path, client: meteor.Client
 ) -> None:
-    fill(client.stream("a"), 5)
+    fill(client.stream("a", create=True), 5)
     with Depot(url, tmp_path / "store") as depot:
         depot.fill(50)
         depot.stream.seek_group("g", 20)
@@ -328,9 +326,9 @@ def test_one_look_as_json_has_rates_and_the_fields_of_a_description(
     assert (found["name"], found["lag"], found["rate"], found["owner"]) == ("g", 30, 0.0, None)
 
 
-def test_only_so_many_or_only_those_that_are_named(url: str, client: meteor.Client) -> None:
+def test_number_and_names_limit_the_streams(url: str, client: meteor.Client) -> None:
     for name in "abc":
-        client.stream(name)
+        client.stream(name, create=True)
     assert [each["name"] for each in succeed(url, "top", "--once", "--json", "-n2").objects] == [
         "a", "b",
     ]  # fmt: skip
@@ -342,14 +340,14 @@ def test_only_so_many_or_only_those_that_are_named(url: str, client: meteor.Clie
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        ([], 2, "There is no terminal to draw on: say --once"),
-        (["--json"], 2, "--json is for one look"),
+        ([], 2, "There is no terminal to draw on. Use --once"),
+        (["--json"], 2, "--json needs --once"),
         (["--once", "missing"], 1, "There is no stream 'missing'"),
         (["--interval", "0"], 2, "is not in the range"),
         (["--url", "redis://127.0.0.1:1", "--once"], 1, "cannot be reached"),
     ],
 )
-def test_what_cannot_be_shown_is_a_sentence(
+def test_invalid_use_of_top_gives_a_message(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = run(url, "top", *arguments)
@@ -358,16 +356,16 @@ def test_what_cannot_be_shown_is_a_sentence(
     assert "Traceback" not in done.err
 
 
-def test_a_dumb_terminal_is_told_to_ask_for_one_look(url: str) -> None:
+def test_dumb_terminal_suggests_once(url: str) -> None:
     command: list[str | Path] = [METEOR, "--url", url, "top"]
     with Terminal(command, environment={"TERM": "dumb"}) as terminal:
         assert terminal.wait() == 2
-        assert "say --once" in terminal.text
+        assert "Use --once" in terminal.text
 
 
-def test_one_look_on_a_terminal_fits_its_width(url: str, client: meteor.Client) -> None:
+def test_once_on_a_terminal_fits_its_width(url: str, client: meteor.Client) -> None:
     for number in range(40):
-        client.stream(f"{number:02}{'x' * 100}")
+        client.stream(f"{number:02}{'x' * 100}", create=True)
     command: list[str | Path] = [METEOR, "--url", url, "top", "--once"]
     with Terminal(command, rows=60) as terminal:
         assert terminal.wait() == 0
@@ -375,8 +373,8 @@ def test_one_look_on_a_terminal_fits_its_width(url: str, client: meteor.Client) 
         assert sum(line[:2].isdigit() for line in terminal.lines) == 40, "each is one line"
 
 
-def test_a_reader_who_has_seen_enough_ends_it_quietly(url: str, client: meteor.Client) -> None:
-    client.stream("orders")
+def test_closed_pipe_ends_top_quietly(url: str, client: meteor.Client) -> None:
+    client.stream("orders", create=True)
     script = 'set -o pipefail; "$0" --url "$1" top --once | true'
     done = subprocess.run(
         ["bash", "-c", script, METEOR, url], capture_output=True, timeout=60, check=False
@@ -384,8 +382,8 @@ def test_a_reader_who_has_seen_enough_ends_it_quietly(url: str, client: meteor.C
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_help_is_light() -> None:
-    """Nothing that takes long is loaded before it is needed."""
+def test_help_imports_nothing_heavy() -> None:
+    """Slow imports are deferred until they are needed."""
     program = (
         "import sys, json, meteor_cli.commands.top, meteor_cli.commands.watch; "
         "print(json.dumps([m for m in ('meteor_py', 'rich', 'msgspec') if m in sys.modules]))"
@@ -394,15 +392,15 @@ def test_help_is_light() -> None:
     assert json.loads(done.stdout) == []
 
 
-def test_signals_that_come_while_the_terminal_is_prepared_or_put_back_wait() -> None:
+def test_signals_wait_while_the_terminal_is_set_up_or_restored() -> None:
     done: list[str] = []
 
     def use_the_terminal() -> None:
-        with ended_once() as hear:
+        with ended_once() as enable_signals:
             try:
                 signal.raise_signal(signal.SIGINT)
                 done.append("prepared")
-                hear(True)
+                enable_signals(True)
                 done.append("drawn")
             finally:
                 signal.raise_signal(signal.SIGINT)
@@ -413,10 +411,10 @@ def test_signals_that_come_while_the_terminal_is_prepared_or_put_back_wait() -> 
     assert done == ["prepared", "put back"]
 
 
-def test_a_storm_of_signals_leaves_the_screen_as_it_was(url: str, client: meteor.Client) -> None:
-    client.stream("orders")
+def test_many_signals_restore_the_screen_once(url: str, client: meteor.Client) -> None:
+    client.stream("orders", create=True)
     with top(url) as terminal:
-        terminal.wait_for(lambda t: ENTER in t.output)  # perhaps it is only half begun
+        terminal.wait_for(lambda t: ENTER in t.output)  # top may still be starting
         for columns in range(20, 40):
             terminal.resize(columns, 10)
             terminal.process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""``meteor watch``: what is told of two looks, and by the command when things really happen."""
+"""``meteor watch``: changes between two snapshots, and the command on a real server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.waiting import eventually
 HOSTILE = "evil\x1b[2J\u202egnp.exe\n"
 
 
-def told(
+def reported(
     before: Snapshot | None, after: Snapshot, lag_max: int | None = None
 ) -> list[tuple[str, str]]:
     return [(each.event, each.text) for each in changes(before, after, lag_max)]
@@ -46,31 +46,31 @@ def told(
         (
             seen(groups=(group(),)),
             seen(incarnation="j", next=0),
-            [("created_anew", "deleted and created anew")],
+            [("created_anew", "deleted and created again")],
         ),
         (
             seen(),
             seen(next=6),
-            [("records_lost", "the server has lost records 6 to 9")],
+            [("records_lost", "the server lost records 6 to 9")],
         ),
         (
             seen(),
             seen(epoch=2, epoch_first=10, next=30),
-            [("epoch_changed", "the server was restarted or has failed over")],
+            [("epoch_changed", "the server was restarted or failed over")],
         ),
         (
             seen(),
             seen(epoch=2, epoch_first=8, next=30),
             [
-                ("epoch_changed", "the server was restarted or has failed over"),
-                ("records_lost", "the server has lost records 8 to 9"),
+                ("epoch_changed", "the server was restarted or failed over"),
+                ("records_lost", "the server lost records 8 to 9"),
             ],
         ),
         (seen(archived=5), seen(archived=5, archiver="a"), [("archiver_taken", "archived by a")]),
         (
             seen(archived=5, archiver="a"),
             seen(archived=5, archiver="b"),
-            [("archiver_taken", "archived by b, no longer by a")],
+            [("archiver_taken", "archived by b instead of a")],
         ),
         (
             seen(archived=5, archiver="a"),
@@ -80,31 +80,31 @@ def told(
         (
             seen(archived=5, archiver="a"),
             seen(archived=9),
-            [("archiver_missing", "1 record waits, nobody archives since a ended")],
+            [("archiver_missing", "no archiver, 1 record waiting; a stopped")],
         ),
         (
             seen(archived=10),
             seen(archived=10, next=15),
-            [("archiver_missing", "5 records wait, nobody archives")],
+            [("archiver_missing", "no archiver, 5 records waiting")],
         ),
         (seen(archived=5), seen(archived=5, next=15), []),
     ],
 )
-def test_what_happened_to_a_stream_is_told(
+def test_changes_of_a_stream(
     before: StreamSnapshot | None, after: StreamSnapshot | None, expected: list[tuple[str, str]]
 ) -> None:
     one, two = (look(*([each] if each else [])) for each in (before, after))
-    assert told(one, two) == expected
+    assert reported(one, two) == expected
 
 
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (None, group(confirmed=4), [("group_begun", "begun at 4")]),
+        (None, group(confirmed=4), [("group_begun", "created at 4")]),
         (
             None,
             group(owner="x"),
-            [("group_begun", "begun at 0"), ("lease_taken", "lease taken by x")],
+            [("group_begun", "created at 0"), ("lease_taken", "lease taken by x")],
         ),
         (group(), None, [("group_deleted", "deleted")]),
         (group(), group(confirmed=9), []),
@@ -124,47 +124,47 @@ def test_what_happened_to_a_stream_is_told(
         (group(term=1), group(term=5), []),
     ],
 )
-def test_what_happened_to_a_group_is_told(before: Any, after: Any, expected: Any) -> None:
+def test_changes_of_a_group(before: Any, after: Any, expected: Any) -> None:
     one, two = (look(seen(groups=(each,) if each else ())) for each in (before, after))
-    assert told(one, two) == expected
+    assert reported(one, two) == expected
 
 
-def test_lag_is_told_when_it_passes_the_limit_and_not_while_it_stays_there() -> None:
+def test_lag_is_reported_when_it_crosses_the_limit() -> None:
     looks = [look(seen(groups=(group(lag=lag),))) for lag in (5, 6, 9, 5, 6)]
-    found = [told(one, two, 5) for one, two in pairwise(looks)]
+    found = [reported(one, two, 5) for one, two in pairwise(looks)]
     assert found == [
         [("lag_high", "lag is 6, above 5")],
         [],
         [("lag_normal", "lag is 5, no longer above 5")],
         [("lag_high", "lag is 6, above 5")],
     ]
-    assert told(looks[0], looks[1]) == []
+    assert reported(looks[0], looks[1]) == []
 
 
-def test_records_dropped_before_they_were_read_are_told_once() -> None:
+def test_records_dropped_unread_are_reported_once() -> None:
     looks = [look(seen(first=first, groups=(group(confirmed=3),))) for first in (3, 5, 8)]
-    assert told(looks[0], looks[1]) == [
-        ("records_dropped", "records 3 to 4 were dropped before it had read them")
+    assert reported(looks[0], looks[1]) == [
+        ("records_dropped", "records 3 to 4 were dropped unread")
     ]
-    assert told(looks[1], looks[2]) == []
+    assert reported(looks[1], looks[2]) == []
 
 
-def test_the_first_look_tells_only_what_calls_for_somebody_to_act() -> None:
+def test_first_snapshot_reports_only_problems() -> None:
     troubled = seen(first=2, archived=4, groups=(group(lag=10), group("h", 10)))
     fine = seen("fine", groups=(group(confirmed=10, owner="x"),))
     events = [each.event for each in changes(None, look(fine, troubled), 5)]
     assert events == ["archiver_missing", "records_dropped", "lag_high"]
 
 
-def test_a_stream_that_cannot_be_looked_at_is_not_taken_for_deleted() -> None:
+def test_unreadable_stream_is_not_reported_deleted() -> None:
     there, hidden = look(seen()), look(unreadable={"s": "no"})
-    assert told(there, hidden) == [("unreadable", "cannot be read: no")]
-    assert told(hidden, hidden) == []
-    assert told(hidden, there) == [("readable", "can be read again")]
-    assert told(hidden, look()) == [("deleted", "deleted")]
+    assert reported(there, hidden) == [("unreadable", "cannot be read: no")]
+    assert reported(hidden, hidden) == []
+    assert reported(hidden, there) == [("readable", "can be read again")]
+    assert reported(hidden, look()) == [("deleted", "deleted")]
 
 
-def test_a_change_is_a_harmless_line_or_object_with_stable_fields() -> None:
+def test_change_is_sanitized_as_text_and_json() -> None:
     at = datetime.fromisoformat("2026-11-16T14:30:00.123+01:00")
     facts: dict[str, int | str | None] = {"owner": HOSTILE, "term": 7}
     change = Change("s", "g", "lease_taken", f"lease taken by {HOSTILE}", facts)
@@ -182,7 +182,7 @@ def test_a_change_is_a_harmless_line_or_object_with_stable_fields() -> None:
 # Rates
 
 
-def test_rates_are_those_between_two_looks() -> None:
+def test_rates_between_two_snapshots() -> None:
     before = seen(at=1.0, archived=0, groups=(group(), group("back", 9)))
     after = seen(
         at=3.0, next=30, archived=8, groups=(group(confirmed=5), group("back", 2), group("new"))
@@ -192,31 +192,31 @@ def test_rates_are_those_between_two_looks() -> None:
 
 
 @pytest.mark.parametrize("other", [{"incarnation": "j"}, {"epoch": 2}, {"at": 0.0}])
-def test_where_two_looks_cannot_be_compared_there_is_no_rate(other: dict[str, Any]) -> None:
+def test_incomparable_snapshots_have_no_rate(other: dict[str, Any]) -> None:
     after = seen(**({"at": 1.0, "next": 20} | other))
     assert rates_between(seen(), after).published is None
     assert rates_between(None, after).published is None
 
 
-# Looks at a server
+# Snapshots of a server
 
 
-def test_a_look_follows_streams_that_are_deleted_and_created_anew(url: str) -> None:
+def test_snapshot_follows_recreated_streams(url: str) -> None:
     with meteor.connect(url) as m:
-        first = m.stream("a")
-        m.stream("b")
+        first = m.stream("a", create=True)
+        m.stream("b", create=True)
         observer = Observer(m)
         assert list(observer.look().streams) == ["a", "b"]
         first.delete()
         assert list(observer.look().streams) == ["b"]
-        m.stream("b").delete()
-        anew = m.stream("b")
-        assert observer.look().streams["b"].stream.incarnation == anew.incarnation
+        m.stream("b", create=True).delete()
+        recreated = m.stream("b", create=True)
+        assert observer.look().streams["b"].stream.incarnation == recreated.incarnation
 
 
-def test_one_damaged_stream_does_not_hide_the_others(url: str) -> None:
+def test_damaged_stream_does_not_hide_others(url: str) -> None:
     with meteor.connect(url) as m:
-        m.stream("a")
+        m.stream("a", create=True)
         m.redis.hset(keys.meta("b"), "next", "many")
         m.redis.hset(keys.meta("\x1b[2J"), "next", "1")
         m.redis.sadd(keys.STREAMS, "b", "\x1b[2J")
@@ -226,17 +226,17 @@ def test_one_damaged_stream_does_not_hide_the_others(url: str) -> None:
             Observer(m, ("b",)).look()
 
 
-def test_a_look_is_bounded_and_stays_with_those_it_began_with(
+def test_snapshot_is_bounded_and_keeps_known_streams(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot, "STREAMS_MAX", 3)
     with meteor.connect(url) as m:
         for name in "bcdef":
-            m.stream(name)
+            m.stream(name, create=True)
         observer = Observer(m)
         found = observer.look()
         assert (list(found.streams), found.left_off) == (["b", "c", "d"], 2)
-        m.stream("a")
+        m.stream("a", create=True)
         assert changes(found, observer.look()) == []
 
 
@@ -244,7 +244,7 @@ def test_a_look_is_bounded_and_stays_with_those_it_began_with(
 
 
 class Watch(Running):
-    """The command at work, past its first look."""
+    """The running command, after its first snapshot."""
 
     def __init__(self, url: str, *arguments: str) -> None:
         super().__init__(url, "watch", "--interval", "0.1", *arguments)
@@ -263,7 +263,7 @@ def client(url: str) -> Iterator[meteor.Client]:
         yield m
 
 
-def test_the_life_of_a_stream_and_its_group_is_told(url: str, client: meteor.Client) -> None:
+def test_watch_reports_events_of_a_stream_and_its_group(url: str, client: meteor.Client) -> None:
     with Watch(url, "--json", "--lag", "20") as watch:
         assert watch.greeting == "meteor: watching 0 streams."
         stream = client.stream("orders", capacity=10)
@@ -293,27 +293,25 @@ def test_the_life_of_a_stream_and_its_group_is_told(url: str, client: meteor.Cli
         assert (done.code, done.out) == (130, b"")
 
 
-def test_a_take_over_names_both_members(crew: Crew) -> None:
+def test_watch_names_both_members_of_a_takeover(crew: Crew) -> None:
     crew.fill(3)
     with Watch(crew.url) as watch:
         first = crew.member(lease_ttl=0.5)
         assert first.poll() == [0, 1, 2]
-        assert re.fullmatch(r"\S+ orders/billing: begun at 0", watch.line())
+        assert re.fullmatch(r"\S+ orders/billing: created at 0", watch.line())
         assert watch.line().endswith(f"orders/billing: lease taken by {first.name}")
         first.kill()
         second = crew.member(lease_ttl=LONG_S)
         assert second.poll(20) == [0, 1, 2]
         line = watch.line()
-        if line.endswith(f"{first.name} no longer has the lease"):  # seen in between
+        if line.endswith(f"{first.name} no longer has the lease"):  # a snapshot fell in between
             assert watch.line().endswith(f"lease taken by {second.name}")
         else:
             assert line.endswith(f"lease taken over from {first.name} by {second.name}")
 
 
-def test_a_group_taken_by_force_is_told_as_moved_and_taken_anew(
-    url: str, client: meteor.Client
-) -> None:
-    stream = client.stream("orders")
+def test_watch_reports_a_forced_seek(url: str, client: meteor.Client) -> None:
+    stream = client.stream("orders", create=True)
     fill(stream, 10)
     with stream.subscriber(group="g", lease_ttl=LONG_S) as sub:
         sub.poll(0)
@@ -326,7 +324,7 @@ def test_a_group_taken_by_force_is_told_as_moved_and_taken_anew(
             assert watch.event("lease_taken")["owner"] == sub.member
 
 
-def test_records_that_nobody_archives_are_told(url: str, tmp_path: Path) -> None:
+def test_watch_reports_a_missing_archiver(url: str, tmp_path: Path) -> None:
     with Depot(url, tmp_path / "store") as depot:
         depot.fill(50)
         with Watch(url, "--json") as watch:
@@ -339,14 +337,14 @@ def test_records_that_nobody_archives_are_told(url: str, tmp_path: Path) -> None
             assert watch.event("archiver_missing")["unarchived"] == 7
 
 
-def test_records_lost_in_a_fail_over_are_told_with_their_offsets(pair: Pair) -> None:
+def test_watch_reports_records_lost_in_a_failover(pair: Pair) -> None:
     bench = pair.bench
     publisher = bench.warm_publisher()
     pair.lag()
     publisher.publish_many([b"lost"] * 4).result(20)
     with Watch(bench.proxy.url, "--json") as watch:
         pair.fail_over()
-        fill(bench.stream, 1)  # by a publisher that notices that the server is another
+        fill(bench.stream, 1)  # by a publisher that detects the failover
         found: list[dict[str, Any]] = []
         while not found or found[-1]["event"] != "epoch_changed":
             found.append(msgspec.json.decode(watch.line()))
@@ -356,12 +354,12 @@ def test_records_lost_in_a_fail_over_are_told_with_their_offsets(pair: Pair) -> 
         assert (lost["stream"], lost["first"], lost["last"]) == (NAME, 1, 4)
 
 
-def test_a_server_that_goes_away_and_comes_back_is_told_and_waited_for(
+def test_watch_reports_a_server_restart(
     private_server: ServerFactory,
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
     with meteor.connect(server.url) as m:
-        m.stream("orders")
+        m.stream("orders", create=True)
         with Watch(server.url, "--json") as watch:
             server.kill()
             gone = watch.event("server_gone")
@@ -369,17 +367,15 @@ def test_a_server_that_goes_away_and_comes_back_is_told_and_waited_for(
             assert server.url in gone["reason"]
             server.restart()
             watch.event("server_back")
-            m.stream("trades")
+            m.stream("trades", create=True)
             assert watch.event("created")["stream"] == "trades"
 
 
-def test_a_stream_that_is_named_before_it_exists_is_waited_for(
-    url: str, client: meteor.Client
-) -> None:
+def test_watch_waits_for_a_stream_that_does_not_exist(url: str, client: meteor.Client) -> None:
     with Watch(url, "orders") as watch:
         assert watch.line("stderr").endswith("there is no stream 'orders' yet; waiting for it.")
-        client.stream("other")
-        client.stream("orders")
+        client.stream("other", create=True)
+        client.stream("orders", create=True)
         assert watch.line().endswith(" orders: created")
 
 
@@ -390,7 +386,7 @@ def test_hostile_names_reach_the_terminal_as_escapes(crew: Crew) -> None:
         assert watch.line().endswith(r"lease taken by evil\x1b[2J\u202e")
 
 
-def test_when_nobody_reads_any_more_it_ends_quietly(url: str) -> None:
+def test_closed_pipe_ends_watch_quietly(url: str) -> None:
     with Watch(url) as watch:
         assert watch.process.stdout is not None
         watch.process.stdout.close()
@@ -399,17 +395,15 @@ def test_when_nobody_reads_any_more_it_ends_quietly(url: str) -> None:
         assert watch.process.communicate()[1] == b""
 
 
-def test_without_a_server_it_is_an_error() -> None:
+def test_watch_without_a_server_fails() -> None:
     with Running("redis://127.0.0.1:1", "watch") as command:
         done = command.end()
         assert (done.code, done.err.count("\n")) == (1, 1)
         assert "cannot be reached" in done.err
 
 
-def test_a_key_of_others_that_comes_when_no_stream_is_left_does_not_end_it(
-    url: str, client: meteor.Client
-) -> None:
-    client.stream("orders")
+def test_foreign_key_does_not_end_watch(url: str, client: meteor.Client) -> None:
+    client.stream("orders", create=True)
     with Running(url, "watch", "--interval", "0.1", "--json") as watching:
         assert watching.line("stderr") == "meteor: watching 1 stream."
         client.stream("orders", create=False).delete()
@@ -417,6 +411,6 @@ def test_a_key_of_others_that_comes_when_no_stream_is_left_does_not_end_it(
         client.redis.set(keys.meta("alien"), "of another program")
         client.redis.sadd(keys.STREAMS, "alien", b"\xff")
         assert '"unreadable"' in watching.line()
-        client.stream("orders")
+        client.stream("orders", create=True)
         assert '"created"' in watching.line()
         assert watching.end(signal.SIGTERM).code == 143

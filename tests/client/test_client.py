@@ -1,7 +1,7 @@
 """A client reaches every kind of server, warns of dangerous ones, and shows no secret.
 
-Also what it does at its limits: closed, forked, without a server, with one that hangs, in several
-threads at once.
+Also covers clients that are closed, forked, without a server, with a server that hangs, or shared
+by threads.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -26,9 +27,12 @@ import pytest
 import redis
 
 import meteor_py as meteor
+from meteor_py.redis.address import mask
+from meteor_py.redis.connection import Connection
 from meteor_py.redis.server_warnings import dangers
 from meteor_py.server import default_directory
 from tests.conftest import ServerFactory
+from tests.support.forking import exit_code, fork
 from tests.support.readers import drain, fill
 from tests.support.servers import HOST, Replica, free_port
 
@@ -37,8 +41,8 @@ SECRET = "open-sesame"
 
 
 def use(client: meteor.Client, name: str = "s") -> None:
-    """Publish and read, so that all kinds of connection were at work."""
-    stream = client.stream(name)
+    """Publish and read, so that every kind of connection is used."""
+    stream = client.stream(name, create=True)
     with stream.subscriber() as sub:
         end = fill(stream, 1, 300)
         assert drain(sub)[-1] == end - 1
@@ -46,7 +50,7 @@ def use(client: meteor.Client, name: str = "s") -> None:
 
 
 def run_python(program: str, **environment: str) -> subprocess.Popen[str]:
-    """A Python of its own; its standard input is its leash."""
+    """Start another Python process. It may wait for its standard input."""
     return subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -70,7 +74,7 @@ def test_the_address_comes_from_the_environment_if_none_is_given(
 
 
 @pytest.mark.parametrize("directory", ["state", "st\u00e4te #1 %41?x=y"])
-def test_without_an_address_it_is_the_users_own_server_in_the_state_directory(
+def test_without_an_address_an_embedded_server_runs_in_the_state_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, directory: str
 ) -> None:
     monkeypatch.delenv("METEOR_URL", raising=False)
@@ -82,7 +86,7 @@ def test_without_an_address_it_is_the_users_own_server_in_the_state_directory(
         assert (tmp_path / directory / "meteor").is_dir()
 
 
-def test_two_processes_without_an_address_meet(tmp_path: Path) -> None:
+def test_two_processes_without_an_address_share_a_server(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path), "XDG_STATE_HOME": ""}
     publish = """
 import meteor_py as meteor
@@ -92,7 +96,7 @@ with meteor.connect() as m, m.stream("s").publisher() as pub:
 """
     read = """
 import meteor_py as meteor
-with meteor.connect() as m, m.stream("s").subscriber(initial_offset="earliest") as sub:
+with meteor.connect() as m, m.stream("s", create=True).subscriber(initial_offset="earliest") as sub:
     print(sub.poll(10).values())
 """
     with run_python(publish, **home) as publisher:
@@ -105,61 +109,19 @@ with meteor.connect() as m, m.stream("s").subscriber(initial_offset="earliest") 
     assert (tmp_path / ".local/state/meteor").is_dir()
 
 
-def test_a_unix_socket_will_do(private_server: ServerFactory) -> None:
+def test_a_unix_socket_works(private_server: ServerFactory) -> None:
     with meteor.connect(private_server(unix=True).url) as m:
         use(m)
 
 
-def test_a_database_may_be_chosen(url: str) -> None:
+def test_a_database_can_be_chosen(url: str) -> None:
     with meteor.connect(url) as zero, meteor.connect(url[:-1] + "3") as three:
         use(three)
         assert zero.streams() == []
         assert three.streams() == ["s"]
 
 
-@pytest.fixture
-def certificates(tmp_path: Path) -> Path:
-    """A certificate for 127.0.0.1 and the authority that vouches for it."""
-
-    def openssl(*args: str) -> None:
-        try:
-            subprocess.run(["openssl", *args], cwd=tmp_path, check=True, capture_output=True)
-        except FileNotFoundError:
-            pytest.skip("openssl is not on PATH.")
-
-    new = ["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    openssl(*new, "-x509", "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority")
-    openssl(*new, "-keyout", "server.key", "-out", "server.csr", "-subj", f"/CN={HOST}")
-    (tmp_path / "names").write_text(f"subjectAltName=IP:{HOST}")
-    openssl(
-        *("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key"),
-        *("-CAcreateserial", "-extfile", "names", "-out", "server.pem"),
-    )
-    return tmp_path
-
-
-def test_tls_works_and_an_unknown_authority_is_not_trusted(
-    private_server: ServerFactory, certificates: Path
-) -> None:
-    port = free_port()
-    private_server(
-        *("--tls-port", str(port), "--tls-auth-clients", "no"),
-        *("--tls-cert-file", f"{certificates}/server.pem"),
-        *("--tls-key-file", f"{certificates}/server.key"),
-        *("--tls-ca-cert-file", f"{certificates}/ca.pem"),
-        kind="redis",
-    )
-    url = f"rediss://{HOST}:{port}/0"
-    with meteor.connect(f"{url}?ssl_ca_certs={certificates}/ca.pem") as m:
-        use(m)
-    with (
-        meteor.connect(url) as m,
-        pytest.raises(meteor.ConnectionFailed, match=f"rediss://{HOST}:{port}.*certificate"),
-    ):
-        m.streams()
-
-
-def test_private_fakes_are_apart_and_named_ones_are_shared() -> None:
+def test_unnamed_fakes_are_separate_and_named_ones_are_shared() -> None:
     with ExitStack() as clients:
         one, two, shared, same, other = (
             clients.enter_context(meteor.connect(f"fake://{name}"))
@@ -171,7 +133,7 @@ def test_private_fakes_are_apart_and_named_ones_are_shared() -> None:
         assert two.streams() == other.streams() == []
 
 
-def test_a_plain_redis_client_of_the_same_server_is_at_hand(any_url: str) -> None:
+def test_client_offers_a_redis_client_of_the_same_server(any_url: str) -> None:
     with meteor.connect(any_url) as m:
         use(m)
         with m.redis as plain:
@@ -180,12 +142,21 @@ def test_a_plain_redis_client_of_the_same_server_is_at_hand(any_url: str) -> Non
             assert plain.exists("meteor:{s}:log") == 1
 
 
-def test_an_embedded_server_has_a_plain_client_too() -> None:
+def test_a_closed_client_offers_no_redis_client(any_url: str) -> None:
+    used, unused = meteor.connect(any_url), meteor.connect(any_url)
+    assert used.redis.ping()
+    for client in (used, unused):
+        client.close()
+        with pytest.raises(meteor.MeteorError, match="is closed"):
+            _ = client.redis
+
+
+def test_an_embedded_server_offers_a_redis_client() -> None:
     with meteor.connect("embedded://") as m, m.redis as plain:
         assert plain.ping() is True
 
 
-# What a server tells of itself
+# Descriptions of servers
 
 
 def test_a_server_is_described_by_product_memory_clients_and_role(
@@ -205,7 +176,7 @@ def test_a_server_is_described_by_product_memory_clients_and_role(
                 assert other.describe().role == "replica"
 
 
-def test_a_fake_server_and_one_without_a_limit_say_so(url: str) -> None:
+def test_description_of_a_fake_server_and_of_one_without_memory_limit(url: str) -> None:
     with meteor.connect("fake://") as m:
         assert m.describe() == meteor.ServerDescription("fake")
     with meteor.connect(url) as m:
@@ -224,30 +195,30 @@ def warnings_of(url: str) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_a_server_that_evicts_and_keeps_nothing_is_warned_of_with_the_remedies(
+def test_a_server_that_evicts_and_persists_nothing_causes_warnings_with_remedies(
     private_server: ServerFactory,
 ) -> None:
     server = private_server("--maxmemory-policy", "allkeys-lru", "--appendonly", "no")
     evicts, forgets = warnings_of(server.url)
     assert f"The server at {server.url} evicts keys" in evicts
-    assert "set maxmemory-policy noeviction." in evicts
+    assert "Set maxmemory-policy noeviction." in evicts
     assert f"The server at {server.url} loses its last records" in forgets
-    assert "set appendonly yes." in forgets
+    assert "Set appendonly yes." in forgets
 
 
-def test_a_warning_shows_the_line_of_the_user(url: str) -> None:
+def test_a_warning_points_to_the_line_of_the_user(url: str) -> None:
     with meteor.connect(url) as m, pytest.warns(meteor.DataSafetyWarning) as caught:
         m.streams()
     assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_a_safe_server_is_not_warned_of(private_server: ServerFactory, kind: Any) -> None:
+def test_a_safe_server_causes_no_warning(private_server: ServerFactory, kind: Any) -> None:
     assert warnings_of(private_server("--appendonly", "yes", kind=kind).url) == []
 
 
 @pytest.mark.parametrize("url", ["embedded://", "fake://"])
-def test_our_own_servers_are_not_warned_of(url: str) -> None:
+def test_embedded_and_fake_servers_cause_no_warning(url: str) -> None:
     assert warnings_of(url) == []
 
 
@@ -255,12 +226,12 @@ def test_our_own_servers_are_not_warned_of(url: str) -> None:
     ("version", "old"),
     [("6.2.14", True), ("5.0", True), ("7.0.0", False), ("7.2.4", False), ("10.1", False)],
 )
-def test_an_old_server_is_warned_of(version: str, old: bool) -> None:
+def test_an_old_server_causes_a_warning(version: str, old: bool) -> None:
     found = dangers({"redis_version": version, "aof_enabled": "1"})
     assert found == ([f"is version {version}; use Redis 7.0, Valkey 7.2 or newer."] if old else [])
 
 
-def test_a_server_that_does_not_tell_is_not_warned_of() -> None:
+def test_a_server_that_hides_its_settings_causes_no_warning() -> None:
     assert dangers({}) == []
     assert dangers({"redis_version": "unknown"}) == []
 
@@ -269,18 +240,18 @@ def test_a_server_that_does_not_tell_is_not_warned_of() -> None:
 
 
 def whole_text(error: BaseException) -> str:
-    """All that a log might hold of an error."""
+    """Returns everything that a log might show about an error."""
     return "".join(traceback.format_exception(error)) + repr(error)
 
 
-def test_no_text_of_ours_shows_a_password(private_server: ServerFactory) -> None:
+def test_no_repr_warning_or_error_shows_a_password(private_server: ServerFactory) -> None:
     server = private_server()
     server.client().config_set("requirepass", SECRET)
     port = server.port
     url = f"redis://:{SECRET}@{HOST}:{port}/0"
     texts = warnings_of(url)
     with meteor.connect(url, timeout=1) as m:
-        stream = m.stream("s")
+        stream = m.stream("s", create=True)
         with stream.publisher(delivery_timeout=0.3) as pub, stream.subscriber() as sub:
             with m.redis as plain:
                 objects = [
@@ -308,8 +279,28 @@ def test_no_text_of_ours_shows_a_password(private_server: ServerFactory) -> None
         assert SECRET not in text
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://hush@host:1", "redis://***@host:1"),  # the colon was forgotten
+        ("redis://app:hu@sh@host:1/2", "redis://app:***@host:1/2"),
+        ("redis://host:1?pass%77ord=hush&db=2", "redis://host:1?pass%77ord=***&db=2"),
+        ("unix:///run/x.sock?password=hush", "unix:///run/x.sock?password=***"),
+        ("abfs://box@acc/d?account_key=hush", "abfs://box@acc/d?account_key=***"),
+        ("s3://id:hu/sh@bucket/d?region=eu", "s3://id:***@bucket/d?region=eu"),
+        ("Cannot reach gs://b/d?sig=hush: token=hush", "Cannot reach gs://b/d?sig=*** token=***"),
+    ],
+)
+def test_mask_shows_only_what_is_known_to_be_harmless(url: str, shown: str) -> None:
+    assert mask(url) == shown
+
+
+def test_mask_cuts_a_text_that_would_take_long() -> None:
+    assert len(mask("://a:" * 1_000_000)) < 5_000
+
+
 @pytest.mark.parametrize("login", ["", ":wrong-guess@", "nobody:wrong-guess@"])
-def test_a_wrong_password_is_told_without_showing_it(
+def test_a_wrong_password_is_reported_without_showing_it(
     private_server: ServerFactory, login: str
 ) -> None:
     server = private_server()
@@ -322,7 +313,7 @@ def test_a_wrong_password_is_told_without_showing_it(
     assert "wrong-guess" not in whole_text(caught.value)
 
 
-# No server, or not for long
+# Missing or failing servers
 
 
 def test_connecting_sends_nothing_until_the_client_is_used() -> None:
@@ -339,17 +330,17 @@ def test_connecting_sends_nothing_until_the_client_is_used() -> None:
 
 
 @pytest.mark.parametrize("url", ["unix:///nowhere/at.all", "redis://no.such.host.invalid"])
-def test_a_server_that_cannot_be_found_is_told_with_its_address(url: str) -> None:
+def test_a_server_that_cannot_be_found_is_reported_with_its_address(url: str) -> None:
     with meteor.connect(url) as m, pytest.raises(meteor.ConnectionFailed, match=url):
         m.streams()
 
 
-def test_a_connection_that_died_while_idle_is_replaced_unnoticed(
+def test_a_connection_that_died_while_idle_is_replaced_silently(
     private_server: ServerFactory,
 ) -> None:
     server = private_server("--appendonly", "yes")
     with meteor.connect(server.url) as m:
-        stream = m.stream("s")
+        stream = m.stream("s", create=True)
         fill(stream, 3)
         with stream.subscriber() as sub:
             for how in ("restart", "kill connections"):
@@ -363,11 +354,13 @@ def test_a_connection_that_died_while_idle_is_replaced_unnoticed(
                 assert drain(sub) == [0, 1, 2]
 
 
-def test_a_late_answer_is_never_taken_for_the_next_one(private_server: ServerFactory) -> None:
+def test_a_late_reply_is_never_taken_for_the_reply_to_the_next_command(
+    private_server: ServerFactory,
+) -> None:
     server = private_server()
     with meteor.connect(server.url, timeout=0.5) as m:
         for name in ("a", "b"):
-            m.stream(name)
+            m.stream(name, create=True)
         server.pause()
         start = time.monotonic()
         with pytest.raises(meteor.ConnectionFailed):
@@ -378,10 +371,11 @@ def test_a_late_answer_is_never_taken_for_the_next_one(private_server: ServerFac
         assert m.stream("a", create=False).describe().name == "a"
 
 
-def test_a_replica_can_be_read_and_refuses_to_be_written(private_server: ServerFactory) -> None:
-    master = private_server()
+@pytest.mark.parametrize("kind", ["valkey", "redis"])
+def test_a_replica_can_be_read_but_not_written(private_server: ServerFactory, kind: Any) -> None:
+    master = private_server(kind=kind)
     with meteor.connect(master.url) as m:
-        end = fill(m.stream("s"), 1, 50)
+        end = fill(m.stream("s", create=True), 1, 50)
     with Replica(master) as replica, meteor.connect(replica.url) as m:
         replica.wait_in_sync()
         stream = m.stream("s", create=False)
@@ -389,22 +383,23 @@ def test_a_replica_can_be_read_and_refuses_to_be_written(private_server: ServerF
             assert drain(sub) == list(range(end))
         assert stream.describe().next == end
         assert stream.offset_at(datetime.fromtimestamp(0, UTC)) == 0
-        for attempt in (lambda: m.stream("new"), lambda: stream.configure(capacity=5)):
+        for attempt in (lambda: m.stream("new", create=True), lambda: stream.configure(capacity=5)):
             with pytest.raises(meteor.ConnectionFailed, match=r"(?i)replica"):
                 attempt()
-        with stream.publisher(delivery_timeout=0.5) as pub:
+        with stream.publisher(delivery_timeout=0.3) as pub:
             ack = pub.publish(b"x")
-            with pytest.raises(meteor.ConnectionFailed, match="is a replica and takes no writes"):
+            words = f"{replica.port}.*is a replica and takes no writes"
+            with pytest.raises(meteor.ConnectionFailed, match=words):
                 ack.result()
 
 
-# Life and death of a client
+# Closing and forking
 
 
-def test_a_closed_client_says_so_whatever_is_asked(any_url: str) -> None:
+def test_every_call_of_a_closed_client_raises(any_url: str) -> None:
     m = meteor.connect(any_url)
     use(m)
-    stream = m.stream("s")
+    stream = m.stream("s", create=True)
     m.close()
     m.close()
     attempts: list[Callable[[], Any]] = [
@@ -425,8 +420,8 @@ def test_a_client_that_was_never_used_can_be_closed() -> None:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Do something in a forked child; return its exit code."""
-    child = os.fork()
+    """Run ``work`` in a forked child; return its exit code."""
+    child = fork()
     if child == 0:
         try:
             work()
@@ -435,28 +430,58 @@ def in_child(work: Callable[[], object]) -> int:
             traceback.print_exc()
         finally:
             os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return exit_code(child)
 
 
 @pytest.mark.parametrize("where", ["server", "embedded"])
-def test_after_a_fork_parent_and_child_use_the_same_client_apart(url: str, where: str) -> None:
+def test_after_a_fork_parent_and_child_use_the_client_independently(url: str, where: str) -> None:
     with meteor.connect(url if where == "server" else "embedded://") as m:
         use(m, "before")
         assert in_child(lambda: use(m, "child")) == 0
         use(m, "parent")
         assert m.streams() == ["before", "child", "parent"]
-        assert in_child(m.close) == 0  # which ends nothing of the parent's
+        assert in_child(m.close) == 0  # closes no connection of the parent
         use(m, "after")
 
 
-def test_threads_share_a_client_and_each_gets_its_own_answers(url: str) -> None:
+def test_child_forked_in_the_middle_of_a_call_reuses_one_connection(url: str) -> None:
+    with meteor.connect(url) as m:
+        connector = m._connector
+        inside, go_on = threading.Event(), threading.Event()
+
+        def call(connection: Connection) -> object:
+            inside.set()
+            assert go_on.wait(60)
+            return connection.call("PING")
+
+        def count_connections() -> None:
+            with redis.Redis.from_url(url) as plain:
+                before = plain.info("stats")["total_connections_received"]
+                for _ in range(10):
+                    assert m.streams() == []
+                assert plain.info("stats")["total_connections_received"] == before + 1
+
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(connector.use, call)
+            assert inside.wait(60)
+            try:
+                assert in_child(count_connections) == 0
+            finally:
+                go_on.set()
+            assert done.result(60) == b"PONG"
+
+
+def test_threads_that_share_a_client_get_their_own_replies(url: str) -> None:
     with meteor.connect(url) as m:
         names = [f"s{i}" for i in range(8)]
 
         def work(name: str) -> None:
             for _ in range(20):
-                assert m.stream(name).describe().name == name
-                assert m.stream(name, create=False).incarnation == m.stream(name).incarnation
+                assert m.stream(name, create=True).describe().name == name
+                assert (
+                    m.stream(name, create=False).incarnation
+                    == m.stream(name, create=True).incarnation
+                )
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(work, names))
@@ -466,7 +491,7 @@ def test_threads_share_a_client_and_each_gets_its_own_answers(url: str) -> None:
 # The package
 
 
-def test_importing_the_library_imports_nothing_that_most_never_need() -> None:
+def test_importing_the_library_imports_no_heavy_dependency() -> None:
     program = """
 import sys, meteor_py
 heavy = ["pyspark", "pyarrow.parquet", "pyarrow.compute", "pandas", "rich", "click", "fakeredis",
@@ -483,7 +508,7 @@ def modules() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", ["meteor_py", *modules()])
-def test_the_examples_in_docstrings_are_true(name: str) -> None:
+def test_the_examples_in_docstrings_work(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
@@ -496,7 +521,7 @@ def test_every_public_name_exists_and_is_documented() -> None:
     assert not issubclass(meteor.MeteorError, redis.RedisError)
 
 
-def test_an_error_is_short_to_read_where_nobody_catches_it() -> None:
+def test_the_traceback_of_an_uncaught_error_is_short() -> None:
     code = "import meteor_py; meteor_py.connect('redis://:secret@127.0.0.1:1').stream('s')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

@@ -1,6 +1,6 @@
-"""Scripts are called by their hash, survive SCRIPT FLUSH, and work in a server that is full.
+"""Scripts are called by their hash, survive SCRIPT FLUSH, and work on a full server.
 
-On both kinds of real server.
+The tests run on both kinds of real server.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def client(server: Server) -> Iterator[meteor.Client]:
 
 
 def use_everything(client: meteor.Client, between: Any) -> None:
-    """Run every script but new_epoch, with something in between."""
-    stream = client.stream("s")
+    """Run every script except new_epoch, and call ``between`` after each."""
+    stream = client.stream("s", create=True)
     between()
     with stream.publisher() as pub, stream.subscriber() as sub:
         for i in range(3):
@@ -74,9 +74,7 @@ def test_after_script_flush_every_script_is_sent_again(
     use_everything(client, server.client().script_flush)
 
 
-def test_a_script_that_the_server_knows_is_called_by_its_hash_only(
-    client: meteor.Client, server: Server
-) -> None:
+def test_a_loaded_script_is_called_by_its_hash_only(client: meteor.Client, server: Server) -> None:
     plain = server.client()
     use_everything(client, lambda: None)
     plain.config_resetstat()
@@ -87,7 +85,7 @@ def test_a_script_that_the_server_knows_is_called_by_its_hash_only(
     assert not {"eval", "eval_ro", "script|load"} & set(counted)
 
 
-def test_scripts_loaded_beforehand_are_never_sent_by_their_users(
+def test_scripts_loaded_beforehand_are_never_sent_again(
     client: meteor.Client, server: Server
 ) -> None:
     plain = server.client()
@@ -99,7 +97,7 @@ def test_scripts_loaded_beforehand_are_never_sent_by_their_users(
     assert not {"eval", "eval_ro", "script|load"} & set(calls(plain))
 
 
-def test_all_scripts_have_a_head_and_are_listed_for_the_loader() -> None:
+def test_all_scripts_have_a_header_and_are_listed_for_the_loader() -> None:
     from importlib.resources import files
 
     lua = Path(str(files("meteor_py.redis"))) / "lua"
@@ -115,19 +113,20 @@ def test_all_scripts_have_a_head_and_are_listed_for_the_loader() -> None:
         assert script.source.endswith(script.plain_source)
         assert not script.plain_source.startswith(b"#!")
     without = {s.name for s in scripts.ALL if s.plain_source == s.source}
-    # Which a full server must be able to refuse.
+    # Scripts that a full server must be able to refuse.
     assert without == {
         "log/publish",
-        "transaction/move_staged",
         "log/create_stream",
+        "log/repair_log",
         "peers/open",
     }
 
 
-def test_all_keys_of_a_stream_lie_in_one_slot_of_a_cluster() -> None:
+def test_all_keys_of_a_stream_are_in_one_slot_of_a_cluster() -> None:
     for name in ("s", "a.b", "x" * 128):
         own = [keys.log(name), keys.meta(name), keys.producer(name, "p")]
         own += [keys.stage(name, "{a}"), keys.plan(name, "{b}"), keys.fences(name)]
+        own += [keys.stages(name, "{c}"), keys.fence_times(name)]
         assert len({key_slot(key.encode()) for key in own}) == 1
         assert all(key.startswith(keys.everything(name)[:-1]) for key in own)
 
@@ -139,11 +138,11 @@ def fill_up(plain: redis.Redis) -> None:
     plain.config_set("maxmemory", 1)
 
 
-def test_in_a_full_server_a_repeat_gets_its_answer_and_a_new_frame_leaves_no_trace(
+def test_on_a_full_server_a_repeat_gets_its_reply_and_a_new_frame_leaves_no_trace(
     client: meteor.Client, server: Server
 ) -> None:
     plain = server.client()
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     script_keys = [keys.log("s"), keys.meta("s"), keys.producer("s", "p")]
 
     def publish(sequence: int) -> Any:
@@ -168,11 +167,11 @@ def test_in_a_full_server_a_repeat_gets_its_answer_and_a_new_frame_leaves_no_tra
     assert publish(1) == [b"OK", 1, 1]
 
 
-def test_a_full_server_can_be_read_configured_and_emptied(
+def test_streams_on_a_full_server_can_be_read_configured_and_deleted(
     client: meteor.Client, server: Server
 ) -> None:
     plain = server.client()
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     end = fill(stream, *[10] * 20)
     fill_up(plain)
     with stream.subscriber(initial_offset="earliest") as sub:
@@ -180,22 +179,22 @@ def test_a_full_server_can_be_read_configured_and_emptied(
     assert stream.describe().length == end
     assert stream.offset_at(datetime.fromtimestamp(0, UTC)) == 0
     history = plain.hget(keys.meta("s"), "history")
-    answer = client._connector.run(
-        scripts.NEW_EPOCH, [keys.meta("s")], [stream.incarnation, history, "another"]
+    reply = client._connector.run(
+        scripts.NEW_EPOCH, [keys.meta("s")], [stream.incarnation, history, "another", 1]
     )
-    assert answer == [b"OK"]
+    assert reply == [b"OK"]
     stream.configure(capacity=10)
     assert stream.describe().first == end - 10
     with pytest.raises(meteor.OutOfMemory):
-        client.stream("another")
+        client.stream("another", create=True)
     assert client.stream("s", create=False).name == "s"
     stream.delete()
     assert plain.keys("*") == []
 
 
-def test_a_stream_that_exists_can_be_opened_in_a_full_server(
+def test_an_existing_stream_can_be_opened_on_a_full_server(
     client: meteor.Client, server: Server
 ) -> None:
-    client.stream("s")
+    client.stream("s", create=True)
     fill_up(server.client())
-    assert client.stream("s").name == "s"
+    assert client.stream("s", create=True).name == "s"

@@ -1,7 +1,7 @@
-"""Every Lua script gives every answer that its head promises, on Valkey, Redis 7.0 and fakeredis.
+"""Every Lua script gives every reply that its header documents, on Valkey, Redis and fakeredis.
 
-Scripts are called here as the library calls them, but by hand: states can be made that a publisher
-would not get into. A refusal must leave everything as it was.
+The tests call the scripts as the library does, but directly, to create states that a publisher
+would not get into. A refusal must change nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from meteor_py.redis import keys, scripts
 from tests.support.readers import check_values, drain, fill, value
 
 TTL_MS = 60_000
-LIFE = "the-first-life"
+INCARNATION = "the-first-incarnation"
 HISTORY = "h" * 40
 
 
 class Bench:
-    """A stream in a known state, and the scripts at hand."""
+    """A stream in a known state, with a method for each script."""
 
     def __init__(self, client: meteor.Client, name: str = "s") -> None:
         self.client = client
@@ -37,8 +37,8 @@ class Bench:
     def create(self, capacity: int = 10_000, **meta: Any) -> None:
         fields = {"capacity": capacity, "compression": "none", "checksum": "0", "codec": "bytes"}
         flat = [item for pair in fields.items() for item in pair]
-        answer = self.run(scripts.CREATE_STREAM, [self.meta], LIFE, HISTORY, *flat)
-        assert answer[0] == 1
+        reply = self.run(scripts.CREATE_STREAM, [self.meta], INCARNATION, HISTORY, *flat)
+        assert reply[0] == 1
         if meta:
             changes: dict[Any, Any] = meta
             self.plain.hset(self.meta, mapping=changes)
@@ -53,7 +53,7 @@ class Bench:
         *,
         producer: str = "p",
         epoch: int = 0,
-        life: str = LIFE,
+        incarnation: str = INCARNATION,
         history: str = HISTORY,
         payload: bytes = b"x",
         crc: int | str = "",
@@ -61,14 +61,14 @@ class Bench:
         ttl_ms: int = TTL_MS,
     ) -> tuple[Any, ...]:
         script_keys = [self.log, self.meta, keys.producer(self.name, producer)]
-        answer = self.run(
-            scripts.PUBLISH, script_keys, life, history, epoch, seq, n, fingerprint, ttl_ms,
+        reply = self.run(
+            scripts.PUBLISH, script_keys, incarnation, history, epoch, seq, n, fingerprint, ttl_ms,
             "0v", payload, crc,
         )  # fmt: skip
-        return tuple(x.decode() if isinstance(x, bytes) else x for x in answer)
+        return tuple(x.decode() if isinstance(x, bytes) else x for x in reply)
 
     def snapshot(self) -> dict[bytes, Any]:
-        """All that is stored, but for times to live."""
+        """Returns the contents of all keys, without their times to live."""
         found: dict[bytes, Any] = {}
         names: Any = self.plain.keys("*")
         for key in names:
@@ -77,12 +77,12 @@ class Bench:
         return found
 
     def entries(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
-        answer: Any = self.plain.xrange(self.log)
-        return list(answer)
+        reply: Any = self.plain.xrange(self.log)
+        return list(reply)
 
     def meta_field(self, name: str) -> str:
-        answer: Any = self.plain.hget(self.meta, name)
-        return str(answer.decode())
+        reply: Any = self.plain.hget(self.meta, name)
+        return str(reply.decode())
 
 
 @pytest.fixture
@@ -93,10 +93,10 @@ def bench(any_url: str) -> Iterator[Bench]:
         bench.plain.close()
 
 
-# publish: its answers
+# publish: its replies
 
 
-def test_publish_gives_the_first_offset_and_the_epoch(bench: Bench) -> None:
+def test_publish_replies_with_the_first_offset_and_the_epoch(bench: Bench) -> None:
     bench.create(epoch=5)
     assert bench.publish(0, 3) == ("OK", 0, 5)
     assert bench.publish(1, 1) == ("OK", 3, 5)
@@ -109,7 +109,7 @@ def test_publish_gives_the_first_offset_and_the_epoch(bench: Bench) -> None:
     assert bench.meta_field("appended") == bench.entries()[-1][1][b"t"].decode()
 
 
-def test_publish_remembers_a_producer_for_as_long_as_it_is_told(bench: Bench) -> None:
+def test_publish_remembers_a_producer_for_its_ttl(bench: Bench) -> None:
     bench.create()
     key = keys.producer("s", "p")
     bench.publish(ttl_ms=5000)
@@ -119,48 +119,48 @@ def test_publish_remembers_a_producer_for_as_long_as_it_is_told(bench: Bench) ->
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
-    "another life": ({"life": "second"}, ("INCARNATION",)),
+    "another incarnation": ({"incarnation": "second"}, ("INCARNATION",)),
     "another history": ({"history": "g" * 40}, ("HISTORY", HISTORY)),
     "a producer of a former epoch": ({"epoch": 2}, ("STALEPRODUCER", 3)),
     "a later epoch that does not begin at 0": ({"epoch": 4, "seq": 2}, ("OUTOFSEQ", 0)),
     "an unknown producer that does not begin at 0": ({"producer": "q"}, ("NOPRODUCER",)),
-    "a sequence too far": ({"seq": 3}, ("OUTOFSEQ", 2)),
-    "a sequence too old": ({"seq": 1, "fingerprint": 8}, ("OUTOFSEQ", 2)),
+    "a sequence number that is too high": ({"seq": 3}, ("OUTOFSEQ", 2)),
+    "a sequence number that is too low": ({"seq": 1, "fingerprint": 8}, ("OUTOFSEQ", 2)),
     "a repeat with other records": ({"seq": 1, "n": 2}, ("OUTOFSEQ", 2)),
 }
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_publish_refuses_with_the_promised_answer_and_writes_nothing(
+def test_publish_refuses_with_the_documented_reply_and_writes_nothing(
     bench: Bench, what: str
 ) -> None:
-    call, answer = REFUSALS[what]
+    call, reply = REFUSALS[what]
     bench.create()
     bench.publish(0, epoch=3)
     bench.publish(1, epoch=3)
     before = bench.snapshot()
-    assert bench.publish(**{"seq": 2, "epoch": 3} | call) == answer
+    assert bench.publish(**{"seq": 2, "epoch": 3} | call) == reply
     assert bench.snapshot() == before
     assert bench.publish(2, epoch=3)[0] == "OK"
 
 
-def test_publish_to_no_stream_creates_none(bench: Bench) -> None:
+def test_publish_to_a_missing_stream_does_not_create_it(bench: Bench) -> None:
     assert bench.publish() == ("NOSTREAM",)
     assert bench.snapshot() == {}
 
 
-def test_publish_does_not_compare_a_history_that_the_sender_cannot_see(bench: Bench) -> None:
+def test_publish_does_not_compare_a_replication_id_that_the_sender_cannot_see(bench: Bench) -> None:
     bench.create()
     assert bench.publish(history="")[0] == "OK"
 
 
-def test_publish_checks_in_the_promised_order(bench: Bench) -> None:
-    """Of all that is wrong at once the first is told; then each is put right in turn."""
+def test_publish_checks_in_the_documented_order(bench: Bench) -> None:
+    """With everything wrong at once, the first error is reported; then each is fixed in turn."""
     bench.create(archived=0, max_unarchived=2, next=OFFSET_MAX)
     bench.plain.hset(keys.producer("s", "p"), mapping={"epoch": 3, "last": 4, "4": "4:0:1:7"})
-    wrong: dict[str, Any] = {"life": "second", "history": "g" * 40, "epoch": 2, "seq": 9}
+    wrong: dict[str, Any] = {"incarnation": "second", "history": "g" * 40, "epoch": 2, "seq": 9}
     assert bench.publish(**wrong) == ("INCARNATION",)
-    wrong["life"] = LIFE
+    wrong["incarnation"] = INCARNATION
     assert bench.publish(**wrong) == ("HISTORY", HISTORY)
     wrong["history"] = HISTORY
     assert bench.publish(**wrong) == ("STALEPRODUCER", 3)
@@ -180,18 +180,18 @@ def test_publish_checks_in_the_promised_order(bench: Bench) -> None:
 # publish: exactly once
 
 
-def test_a_repeat_of_one_of_the_last_eight_gets_its_first_answer(bench: Bench) -> None:
+def test_a_repeat_of_one_of_the_last_eight_batches_gets_its_first_reply(bench: Bench) -> None:
     bench.create()
-    answers = [bench.publish(seq, 1 + seq % 3, fingerprint=seq) for seq in range(20)]
+    replies = [bench.publish(seq, 1 + seq % 3, fingerprint=seq) for seq in range(20)]
     before = bench.snapshot()
     for seq in range(12, 20):
-        assert bench.publish(seq, 1 + seq % 3, fingerprint=seq) == answers[seq]
+        assert bench.publish(seq, 1 + seq % 3, fingerprint=seq) == replies[seq]
     for seq in range(12):
         assert bench.publish(seq, 1 + seq % 3, fingerprint=seq) == ("OUTOFSEQ", 20)
     assert bench.snapshot() == before
 
 
-def test_a_new_producer_epoch_forgets_the_old_one_and_fences_it(bench: Bench) -> None:
+def test_a_new_producer_epoch_fences_the_old_one(bench: Bench) -> None:
     bench.create()
     for seq in range(5):
         bench.publish(seq)
@@ -205,19 +205,19 @@ def test_a_new_producer_epoch_forgets_the_old_one_and_fences_it(bench: Bench) ->
     assert bench.publish(4, epoch=1) == ("OUTOFSEQ", 2)  # the former epoch had a 4
 
 
-def test_producers_do_not_know_each_other(bench: Bench) -> None:
+def test_producers_are_independent(bench: Bench) -> None:
     bench.create()
     for seq in range(3):
         for number, producer in enumerate("abc"):
-            answer = ("OK", 3 * seq + number, 1)
-            assert bench.publish(seq, producer=producer, fingerprint=seq) == answer
-            assert bench.publish(seq, producer=producer, fingerprint=seq) == answer
+            reply = ("OK", 3 * seq + number, 1)
+            assert bench.publish(seq, producer=producer, fingerprint=seq) == reply
+            assert bench.publish(seq, producer=producer, fingerprint=seq) == reply
 
 
 # publish: the ring
 
 
-def test_the_ring_is_trimmed_to_the_record(bench: Bench, rng: random.Random) -> None:
+def test_the_ring_is_trimmed_to_the_exact_record(bench: Bench, rng: random.Random) -> None:
     bench.create(capacity=20)
     model: list[tuple[int, int]] = []
     end = 0
@@ -229,7 +229,7 @@ def test_the_ring_is_trimmed_to_the_record(bench: Bench, rng: random.Random) -> 
         assert [entry_id for entry_id, _ in bench.entries()] == [b"%d-%d" % pair for pair in model]
 
 
-def test_with_a_store_nothing_is_trimmed_that_is_not_in_it(bench: Bench) -> None:
+def test_with_a_store_only_archived_records_are_trimmed(bench: Bench) -> None:
     bench.create(capacity=3, archived=0, max_unarchived=6)
     for seq in range(6):
         assert bench.publish(seq)[0] == "OK"
@@ -244,7 +244,7 @@ def test_with_a_store_nothing_is_trimmed_that_is_not_in_it(bench: Bench) -> None
     assert bench.entries()[0][0] == b"5-1"
 
 
-def test_the_append_time_is_the_servers_and_never_goes_back(bench: Bench) -> None:
+def test_the_append_time_is_the_servers_and_never_decreases(bench: Bench) -> None:
     bench.create()
     before = int(time.time() * 1000)
     bench.publish(0)
@@ -271,13 +271,13 @@ def test_offsets_stay_exact_up_to_the_last(bench: Bench) -> None:
     assert bench.publish(4, 1) == ("OK", OFFSET_MAX - 1, 1)
     assert bench.publish(5, 1) == ("EXHAUSTED",)
     assert bench.entries()[0][0] == b"%d-4" % (OFFSET_MAX - 3)
-    located = bench.run(scripts.OFFSET_AT_TIME, [bench.log, bench.meta], LIFE, 1001)
+    located = bench.run(scripts.OFFSET_AT_TIME, [bench.log, bench.meta], INCARNATION, 1001)
     assert located == [b"OK", OFFSET_MAX - 6, OFFSET_MAX - 6]
 
 
 def test_a_stream_near_its_last_offset_is_read_like_any_other(bench: Bench) -> None:
     start = OFFSET_MAX - 100
-    stream = bench.client.stream("s")
+    stream = bench.client.stream("s", create=True)
     bench.plain.hset(bench.meta, "next", start)
     with stream.subscriber() as sub:
         assert fill(stream, 1, 50, 1, 40) == start + 92
@@ -294,33 +294,33 @@ def test_a_stream_near_its_last_offset_is_read_like_any_other(bench: Bench) -> N
 # create_stream, describe, locate
 
 
-def test_create_stream_tells_whether_it_did_and_all_fields_either_way(bench: Bench) -> None:
-    args = [LIFE, HISTORY, "capacity", "5"]
+def test_create_stream_replies_whether_it_created_and_with_all_fields(bench: Bench) -> None:
+    args = [INCARNATION, HISTORY, "capacity", "5"]
     created, fields = bench.run(scripts.CREATE_STREAM, [bench.meta], *args)
     again, same = bench.run(scripts.CREATE_STREAM, [bench.meta], "other", "", "capacity", "9")
     assert (created, again) == (1, 0)
     assert fields == same
     pairs = dict(zip(fields[::2], fields[1::2], strict=True))
-    assert pairs[b"incarnation"] == LIFE.encode()
+    assert pairs[b"incarnation"] == INCARNATION.encode()
     assert pairs[b"history"] == HISTORY.encode()
     assert pairs[b"capacity"] == b"5"
     assert (pairs[b"next"], pairs[b"epoch"], pairs[b"epochs"]) == (b"0", b"1", b"1:0")
 
 
-def test_describe_and_locate_answer_for_no_stream_and_for_one(bench: Bench) -> None:
+def test_describe_and_offset_at_reply_for_missing_and_existing_streams(bench: Bench) -> None:
     both = [bench.log, bench.meta]
     assert bench.run(scripts.DESCRIBE_STREAM, both) == [[], 0, b""]
-    assert bench.run(scripts.OFFSET_AT_TIME, both, LIFE, 0) == [b"NOSTREAM"]
+    assert bench.run(scripts.OFFSET_AT_TIME, both, INCARNATION, 0) == [b"NOSTREAM"]
     bench.create()
     assert bench.run(scripts.DESCRIBE_STREAM, both)[1:] == [0, b""]
-    assert bench.run(scripts.OFFSET_AT_TIME, both, LIFE, 0) == [b"OK", 0, 0]
-    assert bench.run(scripts.OFFSET_AT_TIME, both, "another life", 0) == [b"INCARNATION"]
+    assert bench.run(scripts.OFFSET_AT_TIME, both, INCARNATION, 0) == [b"OK", 0, 0]
+    assert bench.run(scripts.OFFSET_AT_TIME, both, "another incarnation", 0) == [b"INCARNATION"]
     bench.publish(0, 3)
     assert bench.run(scripts.DESCRIBE_STREAM, both)[1:] == [1, b"2-3"]
-    assert bench.run(scripts.OFFSET_AT_TIME, both, LIFE, 10**14) == [b"OK", 3, 0]
+    assert bench.run(scripts.OFFSET_AT_TIME, both, INCARNATION, 10**14) == [b"OK", 3, 0]
     bench.plain.xadd(bench.log, {"user": "1"}, id="7-0")
     bench.plain.hset(bench.meta, mapping={"next": 8, "appended": 10**14})
-    assert bench.run(scripts.OFFSET_AT_TIME, both, LIFE, 10**14) == [b"FOREIGN", b"7-0"]
+    assert bench.run(scripts.OFFSET_AT_TIME, both, INCARNATION, 10**14) == [b"FOREIGN", b"7-0"]
 
 
 # configure, delete_stream
@@ -329,28 +329,28 @@ def test_describe_and_locate_answer_for_no_stream_and_for_one(bench: Bench) -> N
 @pytest.mark.parametrize(
     ("script", "args"), [(scripts.CONFIGURE_STREAM, ["5"]), (scripts.DELETE_STREAM, [])]
 )
-def test_a_stream_that_is_gone_or_another_is_neither_configured_nor_deleted(
+def test_a_deleted_or_recreated_stream_is_neither_configured_nor_deleted(
     bench: Bench, script: scripts.Script, args: list[str]
 ) -> None:
     order = (
         [bench.log, bench.meta] if script is scripts.CONFIGURE_STREAM else [bench.meta, bench.log]
     )
-    assert bench.run(script, order, LIFE, *args) == [b"NOSTREAM"]
+    assert bench.run(script, order, INCARNATION, *args) == [b"NOSTREAM"]
     bench.create()
     bench.publish()
     before = bench.snapshot()
-    assert bench.run(script, order, "another life", *args) == [b"INCARNATION"]
+    assert bench.run(script, order, "another incarnation", *args) == [b"INCARNATION"]
     assert bench.snapshot() == before
-    assert bench.run(script, order, LIFE, *args) == [b"OK"]
+    assert bench.run(script, order, INCARNATION, *args)[0] == b"OK"
     assert bench.snapshot() != before
 
 
-def test_configure_sets_what_it_is_given_and_leaves_the_rest(bench: Bench) -> None:
+def test_configure_changes_only_the_given_settings(bench: Bench) -> None:
     bench.create(capacity=50)
     both = [bench.log, bench.meta]
-    assert bench.run(scripts.CONFIGURE_STREAM, both, LIFE, "", "checksum", "1") == [b"OK"]
+    assert bench.run(scripts.CONFIGURE_STREAM, both, INCARNATION, "", "checksum", "1")[0] == b"OK"
     assert (bench.meta_field("capacity"), bench.meta_field("checksum")) == ("50", "1")
-    assert bench.run(scripts.CONFIGURE_STREAM, both, LIFE, "60") == [b"OK"]
+    assert bench.run(scripts.CONFIGURE_STREAM, both, INCARNATION, "60")[0] == b"OK"
     assert (bench.meta_field("capacity"), bench.meta_field("checksum")) == ("60", "1")
 
 
@@ -359,29 +359,29 @@ def test_configure_trims_in_steps_and_sets_the_capacity_last(bench: Bench) -> No
     for seq in range(450):
         bench.publish(seq)
     both = [bench.log, bench.meta]
-    answers = [bench.run(scripts.CONFIGURE_STREAM, both, LIFE, "7")[0]]
-    while answers[-1] == b"MORE":
+    replies = [bench.run(scripts.CONFIGURE_STREAM, both, INCARNATION, "7")[0]]
+    while replies[-1] == b"MORE":
         assert bench.meta_field("capacity") == "10000"
-        answers.append(bench.run(scripts.CONFIGURE_STREAM, both, LIFE, "7")[0])
-    assert answers[-1] == b"OK"
+        replies.append(bench.run(scripts.CONFIGURE_STREAM, both, INCARNATION, "7")[0])
+    assert replies[-1] == b"OK"
     assert bench.meta_field("capacity") == "7"
     assert [entry_id for entry_id, _ in bench.entries()] == [b"%d-1" % i for i in range(443, 450)]
 
 
-def test_delete_stream_takes_all_keys_it_is_given(bench: Bench) -> None:
+def test_delete_stream_deletes_all_given_keys(bench: Bench) -> None:
     bench.create()
     bench.publish()
     others = [bench.log, keys.producer("s", "p")]
-    assert bench.run(scripts.DELETE_STREAM, [bench.meta, *others], LIFE) == [b"OK"]
+    assert bench.run(scripts.DELETE_STREAM, [bench.meta, *others], INCARNATION) == [b"OK"]
     assert bench.snapshot() == {}
 
 
 # new_epoch
 
 
-def new_epoch(bench: Bench, found: str, seen: str, life: str = LIFE) -> list[bytes]:
-    answer: list[bytes] = bench.run(scripts.NEW_EPOCH, [bench.meta], life, found, seen)
-    return answer
+def new_epoch(bench: Bench, found: str, seen: str, incarnation: str = INCARNATION) -> list[bytes]:
+    reply: list[bytes] = bench.run(scripts.NEW_EPOCH, [bench.meta], incarnation, found, seen, 7)
+    return reply
 
 
 def epochs(bench: Bench) -> list[tuple[int, int]]:
@@ -389,11 +389,11 @@ def epochs(bench: Bench) -> list[tuple[int, int]]:
     return [(int(number), int(first)) for number, first in pairs]
 
 
-def test_a_new_epoch_begins_once_for_all_who_find_the_same(bench: Bench) -> None:
+def test_clients_that_find_the_same_replication_id_begin_one_epoch(bench: Bench) -> None:
     assert new_epoch(bench, HISTORY, "b") == [b"NOSTREAM"]
     bench.create()
     bench.publish(0, 5)
-    assert new_epoch(bench, HISTORY, "b", life="another") == [b"INCARNATION"]
+    assert new_epoch(bench, HISTORY, "b", incarnation="another") == [b"INCARNATION"]
     before = int(time.time() * 1000) - 1000
     assert new_epoch(bench, HISTORY, "b") == [b"OK"]
     after = bench.snapshot()
@@ -401,28 +401,27 @@ def test_a_new_epoch_begins_once_for_all_who_find_the_same(bench: Bench) -> None
     assert before < number < before + 60_000  # numbers follow the clock
     assert epochs(bench) == [(1, 0), (number, 5)]
     assert new_epoch(bench, HISTORY, "b") == [b"OK"]  # the second client
-    assert new_epoch(bench, HISTORY, "c") == [b"HISTORY", b"b"]  # it looked too early
+    assert new_epoch(bench, HISTORY, "c") == [b"HISTORY", b"b"]  # saw an outdated history
     assert bench.snapshot() == after
     assert bench.publish(1, history="b") == ("OK", 5, number)
 
 
-def test_epoch_numbers_rise_even_if_the_clock_does_not(bench: Bench) -> None:
+def test_epoch_numbers_increase_even_if_the_clock_does_not(bench: Bench) -> None:
     far = 10**14
     bench.create(epoch=far)
     new_epoch(bench, HISTORY, "b")
-    assert int(bench.meta_field("epoch")) == far + 1
+    assert int(bench.meta_field("epoch")) == far + 7
 
 
-def test_an_epoch_in_which_nothing_was_written_leaves_no_entry(bench: Bench) -> None:
+def test_the_table_lists_every_epoch_and_marks_it(bench: Bench) -> None:
     bench.create()
     bench.publish(0, 5)
     for found, seen in (("h" * 40, "b"), ("b", "c"), ("c", "d")):
         new_epoch(bench, found, seen)
-    assert [first for _, first in epochs(bench)] == [0, 5]
-    # The tail was lost: what is listed beyond the end says nothing any more.
-    bench.plain.hset(bench.meta, "next", 3)
+    bench.plain.hset(bench.meta, "next", 3)  # the tail was lost
     new_epoch(bench, "d", "e")
-    assert [first for _, first in epochs(bench)] == [0, 3]
+    assert [first for _, first in epochs(bench)] == [0, 5, 5, 5, 3]
+    assert bench.meta_field("epochs").count(",+") == 4
 
 
 def test_the_table_of_epochs_is_bounded_and_errs_on_the_safe_side(bench: Bench) -> None:
@@ -436,7 +435,7 @@ def test_the_table_of_epochs_is_bounded_and_errs_on_the_safe_side(bench: Bench) 
         assert kept[0] == (2 + number, -1)
         assert kept[1] == (3 + number, (3 + number) * 10)
     text = bench.meta_field("epochs")
-    assert diverged_at(Position(LIFE, 1, 15), text, 10**6) == 0  # too long ago to judge
-    assert diverged_at(Position(LIFE, 1, 0), text, 10**6) is None  # has nothing to lose
-    assert diverged_at(Position(LIFE, 900, 15_000), text, 10**6) == 9010
-    assert diverged_at(Position(LIFE, 900, 9_010), text, 10**6) is None
+    assert diverged_at(Position(INCARNATION, 1, 15), text, 10**6) == 0  # too old to decide
+    assert diverged_at(Position(INCARNATION, 1, 0), text, 10**6) is None  # nothing was read
+    assert diverged_at(Position(INCARNATION, 900, 15_000), text, 10**6) == 9010
+    assert diverged_at(Position(INCARNATION, 900, 9_010), text, 10**6) is None

@@ -1,4 +1,4 @@
-"""The examples, as somebody at a terminal meets them."""
+"""Each example runs as a user starts it, and prints the expected output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORD_COUNT = EXAMPLES / "spark_word_count.py"
 WINDOW = re.compile(r"(\d\d:\d\d:\d\d) to (\d\d:\d\d:\d\d): \w+ \d+(, \w+ \d+){2}")
 
 
-def test_what_is_typed_in_one_terminal_is_read_in_the_other(
+def test_two_terminals_prints_in_one_the_line_typed_in_the_other(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METEOR_URL", url)
@@ -37,7 +37,7 @@ def test_what_is_typed_in_one_terminal_is_read_in_the_other(
         assert reader.wait(10) == 130
 
 
-def test_carts_are_as_if_one_consumer_had_done_it_all() -> None:
+def test_shopping_carts_equal_those_of_a_single_consumer() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(CARTS)], capture_output=True, text=True, timeout=60
     )
@@ -48,30 +48,30 @@ def test_carts_are_as_if_one_consumer_had_done_it_all() -> None:
     assert len(carts) == 3
 
 
-def test_a_frozen_leader_is_replaced_in_a_higher_term_and_its_write_is_refused() -> None:
+def test_two_leaders_replaces_a_frozen_leader_and_refuses_its_write() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(LEADERS)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    said = dict.fromkeys(done.stdout.splitlines())
-    led = [re.fullmatch(r"(one|two): leads, term (\d+)", line) for line in said]
-    who, terms = zip(*(found.groups() for found in led if found), strict=True)
-    first, second, third = who
+    lines = dict.fromkeys(done.stdout.splitlines())
+    led = [re.fullmatch(r"(one|two): leads, term (\d+)", line) for line in lines]
+    leaders, terms = zip(*(found.groups() for found in led if found), strict=True)
+    first, second, third = leaders
     assert (first != second, first == third) == (True, True)
     assert sorted(set(terms), key=int) == list(terms), "each term is higher"
     refused = rf"{first}: valid is \w+; refused: Term {terms[0]} of group 'workers' is over"
-    assert any(re.match(refused, line) for line in said)
+    assert any(re.match(refused, line) for line in lines)
     counted = [
-        int(line.split()[-1]) for line in said if line.startswith("main: ") and line[-1:].isdigit()
+        int(line.split()[-1]) for line in lines if line.startswith("main: ") and line[-1:].isdigit()
     ]
     assert len(counted) == 3, done.stdout
     assert counted == sorted(counted)
 
 
-@pytest.mark.timeout(330)  # a loaded machine takes its time to start Spark
+@pytest.mark.timeout(330)  # a loaded machine starts Spark slowly
 @pytest.mark.slow
-def test_spark_counts_words_per_window_and_nothing_is_left(tmp_path: Path) -> None:
+def test_spark_word_count_prints_each_window_once_and_leaves_no_files(tmp_path: Path) -> None:
     require_java()
     done = subprocess.run(
         [sys.executable, "-W", "error", str(WORD_COUNT)],
@@ -83,7 +83,7 @@ def test_spark_counts_words_per_window_and_nothing_is_left(tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stderr
     title, *windows = done.stdout.splitlines()
-    assert title.startswith("Spark starts")
+    assert title.startswith("Starting Spark")
     found = [WINDOW.fullmatch(line) for line in windows]
     assert found, done.stdout
     assert all(found), done.stdout
@@ -92,7 +92,7 @@ def test_spark_counts_words_per_window_and_nothing_is_left(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == []
 
 
-def test_without_java_one_sentence_says_so(tmp_path: Path) -> None:
+def test_spark_word_count_without_java_prints_one_sentence(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(WORD_COUNT)],
         env=os.environ | {"JAVA_HOME": str(tmp_path)},
@@ -104,7 +104,7 @@ def test_without_java_one_sentence_says_so(tmp_path: Path) -> None:
     assert done.stderr.startswith("Spark needs Java 17 or newer")
 
 
-def test_without_pyspark_one_sentence_says_so(tmp_path: Path) -> None:
+def test_spark_word_count_without_pyspark_prints_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "pyspark.py").write_text("raise ImportError('not here')")
     java = tmp_path / "bin" / "java"
     java.parent.mkdir()

@@ -1,4 +1,4 @@
-"""Every code block of the README and of the pages in docs/ named here runs as it stands there."""
+"""Code blocks of the README and the documentation run as printed; links and figures hold."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
 
 import meteor_py as meteor
 from tests.support.java import SPARK_ENVIRONMENT, SPARK_PYTHON, require_java
@@ -39,12 +41,12 @@ BLOCKS = {
 }
 
 
-#: Those are run together, which starts Java once.
+#: These run in one process, to start Java only once.
 WITH_SPARK = {
     name: code for name, (what, code) in BLOCKS.items() if what == "python" and "pyspark" in code
 }
 
-#: Runs files one after the other, each by itself: without the names and the streams of others.
+#: Runs files one after the other, isolated from each other's names and streams.
 IN_TURN = """
 import os, sys
 import meteor_py as meteor
@@ -56,21 +58,21 @@ for path in sys.argv[1:]:
     exec(code, {"__name__": "__main__"})
     with meteor.connect() as m:
         for name in m.streams():
-            m.stream(name).delete()
+            m.stream(name, create=True).delete()
 """
 
 
 @pytest.mark.parametrize("block", [name for name in BLOCKS if name not in WITH_SPARK])
 def test_code_block_runs(block: str, tmp_path: Path) -> None:
     language, code = BLOCKS[block]
-    assert language in ("python", "sh"), "a block that no test can run"
+    assert language in ("python", "sh"), "no test can run this block"
     command = [sys.executable, "-W", "error", "-c", code]
     if language == "sh":
         command = ["bash", "-euc", code]
-    assert output(command, tmp_path).strip(), "it shows something"
+    assert output(command, tmp_path).strip(), "the block prints nothing"
 
 
-def test_of_two_that_are_started_one_waits_until_the_other_has_ended(url: str) -> None:
+def test_second_peer_leads_only_after_the_first_has_exited(url: str) -> None:
     _, code = BLOCKS["peer-groups-0"]
     command = [sys.executable, "-W", "ignore", "-c", code]
     environment = {"METEOR_URL": url}
@@ -90,7 +92,7 @@ def test_of_two_that_are_started_one_waits_until_the_other_has_ended(url: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(330)  # a loaded machine takes its time to start Spark
+@pytest.mark.timeout(330)  # a loaded machine starts Spark slowly
 def test_code_blocks_with_spark_run(tmp_path: Path) -> None:
     require_java()
     for name, code in WITH_SPARK.items():
@@ -99,12 +101,12 @@ def test_code_blocks_with_spark_run(tmp_path: Path) -> None:
     _, *shown = output(command, tmp_path).split(chr(30))
     found = {name: text.strip() for name, _, text in (each.partition("\n") for each in shown)}
     assert list(found) == list(WITH_SPARK)
-    assert all(found.values()), "each shows something"
+    assert all(found.values()), "a block prints nothing"
 
 
 def output(command: list[str], folder: Path) -> str:
-    """What a command prints that ends well, in the home of somebody who has nothing yet."""
-    # The commands are those beside the interpreter that runs the tests.
+    """Run a command in an empty home directory; return its output. It must exit with 0."""
+    # The `meteor` command is the one next to the interpreter that runs the tests.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {
         **os.environ,
@@ -118,7 +120,7 @@ def output(command: list[str], folder: Path) -> str:
         command,
         cwd=folder,
         env=environment,
-        input="\n",  # Enter, for those that wait for it
+        input="\n",  # for blocks that wait for Enter
         capture_output=True,
         text=True,
         timeout=300,
@@ -127,14 +129,24 @@ def output(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_readme_is_short() -> None:
+def test_readme_has_at_most_200_lines() -> None:
     assert len(README.splitlines()) <= 200
 
 
-def test_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", README)
+def test_readme_links_lead_to_existing_files() -> None:
+    targets = relative_links(README)
     assert targets
-    assert [t for t in targets if "://" not in t and not (ROOT / t).exists()] == []
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_readme_on_pypi_has_no_relative_links() -> None:
+    readme = ProjectMetadata(str(ROOT), PluginManager()).core.readme
+    assert readme.startswith("# meteor_py\n")
+    assert relative_links(readme) == []
+
+
+def relative_links(text: str) -> list[str]:
+    return [t for t in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in t]
 
 
 def table_rows(text: str) -> list[list[str]]:
@@ -142,10 +154,10 @@ def table_rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_figures_are_those_of_the_benchmarks() -> None:
+def test_readme_figures_equal_the_benchmark_results() -> None:
     results: dict[str, list[str]] = {}
     for row in table_rows((ROOT / "benchmarks/RESULTS.md").read_text()):
-        results.setdefault(row[0], row)  # some are compared with a second peer too
+        results.setdefault(row[0], row)  # a few rows have a second comparison
     speed = README.partition("## Speed")[2].partition("\n## ")[0]
     rows = table_rows(speed)[1:]
     assert len(rows) >= 6

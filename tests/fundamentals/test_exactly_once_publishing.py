@@ -19,7 +19,7 @@ from tests.fundamentals.reading import numbers, values
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server
 
-PUBLISH = b"EVAL"  # what the request of a publisher contains
+PUBLISH = b"EVAL"  # part of every publish request
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def network(server: Server, url: str) -> Iterator[Proxy]:
 def far(network: Proxy, stream: meteor.Stream) -> Iterator[meteor.Stream]:
     """The same stream, on the other side of that network."""
     with meteor.connect(network.url) as client:
-        yield client.stream("orders")
+        yield client.stream("orders", create=True)
 
 
 @pytest.fixture
 def stream(m: meteor.Client) -> meteor.Stream:
-    return m.stream("orders")
+    return m.stream("orders", create=True)
 
 
 def test_lost_reply_does_not_duplicate_a_record(
@@ -46,7 +46,7 @@ def test_lost_reply_does_not_duplicate_a_record(
 ) -> None:
     with far.publisher() as pub:
         pub.publish(b"first").result(10)
-        network.cut_after_request(match=PUBLISH)  # the server appends it; nobody hears of that
+        network.cut_after_request(match=PUBLISH)  # appended, but the reply is lost
         assert pub.publish(b"second").result(10) == 1
         assert pub.publish(b"third").result(10) == 2
     assert network.counters.cuts == 1
@@ -64,7 +64,7 @@ def test_lost_request_does_not_lose_a_record(
     assert values(stream) == [b"first", b"second"]
 
 
-def test_network_that_fails_again_and_again_neither_loses_nor_duplicates_nor_reorders(
+def test_network_that_fails_repeatedly_neither_loses_nor_duplicates_nor_reorders(
     far: meteor.Stream, network: Proxy, stream: meteor.Stream, rng: Random
 ) -> None:
     with far.publisher() as pub:

@@ -1,8 +1,8 @@
-"""Exactly-once sink: a batch that several workers write appears once, whoever dies or repeats it.
+"""Exactly-once sink: a batch of several workers appears once, even if they die or repeat it.
 
-Workers *stage* their part of a batch beside the stream, where nobody reads it. Then a committer
-commits all parts as one version of a writer. If the committer dies half-way, the next one finishes
-its work. If a version is committed again, nothing happens. Spark's sink is built on this.
+Workers *stage* their part of a batch outside the stream, where readers do not see it. Then a
+committer commits all parts as one version of a writer. If the committer dies half-way, the next one
+finishes its work. If a version is committed again, nothing happens. Spark's sink is built on this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.servers import HOST, Server
 
 @pytest.fixture
 def stream(m: meteor.Client) -> meteor.Stream:
-    return m.stream("results")
+    return m.stream("results", create=True)
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def network(server: Server, url: str) -> Iterator[Proxy]:
 
 
 def stage(stream: meteor.Stream, worker: str, *values: int) -> Staged:
-    """What a worker does with its part of a batch."""
+    """Stage one worker's part of a batch."""
     part = Stage(stream._handle, worker)
     part.write(Columns([b"%d" % value for value in values]))
     return part.finish()
 
 
-def test_what_is_staged_appears_when_it_is_committed(stream: meteor.Stream) -> None:
+def test_staged_records_appear_when_they_are_committed(stream: meteor.Stream) -> None:
     parts = [stage(stream, "worker-a", 0, 1), stage(stream, "worker-b", 2, 3)]
     assert numbers(stream) == []
     commit(stream._handle, "query", 1, parts)
@@ -54,13 +54,13 @@ def test_batch_that_is_written_and_committed_again_appears_once(stream: meteor.S
 
 @pytest.mark.parametrize("dies", ["before", "after"])
 @pytest.mark.parametrize("request_number", [1, 2])
-def test_what_a_dead_committer_left_half_done_is_finished_once(
+def test_commit_of_a_dead_committer_is_finished_once(
     stream: meteor.Stream, network: Proxy, dies: str, request_number: int
 ) -> None:
     parts = [stage(stream, "worker-a", 0, 1), stage(stream, "worker-b", 2, 3)]
     with meteor.connect(network.url) as far:
-        committer = far.stream("results")
-        network.refuse()  # the connection that it has is its last
+        committer = far.stream("results", create=True)
+        network.refuse()  # the committer cannot reconnect
         cut = network.cut_before_request if dies == "before" else network.cut_after_request
         cut(request_number, match=b"EVAL")  # the first request plans, the second moves records
         with pytest.raises(meteor.ConnectionFailed):
@@ -69,8 +69,8 @@ def test_what_a_dead_committer_left_half_done_is_finished_once(
     assert numbers(stream) == [0, 1, 2, 3]
 
 
-def test_committers_of_the_same_batch_at_once_write_it_once(url: str, m: meteor.Client) -> None:
-    stream = m.stream("results")
+def test_concurrent_committers_of_the_same_batch_write_it_once(url: str, m: meteor.Client) -> None:
+    stream = m.stream("results", create=True)
     start = threading.Barrier(3)
     wrote: list[bool] = []
 

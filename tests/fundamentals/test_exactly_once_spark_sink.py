@@ -19,11 +19,11 @@ from tests.support.spark import END_S, batches, stream_of
 def test_micro_batch_that_spark_repeats_appears_once(
     spark: SparkSession, m: meteor.Client, url: str, tmp_path: Path
 ) -> None:
-    checkpoint, results = tmp_path / "checkpoint", m.stream("results")
-    publish(m.stream("source"), range(100))
+    checkpoint, results = tmp_path / "checkpoint", m.stream("results", create=True)
+    publish(m.stream("source", create=True), range(100))
 
     def run_query() -> StreamingQuery:
-        """Copy all that is new in the stream "source" to the stream "results"."""
+        """Copy all new records of the stream "source" to the stream "results"."""
         sink = stream_of(spark, url, stream="source").select("value").writeStream.format("meteor")
         sink = sink.option("url", url).option("stream", "results")
         sink = sink.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True)
@@ -34,6 +34,6 @@ def test_micro_batch_that_spark_repeats_appears_once(
     run_query()
     for note in (checkpoint / "commits").iterdir():  # as if the driver had died just before
         note.unlink()
-    publish(m.stream("source"), range(100, 150))
-    assert batches(run_query()) == [100, 50]  # it repeats the first batch, and writes another
+    publish(m.stream("source", create=True), range(100, 150))
+    assert batches(run_query()) == [100, 50]  # repeats the first batch, then another
     assert numbers(results) == list(range(150))

@@ -2,7 +2,7 @@
 
 A group is a reliable queue over a stream. The member that holds the lease gets the records; the
 others wait. If it closes, another takes over at once. If it dies or hangs, another takes over when
-the lease expires. The next member continues at the confirmed offset, so nothing is left out.
+the lease expires. The next member continues at the confirmed offset, so no record is skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHORT, LONG = 0.6, 60.0
 
 
 def test_one_member_reads_and_the_others_wait(m: meteor.Client) -> None:
-    stream = m.stream("orders")
+    stream = m.stream("orders", create=True)
     publish(stream, range(5))
     with (
         stream.subscriber(group="billing", lease_ttl=3.0) as one,
@@ -28,7 +28,7 @@ def test_one_member_reads_and_the_others_wait(m: meteor.Client) -> None:
 
 
 def test_when_a_member_closes_the_next_continues_at_once(m: meteor.Client) -> None:
-    stream = m.stream("orders")
+    stream = m.stream("orders", create=True)
     publish(stream, range(5))
     one = stream.subscriber(group="billing", lease_ttl=LONG)
     with stream.subscriber(group="billing", lease_ttl=LONG) as two:
@@ -40,7 +40,7 @@ def test_when_a_member_closes_the_next_continues_at_once(m: meteor.Client) -> No
 
 def test_when_a_member_is_killed_the_next_continues_when_its_lease_expires(crew: Crew) -> None:
     crew.fill(5)
-    one, two = crew.members(2, lease_ttl=SHORT)  # each a process of its own
+    one, two = crew.members(2, lease_ttl=SHORT)  # each in its own process
     assert one.poll() == [0, 1, 2, 3, 4]
     assert one.confirm(2) == 3
     one.kill()
@@ -48,19 +48,19 @@ def test_when_a_member_is_killed_the_next_continues_when_its_lease_expires(crew:
 
 
 def test_when_a_member_hangs_the_next_continues(m: meteor.Client) -> None:
-    stream = m.stream("orders")
+    stream = m.stream("orders", create=True)
     publish(stream, range(5))
     with (
         stream.subscriber(group="billing", lease_ttl=SHORT, max_poll_interval=0.2) as hanging,
         stream.subscriber(group="billing", lease_ttl=SHORT) as two,
     ):
-        assert len(hanging.poll(5)) == 5  # and from here on it does not poll
+        assert len(hanging.poll(5)) == 5  # from here on, it does not poll
         assert list(two.poll(10).offsets) == [0, 1, 2, 3, 4]  # none of them was confirmed
         assert not hanging.is_assigned
 
 
 def test_groups_do_not_share_records_with_each_other(m: meteor.Client) -> None:
-    stream = m.stream("orders")
+    stream = m.stream("orders", create=True)
     publish(stream, range(5))
     with stream.subscriber(group="billing") as one, stream.subscriber(group="audit") as two:
         assert list(one.poll(5).offsets) == list(two.poll(5).offsets) == [0, 1, 2, 3, 4]

@@ -2,7 +2,8 @@
 
 Each time a member acquires the lease, a new term with a higher number begins. The server checks the
 term of every confirm. A member that was cut off, paused or replaced, and does not know it yet, gets
-``LeaseLost``, and its confirm changes nothing. Confirmed offsets never go back.
+``LeaseLost``, and its confirm changes nothing. A confirm that took effect before the lease was lost
+is reported as such, even if its reply was lost. Confirmed offsets never go back.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from tests.support.group_members import Crew, Refused
 
 
 def test_confirm_from_an_expired_term_is_refused(m: meteor.Client) -> None:
-    stream = m.stream("orders")
+    stream = m.stream("orders", create=True)
     publish(stream, range(10))
     with (
         stream.subscriber(group="billing", lease_ttl=0.5, max_poll_interval=0.2) as old,
         stream.subscriber(group="billing", lease_ttl=0.5) as new,
     ):
-        old.poll(5)  # and then it hangs
+        old.poll(5)  # then it hangs
         new.poll(10)
         assert new.confirm(3).result(5) == 4
         with pytest.raises(meteor.LeaseLost):
@@ -31,7 +32,7 @@ def test_confirm_from_an_expired_term_is_refused(m: meteor.Client) -> None:
 
 def test_process_that_was_paused_cannot_confirm_when_it_wakes_up(crew: Crew) -> None:
     crew.fill(10)
-    zombie, heir = crew.members(2, lease_ttl=0.6)  # each a process of its own
+    zombie, heir = crew.members(2, lease_ttl=0.6)  # each in its own process
     assert len(zombie.poll()) == 10
     zombie.pause()
     assert len(heir.poll(10)) == 10
@@ -43,7 +44,7 @@ def test_process_that_was_paused_cannot_confirm_when_it_wakes_up(crew: Crew) -> 
 
 
 def test_owner_is_fenced_when_its_group_is_moved_by_hand(m: meteor.Client) -> None:
-    stream = m.stream("orders")
+    stream = m.stream("orders", create=True)
     publish(stream, range(10))
     with stream.subscriber(group="billing") as sub:
         sub.poll(5)
@@ -54,8 +55,8 @@ def test_owner_is_fenced_when_its_group_is_moved_by_hand(m: meteor.Client) -> No
         assert stream.group("billing").confirmed == 2
 
 
-def test_confirmed_offset_never_goes_back(m: meteor.Client) -> None:
-    stream = m.stream("orders")
+def test_confirmed_offset_never_moves_backwards(m: meteor.Client) -> None:
+    stream = m.stream("orders", create=True)
     publish(stream, range(10))
     with stream.subscriber(group="billing") as sub:
         sub.poll(5)
@@ -64,8 +65,8 @@ def test_confirmed_offset_never_goes_back(m: meteor.Client) -> None:
             assert sub.confirmed == stream.group("billing").confirmed == 7
 
 
-def test_every_term_has_a_higher_number_than_those_before(m: meteor.Client) -> None:
-    stream = m.stream("orders")
+def test_every_term_has_a_higher_number_than_earlier_terms(m: meteor.Client) -> None:
+    stream = m.stream("orders", create=True)
     publish(stream, [0])
     terms: list[int] = []
     for _ in range(4):

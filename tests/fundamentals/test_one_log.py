@@ -1,4 +1,4 @@
-"""One log: with a store, a stream never forgets, and readers do not notice where records lie.
+"""One log: with a store, a stream never forgets, and readers do not notice where records are.
 
 The archiver writes records to Parquet files before the ring may drop them. Readers and groups see
 one log from offset 0 to the newest record: they read the old part from the files, and the rest from

@@ -17,7 +17,7 @@ from tests.support.waiting import eventually
 
 
 def test_records_are_read_in_the_order_in_which_they_were_published(m: meteor.Client) -> None:
-    stream = m.stream("orders")
+    stream = m.stream("orders", create=True)
     with stream.publisher() as pub:
         one = pub.publish(b"a")
         many = pub.publish_many([b"b", b"c", b"d"])
@@ -30,7 +30,7 @@ def test_records_are_read_in_the_order_in_which_they_were_published(m: meteor.Cl
 
 
 def test_each_publisher_keeps_its_order_when_several_publish_at_once(m: meteor.Client) -> None:
-    stream = m.stream("orders")
+    stream = m.stream("orders", create=True)
     start = threading.Barrier(3)
 
     def publish(name: str) -> None:
@@ -51,7 +51,7 @@ def test_each_publisher_keeps_its_order_when_several_publish_at_once(m: meteor.C
 
 
 def test_all_subscribers_see_the_same_sequence(m: meteor.Client) -> None:
-    stream = m.stream("orders")
+    stream = m.stream("orders", create=True)
     with ExitStack() as stack:
         subs = [stack.enter_context(stream.subscriber()) for _ in range(3)]
         pubs = [stack.enter_context(stream.publisher()) for _ in range(3)]
@@ -96,6 +96,6 @@ def test_record_that_fails_holds_back_its_key_and_no_other(m: meteor.Client) -> 
         pub.publish_many([b"add", b"add", b"pay"], keys=[b"cart-1", b"cart-2", b"cart-1"])
     with stream.shared_subscriber("billing") as sub:
         add, other, _ = sub.poll(5)
-        add.release()  # it failed; "pay" goes back with it
+        add.release()  # "add" failed; "pay" is returned with it
         other.ack()
         assert [(record.offset, record.failures) for record in sub.poll(5)] == [(0, 1), (2, 0)]

@@ -1,9 +1,10 @@
-"""Reported loss: when records are gone, you are told exactly which.
+"""Reported loss: when records are gone, readers and publishers learn exactly which.
 
 A ring drops its oldest records. A reader that was too slow gets ``RecordsLost`` with the first and
 last offset that it has missed. A server that crashes may come back without the records that it
-acknowledged last. Whoever has seen them gets ``LogTruncated`` with the first and last offset that
-the server has lost. Both are raised until ``skip_gap()`` is called; nothing is skipped silently.
+acknowledged last. A client that has seen them gets ``LogTruncated`` with the first and last offset
+that the server has lost. Both are raised until ``skip_gap()`` is called; nothing is skipped
+silently.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def test_slow_reader_learns_which_records_the_ring_has_dropped(m: meteor.Client)
         for first in range(0, 30, 5):
             publish(stream, range(first, first + 5))
         sub.seek(3)
-        for _ in range(2):  # at each poll, until it is skipped
+        for _ in range(2):  # reported by each poll until it is skipped
             with pytest.raises(meteor.RecordsLost) as lost:
                 sub.poll(5)
             assert (lost.value.first, lost.value.last) == (3, 19)
@@ -61,14 +62,14 @@ def test_reader_learns_which_records_a_server_has_lost_in_a_crash(
 ) -> None:
     server = private_server()
     with meteor.connect(server.url) as m:
-        stream = m.stream("orders")
+        stream = m.stream("orders", create=True)
         publish(stream, range(10))
         server.client().save()
         publish(stream, range(10, 20))
         with stream.subscriber(initial_offset="earliest") as sub:
             assert [next(iter(sub)).offset for _ in range(20)] == list(range(20))
             server.kill()
-            server.restart()  # with what it has saved: 0 to 9
+            server.restart()  # with the records that it has saved: 0 to 9
             publish(stream, range(110, 115))  # other records get the offsets 10 to 14
             with pytest.raises(meteor.LogTruncated) as lost:
                 sub.poll(5)
@@ -82,7 +83,7 @@ def test_publisher_learns_which_of_its_records_a_server_has_lost_in_a_crash(
 ) -> None:
     server = private_server()
     with meteor.connect(server.url) as m:
-        stream = m.stream("orders")
+        stream = m.stream("orders", create=True)
         with stream.publisher() as pub:
             pub.publish_many([b"0", b"1", b"2"]).result(5)
             server.client().save()
@@ -93,6 +94,6 @@ def test_publisher_learns_which_of_its_records_a_server_has_lost_in_a_crash(
             assert isinstance(error, meteor.LogTruncated)
             assert (error.first, error.last) == (3, 5)
             with pytest.raises(meteor.LogTruncated):
-                pub.flush()  # told once more, in case nobody looks at acknowledgements
+                pub.flush()  # reported again, in case no acknowledgement was checked
             assert pub.publish(b"3").result(10) == 3
         assert numbers(stream) == [0, 1, 2, 3]

@@ -1,8 +1,8 @@
-"""Whatever happens in whatever order, the log is what a simple model says.
+"""After any sequence of operations, the log matches a simple model.
 
 Hypothesis drives a real server (AOF, every write on disk) through publishing by several producers,
-repeats, stale producers, new producer epochs, trims, kill -9 with restart, deleting and creating
-anew, and reads at any offset. The model is a few lists. A failure is shrunk to the shortest story.
+repeats, stale producers, new producer epochs, trims, kill -9 with restart, deleting and recreating,
+and reads at any offset. The model is a few lists. A failure is shrunk to the shortest sequence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ names = count()
 
 @dataclass
 class Sent:
-    """One batch of a producer, as it went out and as it was answered."""
+    """One batch of a producer: the request and its reply."""
 
     count: int
     name: str
@@ -53,10 +53,10 @@ class Producer:
 
 
 class Model:
-    """What one life of the stream must look like."""
+    """The expected state of one incarnation of the stream."""
 
-    def __init__(self, life: int, capacity: int) -> None:
-        self.life = life
+    def __init__(self, incarnation: int, capacity: int) -> None:
+        self.incarnation = incarnation
         self.capacity = capacity
         self.frames: list[tuple[int, int]] = []  # first and last offset
         self.next = 0
@@ -67,7 +67,7 @@ class Model:
         return self.frames[0][0] if self.frames else self.next
 
     def value(self, offset: int) -> bytes:
-        return b"life %d, record %d" % (self.life, offset)
+        return b"incarnation %d, record %d" % (self.incarnation, offset)
 
     def append(self, n: int) -> None:
         self.frames.append((self.next, self.next + n - 1))
@@ -108,7 +108,7 @@ class Machine(RuleBasedStateMachine):
 
     def call(self, producer: str, epoch: int, sequence: int, sent: Sent) -> tuple[Any, ...]:
         def publish() -> tuple[Any, ...]:
-            answer = self.client._connector.run(
+            reply = self.client._connector.run(
                 scripts.PUBLISH,
                 [keys.log(self.name), keys.meta(self.name), keys.producer(self.name, producer)],
                 [
@@ -116,19 +116,19 @@ class Machine(RuleBasedStateMachine):
                     fingerprint(sent.payload), 60_000, sent.name, sent.payload, "",
                 ],
             )  # fmt: skip
-            return tuple(x.decode() if isinstance(x, bytes) else x for x in answer)
+            return tuple(x.decode() if isinstance(x, bytes) else x for x in reply)
 
         if self.history != self.meta_history:
             assert publish() == ("HISTORY", self.meta_history)
             begun = self.client._connector.run(
                 scripts.NEW_EPOCH,
                 [keys.meta(self.name)],
-                [self.stream.incarnation, self.meta_history, self.history],
+                [self.stream.incarnation, self.meta_history, self.history, 1],
             )
             assert begun == [b"OK"]
             self.meta_history = self.history
-        answer = publish()
-        return answer[:2] if answer[0] == "OK" else answer
+        reply = publish()
+        return reply[:2] if reply[0] == "OK" else reply
 
     def batch(self, n: int) -> Sent:
         values = [self.model.value(self.model.next + i) for i in range(n)]
@@ -141,8 +141,8 @@ class Machine(RuleBasedStateMachine):
     @rule(producer=producers, n=sizes)
     def publish(self, producer: str, n: int) -> None:
         state, sent = self.state(producer), self.batch(n)
-        answer = self.call(producer, state.epoch, len(state.sent), sent)
-        assert answer == ("OK", self.model.next)
+        reply = self.call(producer, state.epoch, len(state.sent), sent)
+        assert reply == ("OK", self.model.next)
         state.sent.append(sent)
         self.model.append(n)
 
@@ -152,16 +152,16 @@ class Machine(RuleBasedStateMachine):
         if back > len(state.sent):
             return
         sequence = len(state.sent) - back
-        answer = self.call(producer, state.epoch, sequence, state.sent[sequence])
+        reply = self.call(producer, state.epoch, sequence, state.sent[sequence])
         first = state.sent[sequence].first
-        assert answer == (("OK", first) if back <= 8 else ("OUTOFSEQ", len(state.sent)))
+        assert reply == (("OK", first) if back <= 8 else ("OUTOFSEQ", len(state.sent)))
 
     @rule(producer=producers, n=sizes)
     def publish_with_a_hole(self, producer: str, n: int) -> None:
         state = self.state(producer)
-        answer = self.call(producer, state.epoch, len(state.sent) + 2, self.batch(n))
+        reply = self.call(producer, state.epoch, len(state.sent) + 2, self.batch(n))
         expected = ("OUTOFSEQ", len(state.sent)) if state.sent else ("NOPRODUCER",)
-        assert answer == expected
+        assert reply == expected
 
     @rule(producer=producers, n=sizes)
     def bump(self, producer: str, n: int) -> None:
@@ -199,7 +199,7 @@ class Machine(RuleBasedStateMachine):
     @rule(really=st.integers(0, 5))
     def kill(self, really: int) -> None:
         if really:
-            return  # it takes as long as a hundred other steps
+            return  # a restart takes as long as a hundred other steps
         self.restarts += 1
         self.server.kill()
         self.server.restart()
@@ -213,7 +213,7 @@ class Machine(RuleBasedStateMachine):
             self.tail_poll_to_the_end()
         self.stream = self.client.stream(self.name, capacity=capacity)
         self.meta_history = self.history
-        self.model = Model(self.model.life + 1, capacity)
+        self.model = Model(self.model.incarnation + 1, capacity)
         with pytest.raises(meteor.LogTruncated) as caught:
             self.tail_poll_to_the_end()
         assert caught.value.first == 0
@@ -257,10 +257,10 @@ class Machine(RuleBasedStateMachine):
             self.tail.skip_gap()
             self.skipping = True
         else:
-            if self.skipping and batch:  # what was dropped in the meantime is part of the gap
+            if self.skipping and batch:  # records dropped meanwhile are part of the gap
                 assert self.tail.skipped == skipped + batch.first_offset - position
                 position = max(position, self.model.first)
-                self.skipping = False
+            self.skipping = False
             self.check(batch, position)
             assert bool(batch) is (position < self.model.next)
 
@@ -269,7 +269,7 @@ class Machine(RuleBasedStateMachine):
         assert batch.values() == [self.model.value(offset) for offset in batch.offsets]
 
     @invariant()
-    def the_ring_is_as_the_model_says(self) -> None:
+    def ring_matches_the_model(self) -> None:
         if not hasattr(self, "model"):
             return
         described = self.stream.describe()
@@ -278,12 +278,12 @@ class Machine(RuleBasedStateMachine):
         assert described.config.capacity == self.model.capacity
 
 
-def test_the_log_is_what_a_simple_model_says(private_server: ServerFactory) -> None:
+def test_the_log_matches_a_simple_model(private_server: ServerFactory) -> None:
     Machine.server = private_server("--appendonly", "yes", "--appendfsync", "always")
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=100,
+            max_examples=70,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -1,7 +1,7 @@
-"""What the ring has dropped is read from the store: the two are one log, whoever reads how.
+"""Records that the ring has dropped are read from the store: to any reader, both are one log.
 
-The other files: what is missing or away (test_splice_gaps), what is fetched in advance
-(test_splice_ahead), groups, processes and fail-overs (test_splice_groups), random histories
+The other files: missing records and unavailable stores (test_splice_gaps), prefetching
+(test_splice_ahead), groups, processes and failovers (test_splice_groups), random operations
 (test_splice_model).
 """
 
@@ -43,7 +43,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 @pytest.fixture
 def stream(client: meteor.Client, tmp_path: Path) -> meteor.Stream:
-    """A ring of ten records, behind a store."""
+    """A ring of ten records, with a store."""
     return kept(client, tmp_path)
 
 
@@ -80,7 +80,7 @@ def by_a_receiver(stream: meteor.Stream) -> list[int]:
 
 
 @pytest.mark.parametrize("read", [by_polling, by_a_group, by_a_loop, by_a_receiver, read_all])
-def test_a_ring_of_ten_with_a_store_gives_all_of_25_records(
+def test_all_of_25_records_are_read_from_a_ring_of_ten_and_a_store(
     any_url: str, tmp_path: Path, read: Callable[[meteor.Stream], list[int]]
 ) -> None:
     with meteor.connect(any_url) as m:
@@ -96,7 +96,7 @@ def test_a_ring_of_ten_with_a_store_gives_all_of_25_records(
         assert read(stream) == list(range(25))
 
 
-def test_a_store_in_memory_does_the_same(any_url: str) -> None:
+def test_all_records_are_read_from_a_ring_and_a_store_in_memory(any_url: str) -> None:
     with meteor.connect(any_url) as m:
         store = meteor.MemoryStore(NAME)
         stream = m.stream(NAME, capacity=10, store=store)
@@ -108,7 +108,7 @@ def test_a_store_in_memory_does_the_same(any_url: str) -> None:
             assert drain(sub, max_records=3) == list(range(25))
 
 
-def test_values_are_decoded_wherever_they_come_from(any_url: str, tmp_path: Path) -> None:
+def test_values_from_ring_and_store_are_decoded(any_url: str, tmp_path: Path) -> None:
     with meteor.connect(any_url) as m:
         stream = kept(m, tmp_path, archive=True, codec="json")
         with stream.publisher() as pub:
@@ -121,7 +121,7 @@ def test_values_are_decoded_wherever_they_come_from(any_url: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("most", [1, 3, 7, 10, 25])
-def test_batches_are_as_large_as_asked_for_and_have_no_seam(
+def test_batches_have_the_requested_size_across_store_and_ring(
     stream: meteor.Stream, most: int
 ) -> None:
     fill_segments(stream, 4, 9, 3)
@@ -135,7 +135,7 @@ def test_batches_are_as_large_as_asked_for_and_have_no_seam(
     assert offsets == list(range(25))
 
 
-def test_a_batch_from_the_store_can_be_sliced_and_looped_over_as_any_other(
+def test_a_batch_from_the_store_can_be_sliced_and_iterated(
     stream: meteor.Stream,
 ) -> None:
     with stream.publisher() as pub:
@@ -160,7 +160,7 @@ def test_a_batch_from_the_store_can_be_sliced_and_looped_over_as_any_other(
 
 
 def publish_every_shape(stream: meteor.Stream, rng: random.Random) -> None:
-    """Frames of one record, of a few, of many, and large ones, with and without all there is."""
+    """Publish small, medium and large frames, with and without each optional column."""
 
     def sometimes(make: Callable[[int], Any]) -> list[Any]:
         return [make(n) if rng.random() < 0.6 else None for n in range(300)]
@@ -191,7 +191,7 @@ def publish_every_shape(stream: meteor.Stream, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_records_of_every_shape_are_in_the_store_what_they_were_in_the_ring(
+def test_records_of_every_shape_are_the_same_in_store_and_ring(
     client: meteor.Client, tmp_path: Path, rng: random.Random, compression: meteor.Compression
 ) -> None:
     stream = kept(
@@ -218,7 +218,7 @@ def test_records_of_every_shape_are_in_the_store_what_they_were_in_the_ring(
 # Moving
 
 
-def test_any_offset_can_be_sought_wherever_it_lies(stream: meteor.Stream) -> None:
+def test_any_offset_in_store_or_ring_can_be_sought(stream: meteor.Stream) -> None:
     fill_segments(stream, 4, 9, 3)
     fill(stream, 6, 3)
     with stream.subscriber() as sub:
@@ -237,7 +237,7 @@ def test_any_offset_can_be_sought_wherever_it_lies(stream: meteor.Stream) -> Non
 
 
 def spread_out(stream: meteor.Stream, *sizes: int) -> None:
-    """Append frames, at least two ms apart but for every third."""
+    """Append frames at least two ms apart, except for every third."""
     for index, size in enumerate(sizes):
         fill(stream, size)
         if index % 3:
@@ -250,7 +250,7 @@ def is_past(stream: meteor.Stream, ms: int) -> bool:
 
 
 def check_times(stream: meteor.Stream) -> None:
-    """``offset_at`` and ``seek`` find what a look at all records finds."""
+    """Check that ``offset_at`` and ``seek`` agree with a scan of all records."""
     records = records_of(stream)
     end = stream.describe().next
     seen = {record.appended for record in records}
@@ -264,7 +264,7 @@ def check_times(stream: meteor.Stream) -> None:
             assert sub.poll(timeout=0, max_records=1)[0].appended == record.appended
 
 
-def test_times_are_found_in_the_store_at_the_seam_and_in_the_ring(
+def test_times_are_found_in_the_store_in_the_ring_and_between_them(
     any_url: str, tmp_path: Path
 ) -> None:
     with meteor.connect(any_url) as m:
@@ -299,7 +299,7 @@ def test_times_are_found_in_a_store_in_memory(url: str) -> None:
         check_times(stream)
 
 
-def test_the_row_group_that_a_time_lies_in_is_found(
+def test_the_row_group_that_contains_a_time_is_found(
     stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meteor_py.store.segment_file.GROUP_RECORDS", 4)
@@ -308,7 +308,7 @@ def test_the_row_group_that_a_time_lies_in_is_found(
     check_times(stream)
 
 
-def test_a_description_names_the_first_record_of_all_and_what_is_where(
+def test_a_description_has_the_first_readable_record_and_the_archived_bounds(
     stream: meteor.Stream,
 ) -> None:
     def seen() -> tuple[int, int, int, int | None]:
@@ -320,7 +320,7 @@ def test_a_description_names_the_first_record_of_all_and_what_is_where(
     fill(stream, 6, 6, 6)
     assert seen() == (0, 18, 18, 0)  # nothing is dropped before it is archived
     archive(stream)
-    assert seen() == (0, 18, 12, 18)  # whole frames are
+    assert seen() == (0, 18, 12, 18)  # archived frames are dropped whole
     fill_segments(stream, 6, 6)
     fill(stream, 6)
     assert seen() == (0, 36, 12, 30)
@@ -328,11 +328,11 @@ def test_a_description_names_the_first_record_of_all_and_what_is_where(
     assert stream.store.expire(offset=20) == 18
     assert seen() == (18, 36, 12, 30)
     assert stream.store.expire(offset=30) == 30
-    assert seen() == (24, 36, 12, 30)  # the ring still has some that have expired
+    assert seen() == (24, 36, 12, 30)  # the ring still holds some expired records
     assert read_all(stream) == list(range(24, 36))
 
 
-# Somebody who was not told of the store
+# Clients that do not pass the store
 
 READER = """
 import sys
@@ -343,10 +343,10 @@ with meteor.connect(sys.argv[1]) as m:
 """
 
 
-def test_another_process_finds_the_store_by_itself(url: str, stream: meteor.Stream) -> None:
+def test_another_process_finds_the_store_by_its_address(url: str, stream: meteor.Stream) -> None:
     fill_segments(stream, 10, 10, 5)
     with meteor.connect(url) as other:
-        assert read_all(other.stream(NAME)) == list(range(25))
+        assert read_all(other.stream(NAME, create=True)) == list(range(25))
     process = Process("-W", "ignore", "-c", READER, url)
     try:
         assert process.read() == "True"
@@ -354,13 +354,13 @@ def test_another_process_finds_the_store_by_itself(url: str, stream: meteor.Stre
         process.close()
 
 
-def test_a_store_that_is_not_where_it_was_is_missed_only_by_who_reads_what_is_in_it(
+def test_only_readers_of_archived_records_notice_that_the_store_is_gone(
     url: str, stream: meteor.Stream, tmp_path: Path
 ) -> None:
     fill_segments(stream, 10, 10, 5)
     (tmp_path / NAME).rename(tmp_path / "elsewhere")
     with meteor.connect(url) as other:
-        found = other.stream(NAME)
+        found = other.stream(NAME, create=True)
         with found.subscriber() as sub:
             fill(found, 3)
             assert check_values(sub.poll()) == [25, 26, 27]
@@ -377,11 +377,11 @@ def test_a_store_that_is_not_where_it_was_is_missed_only_by_who_reads_what_is_in
             assert drain(sub) == list(range(17, 28))
 
 
-def test_a_store_in_the_memory_of_another_cannot_be_found(url: str) -> None:
+def test_a_store_in_the_memory_of_another_process_cannot_be_found(url: str) -> None:
     with meteor.connect(url) as m, meteor.connect(url) as other:
         store = meteor.MemoryStore(NAME)
         stream = m.stream(NAME, capacity=10, store=store, archive=False)
-        found = other.stream(NAME)
+        found = other.stream(NAME, create=True)
         fill(stream, 10)
         assert found.offset_at(datetime.fromtimestamp(0, UTC)) == 0
         assert read_all(found) == list(range(10))
@@ -392,6 +392,6 @@ def test_a_store_in_the_memory_of_another_cannot_be_found(url: str) -> None:
                 sub.poll()
             sub.seek(10)
             assert drain(sub) == list(range(10, 20))
-        with pytest.raises(meteor.StoreMismatch, match="is not the one of stream"):
+        with pytest.raises(meteor.StoreMismatch, match="does not belong to stream"):
             other.stream(NAME, store=meteor.MemoryStore(NAME))
         assert read_all(other.stream(NAME, store=store, archive=False)) == list(range(20))

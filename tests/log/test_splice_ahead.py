@@ -1,7 +1,7 @@
-"""What is read from a store, and when: ahead of who reads straight on, and no more than is needed.
+"""A sequential reader of a store prefetches the next batch, and reads nothing more.
 
-The batch that was fetched in advance is handed out at its place or not at all, whatever comes
-between: a jump, Ctrl-C, a fork, a close, a change of the stream.
+A prefetched batch is delivered at its offset or not at all, even after a seek, Ctrl-C, a fork, a
+close or a change of the stream.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.stored_streams import (
 )
 from tests.support.waiting import eventually
 
-#: Twelve batches of the store, and ten records more.
+#: Twelve batches in the store, and ten more records.
 STORED = 60
 END = 70
 
@@ -64,7 +64,7 @@ def threads() -> list[str]:
 # Reading ahead
 
 
-def test_who_reads_straight_on_finds_the_next_batch_fetched_already(
+def test_sequential_reader_finds_the_next_batch_already_fetched(
     stream: meteor.Stream, store: Watched
 ) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
@@ -73,14 +73,14 @@ def test_who_reads_straight_on_finds_the_next_batch_fetched_already(
         assert read_straight(sub) == [5, 6, 7, 8, 9]
         assert store.batches == [0, 5, 10]
         assert drain(sub) == list(range(10, END))
-        assert store.batches == list(range(0, STORED, 5))  # each once
+        assert store.batches == list(range(0, STORED, 5))  # each batch was read once
     assert threads() == []
 
 
-def test_who_jumps_about_has_nothing_fetched_in_advance(
+def test_reader_that_seeks_often_prefetches_nothing(
     stream: meteor.Stream, store: Watched, rng: random.Random
 ) -> None:
-    targets = [n for n in rng.sample(range(STORED), 30) if n % 5]  # none goes on behind a batch
+    targets = [n for n in rng.sample(range(STORED), 30) if n % 5]  # no target continues a batch
     with stream.subscriber() as sub:
         for target in targets:
             sub.seek(target)
@@ -89,7 +89,7 @@ def test_who_jumps_about_has_nothing_fetched_in_advance(
     assert threads() == []
 
 
-def test_a_seek_is_not_answered_with_what_was_fetched_in_advance(stream: meteor.Stream) -> None:
+def test_a_seek_does_not_return_prefetched_records(stream: meteor.Stream) -> None:
     with stream.subscriber() as sub:
         for target in (3, 42, 0, STORED - 1, STORED, END - 1, 12):
             sub.seek(0)
@@ -98,30 +98,30 @@ def test_a_seek_is_not_answered_with_what_was_fetched_in_advance(stream: meteor.
             assert drain(sub) == list(range(target, END))
 
 
-def test_a_seek_to_just_what_was_fetched_in_advance_is_fine_too(stream: meteor.Stream) -> None:
+def test_a_seek_to_the_prefetched_offset_works(stream: meteor.Stream) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
         seen = read_straight(sub)
         sub.seek(len(seen))
         assert drain(sub) == list(range(len(seen), END))
 
 
-def test_what_fails_in_advance_is_told_when_its_turn_comes(
+def test_an_error_while_prefetching_is_raised_when_its_batch_is_due(
     stream: meteor.Stream, store: Watched
 ) -> None:
     def fail(first: int) -> None:
         if first == 10 and store.batches.count(10) == 1:
-            raise meteor.StoreUnavailable("The disk is just away.", stream=stream.name)
+            raise meteor.StoreUnavailable("The disk is unavailable.", stream=stream.name)
 
     store.on_batch = fail
     with stream.subscriber(initial_offset="earliest") as sub:
         assert read_straight(sub) == list(range(10))
-        with pytest.raises(meteor.StoreUnavailable, match="just away"):
+        with pytest.raises(meteor.StoreUnavailable, match="The disk is unavailable"):
             sub.poll(timeout=0)
         assert sub.position == 10
         assert drain(sub) == list(range(10, END))
 
 
-def test_two_subscribers_of_one_handle_do_not_disturb_each_other(
+def test_two_subscribers_of_one_stream_object_do_not_interfere(
     stream: meteor.Stream, rng: random.Random
 ) -> None:
     subs = [stream.subscriber(initial_offset="earliest") for _ in range(2)]
@@ -137,7 +137,7 @@ def test_two_subscribers_of_one_handle_do_not_disturb_each_other(
     assert seen == [list(range(END))] * 2
 
 
-def test_an_answer_that_was_asked_of_the_server_in_advance_is_not_mixed_up_with_a_look(
+def test_a_reply_to_a_fetch_sent_ahead_is_not_taken_for_the_reply_to_another_command(
     url: str, tmp_path: Path
 ) -> None:
     with meteor.connect(url) as m:
@@ -148,18 +148,18 @@ def test_an_answer_that_was_asked_of_the_server_in_advance_is_not_mixed_up_with_
             log = sub._fetcher.buffer._log
             while log._ring._ahead is None:
                 check_values(sub.poll(timeout=0))
-            # As if the ring had moved on between the answers to the last fetch.
+            # As if the ring had been trimmed between the replies to the last fetch.
             assert log._store is not None
             log._store.ring_start = 400
             position = sub.position
             assert drain(sub) == list(range(position, 400))
 
 
-# Whatever comes between
+# Interruptions
 
 
 @pytest.mark.parametrize("when", [0, 5, 10, 15, 30, 55])
-def test_ctrl_c_in_the_store_neither_loses_nor_doubles_a_record(
+def test_ctrl_c_while_reading_the_store_neither_loses_nor_duplicates_a_record(
     stream: meteor.Stream, store: Watched, when: int
 ) -> None:
     def interrupt(first: int) -> None:
@@ -179,14 +179,14 @@ def test_ctrl_c_in_the_store_neither_loses_nor_doubles_a_record(
     assert interrupts == 2
 
 
-# What is interrupted while it is being opened or closed is not what is tested.
+# Interrupts while a subscriber is being opened or closed are not tested here.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_at_any_moment_leaves_position_and_records_together(
+def test_ctrl_c_at_any_moment_keeps_position_and_records_consistent(
     stream: meteor.Stream, rng: random.Random
 ) -> None:
     gc.collect()
-    gc.disable()  # Python swallows what is raised in a finalizer
+    gc.disable()  # Python swallows exceptions raised in a finalizer
     interrupts = 0
     try:
         with stream.subscriber() as sub:
@@ -217,7 +217,7 @@ def interrupt_main() -> None:
     signal.pthread_kill(ident, signal.SIGINT)
 
 
-def test_a_close_waits_for_what_is_being_fetched_and_leaves_no_thread(
+def test_close_waits_for_a_running_fetch_and_leaves_no_thread(
     stream: meteor.Stream, store: Watched
 ) -> None:
     begun, finish = threading.Event(), threading.Event()
@@ -241,7 +241,7 @@ def test_a_close_waits_for_what_is_being_fetched_and_leaves_no_thread(
 
 
 @pytest.mark.parametrize("when", [0, 5, 10, 15])
-def test_a_close_by_another_thread_ends_a_poll_that_waits_for_the_store(
+def test_close_in_another_thread_ends_a_poll_that_waits_for_the_store(
     stream: meteor.Stream, store: Watched, when: int
 ) -> None:
     begun, finish = threading.Event(), threading.Event()
@@ -310,7 +310,7 @@ sub.close()
 
 
 @pytest.mark.parametrize("state", ["running", "done"])
-def test_after_a_fork_both_go_on_whatever_was_fetched_in_advance(
+def test_after_a_fork_parent_and_child_continue_despite_a_prefetched_batch(
     url: str, stream: meteor.Stream, tmp_path: Path, state: str
 ) -> None:
     process = Process("-W", "ignore", "-c", FORK, url, str(tmp_path), state)
@@ -320,11 +320,11 @@ def test_after_a_fork_both_go_on_whatever_was_fetched_in_advance(
         process.close()
 
 
-# No more than is needed
+# Reading no more than needed
 
 
 class Counted(io.FileIO):
-    """A file that counts the bytes read of all."""
+    """A file that adds the bytes read to the total of all files."""
 
     total = 0
 
@@ -336,7 +336,7 @@ class Counted(io.FileIO):
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths of the segments that were opened, as it happens; see also ``Counted``."""
+    """The paths of opened segments, appended at each open; see also ``Counted``."""
     paths: list[str] = []
 
     def open_counted(folder: LocalStorage, path: str) -> Any:
@@ -364,7 +364,7 @@ def test_one_record_among_many_segments_opens_at_most_three_files(
 def test_one_record_is_read_without_the_rest_of_its_file(
     url: str, tmp_path: Path, opened: list[str], rng: random.Random
 ) -> None:
-    values = [rng.randbytes(1_000) for _ in range(40_000)]  # so that they cannot be compressed
+    values = [rng.randbytes(1_000) for _ in range(40_000)]  # incompressible
     with meteor.connect(url) as m:
         stream = kept(m, tmp_path, capacity=100_000)
         with stream.publisher() as pub:
@@ -380,7 +380,7 @@ def test_one_record_is_read_without_the_rest_of_its_file(
             assert 0 < Counted.total < 6_000_000
 
 
-def test_a_reader_that_goes_on_does_not_open_a_file_for_each_batch(
+def test_sequential_reader_does_not_open_a_file_for_each_batch(
     stream: meteor.Stream, opened: list[str]
 ) -> None:
     assert read_all(stream) == list(range(END))

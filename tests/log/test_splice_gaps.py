@@ -1,7 +1,7 @@
-"""What is missing, damaged or away in a store is told apart, by its offsets, and nothing else is.
+"""Missing, damaged and unavailable records of a store are distinguished and reported by offset.
 
-What has expired or was removed is a gap, as in the ring; what is damaged is named and can be
-passed; a store that is away is waited for, and never taken for an empty one.
+Expired or removed records are a gap, as in the ring. Damaged records are reported and can be
+skipped. Readers wait for an unavailable store, and never take it for an empty one.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def stream(client: meteor.Client, tmp_path: Path) -> meteor.Stream:
 
 @pytest.fixture
 def segment(tmp_path: Path, stream: meteor.Stream) -> Path:
-    """The one with the records 10 to 19."""
+    """The segment with records 10 to 19."""
     return segments(tmp_path)[1]
 
 
-def told(error: type[Exception], call: Callable[[], object]) -> tuple[int, int]:
-    """The offsets that an error names."""
+def reported_range(error: type[Exception], call: Callable[[], object]) -> tuple[int, int]:
+    """Returns the first and last offset that an error reports."""
     with pytest.raises(error) as caught:
         call()
     found: Any = caught.value
@@ -63,18 +63,18 @@ def told(error: type[Exception], call: Callable[[], object]) -> tuple[int, int]:
 
 
 def range_lost(sub: meteor.Subscriber) -> tuple[int, int]:
-    return told(meteor.RecordsLost, lambda: sub.poll(timeout=0))
+    return reported_range(meteor.RecordsLost, lambda: sub.poll(timeout=0))
 
 
 # Gaps
 
 
-def test_who_is_overtaken_by_an_expiry_is_told_exactly_what_he_missed(
+def test_reader_overtaken_by_an_expiry_learns_exactly_which_records_it_missed(
     stream: meteor.Stream,
 ) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
         assert drain_some(sub, 3) == [0, 1, 2]
-        sub.seek(3)  # nothing is at hand any more
+        sub.seek(3)  # discards fetched records
         assert stream.store.expire(offset=25) == 20
         for _ in range(3):
             assert range_lost(sub) == (3, 19)
@@ -83,14 +83,14 @@ def test_who_is_overtaken_by_an_expiry_is_told_exactly_what_he_missed(
         assert (sub.position, sub.skipped) == (20, 17)
         assert drain(sub) == list(range(20, 50))
     assert read_all(stream) == list(range(20, 50))
-    assert told(meteor.RecordsLost, lambda: read_all(stream, 0)) == (0, 19)
+    assert reported_range(meteor.RecordsLost, lambda: read_all(stream, 0)) == (0, 19)
 
 
 def drain_some(sub: meteor.Subscriber, number: int) -> list[int]:
     return check_values(sub.poll(timeout=0, max_records=number))
 
 
-def test_an_expiry_is_a_gap_up_to_the_ring_at_most(stream: meteor.Stream) -> None:
+def test_gap_after_an_expiry_ends_at_the_ring_at_the_latest(stream: meteor.Stream) -> None:
     assert stream.store.expire(offset=50) == 50
     with stream.subscriber() as sub:
         sub.seek(7)
@@ -102,10 +102,10 @@ def test_an_expiry_is_a_gap_up_to_the_ring_at_most(stream: meteor.Stream) -> Non
 
 
 @pytest.mark.parametrize("way", ["expired", "removed"])
-def test_what_the_ring_has_beyond_its_capacity_is_no_gap(
+def test_records_in_the_ring_beyond_its_capacity_are_no_gap(
     stream: meteor.Stream, tmp_path: Path, way: str
 ) -> None:
-    stream.configure(capacity=4)  # and yet the frame of 40 to 49 is there as a whole
+    stream.configure(capacity=4)  # the frame of 40 to 49 stays whole
     with stream.subscriber() as sub:
         for start, gap in ((37, (37, 39)), (42, None)):
             sub.seek(start)
@@ -120,7 +120,7 @@ def test_what_the_ring_has_beyond_its_capacity_is_no_gap(
             assert drain(sub) == list(range(max(start, 40), 50))
 
 
-def test_skipping_goes_on_by_itself_and_tells(stream: meteor.Stream, segment: Path) -> None:
+def test_on_gap_skip_continues_and_reports_each_gap(stream: meteor.Stream, segment: Path) -> None:
     gaps: list[tuple[int, int]] = []
     with stream.subscriber(on_gap="skip", on_gap_skipped=lambda a, b: gaps.append((a, b))) as sub:
         sub.seek(5)
@@ -134,7 +134,7 @@ def test_skipping_goes_on_by_itself_and_tells(stream: meteor.Stream, segment: Pa
 
 
 @pytest.mark.parametrize("at_hand", [False, True])
-def test_records_that_were_fetched_before_they_expired_are_still_handed_out(
+def test_records_fetched_before_they_expired_are_still_delivered(
     stream: meteor.Stream, at_hand: bool
 ) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
@@ -150,9 +150,7 @@ def test_records_that_were_fetched_before_they_expired_are_still_handed_out(
         assert drain(sub) == list(range(40, 50))
 
 
-def test_a_file_that_is_missing_is_a_gap_and_no_other_record_is(
-    stream: meteor.Stream, segment: Path
-) -> None:
+def test_only_the_records_of_a_missing_file_are_a_gap(stream: meteor.Stream, segment: Path) -> None:
     segment.unlink()
     with stream.subscriber(initial_offset="earliest") as sub:
         assert check_values(sub.poll(timeout=0)) == list(range(10))
@@ -168,7 +166,7 @@ def test_a_file_that_is_missing_is_a_gap_and_no_other_record_is(
     ]
 
 
-def test_a_file_removed_after_it_was_listed_is_a_gap_too(
+def test_a_file_removed_after_it_was_listed_is_a_gap(
     stream: meteor.Stream, segment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opening = LocalStorage.open
@@ -186,7 +184,7 @@ def test_a_file_removed_after_it_was_listed_is_a_gap_too(
         assert range_lost(sub) == (10, 19)
 
 
-def test_a_file_that_is_replaced_by_a_compacted_one_meanwhile_is_not_missed(
+def test_a_file_that_compaction_replaces_while_it_is_read_is_no_gap(
     stream: meteor.Stream, tmp_path: Path
 ) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
@@ -224,7 +222,7 @@ def fill_with_noise(path: Path, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("on_gap", ["raise", "skip"])
 @pytest.mark.parametrize("damage", [flip, cut, fill_with_noise])
-def test_damage_is_named_and_can_be_passed_and_nothing_else_is_concerned(
+def test_damaged_records_are_reported_and_can_be_skipped_and_all_others_are_readable(
     stream: meteor.Stream,
     segment: Path,
     rng: random.Random,
@@ -245,7 +243,7 @@ def test_damage_is_named_and_can_be_passed_and_nothing_else_is_concerned(
     assert read_all(stream, 0, 10) == list(range(10))
 
 
-def test_damage_in_one_row_group_leaves_the_others_of_its_file_readable(
+def test_damage_in_one_row_group_leaves_the_other_row_groups_readable(
     client: meteor.Client,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -259,28 +257,28 @@ def test_damage_in_one_row_group_leaves_the_others_of_its_file_readable(
     flip(segments(tmp_path)[0], rng, group=2)
     with stream.subscriber(initial_offset="earliest") as sub:
         for _ in range(2):
-            assert told(meteor.CorruptSegment, lambda: drain(sub)) == (20, 29)
+            assert reported_range(meteor.CorruptSegment, lambda: drain(sub)) == (20, 29)
             assert sub.position == 20
         sub.seek(25)
-        assert told(meteor.CorruptSegment, lambda: drain(sub)) == (20, 29)
+        assert reported_range(meteor.CorruptSegment, lambda: drain(sub)) == (20, 29)
         sub.seek(30)
         assert drain(sub) == list(range(30, 80))
 
 
 @pytest.mark.parametrize("damage", [fill_with_noise, partial(flip, name="appended")])
-def test_a_time_in_a_damaged_segment_is_refused_in_words(
+def test_seeking_a_time_in_a_damaged_segment_is_a_clear_error(
     stream: meteor.Stream, segment: Path, rng: random.Random, damage: Damage
 ) -> None:
     (record,) = (record for batch in stream.read(15, 16) for record in batch)
     damage(segment, rng)
     time = datetime.fromtimestamp(record.appended / 1000, UTC)
-    assert told(meteor.CorruptSegment, lambda: stream.offset_at(time)) == (10, 19)
+    assert reported_range(meteor.CorruptSegment, lambda: stream.offset_at(time)) == (10, 19)
 
 
 # Expiring
 
 
-def test_nothing_expires_that_a_group_has_not_confirmed_unless_forced(
+def test_unconfirmed_records_of_a_group_expire_only_by_force(
     stream: meteor.Stream,
 ) -> None:
     stream.seek_group("slow", 13)
@@ -298,7 +296,7 @@ def test_nothing_expires_that_a_group_has_not_confirmed_unless_forced(
     assert [group.confirmed for group in stream.groups()] == [40, 33]
 
 
-def test_history_expires_by_offset_time_or_size_in_whole_files(
+def test_archived_records_expire_by_offset_time_or_size_in_whole_files(
     stream: meteor.Stream, tmp_path: Path
 ) -> None:
     sizes = [path.stat().st_size for path in segments(tmp_path)]
@@ -322,7 +320,7 @@ def test_history_expires_by_offset_time_or_size_in_whole_files(
 
 
 @pytest.mark.parametrize("group", [None, "g"])
-def test_the_first_there_is_may_expire_before_it_is_read(
+def test_reading_from_earliest_works_if_the_first_record_expires_before_it_is_read(
     stream: meteor.Stream, group: str | None
 ) -> None:
     with stream.subscriber(initial_offset="earliest", group=group) as sub:
@@ -332,7 +330,7 @@ def test_the_first_there_is_may_expire_before_it_is_read(
         assert sub.skipped == 0
 
 
-def test_what_expires_in_memory_is_gone_to_the_record(url: str) -> None:
+def test_a_store_in_memory_expires_to_the_exact_record(url: str) -> None:
     with meteor.connect(url) as m:
         stream = m.stream(NAME, capacity=10, store=meteor.MemoryStore(NAME), archive=False)
         fill_segments(stream, *[10] * 5)
@@ -344,12 +342,12 @@ def test_what_expires_in_memory_is_gone_to_the_record(url: str) -> None:
             assert drain(sub) == list(range(13, 50))
 
 
-# Away
+# Unavailable stores
 
 
 @pytest.fixture
 def missed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that somebody has looked for in vain."""
+    """The files that a reader failed to find."""
     paths: list[str] = []
     reading = LocalStorage.read
 
@@ -364,7 +362,7 @@ def missed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("on_gap", ["raise", "skip"])
-def test_a_store_that_is_away_for_a_while_is_waited_for(
+def test_reader_waits_for_a_store_that_is_briefly_unavailable(
     stream: meteor.Stream, tmp_path: Path, on_gap: OnGap, missed: list[str]
 ) -> None:
     home, away = tmp_path / NAME, tmp_path / "away"
@@ -383,7 +381,7 @@ def test_a_store_that_is_away_for_a_while_is_waited_for(
 
 
 @pytest.mark.parametrize("on_gap", ["raise", "skip"])
-def test_a_store_that_stays_away_is_an_error_that_loses_nothing(
+def test_a_store_that_stays_unavailable_is_an_error_that_loses_nothing(
     stream: meteor.Stream, tmp_path: Path, on_gap: OnGap
 ) -> None:
     home, away = tmp_path / NAME, tmp_path / "away"
@@ -397,7 +395,7 @@ def test_a_store_that_stays_away_is_an_error_that_loses_nothing(
             assert (sub.position, sub.skipped) == (10, 0)
         with pytest.raises(meteor.StoreUnavailable):
             stream.offset_at(datetime.fromtimestamp(0, UTC))
-        sub.seek(40)  # the ring is there
+        sub.seek(40)  # the ring is available
         assert drain(sub) == list(range(40, 50))
         fill(stream, 5)
         assert drain(sub) == list(range(50, 55))
@@ -407,7 +405,7 @@ def test_a_store_that_stays_away_is_an_error_that_loses_nothing(
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_a_store_that_comes_back_just_while_it_is_looked_for_is_not_taken_for_an_empty_one(
+def test_a_store_that_returns_during_the_check_is_not_taken_for_an_empty_one(
     stream: meteor.Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
 ) -> None:
     home, away = tmp_path / NAME, tmp_path / "away"
@@ -434,12 +432,12 @@ def test_a_store_that_comes_back_just_while_it_is_looked_for_is_not_taken_for_an
         assert sub.skipped == 0
 
 
-@pytest.mark.parametrize("way", ["with its history", "while that is away"])
-def test_a_stream_that_is_deleted_is_missed_as_a_stream(
+@pytest.mark.parametrize("way", ["with its history", "while the history is unavailable"])
+def test_reading_the_store_of_a_deleted_stream_raises_stream_not_found(
     url: str, stream: meteor.Stream, tmp_path: Path, way: str
 ) -> None:
     with meteor.connect(url) as other:
-        found = other.stream(NAME)
+        found = other.stream(NAME, create=True)
         with found.subscriber(initial_offset="earliest") as sub:
             assert drain_some(sub, 10) == list(range(10))
             if way == "with its history":
@@ -451,16 +449,16 @@ def test_a_stream_that_is_deleted_is_missed_as_a_stream(
                 sub.poll(timeout=0)
 
 
-def test_a_stream_created_anew_does_not_show_the_history_of_the_old_one(
+def test_a_recreated_stream_does_not_show_archived_records_of_the_old_one(
     client: meteor.Client, stream: meteor.Stream, tmp_path: Path
 ) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
         read_straight(sub)
         stream.delete()
-        anew = kept(client, tmp_path)
-        fill_segments(anew, 4, 10)
+        recreated = kept(client, tmp_path)
+        fill_segments(recreated, 4, 10)
         with pytest.raises(meteor.LogTruncated):
             drain(sub)
         sub.skip_gap()
         assert drain(sub) == list(range(14))
-    assert read_all(anew) == list(range(14))
+    assert read_all(recreated) == list(range(14))

@@ -1,8 +1,8 @@
-"""Groups, processes and fail-overs over a store and a ring: each record once, of the right branch.
+"""Groups, processes and failovers over a store and a ring: each record once, from the right branch.
 
-A group begins, is moved and goes on in the store as it does in the ring. Readers in processes of
-their own follow while the ring is trimmed under them. And a batch of the store is handed out only
-if the stream was still the same after it was read.
+A group starts, is moved and continues in the store as it does in the ring. Readers in other
+processes keep up while the ring is trimmed. A batch from the store is delivered only if the stream
+was still the same after it was read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def stored(url: str, tmp_path: Path) -> Iterator[Crew]:
         yield crew
 
 
-# Where a group stands
+# Positions of groups
 
 
 def test_a_new_group_begins_with_the_first_record_of_the_store(stored: Crew) -> None:
@@ -53,7 +53,7 @@ def test_a_new_group_begins_with_the_first_record_of_the_store(stored: Crew) -> 
     assert late.position == 50
 
 
-def test_a_group_is_moved_into_the_store_and_goes_on_from_there(stored: Crew) -> None:
+def test_a_group_moved_to_an_archived_offset_continues_there(stored: Crew) -> None:
     stream = stored.stream
     time = datetime.fromtimestamp(records_of(stream, 25, 26)[0].appended / 1000, UTC)
     for place, first in ((48, 48), (13, 13), (time, stream.offset_at(time)), ("earliest", 0)):
@@ -70,7 +70,7 @@ def test_a_group_is_moved_into_the_store_and_goes_on_from_there(stored: Crew) ->
 
 
 @pytest.mark.parametrize("at", [3, 27, 45])
-def test_a_checkpoint_is_taken_up_wherever_it_lies_by_then(stored: Crew, at: int) -> None:
+def test_a_checkpoint_is_resumed_in_ring_or_store(stored: Crew, at: int) -> None:
     stream = stored.stream
     with stream.subscriber() as reader:
         reader.seek(at)
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_taken_up_wherever_it_lies_by_then(stored: Crew, at: int
             assert offsets == list(range(at, 50))
 
 
-def test_a_member_that_is_fenced_while_it_reads_the_store_hands_nothing_out(
+def test_a_member_fenced_while_it_reads_the_store_delivers_nothing(
     url: str, tmp_path: Path
 ) -> None:
     store = Watched(tmp_path, STREAM)
@@ -106,14 +106,14 @@ from meteor_py.log.ring_reader import RingReader
 from meteor_py.log.store_reader import StoreReader
 from tests.support.readers import check_values
 
-places = []  # from which records came
+places = []  # sources of the records
 
 def note(reader, name, place):
     read = getattr(reader, name)
     setattr(reader, name, lambda *args, **how: places.append(place) or read(*args, **how))
 
 note(StoreReader, "read", "store")
-note(RingReader, "read_ahead", "ring")  # called when records came from there
+note(RingReader, "read_ahead", "ring")  # called when records came from the ring
 url, end, rng = sys.argv[1], int(sys.argv[2]), random.Random(sys.argv[3])
 with meteor.connect(url) as m:
     with m.stream("orders", create=False).subscriber(initial_offset="earliest") as sub:
@@ -128,7 +128,7 @@ with meteor.connect(url) as m:
         print(sub.position, changes, flush=True)
 """
 
-END = 40_000
+END = 20_000
 
 
 def publish_all(stream: meteor.Stream, rng: random.Random) -> None:
@@ -141,7 +141,7 @@ def publish_all(stream: meteor.Stream, rng: random.Random) -> None:
             first += size
 
 
-def test_two_processes_follow_while_the_ring_is_trimmed_under_them(
+def test_two_processes_read_everything_while_the_ring_is_trimmed(
     url: str, tmp_path: Path, rng: random.Random
 ) -> None:
     with Crew(url, store=tmp_path, capacity=50, archive=False) as crew:
@@ -151,11 +151,11 @@ def test_two_processes_follow_while_the_ring_is_trimmed_under_them(
             for reader in readers:
                 end, changes = map(int, reader.read(60).split())
                 assert end == END
-                assert changes > 1, "from one to the other, and back"
+                assert changes > 1, "from the store to the ring, and back"
         assert len(list(tmp_path.rglob("*.parquet"))) > 50
 
 
-def test_a_group_goes_on_without_a_hole_when_its_reader_dies_in_the_store(
+def test_a_group_continues_without_a_gap_when_its_owner_dies_while_reading_the_store(
     url: str, tmp_path: Path, rng: random.Random
 ) -> None:
     with Crew(url, store=tmp_path, capacity=50, archive=False) as crew:
@@ -194,7 +194,7 @@ def test_a_group_goes_on_without_a_hole_when_its_reader_dies_in_the_store(
             assert second.poll(0.2) == []
 
 
-# Fail-overs
+# Failovers
 
 
 def numbered(branch: str, start: int, stop: int) -> list[bytes]:
@@ -216,7 +216,7 @@ def after_fail_over(pair: Pair) -> meteor.Stream:
 
 @pytest.fixture
 def lagging(pair: Pair, tmp_path: Path) -> Pair:
-    """The replica knows of 50 records and 40 in the store, the primary of 100, and all in it."""
+    """The replica has 50 records, 40 of them archived; the primary 100, all archived."""
     stream = kept(pair.bench.client, tmp_path, max_unarchived=1_000)
     for first in range(0, 40, 10):
         publish(stream, "a", first, first + 10)
@@ -229,7 +229,7 @@ def lagging(pair: Pair, tmp_path: Path) -> Pair:
 
 
 def reader(pair: Pair, stack: ExitStack) -> meteor.Subscriber:
-    """One that does not know of the fail-over, but goes where the clients go."""
+    """Return a subscriber that connects through the proxy, so it survives the failover."""
     stream = pair.bench.through.stream(NAME, create=False)
     return stack.enter_context(stream.subscriber(initial_offset="earliest"))
 
@@ -238,14 +238,14 @@ def read_to(sub: meteor.Subscriber, end: int) -> list[bytes]:
     return poll_until(sub, lambda _: sub.position >= end)
 
 
-def test_what_a_server_has_lost_is_not_read_from_the_store_either(lagging: Pair) -> None:
+def test_records_that_the_server_lost_are_not_read_from_the_store(lagging: Pair) -> None:
     with ExitStack() as stack:
         subs = [reader(lagging, stack) for _ in range(3)]
         for sub, position in zip(subs, (10, 30, 40), strict=True):
             assert read_to(sub, position) == numbered("a", 0, position)
         stream = after_fail_over(lagging)
         for sub, position in zip(subs, (10, 30, 40), strict=True):
-            # Nobody has written to the new server, so only its end and 'archived' tell.
+            # No client has written to the new server, so only its end and 'archived' show the loss.
             assert read_to(sub, 50) == numbered("a", position, 50)
             assert not sub.poll(timeout=0.05)
         publish(stream, "b", 50, 130)
@@ -257,7 +257,7 @@ def test_what_a_server_has_lost_is_not_read_from_the_store_either(lagging: Pair)
         assert [flaw for flaw in stream.store.verify() if not flaw.harmless] == []
 
 
-def test_who_had_read_lost_records_from_the_store_is_told_and_goes_on(lagging: Pair) -> None:
+def test_reader_of_lost_archived_records_learns_of_the_loss_and_continues(lagging: Pair) -> None:
     with ExitStack() as stack:
         ahead, between = reader(lagging, stack), reader(lagging, stack)
         assert read_to(ahead, 100) == numbered("a", 0, 100)
@@ -275,7 +275,7 @@ def test_who_had_read_lost_records_from_the_store_is_told_and_goes_on(lagging: P
             assert read_to(sub, 200) == numbered("b", 50, 200)
 
 
-def test_a_fail_over_under_a_reader_of_the_store_changes_nothing_below_it(lagging: Pair) -> None:
+def test_a_failover_does_not_affect_a_reader_of_older_archived_records(lagging: Pair) -> None:
     with ExitStack() as stack:
         sub = reader(lagging, stack)
         values: list[bytes] = []
@@ -289,7 +289,7 @@ def test_a_fail_over_under_a_reader_of_the_store_changes_nothing_below_it(laggin
 
 
 def lose(stream: meteor.Stream, first: int) -> None:
-    """What a server looks like that has lost everything from there on, in a new epoch."""
+    """Make the server look as if it had lost all records from ``first`` on, in a new epoch."""
     plain, old = stream.client.redis, stream.describe().epoch
     fields = {
         "epoch": old + 1,
@@ -301,7 +301,7 @@ def lose(stream: meteor.Stream, first: int) -> None:
     plain.delete(keys.log(stream.name))
 
 
-def test_a_batch_that_was_fetched_in_advance_in_an_old_epoch_is_not_handed_out_after_a_seek(
+def test_a_batch_prefetched_in_an_old_epoch_is_not_delivered_after_a_seek(
     url: str, tmp_path: Path
 ) -> None:
     with meteor.connect(url) as m:
@@ -322,7 +322,7 @@ def test_a_batch_that_was_fetched_in_advance_in_an_old_epoch_is_not_handed_out_a
 
 
 @pytest.mark.parametrize("when", [10, 20, 30])
-def test_a_batch_that_was_read_before_a_new_epoch_is_not_handed_out(
+def test_a_batch_read_before_a_new_epoch_is_not_delivered(
     url: str, tmp_path: Path, when: int
 ) -> None:
     store = Watched(tmp_path)
@@ -340,5 +340,5 @@ def test_a_batch_that_was_read_before_a_new_epoch_is_not_handed_out(
                 assert not sub.poll(timeout=0)
             assert when in store.batches
             with stream.publisher() as pub:
-                pub.publish(b"of the new branch").result()
-            assert sub.poll(timeout=5).values() == [b"of the new branch"]
+                pub.publish(b"from the new branch").result()
+            assert sub.poll(timeout=5).values() == [b"from the new branch"]

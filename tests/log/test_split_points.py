@@ -1,4 +1,4 @@
-"""Where a stream can be cut, and positions that were kept outside it."""
+"""Where a stream can be split, and positions that were stored outside it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_the_split_point_of_a_record_is_the_end_of_its_frame(stream: meteor.Stre
     assert split_points(stream._handle, []) == []
 
 
-def test_what_is_not_in_the_ring_is_its_own_split_point(stream: meteor.Stream) -> None:
+def test_an_offset_that_is_not_in_the_ring_is_its_own_split_point(stream: meteor.Stream) -> None:
     assert split_points(stream._handle, [0, 2, 8, 99]) == [0, 2, 8, 99]
 
 
-def test_in_the_store_row_groups_have_the_split_points(url: str, tmp_path: Path) -> None:
+def test_split_points_in_the_store_are_the_ends_of_row_groups(url: str, tmp_path: Path) -> None:
     with meteor.connect(url) as m:
         stream = m.stream("old", capacity=100, store=str(tmp_path))
         with stream.publisher() as pub:
@@ -43,12 +43,12 @@ def test_in_the_store_row_groups_have_the_split_points(url: str, tmp_path: Path)
         ]
         for path in tmp_path.rglob("*.parquet"):
             path.unlink()
-        assert split_points(stream._handle, [0]) == [0], "the reader of these records is told"
+        assert split_points(stream._handle, [0]) == [0], "a reader of these records gets the error"
 
 
-def test_a_position_that_was_kept_is_where_reading_goes_on(url: str) -> None:
+def test_reading_continues_at_a_stored_position(url: str) -> None:
     with meteor.connect(url) as m:
-        stream = m.stream("orders")
+        stream = m.stream("orders", create=True)
         with stream.publisher() as pub:
             pub.publish_many([b"%d" % n for n in range(5)]).result()
         with stream.subscriber(initial_offset="earliest") as sub:
@@ -61,15 +61,18 @@ def test_a_position_that_was_kept_is_where_reading_goes_on(url: str) -> None:
             assert sub.poll().values() == [b"2", b"3", b"4"]
 
 
-def test_a_position_in_a_stream_that_was_created_anew_is_refused(url: str) -> None:
+def test_a_position_of_an_older_incarnation_is_refused(url: str) -> None:
     with meteor.connect(url) as m:
-        kept = m.stream("orders").end()
-        m.stream("orders").delete()
-        with m.stream("orders").subscriber() as sub, pytest.raises(meteor.LogTruncated):
+        kept = m.stream("orders", create=True).end()
+        m.stream("orders", create=True).delete()
+        with (
+            m.stream("orders", create=True).subscriber() as sub,
+            pytest.raises(meteor.LogTruncated),
+        ):
             sub.seek(kept)
 
 
-def test_a_position_that_the_server_has_lost_is_refused_with_the_range(pair: Pair) -> None:
+def test_a_position_above_lost_records_is_refused_with_their_range(pair: Pair) -> None:
     bench = pair.bench
     with bench.stream.publisher() as pub:
         pub.publish_many([b"x"] * 3).result()
@@ -84,9 +87,9 @@ def test_a_position_that_the_server_has_lost_is_refused_with_the_range(pair: Pai
     assert (error.value.first, error.value.last) == (3, 4)
 
 
-def test_one_group_can_be_looked_at(url: str) -> None:
+def test_one_group_can_be_described(url: str) -> None:
     with meteor.connect(url) as m:
-        stream = m.stream("orders")
+        stream = m.stream("orders", create=True)
         stream.seek_group("billing", 0)
         assert stream.group("billing") == stream.groups()[0]
         with pytest.raises(meteor.GroupNotFound):

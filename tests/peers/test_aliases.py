@@ -1,4 +1,4 @@
-"""Atomix's and RIAPS's words: each call of their documents has its counterpart, which works.
+"""Each documented call of Atomix and RIAPS has a counterpart that works.
 
 docs/peer-group-words.md has the tables; the tests are in the order of the documents.
 """
@@ -39,13 +39,13 @@ def atomix(post: Post, **settings: Any) -> DistributedGroup:
     return DistributedGroup(post.group(**settings))
 
 
-def test_every_call_in_the_tables_is_named_here_where_it_is_exercised() -> None:
+def test_every_call_in_the_tables_is_exercised_here() -> None:
     here = Path(__file__)
     tables = (here.parents[2] / "docs" / "peer-group-words.md").read_text()
     rows = re.findall(r"^\| (`.*?) \|", tables, re.MULTILINE)
     calls = [call for row in rows for call in re.findall(r"`(.*?)`", row)]
     assert len(calls) > 80
-    # The last word before the arguments, in Java's way of writing or in Python's.
+    # The last word before the arguments, in Java's spelling or in Python's.
     words = {re.findall(r"\w+", call.partition("(")[0])[-1] for call in calls}
     text = here.read_text()
     snakes = {word: re.sub("(?<=[a-z])(?=[A-Z])", "_", word).lower() for word in words}
@@ -79,7 +79,7 @@ def test_our_calls_in_the_tables_exist() -> None:
 
 
 def known_names(kind: type) -> set[str]:
-    """What a class has, and what its objects get."""
+    """The attributes of a class and of its instances."""
     given = set(re.findall(r"self\.(\w+)", inspect.getsource(kind)))
     return {*dir(kind), *given, *inspect.get_annotations(kind)}
 
@@ -119,7 +119,7 @@ def test_atomix_election(post: Post) -> None:
     other.join("second")
     terms: list[GroupTerm] = []
     other.election().on_election(terms.append)
-    eventually(lambda: len(terms) == 1, message="it is not called at once")
+    eventually(lambda: len(terms) == 1, message="the listener was not called at once")
     assert _leader(terms[0]) == "first"
     first.leave()
     eventually(lambda: len(terms) == 2)
@@ -141,7 +141,7 @@ def _member(group: DistributedGroup, name: str) -> GroupMember:
     return member
 
 
-def test_atomix_direct_message_is_acknowledged_failed_or_answered(post: Post) -> None:
+def test_atomix_direct_message_is_acknowledged_failed_or_replied_to(post: Post) -> None:
     group, other = atomix(post), atomix(post)
     consumer = other.join("foo").messaging().consumer("bar")
     messaging = _member(group, "foo").messaging()
@@ -181,7 +181,7 @@ def test_atomix_broadcast_reaches_each_member_once(post: Post, execution: Execut
         assert sorted(outcome.values.values()) == ["1", "2", "3"]
 
 
-def test_atomix_random_message_is_given_to_another_when_its_member_leaves(post: Post) -> None:
+def test_atomix_random_message_moves_to_another_member_when_its_member_leaves(post: Post) -> None:
     group = atomix(post)
     gates = {name: Gate(lambda message: message.ack()) for name in ("1", "2")}
     locals_ = {name: group.join(name) for name in gates}
@@ -209,7 +209,7 @@ def test_atomix_message_fails_when_its_member_leaves(post: Post) -> None:
     assert isinstance(failure(future), MemberLeft)
 
 
-def test_atomix_local_member_is_the_sender_of_what_it_produces(post: Post) -> None:
+def test_atomix_local_member_is_the_sender_of_its_messages(post: Post) -> None:
     group = atomix(post)
     got = Record(lambda message: message.ack())
     local = group.join("me")
@@ -218,7 +218,7 @@ def test_atomix_local_member_is_the_sender_of_what_it_produces(post: Post) -> No
     assert [message.sender for message in got.messages] == ["me"]
 
 
-def test_atomix_serializer_gives_types_their_numbers(post: Post) -> None:
+def test_atomix_serializer_assigns_numbers_to_types(post: Post) -> None:
     group, other = atomix(post), atomix(post)
     for each in (group, other):
         each.serializer().register(
@@ -233,11 +233,11 @@ def test_atomix_serializer_gives_types_their_numbers(post: Post) -> None:
     assert got.bodies == [1 + 2j]
 
 
-def test_atomix_words_that_make_no_sense_together_are_refused(post: Post) -> None:
+def test_atomix_contradicting_options_are_refused(post: Post) -> None:
     group = atomix(post)
     group.join("foo")
     member = _member(group, "foo")
-    with pytest.raises(ValueError, match="leave it out"):
+    with pytest.raises(ValueError, match="Omit it"):
         member.messaging().producer("bar", delivery=Delivery.RANDOM)
     for messaging in (member.messaging(), group.messaging()):
         with pytest.raises(ValueError, match="Only the process"):
@@ -255,7 +255,7 @@ def test_riaps_group_with_and_without_leader(post: Post, leader: bool) -> None:
     with (
         client.peer_group(
             "TheGroup", election="oldest" if leader else None
-        ) as group,  # using Msg: what its codec carries
+        ) as group,  # using Msg: any type that the codec accepts
         group.join() as me,  # handleActivate
     ):
         if leader:
@@ -379,7 +379,7 @@ def test_riaps_votes(post: Post, limit: int, passed: bool) -> None:
     eventually(lambda: [outcome.passed for outcome in seen] == [passed, passed])
 
 
-def test_riaps_vote_needs_a_leader_if_told_so(post: Post) -> None:
+def test_riaps_vote_with_require_leader_needs_a_leader(post: Post) -> None:
     group = post.group(election=None)
     me = group.join()
     with pytest.raises(NoLeader):
@@ -396,5 +396,5 @@ def test_riaps_action_votes(post: Post) -> None:
     at = group.now() + 1.0
     outcome = result(members[0].propose_action("open", {"relay": 3}, at=at))  # requestActionVote
     assert outcome.passed
-    eventually(lambda: len(done) == 2, message="it was not done by both")
+    eventually(lambda: len(done) == 2, message="not both members ran the action")
     assert [action.params for action in done] == [{"relay": 3}] * 2

@@ -1,4 +1,4 @@
-"""Whoever does not keep up with the events of a group is told so, and takes no more memory."""
+"""A listener that cannot keep up with a group's events gets an error; memory stays bounded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
 
-def test_who_watches_and_falls_behind_is_told_and_gets_no_more(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_that_falls_behind_raises(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "_QUEUE_MAX", 3)
     with meteor.connect(url) as m, m.peer_group("g", election=None) as group:
         events = group.watch(timeout=20)
@@ -29,7 +27,7 @@ def test_who_watches_and_falls_behind_is_told_and_gets_no_more(
             next(events)
 
 
-def test_calls_that_are_left_out_while_one_hangs_are_counted(
+def test_calls_dropped_while_a_callback_hangs_are_counted(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(listeners, "_CALLS_MAX", 2)
@@ -49,10 +47,10 @@ def test_calls_that_are_left_out_while_one_hangs_are_counted(
         with caplog.at_level(logging.ERROR):
             goes_on.set()
             eventually(lambda: seen == ["m0", "m1", "m2"])
-            eventually(lambda: "3 calls were left out" in caplog.text)
+            eventually(lambda: "3 calls were dropped" in caplog.text)
 
 
-def test_on_reset_is_called_after_callbacks_were_left_out(
+def test_on_reset_is_called_after_calls_were_dropped(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listeners, "_CALLS_MAX", 3)

@@ -1,4 +1,4 @@
-"""Codecs of peer groups: types with numbers, and what happens to those nobody knows."""
+"""Codecs of peer groups: registered types, and bodies of unknown types."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def post(url: str) -> Iterator[Post]:
         ("bytes", None),
     ],
 )
-def test_a_value_comes_back_as_it_was(format: Format, value: Any) -> None:
+def test_value_survives_encoding(format: Format, value: Any) -> None:
     codec = PeerCodec(format)
     assert codec.decode(*codec.encode(value)) == value
 
 
 @pytest.mark.parametrize("format", ["json", "msgpack"])
 @pytest.mark.parametrize("value", [User("Ada", 36), Point(1, 2)])
-def test_a_registered_type_comes_back_as_itself(format: Format, value: object) -> None:
+def test_registered_type_survives_encoding(format: Format, value: object) -> None:
     codec = PeerCodec(format)
     codec.register(type(value), id=7)
     kind, data = codec.encode(value)
@@ -61,7 +61,7 @@ def test_a_registered_type_comes_back_as_itself(format: Format, value: object) -
     assert codec.decode(kind, data) == value
 
 
-def test_a_type_may_have_its_own_way_to_become_bytes() -> None:
+def test_type_may_have_its_own_encode_and_decode() -> None:
     codec = PeerCodec("bytes")
     codec.register(
         User,
@@ -73,11 +73,11 @@ def test_a_type_may_have_its_own_way_to_become_bytes() -> None:
     assert codec.decode("1", b"Ada:36") == User("Ada", 36)
 
 
-def test_registrations_that_contradict_each_other_are_refused() -> None:
+def test_contradicting_registrations_are_refused() -> None:
     codec = PeerCodec()
     codec.register(User, id=1)
     for type_, number in ((Point, 1), (User, 2)):
-        with pytest.raises(ValueError, match="registered already"):
+        with pytest.raises(ValueError, match="already registered"):
             codec.register(type_, id=number)
     with pytest.raises(ValueError, match="neither"):
         codec.register(Point, id=3, encode=lambda point: b"")
@@ -87,7 +87,7 @@ def test_registrations_that_contradict_each_other_are_refused() -> None:
         codec.register(Point, id=-1)
 
 
-def test_values_that_cannot_be_written_are_refused() -> None:
+def test_values_that_cannot_be_encoded_are_refused() -> None:
     with pytest.raises(TypeError):
         PeerCodec().encode(object())
     with pytest.raises(TypeError, match="sends bytes"):
@@ -99,7 +99,7 @@ def test_values_that_cannot_be_written_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("kind", "data"), [("9", b"x"), ("json", b"{"), ("pickle", b"x")])
-def test_what_cannot_be_read_is_said_to_be_unknown(kind: str, data: bytes) -> None:
+def test_undecodable_bytes_raise_unknown_type(kind: str, data: bytes) -> None:
     with pytest.raises(UnknownType):
         PeerCodec().decode(kind, data)
 
@@ -117,7 +117,7 @@ def test_nothing_is_ever_unpickled(post: Post) -> None:
     assert got.bodies == [data]
 
 
-def test_names_and_objects_are_taken_as_codecs_and_nothing_else() -> None:
+def test_codec_is_a_name_or_a_peer_codec() -> None:
     codec = PeerCodec()
     assert find_codec(codec) is codec
     assert find_codec("msgpack").format == "msgpack"
@@ -133,7 +133,7 @@ def test_members_with_different_formats_understand_each_other(post: Post) -> Non
     assert result(group.member("a").ask("q", [1, 2])) == {"got": [1, 2]}
 
 
-def test_registered_types_go_both_ways(any_url: str) -> None:
+def test_registered_types_work_in_messages_and_replies(any_url: str) -> None:
     codecs = [PeerCodec("msgpack"), PeerCodec("json")]
     for codec in codecs:
         codec.register(User, id=1, encode=msgspec.json.encode, decode=_load_user)
@@ -153,7 +153,7 @@ def _load_user(data: bytes) -> User:
 
 
 @pytest.mark.parametrize("verb", ["tell", "send", "ask"])
-def test_a_message_of_an_unknown_type_goes_to_the_dead_letters(post: Post, verb: str) -> None:
+def test_message_of_unknown_type_becomes_a_dead_letter(post: Post, verb: str) -> None:
     codec = PeerCodec()
     codec.register(User, id=1)
     group, other = post.group(codec=codec), post.group()
@@ -166,12 +166,12 @@ def test_a_message_of_an_unknown_type_goes_to_the_dead_letters(post: Post, verb:
     else:
         error = failure(future)
         assert isinstance(error, HandlerFailed)
-        assert "register it" in str(error)
+        assert "Register it" in str(error)
     eventually(lambda: len(group.dead_letters()) == 1)
     (letter,) = group.dead_letters()
     assert (letter.member, letter.queue, letter.verb, letter.sender) == ("a", "q", verb, None)
     assert letter.type == "1"
-    assert "register it" in letter.reason
+    assert "Register it" in letter.reason
     assert letter.sent_at <= letter.buried_at <= group.now() + group._handle.clock.error_bound
     assert msgspec.json.decode(letter.body) == {"name": "Ada", "age": 36}
     assert inbox_length(group, "a") == 0
@@ -179,7 +179,7 @@ def test_a_message_of_an_unknown_type_goes_to_the_dead_letters(post: Post, verb:
     assert got.bodies == ["still there"]
 
 
-def test_pulling_passes_over_what_cannot_be_read(post: Post) -> None:
+def test_pulling_skips_undecodable_messages(post: Post) -> None:
     codec = PeerCodec()
     codec.register(User, id=1)
     group, other = post.group(codec=codec), post.group()
@@ -190,7 +190,7 @@ def test_pulling_passes_over_what_cannot_be_read(post: Post) -> None:
     assert len(group.dead_letters()) == 1
 
 
-def test_the_last_dead_letters_come_in_their_order(post: Post) -> None:
+def test_dead_letters_are_listed_oldest_first(post: Post) -> None:
     codec = PeerCodec()
     codec.register(User, id=1)
     group, other = post.group(codec=codec), post.group()
@@ -204,7 +204,7 @@ def test_the_last_dead_letters_come_in_their_order(post: Post) -> None:
         other.dead_letters(0)
 
 
-def test_an_answer_of_an_unknown_type_fails_for_who_asked(post: Post) -> None:
+def test_reply_of_unknown_type_fails_for_the_sender(post: Post) -> None:
     codec = PeerCodec()
     codec.register(User, id=1)
     group, other = post.group(), post.group(codec=codec)
@@ -220,7 +220,7 @@ class Odd(Exception):
 
 
 class Thing:
-    """Something that cannot be written."""
+    """A value that cannot be encoded."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -241,7 +241,7 @@ def nested(depth: int) -> list[Any]:
     [2**70, nested(100_000), Thing(KeyError("x")), Thing(SystemExit(1)), Thing(Odd())],
     ids=["overflow", "depth", "KeyError", "SystemExit", "no text"],
 )
-def test_a_reply_that_cannot_be_written_fails_the_message(open_group: Open, answer: object) -> None:
+def test_reply_that_cannot_be_encoded_fails_the_message(open_group: Open, answer: object) -> None:
     codec = PeerCodec("msgpack")
     codec.register(Thing, id=1, encode=Thing.encode, decode=lambda data: Thing(KeyError()))
     group = open_group(ttl=LONG_S, codec=codec)
@@ -250,21 +250,21 @@ def test_a_reply_that_cannot_be_written_fails_the_message(open_group: Open, answ
     error = failure(group.member("a").ask("q", 1, timeout=LONG_S))
     assert isinstance(error, HandlerFailed)
     assert "cannot be sent" in str(error)
-    assert result(group.member("a").ask("q", 0, timeout=LONG_S)) == "well"  # its thread goes on
+    assert result(group.member("a").ask("q", 0, timeout=LONG_S)) == "well"  # the thread survived
     assert inbox_length(group, "a") == 0
 
 
 @pytest.mark.parametrize("value", [2**70, nested(100_000), Thing(KeyError("x"))])
-def test_a_body_that_cannot_be_written_is_a_value_error_for_the_sender(value: object) -> None:
+def test_body_that_cannot_be_encoded_raises_value_error(value: object) -> None:
     codec = PeerCodec("msgpack")
     codec.register(Thing, id=1, encode=Thing.encode, decode=lambda data: Thing(KeyError()))
-    with pytest.raises(ValueError, match="cannot be written") as info:
+    with pytest.raises(ValueError, match="cannot be encoded") as info:
         codec.encode(value)
     assert info.value.__cause__ is not None
 
 
 @pytest.mark.parametrize("value", [float("nan"), [{"x": float("inf")}, None], (1, -float("inf"))])
-def test_nan_and_infinity_are_refused_as_json(open_group: Open, value: object) -> None:
+def test_nan_and_infinity_are_refused_in_json(open_group: Open, value: object) -> None:
     group = open_group(ttl=LONG_S)
     me = group.join("a", metadata={"nothing": None})
     assert me.group.members[0].metadata == {"nothing": None}
@@ -280,7 +280,7 @@ def test_nan_and_infinity_are_refused_as_json(open_group: Open, value: object) -
     assert repr(codec.decode(*codec.encode([float("nan")]))) == "[nan]"
 
 
-def test_a_handler_whose_error_has_no_text_fails_its_message(open_group: Open) -> None:
+def test_handler_whose_error_cannot_be_printed_fails_its_message(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
 
     def fail(message: Message) -> None:

@@ -1,6 +1,6 @@
-"""Members of peer groups that die, or whose name is taken over, and that come back.
+"""Members of peer groups that die, are replaced, and come back.
 
-Several handles in one process: who is told of it, and who they are then.
+Several handles in one process: the events that they see, and the ids of the members.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tests.support.peering import LONG_S, Heard, Open, await_heartbeat, expel, i
 from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
-#: A ttl that a test waits out.
+#: A ttl that expires during a test.
 SHORT_S = 0.5
 
 
 # Names
 
 
-def test_a_name_that_is_taken_is_refused_waited_for_or_taken_over(open_group: Open) -> None:
+def test_taken_name_is_refused_waited_for_or_taken_over(open_group: Open) -> None:
     one, two = open_group(ttl=LONG_S), open_group()
     first = one.join("a")
     with pytest.raises(MemberTaken):
@@ -54,7 +54,7 @@ def test_a_name_that_is_taken_is_refused_waited_for_or_taken_over(open_group: Op
     assert one.members[0].session == waiting[0]._handle.session
 
 
-def test_taking_over_a_name_of_the_same_handle_ends_the_older_membership(open_group: Open) -> None:
+def test_takeover_within_a_handle_ends_the_older_membership(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     first, second = group.join("a"), group.join("a")
     assert first.lost.is_set()
@@ -62,7 +62,7 @@ def test_taking_over_a_name_of_the_same_handle_ends_the_older_membership(open_gr
     assert group._handle.local_members() == [second._handle]
 
 
-def test_who_waits_for_a_name_is_released_when_the_handle_is_closed(open_group: Open) -> None:
+def test_waiting_for_a_name_ends_when_the_handle_is_closed(open_group: Open) -> None:
     one, two = open_group(ttl=LONG_S), open_group()
     one.join("a")
     errors: list[MeteorError] = []
@@ -80,7 +80,7 @@ def test_who_waits_for_a_name_is_released_when_the_handle_is_closed(open_group: 
     assert [str(error).endswith("open another.") for error in errors] == [True]
 
 
-def test_a_named_member_dies_and_comes_back_elsewhere(open_group: Open) -> None:  # T22
+def test_named_member_dies_and_comes_back_elsewhere(open_group: Open) -> None:  # T22
     one, two, three = open_group(ttl=LONG_S), open_group(), open_group()
     heard = Heard(one)
     two.join("a", metadata=1)
@@ -94,7 +94,7 @@ def test_a_named_member_dies_and_comes_back_elsewhere(open_group: Open) -> None:
     assert not any(call[0] == "leave" for call in heard.calls)
 
 
-def test_leaving_is_for_good_closing_is_not(open_group: Open) -> None:
+def test_leaving_is_permanent_but_closing_is_not(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     group.join("a").leave()
     assert ids(group) == []
@@ -108,7 +108,7 @@ def test_leaving_is_for_good_closing_is_not(open_group: Open) -> None:
 
 
 @pytest.mark.parametrize("expiration", [0.0, 0.3])
-def test_a_dead_member_is_removed_in_time_and_can_join_again(
+def test_dead_member_is_removed_on_expiration_and_can_rejoin(
     open_group: Open, expiration: float
 ) -> None:  # T4
     one = open_group(ttl=SHORT_S, member_expiration=expiration)
@@ -125,10 +125,10 @@ def test_a_dead_member_is_removed_in_time_and_can_join_again(
 # Dying
 
 
-def test_who_only_looks_on_notices_a_death_alone(open_group: Open, url: str) -> None:
+def test_observer_alone_detects_a_death(open_group: Open, url: str) -> None:
     group = open_group(ttl=SHORT_S)
     heard = Heard(group)
-    with meteor.connect(url) as client:  # a member that is never heard of again
+    with meteor.connect(url) as client:  # a member that sends no more heartbeats
         args = ["a", "of-nobody", "0", 0, b"null", "fail", 1000]
         client._connector.run(PEERS_JOIN, [group._handle.protocol.prefix], args)
     eventually(lambda: heard.count("leave", "a", "expired") == 1)
@@ -136,7 +136,7 @@ def test_who_only_looks_on_notices_a_death_alone(open_group: Open, url: str) -> 
     assert group.leader is None
 
 
-def test_a_death_is_noticed_on_time_and_not_with_the_next_beat(open_group: Open) -> None:
+def test_death_is_detected_on_time_not_at_the_next_heartbeat(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)  # a heartbeat every 20 s
     heard = Heard(group)
     args = ["a", "of-nobody", "0", 0, b"null", "fail", 1000]
@@ -147,7 +147,7 @@ def test_a_death_is_noticed_on_time_and_not_with_the_next_beat(open_group: Open)
     eventually(lambda: heard.count("leave", "a", "expired") == 1, 10)
 
 
-def test_who_was_taken_for_dead_joins_again(open_group: Open) -> None:  # T21
+def test_expelled_member_rejoins(open_group: Open) -> None:  # T21
     one, two = open_group(ttl=0.9), open_group()
     heard = Heard(two)
     me, other = one.join(), two.join()
@@ -166,10 +166,10 @@ def test_who_was_taken_for_dead_joins_again(open_group: Open) -> None:  # T21
     eventually(lambda: ids(two) == [other.id])  # no ghosts
 
 
-def test_who_was_replaced_behind_its_back_does_not_come_back(open_group: Open) -> None:
+def test_replaced_member_that_saw_no_event_does_not_rejoin(open_group: Open) -> None:
     one, two = open_group(ttl=0.6), open_group()
     me = one.join("a")
-    with one._handle.lock:  # it sees no events; its heartbeat learns it
+    with one._handle.lock:  # one sees no events: a heartbeat reply reports the replacement
         two._handle.protocol.connector.run(
             PEERS_JOIN,
             [two._handle.protocol.prefix],
@@ -178,10 +178,12 @@ def test_who_was_replaced_behind_its_back_does_not_come_back(open_group: Open) -
         on_key(two, "ZADD", "deadlines", "+inf", "a")
     assert me.lost.wait(10)
     assert me.reason == "joined again elsewhere"
-    eventually(lambda: two.find("a"))  # the leaving and the joining are two events
+    eventually(lambda: two.find("a"))  # leaving and joining are two events
 
 
-def test_a_callback_that_raises_or_hangs_stops_neither_heart_nor_events(open_group: Open) -> None:
+def test_callback_that_raises_or_hangs_stops_neither_heartbeats_nor_events(
+    open_group: Open,
+) -> None:
     one, two = open_group(ttl=0.9), open_group()
     release = threading.Event()
 
@@ -195,17 +197,16 @@ def test_a_callback_that_raises_or_hangs_stops_neither_heart_nor_events(open_gro
         eventually(lambda: two.leader is not None)
         with watching(two) as events:
             sent = me._handle.valid_until
-            eventually(
-                lambda: me._handle.valid_until > sent + 2 * 0.9
-            )  # two ttls later it is still heard of
+            eventually(lambda: me._handle.valid_until > sent + 2 * 0.9)  # two ttls later
             two.join("b")
             eventually(lambda: "b" in ids(one))
             assert not [event for event in events if event.member == me.id]
+            assert me.term is not None
     finally:
         release.set()
 
 
-def test_a_member_that_cannot_rejoin_does_not_stop_the_heartbeats_of_others(
+def test_member_that_cannot_rejoin_does_not_stop_heartbeats_of_others(
     open_group: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = open_group(ttl=LONG_S)
@@ -225,7 +226,7 @@ def test_a_member_that_cannot_rejoin_does_not_stop_the_heartbeats_of_others(
     assert not first.lost.is_set()
 
 
-def test_an_expelled_member_updates_and_proposes_while_it_rejoins(open_group: Open) -> None:
+def test_expelled_member_updates_and_proposes_while_it_rejoins(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     me = group.join()
     me.on_vote(lambda proposal: True)

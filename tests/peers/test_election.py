@@ -1,4 +1,4 @@
-"""Elections of peer groups: who leads, who comes next, and what is done while one leads.
+"""Elections of peer groups: the leader, its successor, and leader tasks.
 
 Several handles in one process.
 """
@@ -24,10 +24,10 @@ def leader_of(group: PeerGroup) -> str | None:
     return group.leader.id if group.leader is not None else None
 
 
-# Who leads
+# Elections
 
 
-def test_one_member_is_enough_and_leads(open_group: Open) -> None:  # V7
+def test_single_member_leads(open_group: Open) -> None:  # V7
     group = open_group(ttl=LONG_S)
     assert (group.leader, group.term) == (None, 0)
     me = group.join()
@@ -36,7 +36,7 @@ def test_one_member_is_enough_and_leads(open_group: Open) -> None:  # V7
     assert leader_of(group) == me.id
 
 
-def test_of_three_one_leads_and_all_agree(open_group: Open) -> None:  # V7
+def test_three_members_agree_on_one_leader(open_group: Open) -> None:  # V7
     groups = [open_group(ttl=LONG_S), open_group(), open_group()]
     members = [group.join() for group in groups]
     eventually(lambda: {leader_of(group) for group in groups} == {members[0].id})
@@ -45,7 +45,9 @@ def test_of_three_one_leads_and_all_agree(open_group: Open) -> None:  # V7
 
 
 @pytest.mark.parametrize("how", ["leave", "close", "close handle", "removed"])
-def test_when_the_leader_goes_the_next_is_elected(open_group: Open, how: str) -> None:  # T5, T7, T8
+def test_next_member_is_elected_when_the_leader_leaves(
+    open_group: Open, how: str
+) -> None:  # T5, T7, T8
     one, two = open_group(ttl=LONG_S), open_group()
     first, second = one.join("a"), two.join("b")
     term = first.term
@@ -66,15 +68,15 @@ def test_when_the_leader_goes_the_next_is_elected(open_group: Open, how: str) ->
     assert second.term.number > term.number
 
 
-def test_a_new_handle_knows_leader_and_term_at_once(open_group: Open) -> None:  # T9
+def test_new_handle_knows_leader_and_term_at_once(open_group: Open) -> None:  # T9
     one = open_group(ttl=LONG_S)
     me = one.join()
     two = open_group()
     assert (leader_of(two), two.term) == (me.id, one.term)
 
 
-def test_a_rejoined_member_can_be_elected(open_group: Open) -> None:
-    """As atomix#258 asked for."""
+def test_rejoined_member_can_be_elected(open_group: Open) -> None:
+    """Requested in atomix#258."""
     one, two = open_group(ttl=LONG_S), open_group()
     one.join("a").close()
     other = two.join("b")
@@ -84,7 +86,7 @@ def test_a_rejoined_member_can_be_elected(open_group: Open) -> None:
     eventually(lambda: again.term is not None)
 
 
-def test_who_listens_is_told_of_the_leader_at_once_and_then_of_each_election_once(
+def test_on_elected_is_called_at_once_and_then_once_per_election(
     open_group: Open,
 ) -> None:
     one = open_group(ttl=LONG_S)
@@ -107,7 +109,7 @@ def test_who_listens_is_told_of_the_leader_at_once_and_then_of_each_election_onc
     ]
 
 
-def test_who_listens_to_a_group_without_a_leader_is_told_when_there_is_one(
+def test_on_elected_waits_for_the_first_leader(
     open_group: Open,
 ) -> None:
     group = open_group(ttl=LONG_S, min_size=2)
@@ -119,26 +121,26 @@ def test_who_listens_to_a_group_without_a_leader_is_told_when_there_is_one(
     assert first.term is not None
 
 
-def test_a_higher_priority_leads_next(open_group: Open) -> None:
+def test_member_with_higher_priority_leads_next(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     first, low, high = group.join(), group.join(priority=-5), group.join(priority=7)
     first.leave()
     eventually(lambda: high.term is not None)
     assert low.term is None
     assert high.resign()
-    eventually(lambda: low.term is not None)  # not itself again
+    eventually(lambda: low.term is not None)  # the member that resigned is not re-elected
 
 
-def test_a_group_without_elections_has_members_and_no_leader(open_group: Open) -> None:
+def test_group_without_elections_has_members_and_no_leader(open_group: Open) -> None:
     group = open_group(ttl=LONG_S, election=None)
     me = group.join()
     group.join()
     assert (group.leader, group.term, me.term, me.resign()) == (None, 0, None, False)
-    with pytest.raises(PeerError, match="elects nobody"), me.leadership():
+    with pytest.raises(PeerError, match="elects no leader"), me.leadership():
         pass
 
 
-def test_at_random_somebody_leads_in_rising_terms_until_all_are_gone(open_group: Open) -> None:
+def test_random_election_has_a_leader_in_rising_terms_until_all_have_left(open_group: Open) -> None:
     group = open_group(ttl=LONG_S, election="random")
     here = {name: group.join(name) for name in "abcd"}
     led, terms = [], []
@@ -156,7 +158,7 @@ def test_at_random_somebody_leads_in_rising_terms_until_all_are_gone(open_group:
 # Leading
 
 
-def test_leadership_is_waited_for_and_laid_down_at_the_end(open_group: Open) -> None:
+def test_leadership_block_waits_for_election_and_resigns(open_group: Open) -> None:
     one, two = open_group(ttl=LONG_S), open_group()
     first, second = one.join(), two.join()
     with pytest.raises(TimeoutError, match="not elected"), second.leadership(timeout=0.05):
@@ -174,7 +176,7 @@ def test_leadership_is_waited_for_and_laid_down_at_the_end(open_group: Open) -> 
     assert numbers == sorted(set(numbers))
 
 
-def test_leadership_ends_the_term_also_after_an_error(open_group: Open) -> None:
+def test_leadership_block_resigns_after_an_error(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     first, second = group.join(), group.join()
     with pytest.raises(ZeroDivisionError), first.leadership(timeout=10):
@@ -184,7 +186,7 @@ def test_leadership_ends_the_term_also_after_an_error(open_group: Open) -> None:
 
 
 @pytest.mark.parametrize("how", ["leave", "close handle", "removed", "taken over"])
-def test_who_waits_for_leadership_is_told_when_it_is_no_member_any_more(
+def test_waiting_for_leadership_raises_when_the_membership_is_lost(
     open_group: Open, how: str
 ) -> None:
     one, two = open_group(ttl=LONG_S), open_group()
@@ -214,7 +216,7 @@ def test_who_waits_for_leadership_is_told_when_it_is_no_member_any_more(
     assert [type(error) for error in errors] == [MembershipLost]
 
 
-def test_what_leads_is_called_in_each_term_and_never_twice_at_once(open_group: Open) -> None:
+def test_leader_task_is_called_in_each_term_without_overlap(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     first, second = group.join(), group.join()
     running: list[str] = []
@@ -243,7 +245,7 @@ def test_what_leads_is_called_in_each_term_and_never_twice_at_once(open_group: O
     assert not running  # its threads have ended
 
 
-def test_what_leads_ends_before_another_is_elected(open_group: Open) -> None:
+def test_leader_task_ends_before_another_member_is_elected(open_group: Open) -> None:
     one, two = open_group(ttl=LONG_S), open_group()
     me = one.join()
     other = two.join()
@@ -255,7 +257,7 @@ def test_what_leads_ends_before_another_is_elected(open_group: Open) -> None:
     def lead(term: Term) -> None:
         begun.set()
         term.lost.wait(30)
-        threading.Event().wait(0.3)  # what has to be finished
+        threading.Event().wait(0.3)  # finishes its work
         order.append("ended")
 
     assert begun.wait(10)
@@ -264,7 +266,7 @@ def test_what_leads_ends_before_another_is_elected(open_group: Open) -> None:
     assert order == ["ended", "elected"]
 
 
-def test_when_what_leads_fails_others_may_try(open_group: Open) -> None:
+def test_failed_leader_task_lets_others_lead(open_group: Open) -> None:
     group = open_group(ttl=0.9)
     first, second = group.join(), group.join()
 

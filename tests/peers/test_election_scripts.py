@@ -1,6 +1,6 @@
-"""Whom the scripts of peer groups elect, called by hand under a clock that the test sets.
+"""Elections by the scripts of peer groups, under a clock that the test sets.
 
-On all kinds of servers; nothing here waits.
+The tests run on all kinds of servers and never wait.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from tests.support.peering import build as build
 from tests.support.peering import peers as peers
 
 
-def test_the_first_to_join_leads_in_a_term_above_zero(peers: Peers) -> None:
+def test_first_member_to_join_leads_in_a_term_above_zero(peers: Peers) -> None:
     assert peers.join("a") == ["OK", 1, TTL_MS]
     peers.join("b")
     assert (peers.leader, peers.term > 0) == ("a", True)
     assert peers.events() == [("joined", "a"), ("elected", "a"), ("joined", "b")]
 
 
-def test_a_silent_leader_leaves_and_the_oldest_of_the_others_leads_in_a_higher_term(
+def test_silent_leader_is_replaced_by_the_oldest_member_in_a_higher_term(
     peers: Peers,
 ) -> None:
     for member in "abc":
@@ -31,17 +31,17 @@ def test_a_silent_leader_leaves_and_the_oldest_of_the_others_leads_in_a_higher_t
     assert [fields["reason"] for _, fields in peers.entries()[4:6]] == ["expired", "expired"]
 
 
-def test_nobody_is_elected_who_is_overdue_himself(peers: Peers) -> None:
+def test_overdue_member_is_not_elected(peers: Peers) -> None:
     for member in "abcd":
         peers.join(member)
-    peers.live(TTL_MS + 100, "d")  # a, b and c are silent, and go in one step
+    peers.live(TTL_MS + 100, "d")  # a, b and c are silent, and expire in one step
     assert [event for event in peers.events() if event[0] == "elected"] == [
         ("elected", "a"),
         ("elected", "d"),
     ]
 
 
-def test_a_higher_priority_leads_next_but_does_not_replace_who_leads(peers: Peers) -> None:
+def test_higher_priority_leads_next_but_does_not_replace_the_leader(peers: Peers) -> None:
     peers.join("a")
     peers.join("b", priority=-1)
     peers.join("c", priority=5)
@@ -55,7 +55,7 @@ def test_a_higher_priority_leads_next_but_does_not_replace_who_leads(peers: Peer
     assert peers.leader == "b"
 
 
-def test_who_resigns_goes_to_the_back_of_the_queue(peers: Peers) -> None:
+def test_resigned_leader_moves_to_the_end_of_the_order(peers: Peers) -> None:
     for member in "abc":
         peers.join(member)
     leaders = []
@@ -65,7 +65,7 @@ def test_who_resigns_goes_to_the_back_of_the_queue(peers: Peers) -> None:
     assert leaders == ["a", "b", "c", "a", "b", "c"]
 
 
-def test_who_resigns_is_not_elected_again_though_its_priority_is_the_highest(peers: Peers) -> None:
+def test_resigned_leader_is_not_reelected_despite_highest_priority(peers: Peers) -> None:
     peers.join("a", priority=9)
     peers.join("b")
     peers.resign("a")
@@ -74,14 +74,14 @@ def test_who_resigns_is_not_elected_again_though_its_priority_is_the_highest(pee
     assert peers.leader == "a"
 
 
-def test_who_resigns_alone_is_elected_again_in_another_term(peers: Peers) -> None:
+def test_only_member_is_reelected_in_another_term_after_resigning(peers: Peers) -> None:
     peers.join("a")
     before = peers.term
     peers.resign("a")
     assert (peers.leader, peers.term > before) == ("a", True)
 
 
-def test_resigning_from_a_term_that_is_over_changes_nothing(peers: Peers) -> None:
+def test_resigning_from_a_past_term_changes_nothing(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     assert peers.resign("a", peers.term - 1) == ["OK", 0]
@@ -89,7 +89,7 @@ def test_resigning_from_a_term_that_is_over_changes_nothing(peers: Peers) -> Non
     assert peers.leader == "a"
 
 
-def test_after_a_resignation_terms_are_above_all_that_the_resigned_knows_of(peers: Peers) -> None:
+def test_term_after_a_resignation_is_above_every_term_known_to_the_member(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     above = peers.term + 10**9
@@ -97,7 +97,7 @@ def test_after_a_resignation_terms_are_above_all_that_the_resigned_knows_of(peer
     assert peers.term == above + 1
 
 
-def test_at_random_every_candidate_of_the_highest_priority_leads_in_the_end(
+def test_random_election_reaches_every_candidate_of_the_highest_priority(
     build: Build, rng: random.Random
 ) -> None:
     peers = build(election="random")
@@ -115,7 +115,7 @@ def test_at_random_every_candidate_of_the_highest_priority_leads_in_the_end(
     assert led == {"a", "b", "c"}
 
 
-def test_a_group_without_elections_has_no_leader_and_no_such_events(build: Build) -> None:
+def test_group_without_elections_has_no_leader_and_no_election_events(build: Build) -> None:
     peers = build(election="none")
     peers.join("a")
     peers.join("b")
@@ -124,7 +124,7 @@ def test_a_group_without_elections_has_no_leader_and_no_such_events(build: Build
     assert peers.events() == [("joined", "a"), ("joined", "b"), ("left", "a")]
 
 
-def test_nobody_is_elected_before_there_are_enough(build: Build) -> None:
+def test_no_member_is_elected_below_min_size(build: Build) -> None:
     peers = build(min_size=3)
     peers.join("a")
     peers.join("b")
@@ -137,7 +137,7 @@ def test_nobody_is_elected_before_there_are_enough(build: Build) -> None:
     assert peers.leader == "b"
 
 
-def test_a_term_is_higher_than_the_last_though_its_number_was_lost(peers: Peers) -> None:
+def test_term_increases_even_if_the_last_one_was_lost(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     before = peers.term
@@ -147,7 +147,7 @@ def test_a_term_is_higher_than_the_last_though_its_number_was_lost(peers: Peers)
     assert (peers.leader, peers.term > before) == ("b", True)
 
 
-def test_a_term_is_higher_than_the_last_though_the_clock_went_back(peers: Peers) -> None:
+def test_term_increases_even_if_the_clock_moved_back(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     before = peers.term

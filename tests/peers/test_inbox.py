@@ -13,14 +13,15 @@ from meteor_py.errors import (
     MessageExpired,
 )
 from meteor_py.peers.messaging import inbox as inbox_module
-from meteor_py.peers.messaging import inbox as ininbox_module
-from meteor_py.peers.messaging.inbox import QueueState
+from meteor_py.peers.messaging.inbox import Inbox, QueueState
 from meteor_py.peers.messaging.message import Message
+from meteor_py.redis import keys
 from meteor_py.runtime.clock import now
 from tests.support.mailing import Gate, Post, Record, failure, inbox_length, result
 from tests.support.mailing import post as post
 from tests.support.peering import LONG_S, Open
 from tests.support.peering import open_group as open_group
+from tests.support.servers import plain_client
 from tests.support.waiting import eventually
 
 
@@ -32,7 +33,7 @@ def threads() -> list[str]:
 # Order and priority
 
 
-def test_messages_of_one_sender_come_in_the_order_of_sending(post: Post) -> None:
+def test_messages_of_one_sender_arrive_in_order(post: Post) -> None:
     group, other = post.group(), post.group()
     got = Record()
     other.join("a").on("q")(got)
@@ -42,7 +43,7 @@ def test_messages_of_one_sender_come_in_the_order_of_sending(post: Post) -> None
     assert got.bodies == list(range(500))
 
 
-def test_of_those_that_wait_lower_priorities_come_first_and_then_older_ones(any_url: str) -> None:
+def test_waiting_messages_are_ordered_by_priority_then_age(any_url: str) -> None:
     with Post(any_url) as post:
         group = post.group()
         me, gate = group.join("a"), Gate()
@@ -52,13 +53,13 @@ def test_of_those_that_wait_lower_priorities_come_first_and_then_older_ones(any_
         for body, priority in (("d", 256), ("b", 128), ("c", 128), ("a", 1)):
             result(group.member("a").tell("q", body, priority=priority))
         inbox = me._handle.inbox()
-        eventually(lambda: len(inbox._queues["q"].held) == 5, message="not all were read")
+        eventually(lambda: len(inbox._queues["q"].held) == 5, message="not all messages were read")
         gate.open.set()
         gate.wait_for(5)
         assert gate.bodies == ["in hand", "a", "b", "c", "d"]
 
 
-def test_handlers_with_a_priority_take_turns_in_one_thread_lower_ones_first(post: Post) -> None:
+def test_handlers_with_a_priority_take_turns_in_one_thread(post: Post) -> None:
     group = post.group()
     me, gate, order = group.join("a"), Gate(), Record(lambda message: threading.get_ident())
     me.on("gate", priority=256)(gate)
@@ -70,11 +71,11 @@ def test_handlers_with_a_priority_take_turns_in_one_thread_lower_ones_first(post
     inbox = me._handle.inbox()
     eventually(lambda: sum(len(state.held) for state in inbox._queues.values()) == 5)
     gate.open.set()
-    assert len({result(future) for future in asked}) == 1, "they have threads of their own"
+    assert len({result(future) for future in asked}) == 1, "the queues do not share a thread"
     assert [message.queue for message in order.messages] == ["urgent", "urgent", "idle", "idle"]
 
 
-def test_several_workers_handle_messages_side_by_side(post: Post) -> None:
+def test_several_workers_handle_messages_in_parallel(post: Post) -> None:
     group = post.group()
     meeting = threading.Barrier(4)
     group.join("a").on("q", workers=4)(lambda message: meeting.wait(20) >= 0)
@@ -85,7 +86,7 @@ def test_several_workers_handle_messages_side_by_side(post: Post) -> None:
 # Backlogs
 
 
-def test_a_queue_without_a_handler_keeps_its_messages_and_holds_up_nobody(post: Post) -> None:
+def test_queue_without_a_handler_keeps_its_messages_and_delays_no_other(post: Post) -> None:
     group = post.group()
     me = group.join("a")
     me.on("busy")(lambda message: message.body)
@@ -99,7 +100,7 @@ def test_a_queue_without_a_handler_keeps_its_messages_and_holds_up_nobody(post: 
     assert got.bodies == list(range(250))
 
 
-def test_a_message_without_a_handler_is_not_failed_before_its_time(post: Post) -> None:
+def test_message_without_a_handler_does_not_fail_before_its_timeout(post: Post) -> None:
     group = post.group()
     me = group.join("a")
     me.on("other")(lambda message: None)
@@ -110,7 +111,7 @@ def test_a_message_without_a_handler_is_not_failed_before_its_time(post: Post) -
     assert result(future) == "in the end"
 
 
-def test_a_backlog_beyond_what_is_held_here_comes_whole_and_in_order(
+def test_backlog_beyond_the_held_limit_arrives_complete_and_in_order(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inbox_module, "HELD_MAX", 10)
@@ -134,7 +135,27 @@ def test_a_backlog_beyond_what_is_held_here_comes_whole_and_in_order(
     assert most <= 10
 
 
-def test_what_is_not_settled_holds_up_its_own_queue_only(
+def test_backlog_beyond_the_held_bytes_arrives_complete_and_in_order(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox_module, "HELD_BYTES_MAX", 10_000)
+    group = post.group()
+    me, gate = group.join("a"), Gate()
+    me.on("q")(gate)
+    for n in range(50):
+        result(group.member("a").tell("q", f"{n:1000}"))
+    gate.wait_until_entered()
+    state = me._handle.inbox()._queues["q"]
+    eventually(lambda: not state.live, message="it keeps reading although it holds too much")
+    assert 5 < len(state.held) <= 11
+    assert state.bytes < 12_000
+    gate.open.set()
+    gate.wait_for(50)
+    assert [int(body) for body in gate.bodies] == list(range(50))
+    eventually(lambda: (len(state.held), state.bytes) == (0, 0))
+
+
+def test_unsettled_messages_delay_only_their_own_queue(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inbox_module, "HELD_MAX", 4)
@@ -154,7 +175,7 @@ def test_what_is_not_settled_holds_up_its_own_queue_only(
 # Settling
 
 
-def test_manual_handlers_settle_when_and_how_they_want(post: Post) -> None:
+def test_manual_handlers_settle_in_any_order_and_in_any_way(post: Post) -> None:
     group = post.group()
     me, got = group.join("a"), Record()
     me.on("q", ack="manual")(got)
@@ -162,7 +183,7 @@ def test_manual_handlers_settle_when_and_how_they_want(post: Post) -> None:
     sent = group.member("a").send("q", 3, timeout=60)
     first, second, third, fourth = got.wait_for(4)
     assert not any(future.done() for future in (*asked, sent))
-    assert fourth.reply("is not asked for")
+    assert fourth.reply("not requested")
     assert third.fail("not today")
     assert second.ack()
     assert first.reply({"yes": 1})
@@ -173,7 +194,7 @@ def test_manual_handlers_settle_when_and_how_they_want(post: Post) -> None:
     assert "not today" in str(error)
 
 
-def test_a_message_is_settled_once(post: Post) -> None:
+def test_message_is_settled_once(post: Post) -> None:
     group = post.group()
     got = Record()
     group.join("a").on("q", ack="manual")(got)
@@ -186,13 +207,13 @@ def test_a_message_is_settled_once(post: Post) -> None:
     assert result(future) == 1
 
 
-def test_a_handler_may_settle_by_itself_though_it_need_not(post: Post) -> None:
+def test_auto_handler_may_settle_explicitly(post: Post) -> None:
     group = post.group()
     group.join("a").on("q")(lambda message: message.reply("mine") and "not this")
     assert result(group.member("a").ask("q")) == "mine"
 
 
-def test_a_message_comes_again_after_a_while_and_others_go_first(post: Post) -> None:
+def test_retried_message_returns_after_its_delay_and_others_go_first(post: Post) -> None:
     group = post.group()
 
     def again(message: Message) -> Any:
@@ -209,16 +230,16 @@ def test_a_message_comes_again_after_a_while_and_others_go_first(post: Post) -> 
     assert len(got.bodies) == 6
 
 
-def test_a_message_that_is_to_come_again_expires(post: Post) -> None:
+def test_retried_message_expires(post: Post) -> None:
     group = post.group()
     got = Record(lambda message: message.retry(delay=0.3))
     group.join("a").on("q")(got)
     assert isinstance(failure(group.member("a").ask("q", timeout=0.1)), MessageExpired)
-    eventually(lambda: inbox_length(group, "a") == 0, message="it was not settled")
+    eventually(lambda: inbox_length(group, "a") == 0, message="the message was not settled")
     assert len(got.messages) == 1
 
 
-def test_the_refused_answer_can_be_given_again(post: Post) -> None:
+def test_reply_can_be_repeated_after_an_encoding_error(post: Post) -> None:
     group = post.group()
     got = Record()
     group.join("a").on("q", ack="manual")(got)
@@ -234,7 +255,7 @@ def test_the_refused_answer_can_be_given_again(post: Post) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), SystemExit(3)])
-def test_a_handler_that_raises_goes_on_with_the_next_message(
+def test_handler_that_raises_continues_with_the_next_message(
     post: Post, error: BaseException
 ) -> None:
     group = post.group()
@@ -250,7 +271,7 @@ def test_a_handler_that_raises_goes_on_with_the_next_message(
     assert result(good) == 1
 
 
-def test_a_handler_that_blocks_stops_neither_heartbeats_nor_other_queues(post: Post) -> None:
+def test_blocking_handler_stops_neither_heartbeats_nor_other_queues(post: Post) -> None:
     group, other = post.group(ttl=0.5), post.group()
     me, gate = other.join("a"), Gate()
     me.on("stuck")(gate)
@@ -261,7 +282,7 @@ def test_a_handler_that_blocks_stops_neither_heartbeats_nor_other_queues(post: P
     start = group.now()
     for n in range(1_000_000):
         assert result(group.member("a").ask("q", n)) == n
-        if group.now() - start > 1.0:  # twice the time that a silent member has
+        if group.now() - start > 1.0:  # twice the time after which a silent member expires
             break
     assert [member.session for member in group.members] == sessions
     assert not me.lost.is_set()
@@ -269,7 +290,7 @@ def test_a_handler_that_blocks_stops_neither_heartbeats_nor_other_queues(post: P
 
 
 @pytest.mark.parametrize("ack", ["auto", "manual"])
-def test_a_handler_that_takes_too_long_fails_its_message(post: Post, ack: Any) -> None:
+def test_handler_that_takes_too_long_fails_its_message(post: Post, ack: Any) -> None:
     group = post.group()
     gate = Gate(lambda message: message.reply("late") if ack == "manual" else "late")
     group.join("a").on("q", timeout=0.1, ack=ack)(gate)
@@ -325,7 +346,7 @@ def test_pulling_ends_when_the_member_leaves(post: Post) -> None:
 # Times
 
 
-def test_a_message_knows_when_it_was_sent_and_received(post: Post) -> None:
+def test_message_has_send_and_receive_times(post: Post) -> None:
     group, other = post.group(), post.group()
     got = Record()
     other.join("a").on("q")(got)
@@ -340,7 +361,7 @@ def test_a_message_knows_when_it_was_sent_and_received(post: Post) -> None:
     assert 0 < message.clock_error < 1
 
 
-# What each member has of its own
+# Per-member state
 
 
 def test_no_thread_runs_before_the_first_handler_and_none_after_leaving(post: Post) -> None:
@@ -356,7 +377,7 @@ def test_no_thread_runs_before_the_first_handler_and_none_after_leaving(post: Po
         me.on("other")
 
 
-def test_a_handler_may_leave_the_group(post: Post) -> None:
+def test_handler_may_leave_the_group(post: Post) -> None:
     group, other = post.group(), post.group()
     me = other.join("a")
     me.on("q")(lambda message: me.leave())
@@ -365,14 +386,14 @@ def test_a_handler_may_leave_the_group(post: Post) -> None:
     eventually(lambda: threads() == [])
 
 
-def test_two_members_of_one_handle_have_their_own_queues(post: Post) -> None:
+def test_members_of_one_handle_have_separate_queues(post: Post) -> None:
     group = post.group()
     for name in ("a", "b"):
         group.join(name).on("q")(lambda message, name=name: name)
     assert result(group.all.ask("q")).values == {"a": "a", "b": "b"}
 
 
-def test_instances_of_a_group_do_not_hear_each_other(post: Post) -> None:
+def test_instances_of_a_group_do_not_share_messages(post: Post) -> None:
     client = post.client()
     with client.peer_group("t", instance="g1") as one, client.peer_group("t", instance="g2") as two:
         got = {group.name: Record() for group in (one, two)}
@@ -384,16 +405,28 @@ def test_instances_of_a_group_do_not_hear_each_other(post: Post) -> None:
         assert got[two.name].bodies == [2]
 
 
-def test_the_inbox_reader_waits_for_the_rest_of_a_handler_timeout(open_group: Open) -> None:
+def test_inbox_reader_waits_for_the_rest_of_a_handler_timeout(open_group: Open) -> None:
     me = open_group(ttl=LONG_S).join()
-    inbox = ininbox_module.Inbox(me._handle)
+    inbox = Inbox(me._handle)
     timeout = inbox._connection.block_max_s / 2
     state = QueueState(inbox, "q", print, timeout=timeout)
     state.live = True
-    message = Message("m", "q", "tell", None, False, 1, 1, 0.0, 0.0, 0.0)
+    message = Message("m", "q", "tell", None, False, 1, 1, 0.0, 0.0, 0.0, state)
     state.held[(0, 1), "m"] = message
-    assert inbox._block_s([state]) == timeout  # it may be taken at once
+    assert inbox._block_s([state]) == timeout  # the message is not being handled yet
     message.overdue_at = now() + timeout / 2
     assert inbox._block_s([state]) <= timeout / 2
     message.overdue_at = now()
     assert 0 < inbox._block_s([state]) < timeout / 2
+
+
+@pytest.mark.parametrize(
+    "entry", [{b"\xff": b"\xff"}, {"id": "x", "queue": "jobs"}, {"id": "x", "queue": b"\xff"}]
+)
+def test_an_entry_that_is_not_a_message_is_skipped(post: Post, entry: dict[Any, Any]) -> None:
+    group = post.group()
+    group.join("me").on("jobs")(lambda message: message.body)
+    assert result(group.any.ask("jobs", 1)) == 1
+    with plain_client(post.url) as client:
+        client.xadd(keys.peers(group.name, "inbox:me"), entry)
+    assert result(group.any.ask("jobs", 2)) == 2

@@ -1,4 +1,4 @@
-"""What is in an inbox is handled though its member dies or the server fails."""
+"""Messages in an inbox are handled even if their member dies or the server fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 
 
 def expel(group: PeerGroup, member: str) -> None:
-    """As if it had not been heard of for long, though it is there."""
+    """Expel a live member, as if it had sent no heartbeats."""
     on_key(group, "ZADD", "deadlines", 0, member)
 
 
@@ -31,7 +31,7 @@ def expel(group: PeerGroup, member: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["takeover", "close", "crash"])
-def test_what_a_named_member_had_in_hand_comes_to_its_successor(post: Post, how: str) -> None:
+def test_unsettled_messages_of_a_named_member_reach_its_successor(post: Post, how: str) -> None:
     group, first, second = post.group(ttl=0.5), post.group(), post.group()
     me, gate = first.join("a"), Gate(lambda message: "first")
     me.on("q")(gate)
@@ -47,7 +47,7 @@ def test_what_a_named_member_had_in_hand_comes_to_its_successor(post: Post, how:
         eventually(lambda: not group.members[0].alive)
     got = Record(lambda message: f"second {message.body}")
     second.join("a").on("q")(got)
-    begun = "first" if how == "close" else "second 0"  # who closes ends what it has begun
+    begun = "first" if how == "close" else "second 0"  # close() finishes running handlers
     assert [result(future) for future in futures] == [begun, "second 1", "second 2"]
     gate.open.set()
     if how == "close":
@@ -57,7 +57,7 @@ def test_what_a_named_member_had_in_hand_comes_to_its_successor(post: Post, how:
         assert {message.id for message in gate.messages} <= {m.id for m in got.messages}
 
 
-def test_the_answer_of_a_superseded_member_is_refused_and_logged(
+def test_reply_of_a_replaced_member_is_refused_and_logged(
     post: Post, caplog: pytest.LogCaptureFixture
 ) -> None:
     group, first, second = post.group(), post.group(), post.group()
@@ -70,14 +70,14 @@ def test_the_answer_of_a_superseded_member_is_refused_and_logged(
     new.wait_for(1)
     with caplog.at_level(logging.WARNING):
         assert not message.reply("old")
-    assert "is not in this process any more" in caplog.text
+    assert "no longer belongs to this process" in caplog.text
     assert not future.done()
     assert inbox_length(group, "a") == 1
     assert new.messages[0].reply("new")
     assert result(future) == "new"
 
 
-def test_a_named_member_that_was_taken_for_dead_goes_on_with_its_messages(post: Post) -> None:
+def test_expelled_named_member_continues_with_its_messages(post: Post) -> None:
     group, other = post.group(ttl=1), post.group()
     me, got = other.join("a"), Record(lambda message: message.body)
     me.on("q")(got)
@@ -86,12 +86,12 @@ def test_a_named_member_that_was_taken_for_dead_goes_on_with_its_messages(post: 
     expel(group, "a")
     asked = group.member("a").ask("q", 2, timeout=60)
     assert result(asked) == 2
-    eventually(lambda: me._handle.session != session, message="it has not joined again")
+    eventually(lambda: me._handle.session != session, message="the member has not rejoined")
     assert result(group.member("a").ask("q", 3, timeout=60)) == 3
     assert not me.lost.is_set()
 
 
-def test_a_member_without_a_name_that_was_taken_for_dead_gets_messages_under_its_new_id(
+def test_expelled_unnamed_member_gets_messages_under_its_new_id(
     post: Post,
 ) -> None:
     group, other = post.group(ttl=1), post.group()
@@ -119,7 +119,7 @@ with meteor.connect(sys.argv[1]) as m, m.peer_group(sys.argv[2]) as group:
 
 
 @pytest.mark.parametrize("to", ["member", "any"])
-def test_what_a_killed_process_had_in_hand_is_done_by_another(post: Post, to: str) -> None:
+def test_messages_of_a_killed_process_are_handled_by_another(post: Post, to: str) -> None:
     group, other = post.group(ttl=0.5), post.group()
     arguments = [sys.executable, "-c", _HOLDER, post.url, NAME]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
@@ -138,7 +138,7 @@ def test_what_a_killed_process_had_in_hand_is_done_by_another(post: Post, to: st
 # Servers that come and go
 
 
-def test_messages_go_on_after_a_server_was_away(private_server: ServerFactory) -> None:
+def test_messages_continue_after_a_server_outage(private_server: ServerFactory) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
     with Post(server.url) as post:
         group, other = post.group(ttl=2), post.group()
@@ -153,7 +153,7 @@ def test_messages_go_on_after_a_server_was_away(private_server: ServerFactory) -
         assert list(dict.fromkeys(gate.bodies)) == [0, 1, 2]
 
 
-def test_messages_on_a_promoted_replica_are_read_though_others_were_lost(pair: Pair) -> None:
+def test_messages_on_a_promoted_replica_are_read_even_if_others_were_lost(pair: Pair) -> None:
     with Post(pair.bench.proxy.url) as post:
         group, other = post.group(ttl=2), post.group()
         got = Record(lambda message: message.body)
@@ -167,7 +167,7 @@ def test_messages_on_a_promoted_replica_are_read_though_others_were_lost(pair: P
         assert [body for body in got.bodies if isinstance(body, int)] == [0, 1, 2]
 
 
-def test_nothing_is_lost_while_a_member_is_expelled_and_its_connections_are_cut(
+def test_no_message_is_lost_while_a_member_is_expelled_and_disconnected(
     private_server: ServerFactory, rng: random.Random
 ) -> None:
     server = private_server()
@@ -188,11 +188,11 @@ def test_nothing_is_lost_while_a_member_is_expelled_and_its_connections_are_cut(
         proxy.heal()
         assert set(got.bodies) == set(range(200))
         held = me._handle.inbox()._queues["q"].held
-        eventually(lambda: not held, message="something is held for ever")
+        eventually(lambda: not held, message="a message is never released")
         assert inbox_length(direct, "a") == 0
 
 
-def test_a_connection_that_is_cut_while_waiting_loses_and_doubles_nothing(
+def test_cut_connection_neither_loses_nor_duplicates_messages(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()

@@ -1,7 +1,7 @@
-"""Who leaves a peer group ends what it has begun, and is chosen for nothing new meanwhile.
+"""A member that leaves a peer group finishes its work, and gets no new work meanwhile.
 
-Who is interrupted while it joins leaves nothing behind, and messages of a group that is deleted or
-sent twice are neither lost nor doubled.
+A process that is interrupted while it joins leaves nothing behind. Messages that are sent twice, or
+to a group that is deleted, are neither lost nor duplicated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.support.waiting import eventually
 
 @contextmanager
 def busy(group: PeerGroup, member: Membership) -> Iterator[tuple[Gate, Future[Any]]]:
-    """A handler of the member is at work; the message that it handles waits for its answer."""
+    """Yields a running handler of the member, and the future of its reply."""
     gate = Gate(lambda message: "done")
     member.on("work")(gate)
     future = group.member(member.id).ask("work", timeout=60)
@@ -59,10 +59,10 @@ def busy(group: PeerGroup, member: Membership) -> Iterator[tuple[Gate, Future[An
 
 @contextmanager
 def leaving(member: Membership, how: Callable[[], None] | None = None) -> Iterator[None]:
-    """It leaves, and waits for its handlers."""
+    """Let the member leave, in a thread that waits for its handlers."""
     thread = threading.Thread(target=how or member.leave)
     thread.start()
-    eventually(lambda: member._handle.announced, SOON_S, "the server was not told")
+    eventually(lambda: member._handle.announced, SOON_S, "the leave was not announced")
     try:
         yield
     finally:
@@ -75,11 +75,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_handle, "LEAVE_S", LONG_S)
 
 
-# Ending what was begun
+# Finishing work
 
 
 @pytest.mark.parametrize("how", ["leave", "close", "group.close"])
-def test_what_is_handled_is_answered_before_its_member_is_gone(post: Post, how: str) -> None:
+def test_running_handlers_reply_before_their_member_leaves(post: Post, how: str) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     me = other.join("a")
     end = other.close if how == "group.close" else getattr(me, how)
@@ -91,27 +91,27 @@ def test_what_is_handled_is_answered_before_its_member_is_gone(post: Post, how: 
     eventually(lambda: not any(member.alive for member in group.members))
 
 
-def test_a_handler_that_closing_waits_for_may_send(post: Post) -> None:
+def test_running_handler_may_send_while_its_handle_closes(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     group.join("b").on("price")(lambda message: 12)
-    me, entered, go_on = other.join("a"), threading.Event(), threading.Event()
+    me, entered, released = other.join("a"), threading.Event(), threading.Event()
 
     @me.on("order")
     def order(message: meteor.Message) -> int:
         entered.set()
-        go_on.wait(SOON_S)
+        released.wait(SOON_S)
         return int(me.member("b").ask("price").result(SOON_S)) * 2
 
     future = group.member("a").ask("order", timeout=60)
     assert entered.wait(SOON_S)
     with leaving(me, other.close):
-        go_on.set()
+        released.set()
         assert result(future) == 24
     with pytest.raises(meteor.MeteorError, match="is closed; open another"):
         other.any.tell("price")
 
 
-def test_a_member_whose_handler_hangs_leaves_at_last(
+def test_member_whose_handler_hangs_leaves_after_the_timeout(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member_handle, "LEAVE_S", 0.2)
@@ -123,10 +123,10 @@ def test_a_member_whose_handler_hangs_leaves_at_last(
         eventually(lambda: not group.members)
 
 
-# Chosen for nothing new
+# No new work
 
 
-def test_messages_for_anybody_or_all_are_not_for_one_who_leaves(post: Post) -> None:
+def test_leaving_member_gets_no_messages_for_any_or_all(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     me = other.join("a")
     group.join("b").on("q")(lambda message: message.member)
@@ -136,7 +136,7 @@ def test_messages_for_anybody_or_all_are_not_for_one_who_leaves(post: Post) -> N
         gate.open.set()
 
 
-def test_a_vote_does_not_wait_for_one_who_leaves(post: Post) -> None:
+def test_vote_does_not_wait_for_a_leaving_member(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     me, you = other.join("a"), group.join("b")
     you.on_vote(lambda proposal: proposal.topic)
@@ -148,20 +148,20 @@ def test_a_vote_does_not_wait_for_one_who_leaves(post: Post) -> None:
         gate.open.set()
 
 
-def test_another_leads_while_the_handlers_of_the_last_leader_take_their_time(post: Post) -> None:
+def test_another_member_leads_while_handlers_of_a_leaving_leader_run(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     me = other.join("a")
     with busy(group, me) as (gate, _), leaving(me):
-        eventually(lambda: group.leader is None)  # alone it is not elected again
+        eventually(lambda: group.leader is None)  # a leaving member is not elected again
         you = group.join("b")
         eventually(lambda: you.term is not None)
         you.resign()
-        eventually(lambda: you.term is not None)  # and not the one who leaves
+        eventually(lambda: you.term is not None)  # elected instead of the leaving member
         assert not gate.messages
         gate.open.set()
 
 
-def test_another_leads_when_what_leads_has_ended_though_handlers_have_not(post: Post) -> None:
+def test_another_member_leads_when_the_leader_task_has_ended_before_handlers(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     me, you = other.join("a"), group.join("b")
     stop, at_work = threading.Event(), threading.Event()
@@ -180,7 +180,7 @@ def test_another_leads_when_what_leads_has_ended_though_handlers_have_not(post: 
         gate.open.set()
 
 
-def test_who_leaves_is_out_of_everything_but_keeps_what_it_has(peers: Peers) -> None:
+def test_leaving_member_gets_nothing_new_but_keeps_its_messages(peers: Peers) -> None:
     for member in ("a", "b"):
         peers.join(member, named=True)
     assert peers.run("update_member", "a", "s-a", "leave", "") == ["OK", 1]
@@ -193,10 +193,10 @@ def test_who_leaves_is_out_of_everything_but_keeps_what_it_has(peers: Peers) -> 
     peers.leave("a", how="stay")
     peers.join("a", "again", named=True)
     peers.resign("b")
-    assert peers.leader == "a"  # it may lead again
+    assert peers.leader == "a"  # a rejoined member may lead again
 
 
-def test_of_two_who_leave_one_after_the_other_the_last_keeps_what_was_for_anybody(
+def test_last_of_two_leaving_members_keeps_messages_for_any(
     post: Post,
 ) -> None:
     group, one, two = post.group(ttl=LONG_S), post.group(), post.group()
@@ -211,12 +211,12 @@ def test_of_two_who_leave_one_after_the_other_the_last_keeps_what_was_for_anybod
     assert group.dead_letters() == []
 
 
-# Interrupted, refused, in vain
+# Interruptions and refusals
 
 
 @pytest.mark.parametrize("place", ["join", "catch_up"])
 @pytest.mark.parametrize("name", ["worker-7", None])
-def test_who_is_interrupted_while_it_joins_is_no_member_and_keeps_its_messages(
+def test_interrupted_join_leaves_no_member_and_keeps_its_messages(
     post: Post, monkeypatch: pytest.MonkeyPatch, place: str, name: str | None
 ) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
@@ -231,7 +231,7 @@ def test_who_is_interrupted_while_it_joins_is_no_member_and_keeps_its_messages(
         found = original(self, *args, **options)
         if threading.current_thread() is threading.main_thread():
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)  # it comes in here
+            time.sleep(1)  # the signal arrives here
         return found
 
     with monkeypatch.context() as patch:
@@ -247,7 +247,7 @@ def test_who_is_interrupted_while_it_joins_is_no_member_and_keeps_its_messages(
         assert got.bodies == [0, 1, 2]
 
 
-def test_what_the_server_refuses_does_not_keep_a_handle_from_closing(
+def test_handle_closes_even_if_the_server_refuses_commands(
     private_server: ServerFactory,
 ) -> None:
     running = private_server()
@@ -270,7 +270,7 @@ def scripts_run(server: Server) -> int:
     return int(stats["cmdstat_evalsha"]["calls"])
 
 
-def test_a_group_that_is_full_is_not_asked_all_the_time_by_who_cannot_come_back(
+def test_member_that_cannot_rejoin_a_full_group_does_not_busy_loop(
     private_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = private_server()
@@ -285,7 +285,7 @@ def test_a_group_that_is_full_is_not_asked_all_the_time_by_who_cannot_come_back(
         check_calm(running, ttl, handles=2)
 
 
-def test_a_group_that_is_gone_is_not_asked_for_all_the_time_by_who_looks_on(
+def test_observer_of_a_deleted_group_does_not_busy_loop(
     private_server: ServerFactory,
 ) -> None:
     running = private_server()
@@ -299,15 +299,15 @@ def test_a_group_that_is_gone_is_not_asked_for_all_the_time_by_who_looks_on(
 
 
 def check_calm(server: Server, ttl: float, handles: int) -> None:
-    """Nobody calls scripts much more often than every third of the ttl."""
-    time.sleep(2 * ttl)  # what it hastened to do is over
+    """Check that no handle runs scripts much more often than every third of the ttl."""
+    time.sleep(2 * ttl)  # let the extra heartbeats pass
     before, began = scripts_run(server), time.monotonic()
     eventually(lambda: time.monotonic() - began > 4 * ttl)
     heartbeats = (time.monotonic() - began) / (ttl / 3) + 1
     assert scripts_run(server) - before < handles * 5 * heartbeats
 
 
-def test_a_flag_may_be_set_by_a_signal_handler_at_any_time(post: Post) -> None:
+def test_signal_handler_may_set_an_event_at_any_time(post: Post) -> None:
     me = post.group(ttl=LONG_S).join()
     eventually(lambda: me.term is not None)
     term = me.term
@@ -332,10 +332,10 @@ def test_a_flag_may_be_set_by_a_signal_handler_at_any_time(post: Post) -> None:
     assert calls >= 300
 
 
-# Once
+# Exactly once
 
 
-def test_the_server_forgets_messages_that_are_over(post: Post) -> None:
+def test_server_deletes_finished_messages(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     other.join("a").on("q")(lambda message: message.body)
     for verb in ("tell", "ask"):
@@ -345,7 +345,7 @@ def test_the_server_forgets_messages_that_are_over(post: Post) -> None:
     found: Any = group._handle.protocol.connector.redis.keys(
         group._handle.protocol.key("message:*")
     )
-    assert len(found) <= 3  # the last ones, until more is sent
+    assert len(found) <= 3  # the last ones, which the next send deletes
     args: list[Any] = [
         "m",
         group._handle.reply_session,
@@ -363,9 +363,7 @@ def test_the_server_forgets_messages_that_are_over(post: Post) -> None:
     assert group._handle.protocol.run(PEERS_SEND, [*args, "json", "1", "", ""])[0] == b"OK"
 
 
-def test_a_message_that_was_sent_twice_is_not_forgotten_before_its_time(
-    server: Server, url: str
-) -> None:
+def test_message_that_was_sent_twice_is_not_deleted_early(server: Server, url: str) -> None:
     with Proxy(HOST, server.port) as proxy, Post(url) as post:
         other = post.group(ttl=LONG_S)
         me = other.join("a")
@@ -373,13 +371,13 @@ def test_a_message_that_was_sent_twice_is_not_forgotten_before_its_time(
         result(group.member("a").tell("q", 0))
         proxy.cut_after_request(1, match=b"twice")
         message = result(group.member("a").tell("q", "twice"))
-        result(group.member("a").tell("q", 1))  # tells what is over
+        result(group.member("a").tell("q", 1))  # also reports finished messages
         assert inbox_length(other, "a") == 3
-        assert on_key(other, "EXISTS", f"message:{message}"), "the first try may arrive yet"
+        assert on_key(other, "EXISTS", f"message:{message}"), "the first try may still arrive"
         me.leave()
 
 
-def test_deleting_a_group_spares_what_is_sent_to_those_who_begin_it_anew(
+def test_deleting_a_group_spares_messages_to_members_that_recreate_it(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, other = post.group(ttl=0.5), post.group()
@@ -410,7 +408,7 @@ def test_deleting_a_group_spares_what_is_sent_to_those_who_begin_it_anew(
     assert got.bodies == ["new"]
 
 
-def test_a_group_begun_anew_in_the_middle_of_a_delete_is_listed(
+def test_group_recreated_during_a_forced_delete_is_listed(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = post.group(ttl=LONG_S)
@@ -420,7 +418,7 @@ def test_a_group_begun_anew_in_the_middle_of_a_delete_is_listed(
     run = client.run
 
     def late(*args: Any) -> Any:
-        client.call("SREM", "meteor:groups", group.name)  # by who has found nothing to be there
+        client.call("SREM", "meteor:groups", group.name)  # sent by a client that found no group
         return run(*args)
 
     monkeypatch.setattr(client, "run", late)
@@ -428,14 +426,14 @@ def test_a_group_begun_anew_in_the_middle_of_a_delete_is_listed(
     assert peer_groups(group) == [group.name]
 
 
-def test_a_group_begun_anew_brings_its_settings(post: Post) -> None:
+def test_recreated_group_has_the_settings_of_its_creator(post: Post) -> None:
     group, other = post.group(ttl=LONG_S, max_inbox=5), post.group()
     group.join("a")
     group.delete(force=True)
-    anew = post.group(ttl=0.5, max_inbox=7)
-    me = anew.join("b")
+    recreated = post.group(ttl=0.5, max_inbox=7)
+    me = recreated.join("b")
     other._handle.heartbeat.hurry()
-    eventually(lambda: other.config == anew.config, SOON_S)
+    eventually(lambda: other.config == recreated.config, SOON_S)
     mine = other.join("c")
     eventually(lambda: mine._handle.valid_until - time.monotonic() < 1, SOON_S)
     for _ in range(7):
@@ -444,7 +442,7 @@ def test_a_group_begun_anew_brings_its_settings(post: Post) -> None:
     me.leave()
 
 
-def test_for_anybody_goes_to_one_who_has_room(post: Post) -> None:
+def test_message_for_any_goes_to_a_member_with_room(post: Post) -> None:
     group = post.group(ttl=LONG_S, max_inbox=5)
     for name in ("a", "b"):
         group.join(name)
@@ -456,10 +454,10 @@ def test_for_anybody_goes_to_one_who_has_room(post: Post) -> None:
     assert isinstance(failure(group.any.tell("q")), meteor.InboxFull)
 
 
-def test_all_members_of_a_handle_leave_though_their_handlers_are_busy(
+def test_all_members_of_a_handle_leave_even_if_handlers_are_busy(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_handle, "_LEAVE_S", 0.3)  # for all of them together
+    monkeypatch.setattr(group_handle, "_LEAVE_S", 0.3)  # for all members together
     one, two = open_group(ttl=LONG_S), open_group()
     gates = [Gate() for _ in range(3)]
     for gate in gates:
@@ -472,3 +470,48 @@ def test_all_members_of_a_handle_leave_though_their_handlers_are_busy(
     assert not any(gate.messages for gate in gates)
     for gate in gates:
         gate.open.set()
+
+
+# Closing while a slow callback runs
+
+
+def close_beside_a_callback(url: str, callback_s: float) -> tuple[float, bool]:
+    """Close a group while a callback runs; return the seconds, and whether the callback ended."""
+    begun, let_go, ended = threading.Event(), threading.Event(), threading.Event()
+    with meteor.connect(url) as client:
+        group = client.peer_group("callbacks", election=None)
+
+        @group.on_join
+        def _(member: meteor.Member) -> None:
+            begun.set()
+            let_go.wait(callback_s)
+            ended.set()
+
+        group.join("m")
+        assert begun.wait(20)
+        start = time.monotonic()
+        group.close()
+        took_s, in_time = time.monotonic() - start, ended.is_set()
+        let_go.set()
+        assert ended.wait(20)
+    return took_s, in_time
+
+
+def test_close_waits_for_a_callback_that_ends_in_time(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_handle, "_LAST_S", 0.01)
+    took_s, in_time = close_beside_a_callback(url, callback_s=1.0)
+    assert in_time
+    assert took_s < 4
+
+
+def test_close_does_not_wait_forever_for_a_callback(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(group_handle, "_JOIN_S", 0.8)
+    monkeypatch.setattr(group_handle, "_LAST_S", 0.01)
+    took_s, in_time = close_beside_a_callback(url, callback_s=30.0)
+    assert not in_time
+    assert 0.7 < took_s < 5
+    assert "A thread of group 'callbacks' did not end in time" in caplog.text

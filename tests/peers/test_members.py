@@ -1,7 +1,7 @@
-"""Membership of peer groups: joining and leaving, what is refused, and who is told of it.
+"""Membership of peer groups: joining, leaving, refusals, and events about them.
 
-Several handles in one process, each with a client of its own. Here and in the files beside it is
-also what Atomix and RIAPS tested of their groups; a T or V with a number marks some of that.
+Several handles in one process, each with its own client. This file and its neighbours also cover
+what Atomix and RIAPS test about their groups; a T or V with a number marks some of these tests.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tests.support.waiting import eventually
 # Joining and leaving
 
 
-def test_another_handle_is_told_of_a_join(open_group: Open) -> None:  # T1
+def test_another_handle_sees_a_join(open_group: Open) -> None:  # T1
     one, two = open_group(ttl=LONG_S), open_group()
     heard = Heard(one)
     two.join("test")
     eventually(lambda: heard.count("join", "test") == 1)
 
 
-def test_all_are_told_once_of_a_join_and_of_its_end(open_group: Open) -> None:  # T2, T20, T23
+def test_all_handles_see_joins_and_leaves_once(open_group: Open) -> None:  # T2, T20, T23
     one, two = open_group(ttl=LONG_S), open_group()
     heard = [Heard(one), Heard(two)]
     first = one.join()
@@ -47,7 +47,7 @@ def test_all_are_told_once_of_a_join_and_of_its_end(open_group: Open) -> None:  
     me.leave()
     assert ids(two) == [first.id]
     eventually(lambda: all(each.count("leave", me.id, "left") for each in heard))
-    first.leave()  # what comes after it shows that nothing came twice
+    first.leave()  # later events would reveal a duplicate
     eventually(lambda: all(each.count("leave", first.id, "left") for each in heard))
     assert heard[0].calls == heard[1].calls
     assert [call[0] for call in heard[0].calls] == [
@@ -55,7 +55,7 @@ def test_all_are_told_once_of_a_join_and_of_its_end(open_group: Open) -> None:  
     ]
 
 
-def test_closing_a_handle_lets_its_members_leave(open_group: Open) -> None:  # T3
+def test_closing_a_handle_makes_its_members_leave(open_group: Open) -> None:  # T3
     one, two = open_group(ttl=LONG_S), open_group()
     heard = Heard(one)
     first, second = two.join(), two.join()
@@ -77,7 +77,7 @@ def test_closing_a_client_closes_its_handles(url: str) -> None:
     assert not [t.name for t in threading.enumerate() if t.name.startswith("meteor-")]
 
 
-def test_the_member_is_there_when_its_join_is_told(open_group: Open) -> None:  # T19
+def test_member_is_listed_when_on_join_is_called(open_group: Open) -> None:  # T19
     one, two = open_group(ttl=LONG_S), open_group()
     heard = [Heard(one), Heard(two)]
     two.join("a")
@@ -85,7 +85,7 @@ def test_the_member_is_there_when_its_join_is_told(open_group: Open) -> None:  #
     assert [each.members[0] for each in heard] == [["a"], ["a"]]
 
 
-def test_the_member_is_gone_when_its_leaving_is_told(open_group: Open) -> None:  # T6
+def test_member_is_gone_when_on_leave_is_called(open_group: Open) -> None:  # T6
     one, two = open_group(ttl=LONG_S), open_group()
     sizes: list[int] = []
     one.on_leave(lambda member, reason: sizes.append(len(one.members)))
@@ -94,7 +94,7 @@ def test_the_member_is_gone_when_its_leaving_is_told(open_group: Open) -> None: 
     eventually(lambda: sizes == [1])
 
 
-def test_the_own_join_is_told_when_it_is_done(open_group: Open) -> None:
+def test_own_join_is_reported_after_join_has_finished(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     told = threading.Event()
     group.on_join(lambda member: told.set())
@@ -104,7 +104,7 @@ def test_the_own_join_is_told_when_it_is_done(open_group: Open) -> None:
     assert told.wait(10)
 
 
-def test_a_callback_may_join_and_leave(open_group: Open) -> None:
+def test_callback_may_join_and_leave(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     done: list[str] = []
 
@@ -118,7 +118,9 @@ def test_a_callback_may_join_and_leave(open_group: Open) -> None:
     eventually(lambda: done == ["b"] and ids(group) == ["a"])
 
 
-def test_metadata_comes_with_the_join_and_its_changes_with_events(open_group: Open) -> None:  # T15
+def test_metadata_arrives_with_the_join_and_its_changes_with_events(
+    open_group: Open,
+) -> None:  # T15
     one, two = open_group(ttl=LONG_S), open_group()
     found: list[Any] = []
     one.on_join(lambda member: found.append(member.metadata))
@@ -132,7 +134,7 @@ def test_metadata_comes_with_the_join_and_its_changes_with_events(open_group: Op
     assert one.members[0].metadata == {"load": 3}
 
 
-def test_metadata_is_json_and_not_too_long(open_group: Open) -> None:
+def test_metadata_must_be_short_json(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     with pytest.raises(TypeError):
         group.join(metadata=object())
@@ -149,7 +151,7 @@ def test_metadata_is_json_and_not_too_long(open_group: Open) -> None:
     assert group.members[0].metadata is None
 
 
-def test_instances_of_a_group_are_apart_and_count_their_own(url: str) -> None:  # V1, V8
+def test_instances_of_a_group_are_independent(url: str) -> None:  # V1, V8
     with meteor.connect(url) as client:
         shared = [
             client.peer_group("type", instance="g1"),
@@ -162,7 +164,7 @@ def test_instances_of_a_group_are_apart_and_count_their_own(url: str) -> None:  
         assert client.peer_groups() == ["type/g1", "type/g2"]
 
 
-def test_who_leaves_and_joins_again_without_a_name_is_somebody_else(open_group: Open) -> None:  # V5
+def test_unnamed_member_that_rejoins_has_another_id(open_group: Open) -> None:  # V5
     one, two = open_group(ttl=LONG_S), open_group()
     one.join()
     seen = set()
@@ -174,7 +176,7 @@ def test_who_leaves_and_joins_again_without_a_name_is_somebody_else(open_group: 
     assert len(seen) == 20
 
 
-def test_a_member_can_be_removed_by_anybody_and_does_not_come_back(open_group: Open) -> None:
+def test_any_process_may_remove_a_member_which_does_not_rejoin(open_group: Open) -> None:
     one, two = open_group(ttl=0.9), open_group()
     heard = Heard(one)
     me = two.join("a")
@@ -185,19 +187,17 @@ def test_a_member_can_be_removed_by_anybody_and_does_not_come_back(open_group: O
     with pytest.raises(MembershipLost, match="removed"):
         me.update(1)
     eventually(lambda: heard.count("leave", "a", "removed") == 1)
-    again = two.join("a")  # by hand it may
+    again = two.join("a")  # an explicit join is allowed
     eventually(lambda: ids(one) == ["a"])
     assert not again.lost.is_set()
 
 
-def test_who_was_removed_while_it_saw_no_events_does_not_come_back(
-    url: str, open_group: Open
-) -> None:
+def test_removed_member_that_saw_no_event_does_not_rejoin(url: str, open_group: Open) -> None:
     one, two = open_group(ttl=0.6), open_group()
     one.join("b")
     me = two.join("a")
     with plain_client(url) as redis:
-        both = redis.pipeline(transaction=True)  # nobody sees the event
+        both = redis.pipeline(transaction=True)  # no member sees the event
         both.eval(PEERS_LEAVE.source, 1, one._handle.protocol.prefix, "a", "", "")
         both.delete(one._handle.protocol.key("events"))
         both.execute()
@@ -205,11 +205,11 @@ def test_who_was_removed_while_it_saw_no_events_does_not_come_back(
     assert me.reason == "removed"
 
 
-def test_news_of_a_removal_does_not_hit_who_joins_after_it(open_group: Open) -> None:
+def test_late_removal_event_does_not_affect_a_later_member(open_group: Open) -> None:
     one, two = open_group(ttl=LONG_S), open_group()
     for _ in range(20):
         me = two.join("a")
-        with two._handle.lock:  # the news waits
+        with two._handle.lock:  # delays the event
             one.remove("a")
             one._handle.protocol.connector.run(
                 PEERS_JOIN,
@@ -222,7 +222,7 @@ def test_news_of_a_removal_does_not_hit_who_joins_after_it(open_group: Open) -> 
         again.leave()
 
 
-def test_settings_are_those_of_who_began_the_group(open_group: Open) -> None:
+def test_creator_decides_the_settings_for_all_handles(open_group: Open) -> None:
     open_group(ttl=1 / 3, min_size=2)
     assert open_group().config.min_size == 2
     open_group(ttl=1 / 3)
@@ -241,7 +241,7 @@ def test_settings_are_those_of_who_began_the_group(open_group: Open) -> None:
         {"max_inbox": 0},
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(open_group: Open, settings: dict[str, Any]) -> None:
+def test_invalid_setting_is_refused(open_group: Open, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         open_group(**settings)
 
@@ -250,14 +250,14 @@ def test_a_setting_that_cannot_be_is_refused(open_group: Open, settings: dict[st
     "arguments",
     [{"name": "a b"}, {"name": ""}, {"priority": 1001}, {"on_conflict": "x"}, {"timeout": -1}],
 )
-def test_a_join_that_cannot_be_is_refused(open_group: Open, arguments: dict[str, Any]) -> None:
+def test_invalid_join_is_refused(open_group: Open, arguments: dict[str, Any]) -> None:
     group = open_group(ttl=LONG_S)
     with pytest.raises(ValueError, match=r"must be|cannot be"):
         group.join(**arguments)
     assert not group.members
 
 
-def test_a_group_does_not_take_more_members_than_it_may(
+def test_group_refuses_members_beyond_its_limit(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member_handle, "MEMBERS_MAX", 2)
@@ -268,7 +268,7 @@ def test_a_group_does_not_take_more_members_than_it_may(
         group.join()
 
 
-def test_a_closed_handle_says_so(open_group: Open) -> None:
+def test_closed_handle_raises(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     me = group.join()
     events = group.watch()
@@ -285,7 +285,7 @@ def test_a_closed_handle_says_so(open_group: Open) -> None:
 # On every kind of server, and while handles are closed
 
 
-def test_a_handle_works_on_every_kind_of_server(any_url: str, open_group: Open) -> None:
+def test_handle_works_on_every_kind_of_server(any_url: str, open_group: Open) -> None:
     one, two = open_group(any_url, ttl=2.0), open_group(any_url)
     heard = Heard(two)
     me = one.join("a", metadata=[1])
@@ -313,7 +313,7 @@ def test_a_handle_works_on_every_kind_of_server(any_url: str, open_group: Open) 
     ]
 
 
-def test_closing_and_joining_at_once_leaves_no_member_behind(url: str) -> None:
+def test_closing_during_a_join_leaves_no_member_behind(url: str) -> None:
     with meteor.connect(url) as watcher, watcher.peer_group(GROUP, ttl=LONG_S) as observer:
         for _ in range(20):
             with meteor.connect(url) as client:
@@ -333,8 +333,8 @@ def swallow(call: Callable[[], object]) -> None:
         pass
 
 
-def test_nothing_waits_for_a_thread_that_hangs_for_ever(open_group: Open) -> None:
-    """A callback that closes its group, and one after it that is not called any more."""
+def test_closing_does_not_wait_forever_for_a_hanging_thread(open_group: Open) -> None:
+    """A callback closes its group, so the next callback is not called."""
     group = open_group(ttl=LONG_S)
     closed = threading.Event()
 
@@ -349,7 +349,7 @@ def test_nothing_waits_for_a_thread_that_hangs_for_ever(open_group: Open) -> Non
     assert time.monotonic() - started < 20
 
 
-def test_the_id_of_a_member_without_a_name_cannot_be_taken_over(open_group: Open) -> None:
+def test_id_of_an_unnamed_member_cannot_be_taken_over(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
     me = group.join()
     with pytest.raises(MemberTaken, match="joined without a name; choose another"):

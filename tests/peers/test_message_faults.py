@@ -1,7 +1,7 @@
-"""Messages of peer groups are stored and answered once, whatever befalls their way.
+"""Messages of peer groups are stored and replied to once, whatever the network does.
 
-Lost answers, cut connections, servers that hang, are full, fail over or forget, and members that
-come and go meanwhile.
+Faults: lost replies, cut connections, servers that hang, run out of memory, fail over or lose
+state, and members that join and leave meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_message_is_stored_once_though_the_answer_to_sending_is_lost(
+def test_message_is_stored_once_if_the_reply_to_send_is_lost(
     private_server: ServerFactory, verb: str
 ) -> None:
     server = private_server()
@@ -56,7 +56,7 @@ def test_a_message_is_stored_once_though_the_answer_to_sending_is_lost(
         assert got.bodies == [0, "body-1", "body-2", "body-3", 9]
 
 
-def test_a_message_is_settled_once_though_the_answer_to_settling_is_lost(
+def test_message_is_settled_once_if_the_reply_to_settle_is_lost(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -73,7 +73,7 @@ def test_a_message_is_settled_once_though_the_answer_to_settling_is_lost(
         assert got.bodies == [0, 1, 2, 3]
 
 
-def test_futures_end_though_the_server_says_nothing(private_server: ServerFactory) -> None:
+def test_futures_complete_if_the_server_does_not_reply(private_server: ServerFactory) -> None:
     server = private_server()
     with Proxy(HOST, server.port) as proxy, Post(server.url) as post:
         post.group().join("a")
@@ -87,7 +87,7 @@ def test_futures_end_though_the_server_says_nothing(private_server: ServerFactor
 
 
 @pytest.mark.parametrize("cut", [0.02, 0.1])
-def test_all_messages_come_in_order_and_are_answered_while_connections_are_cut(
+def test_messages_stay_in_order_and_get_replies_while_connections_are_cut(
     private_server: ServerFactory, rng: random.Random, cut: float
 ) -> None:
     server = private_server()
@@ -103,7 +103,7 @@ def test_all_messages_come_in_order_and_are_answered_while_connections_are_cut(
         assert firsts == list(range(100))
 
 
-def test_a_lost_reply_entry_and_message_after_a_fail_over_end_the_future(pair: Pair) -> None:
+def test_future_completes_if_a_failover_loses_the_message_or_its_reply(pair: Pair) -> None:
     url = pair.bench.proxy.url
     with Post(url) as post:
         got = Record(lambda message: message.body)
@@ -111,14 +111,14 @@ def test_a_lost_reply_entry_and_message_after_a_fail_over_end_the_future(pair: P
         other.join("a").on("q")(got)
         assert result(group.member("a").ask("q", "before")) == "before"
         pair.lag()
-        # Done by the primary, and its replica never hears of it.
+        # The primary executes this request; its replica never receives it.
         assert result(group.member("a").ask("q", "lost with the primary")) is not None
         pair.fail_over()
         assert group.member("a").ask("q", "after", timeout=60).result(60) == "after"
         assert got.bodies[-1] == "after"
 
 
-def test_a_full_server_refuses_messages_and_lets_those_it_has_be_answered(
+def test_full_server_refuses_messages_but_accepts_replies(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -137,7 +137,7 @@ def test_a_full_server_refuses_messages_and_lets_those_it_has_be_answered(
         assert gate.bodies == ["before", "after"]
 
 
-def test_every_question_ends_while_members_come_and_go(post: Post, rng: random.Random) -> None:
+def test_every_request_completes_while_members_come_and_go(post: Post, rng: random.Random) -> None:
     group, others = post.group(), [post.group() for _ in range(3)]
     handled: list[str] = []
 
@@ -157,12 +157,12 @@ def test_every_question_ends_while_members_come_and_go(post: Post, rng: random.R
             passing.pop(rng.randrange(4)).leave()
         asked += [group.any.ask("q", timeout=60) for _ in range(5)]
     answers = [result(future) for future in asked]
-    assert len(set(answers)) == len(asked) == 300, "two futures had the same answer"
+    assert len(set(answers)) == len(asked) == 300, "two futures got the same reply"
     assert set(answers) == set(handled)
     assert inbox_length(group, "steady") == 0
 
 
-def test_messages_go_on_after_the_server_has_lost_everything(
+def test_messages_continue_after_the_server_has_lost_everything(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -179,10 +179,10 @@ def test_messages_go_on_after_the_server_has_lost_everything(
         def asked() -> bool:
             return group.member("a").ask("q", "found", timeout=5).exception() is None
 
-        eventually(asked, 30, "the group did not come back")
+        eventually(asked, 30, "the group did not recover")
 
 
-def test_a_blocking_question_to_who_has_just_joined_is_answered(post: Post) -> None:
+def test_request_to_a_member_that_just_joined_gets_a_reply(post: Post) -> None:
     group, other = post.group(), post.group()
     answers: list[Any] = []
 
@@ -191,20 +191,18 @@ def test_a_blocking_question_to_who_has_just_joined_is_answered(post: Post) -> N
         answers.append(group.member(member.id).ask("q", timeout=20).result())
 
     me = other.join("a")
-    eventually(lambda: inbox_length(group, "a") == 1, message="it was not asked")
+    eventually(lambda: inbox_length(group, "a") == 1, message="the request was not stored")
     me.on("q")(lambda message: "here")
-    eventually(lambda: answers == ["here"], message="no answer came")
+    eventually(lambda: answers == ["here"], message="no reply arrived")
 
 
 @pytest.mark.parametrize("how", ["resync", "connection"])
-def test_replies_are_read_from_the_start_when_their_stream_may_be_another(
-    open_group: Open, how: str
-) -> None:
+def test_replies_are_read_from_the_start_after_a_reset(open_group: Open, how: str) -> None:
     group = open_group(ttl=LONG_S)
     group.join("a").on("q")(Record(lambda message: message.body))
     assert result(group.member("a").ask("q", 1)) == 1
     watcher = group._handle.event_reader
-    watcher._reply_position = "9999999999999-0"  # by the clock of a server that is gone
+    watcher._reply_position = "9999999999999-0"  # from the clock of a server that is gone
 
     def lost() -> bool:
         if how == "resync":

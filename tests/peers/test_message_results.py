@@ -1,8 +1,7 @@
-"""What the sender of a message to a peer group gets to know: the answer, or what failed."""
+"""Results of messages to a peer group: a reply or an error."""
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,8 +16,8 @@ from meteor_py.errors import (
     MeteorError,
     PartialFailure,
 )
+from meteor_py.peers import member_handle
 from meteor_py.peers.messaging import requests
-from meteor_py.peers.messaging import requests as requests_module
 from meteor_py.peers.messaging.message import Message
 from tests.support.mailing import (
     SOON_S,
@@ -39,7 +38,7 @@ from tests.support.waiting import eventually
 # Failures
 
 
-def test_what_a_handler_raises_fails_the_message_with_its_text(post: Post) -> None:
+def test_exception_of_a_handler_fails_the_message_with_its_text(post: Post) -> None:
     group = post.group()
 
     def broken(message: Message) -> None:
@@ -53,7 +52,7 @@ def test_what_a_handler_raises_fails_the_message_with_its_text(post: Post) -> No
         assert "LookupError: no such shelf" in str(error)
 
 
-def test_what_cannot_be_sent_back_fails_the_message(post: Post) -> None:
+def test_return_value_that_cannot_be_sent_fails_the_message(post: Post) -> None:
     group = post.group()
     group.join("a").on("q")(lambda message: object())
     assert "cannot be sent" in str(failure(group.member("a").ask("q")))
@@ -61,28 +60,28 @@ def test_what_cannot_be_sent_back_fails_the_message(post: Post) -> None:
 
 
 @pytest.mark.parametrize("how", ["leave", "remove", "expire"])
-def test_a_message_fails_when_its_member_goes_while_it_has_it(post: Post, how: str) -> None:
+def test_message_fails_when_its_member_leaves(
+    post: Post, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(member_handle, "LEAVE_S", 0.2)
     group, other = post.group(ttl=0.5), post.group()
     me, gate = other.join(), Gate()
     me.on("q")(gate)
     future = group.member(me.id).send("q", timeout=60)
     gate.wait_until_entered()
-    leaver = threading.Thread(target=me.leave)  # it waits for the handler
     if how == "leave":
-        leaver.start()
+        me.leave()  # abandons the running handler
     elif how == "remove":
         group.remove(me.id)
     else:
         abandon(other)
     error = failure(future)
     gate.open.set()
-    if how == "leave":
-        leaver.join()
     assert isinstance(error, MemberLeft)
     assert error.member is not None
 
 
-def test_a_message_to_all_tells_who_left_and_what_the_others_said(post: Post) -> None:
+def test_message_to_all_reports_members_that_left_and_replies_of_others(post: Post) -> None:
     group, other = post.group(), post.group()
     gate = Gate()
     for name in ("a", "b"):
@@ -103,7 +102,7 @@ def test_a_message_to_all_tells_who_left_and_what_the_others_said(post: Post) ->
     assert list(error.failed) == ["c"]
 
 
-def test_a_message_to_all_waits_for_all_answers_though_one_fails(post: Post) -> None:
+def test_message_to_all_waits_for_all_replies_even_if_one_fails(post: Post) -> None:
     group = post.group()
     gate = Gate(lambda message: "late, but there")
 
@@ -122,7 +121,7 @@ def test_a_message_to_all_waits_for_all_answers_though_one_fails(post: Post) -> 
     assert isinstance(replies.failed["a"], HandlerFailed)
 
 
-def test_for_anybody_goes_to_another_when_its_member_dies_and_completes_once(post: Post) -> None:
+def test_message_for_any_moves_when_its_member_dies_and_completes_once(post: Post) -> None:
     group, first, second = post.group(ttl=0.5), post.group(), post.group()
     gate, got = Gate(lambda message: "too late"), Record(lambda message: message.deliveries)
     first.join("a").on("q")(gate)
@@ -133,12 +132,12 @@ def test_for_anybody_goes_to_another_when_its_member_dies_and_completes_once(pos
     assert result(future) == 2
     gate.open.set()
     (late,) = gate.wait_for(1)
-    eventually(lambda: late.settled, message="the first one did not go on")
+    eventually(lambda: late.settled, message="the first handler did not finish")
     assert [message.id for message in got.messages] == [late.id]
     assert result(future) == 2
 
 
-def test_for_anybody_fails_only_when_nobody_is_left(post: Post) -> None:
+def test_message_for_any_fails_only_when_no_member_is_left(post: Post) -> None:
     group = post.group()
     gates = {name: Gate() for name in ("a", "b")}
     for name, gate in gates.items():
@@ -156,7 +155,7 @@ def test_for_anybody_fails_only_when_nobody_is_left(post: Post) -> None:
         gate.open.set()
 
 
-def test_the_full_inbox_of_one_refuses_a_message_to_all_of_them(post: Post) -> None:
+def test_one_full_inbox_refuses_a_message_to_all(post: Post) -> None:
     group = post.group(max_inbox=2)
     group.join("full")
     group.join("empty")
@@ -169,7 +168,7 @@ def test_the_full_inbox_of_one_refuses_a_message_to_all_of_them(post: Post) -> N
     assert inbox_length(group, "empty") == 0
 
 
-def test_what_has_expired_makes_room_in_a_full_inbox(post: Post) -> None:
+def test_expired_messages_make_room_in_a_full_inbox(post: Post) -> None:
     group = post.group(max_inbox=2)
     group.join("a")
     assert isinstance(failure(group.member("a").ask("q", timeout=0.01)), MessageExpired)
@@ -178,7 +177,7 @@ def test_what_has_expired_makes_room_in_a_full_inbox(post: Post) -> None:
     assert isinstance(failure(group.member("a").tell("q")), InboxFull)
 
 
-def test_arguments_that_cannot_be_are_refused_where_they_are_given(post: Post) -> None:
+def test_invalid_arguments_raise_at_the_call(post: Post) -> None:
     group = post.group()
     group.join("a")
     target = group.member("a")
@@ -208,7 +207,7 @@ def test_messages_in_flight_complete_their_own_futures(post: Post) -> None:
     assert {n: result(future) for n, future in futures.items()} == {n: n for n in futures}
 
 
-def test_answers_may_come_in_another_order(post: Post) -> None:
+def test_replies_may_arrive_in_another_order(post: Post) -> None:
     group = post.group()
     me, gate = group.join("a"), Gate(lambda message: "slow")
     me.on("slow")(gate)
@@ -221,7 +220,7 @@ def test_answers_may_come_in_another_order(post: Post) -> None:
     assert result(slow) == "slow"
 
 
-def test_a_future_cannot_be_cancelled(post: Post) -> None:
+def test_future_cannot_be_cancelled(post: Post) -> None:
     group = post.group()
     group.join("a")
     future = group.member("a").ask("q", timeout=0.1)
@@ -229,21 +228,21 @@ def test_a_future_cannot_be_cancelled(post: Post) -> None:
     assert isinstance(failure(future), MessageExpired)
 
 
-def test_sending_waits_while_too_many_answers_are_pending(
+def test_sending_blocks_while_too_many_replies_are_pending(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests_module, "PENDING_MAX", 2)
+    monkeypatch.setattr(requests, "PENDING_MAX", 2)
     group, gate = post.group(), Gate(lambda message: message.body)
     group.join("a").on("q")(gate)
     first = [group.member("a").ask("q", n, timeout=60) for n in range(2)]
     assert isinstance(failure(group.member("a").ask("q", timeout=0.05)), MessageExpired)
-    assert inbox_length(group, "a") == 2, "the third was stored"
+    assert inbox_length(group, "a") == 2, "the third message was stored"
     gate.open.set()
     assert [result(future) for future in first] == [0, 1]
     assert result(group.member("a").ask("q", 3)) == 3
 
 
-def test_closing_the_handle_fails_what_waits(post: Post) -> None:
+def test_closing_the_handle_fails_pending_messages(post: Post) -> None:
     group, other = post.group(), post.group()
     other.join("a")
     future = group.member("a").ask("q", timeout=3600)
@@ -253,7 +252,7 @@ def test_closing_the_handle_fails_what_waits(post: Post) -> None:
         group.member("a").tell("q")
 
 
-def test_an_answer_is_found_at_the_deadline_though_the_word_of_it_was_lost(
+def test_reply_is_found_at_the_deadline_if_its_notification_was_lost(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, other = post.group(), post.group()
@@ -262,7 +261,7 @@ def test_an_answer_is_found_at_the_deadline_though_the_word_of_it_was_lost(
     assert result(group.member("a").ask("q", timeout=0.5)) == "here"
 
 
-def test_a_callback_of_a_reply_does_not_wait_for_its_own_thread(
+def test_callback_of_a_future_does_not_wait_for_its_own_thread(
     open_group: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = open_group(ttl=LONG_S)

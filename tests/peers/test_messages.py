@@ -1,4 +1,4 @@
-"""Messages of peer groups: targets and verbs, who gets them, and from whom."""
+"""Messages of peer groups: targets, verbs, receivers and senders."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ TARGETS = ("member", "any", "all", "leader_proxy")
 
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_to_each_target_is_handled_and_has_its_result(
-    any_url: str, to: str, verb: str
-) -> None:
+def test_each_verb_reaches_each_target_and_has_its_result(any_url: str, to: str, verb: str) -> None:
     with Post(any_url) as post:
         group, other = post.group(), post.group()
         got = Record(lambda message: message.body + 1)
@@ -56,12 +54,12 @@ def test_each_verb_to_each_target_is_handled_and_has_its_result(
             assert outcome.ok
             outcome = outcome.values["a"]
         assert outcome == expected
-        eventually(lambda: inbox_length(group, "a") == 0, message="it was not taken out")
+        eventually(lambda: inbox_length(group, "a") == 0, message="the message was not removed")
 
 
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("verb", VERBS)
-def test_in_an_empty_group_every_message_fails_at_once(post: Post, to: str, verb: str) -> None:
+def test_every_message_to_an_empty_group_fails_at_once(post: Post, to: str, verb: str) -> None:
     future = say(post.group(), to, verb, "q", timeout=3600)
     assert future.done()
     kind = NoLeader if to == "leader_proxy" else MemberUnknown
@@ -69,7 +67,7 @@ def test_in_an_empty_group_every_message_fails_at_once(post: Post, to: str, verb
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_message_to_an_unknown_member_fails_with_its_name(post: Post, verb: str) -> None:
+def test_message_to_an_unknown_member_fails_with_its_name(post: Post, verb: str) -> None:
     group = post.group()
     group.join("b")
     error = failure(say(group, "member", verb, "q"))
@@ -78,7 +76,7 @@ def test_a_message_to_an_unknown_member_fails_with_its_name(post: Post, verb: st
     assert error.group == group.name
 
 
-def test_a_message_to_a_dead_named_member_waits_for_it(post: Post) -> None:
+def test_message_to_a_dead_named_member_waits_for_it(post: Post) -> None:
     group, other = post.group(), post.group()
     other.join("a").close()
     told = group.member("a").tell("q", "told")
@@ -92,7 +90,7 @@ def test_a_message_to_a_dead_named_member_waits_for_it(post: Post) -> None:
 
 
 @pytest.mark.parametrize("verb", ["send", "ask"])
-def test_a_message_to_a_dead_named_member_expires_and_is_not_handled_later(
+def test_message_to_a_dead_named_member_expires_and_is_not_handled_later(
     post: Post, verb: str
 ) -> None:
     group, other = post.group(), post.group()
@@ -109,7 +107,7 @@ def test_a_message_to_a_dead_named_member_expires_and_is_not_handled_later(
     assert inbox_length(group, "a") == 0
 
 
-def test_a_told_message_does_not_expire(post: Post) -> None:
+def test_tell_does_not_expire(post: Post) -> None:
     group, other = post.group(), post.group()
     other.join("a").close()
     result(group.member("a").tell("q", 1, timeout=0.05))
@@ -120,7 +118,7 @@ def test_a_told_message_does_not_expire(post: Post) -> None:
     assert got.bodies == [1]
 
 
-def test_any_goes_to_nobody_who_is_dead(post: Post) -> None:
+def test_message_for_any_goes_to_no_dead_member(post: Post) -> None:
     group = post.group()
     group.join("dead").close()
     assert isinstance(failure(group.any.send("q")), MemberUnknown)
@@ -128,7 +126,7 @@ def test_any_goes_to_nobody_who_is_dead(post: Post) -> None:
     assert {result(group.any.ask("q")) for _ in range(20)} == {"alive"}
 
 
-def test_all_are_those_alive_unless_the_dead_are_included(post: Post) -> None:
+def test_message_to_all_reaches_live_members_unless_dead_are_included(post: Post) -> None:
     group = post.group()
     group.join("dead").close()
     group.join("alive").on("q")(lambda message: message.body)
@@ -144,7 +142,7 @@ def test_all_are_those_alive_unless_the_dead_are_included(post: Post) -> None:
     assert got.bodies[0] == 2
 
 
-def test_who_joins_later_does_not_get_a_message_to_all(post: Post) -> None:
+def test_member_that_joins_later_does_not_get_a_message_to_all(post: Post) -> None:
     group = post.group()
     group.join("early").on("q")(lambda message: None)
     result(group.all.send("q"))
@@ -154,7 +152,7 @@ def test_who_joins_later_does_not_get_a_message_to_all(post: Post) -> None:
     assert late.bodies == ["own"]
 
 
-def test_the_leader_gets_what_is_for_the_leader_and_others_do_not(post: Post) -> None:
+def test_only_the_leader_gets_messages_for_the_leader(post: Post) -> None:
     group = post.group()
     first, second = group.join("first"), group.join("second")
     for me in (first, second):
@@ -164,7 +162,7 @@ def test_the_leader_gets_what_is_for_the_leader_and_others_do_not(post: Post) ->
     assert result(group.leader_proxy.ask("q")) == "second"
 
 
-def test_a_group_without_elections_has_no_leader_to_send_to(post: Post) -> None:
+def test_group_without_elections_has_no_leader_to_send_to(post: Post) -> None:
     group = post.group(election=None)
     group.join("a")
     assert isinstance(failure(group.leader_proxy.tell("q")), NoLeader)
@@ -173,7 +171,7 @@ def test_a_group_without_elections_has_no_leader_to_send_to(post: Post) -> None:
 # Senders
 
 
-def test_the_receiver_knows_the_sender_and_whether_it_leads(post: Post) -> None:
+def test_receiver_knows_the_sender_and_whether_it_leads(post: Post) -> None:
     group = post.group()
     first, second = group.join("first"), group.join("second")
     got = Record()
@@ -184,7 +182,7 @@ def test_the_receiver_knows_the_sender_and_whether_it_leads(post: Post) -> None:
     assert [message.from_leader for message in got.messages] == [True, False, False]
 
 
-def test_a_member_answers_the_sender_by_its_id(post: Post) -> None:
+def test_member_can_message_the_sender_by_its_id(post: Post) -> None:
     group, other = post.group(), post.group()
     leader, member = group.join("leader"), other.join()
     got = Record()
@@ -204,7 +202,7 @@ def test_a_member_answers_the_sender_by_its_id(post: Post) -> None:
     )
 
 
-def test_who_is_no_member_any_more_cannot_send_as_one(post: Post) -> None:
+def test_former_member_cannot_send_as_a_member(post: Post) -> None:
     group, other = post.group(), post.group()
     group.join("a").on("q")(lambda message: None)
     me = other.join("me")
@@ -212,7 +210,7 @@ def test_who_is_no_member_any_more_cannot_send_as_one(post: Post) -> None:
     assert isinstance(failure(me.member("a").tell("q")), MembershipLost)
 
 
-def test_a_superseded_member_cannot_send_before_it_knows(post: Post) -> None:
+def test_replaced_member_cannot_send_before_it_knows(post: Post) -> None:
     group, other = post.group(), post.group()
     old = group.join("me")
     abandon(group)
@@ -226,13 +224,13 @@ def test_a_superseded_member_cannot_send_before_it_knows(post: Post) -> None:
 
 
 @pytest.mark.parametrize("members", [2, 4, 8])
-def test_for_anybody_is_spread_evenly(post: Post, members: int, rng: random.Random) -> None:
+def test_messages_for_any_are_spread_evenly(post: Post, members: int, rng: random.Random) -> None:
     group = post.group()
     for n in range(members):
         group.join(f"m{n}")
     count = 100 * members
     for _ in range(count):
-        # As Mail does, with a number that the seed of the test gives.
+        # Send as the library does, but with random numbers from the test's seed.
         message = f"{rng.getrandbits(64):x}"
         args: list[Any] = [message, group._handle.reply_session, "", "q", "tell", "any", ""]
         args += [rng.randrange(2**31), "0", "128", "10000", "1000", "json", "1", "", ""]
@@ -240,24 +238,24 @@ def test_for_anybody_is_spread_evenly(post: Post, members: int, rng: random.Rand
     lengths = [inbox_length(group, f"m{n}") for n in range(members)]
     assert sum(lengths) == count
     square = sum((length - 100) ** 2 / 100 for length in lengths)
-    # Beyond this one in a million is, for 1, 3 and 7 degrees of freedom.
+    # Chi-squared values that one in a million exceeds, for 1, 3 and 7 degrees of freedom.
     assert square < {2: 24.0, 4: 30.7, 8: 40.5}[members], lengths
 
 
-def test_two_messages_of_a_handle_for_anybody_may_go_to_different_members(post: Post) -> None:
+def test_messages_for_any_from_one_handle_reach_different_members(post: Post) -> None:
     group = post.group()
     for name in ("a", "b"):
         group.join(name).on("q")(lambda message, name=name: name)
     counts = Counter(result(group.any.ask("q")) for _ in range(60))
-    assert set(counts) == {"a", "b"}  # 1 : 2^59 that it fails
+    assert set(counts) == {"a", "b"}  # fails with a probability of 2^-59
 
 
-def test_a_message_to_a_group_of_dead_members_says_so(open_group: Open) -> None:
+def test_message_to_a_group_of_dead_members_fails_with_that_reason(open_group: Open) -> None:
     group = open_group(ttl=LONG_S)
-    assert str(failure(group.any.tell("q"))) == "Nobody is in group 'workers'."
+    assert str(failure(group.any.tell("q"))) == "Group 'workers' has no members."
     group.join("a").close()
     eventually(lambda: [member.alive for member in group.members] == [False], SOON_S)
     for target in (group.any, group.all):
         error = failure(target.tell("q"))
         assert isinstance(error, MemberUnknown)
-        assert str(error) == "Nobody in group 'workers' is alive."
+        assert str(error) == "No member of group 'workers' is alive."

@@ -1,4 +1,4 @@
-"""Peer groups are begun only if that is asked for, and nothing is left of a deleted one."""
+"""Peer groups are created only on request, and a deleted one leaves no keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.servers import plain_client
 from tests.support.waiting import eventually
 
 
-def test_a_group_that_does_not_exist_is_not_begun_unless_that_is_meant(any_url: str) -> None:
+def test_missing_group_is_not_created_with_create_false(any_url: str) -> None:
     with meteor.connect(any_url) as m:
         with pytest.raises(meteor.PeerGroupNotFound, match="no peer group 'workers'") as info:
             m.peer_group("workers", create=False)
@@ -31,7 +31,7 @@ def test_a_group_that_does_not_exist_is_not_begun_unless_that_is_meant(any_url: 
             m.peer_group("workers", instance="g1", create=False)
 
 
-def test_nothing_is_left_of_a_deleted_group(url: str) -> None:
+def test_deleted_group_leaves_no_keys(url: str) -> None:
     with meteor.connect(url) as m:
         other = m.peer_group("workers2")
         group = m.peer_group("workers")
@@ -48,30 +48,30 @@ def test_nothing_is_left_of_a_deleted_group(url: str) -> None:
         assert m.peer_groups() == ["workers2"]
 
 
-def test_a_group_that_is_begun_anew_while_it_is_deleted_is_listed(
+def test_group_recreated_while_it_is_deleted_is_listed(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with meteor.connect(url) as m, meteor.connect(url) as n:
         group, call = m.peer_group("workers"), m._connector.call
 
-        def begin_anew(*args: Any, **settings: Any) -> Any:
+        def recreate(*args: Any, **settings: Any) -> Any:
             if args[0] == "SREM":
                 n.peer_group("workers").close()
             return call(*args, **settings)
 
-        monkeypatch.setattr(m._connector, "call", begin_anew)
+        monkeypatch.setattr(m._connector, "call", recreate)
         group.delete()
         assert n.peer_groups() == ["workers"]
 
 
-def test_a_group_is_deleted_by_who_may_and_listed_no_more(url: str, open_group: Open) -> None:
+def test_group_with_live_members_is_deleted_only_by_force(url: str, open_group: Open) -> None:
     one, two, observer = open_group(ttl=0.6), open_group(), open_group()
     with plain_client(url) as redis:
         redis.sadd(keys.PEERS, "left-over")
     assert peer_groups(one) == [GROUP]
     me = two.join("a")
     one.join("b")
-    with pytest.raises(PeerError, match="1 members that are alive"):
+    with pytest.raises(PeerError, match="has live members: 1"):
         one.delete()
     me.leave()
     assert ids(two) == ["b"]
@@ -79,13 +79,13 @@ def test_a_group_is_deleted_by_who_may_and_listed_no_more(url: str, open_group: 
     assert one.closed
     assert peer_groups(one) == []
     eventually(lambda: observer._handle.view.incarnation == "" and not observer.members)
-    with plain_client(url) as redis:  # who looks on does not begin it anew
+    with plain_client(url) as redis:  # an observer does not recreate it
         assert redis.keys("meteor:group:*") == []
-    two.join("c")  # who joins does
+    two.join("c")  # a member does
     eventually(lambda: ids(observer) == ["c"])
 
 
-def test_who_is_alive_when_its_group_is_deleted_begins_it_anew(open_group: Open) -> None:
+def test_live_members_recreate_a_deleted_group(open_group: Open) -> None:
     one, two = open_group(ttl=0.6), open_group()
     me = two.join()
     one.delete(force=True)
@@ -93,7 +93,7 @@ def test_who_is_alive_when_its_group_is_deleted_begins_it_anew(open_group: Open)
     eventually(lambda: me.id != before and ids(two) == [me.id])
 
 
-def test_a_group_is_opened_by_the_name_that_is_listed(url: str) -> None:
+def test_group_is_opened_by_its_listed_name(url: str) -> None:
     with meteor.connect(url) as m, m.peer_group("cell", instance="c1") as group:
         me = group.join()
         (name,) = m.peer_groups()

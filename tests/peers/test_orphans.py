@@ -1,6 +1,6 @@
-"""Messages of members who are gone are handed over a part at a time, and each once.
+"""Messages of members that left move in bounded steps, each once, whatever happens in between.
 
-Whatever comes in between. The scripts are called by hand, under a clock that the test sets.
+The scripts are called directly, under a clock that the test sets.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from tests.support.peer_scripts import answer, entries, inbox, leftovers, propos
 from tests.support.peering import HOUR_MS, TTL_MS, Build, Peers
 from tests.support.peering import peers as peers
 
-#: More than one call hands over, and than two do.
+#: More messages than two calls hand over.
 MANY = 1_200
 PART = 500
 
 
 @pytest.fixture(params=["server", "redis_server"], ids=["valkey", "redis"])
 def build(request: pytest.FixtureRequest) -> Iterator[Build]:
-    """On servers only: a thousand scripts take seconds on the fake, which has all elsewhere."""
+    """Real servers only: a thousand scripts take seconds on the fake."""
     with meteor.connect(emptied(request.getfixturevalue(request.param).url)) as client:
         yield lambda **settings: Peers(client, **settings)
 
 
 def fill(peers: Peers, count: int = MANY, **how: Any) -> list[str]:
-    """Messages for a member: its number among those who are alive is 0."""
+    """Send messages to the first live member, and return their names."""
     names = [f"m{number:04}" for number in range(count)]
     for name in names:
         send(peers, name, random=0, **how)
@@ -40,7 +40,7 @@ def has_orphans(peers: Peers) -> bool:
     return bool(peers.run("heartbeat", "")[-2])
 
 
-def test_what_was_for_anybody_is_handed_over_a_part_at_a_time_in_order(peers: Peers) -> None:
+def test_messages_for_any_move_in_order_and_in_bounded_steps(peers: Peers) -> None:
     peers.join("a")
     names = fill(peers)
     peers.join("b")
@@ -53,7 +53,7 @@ def test_what_was_for_anybody_is_handed_over_a_part_at_a_time_in_order(peers: Pe
     assert not [part for part in leftovers(peers) if part.endswith("a") or part == "orphans"]
 
 
-def test_who_waits_for_one_who_left_is_told_a_part_at_a_time(peers: Peers) -> None:
+def test_senders_to_a_member_that_left_get_errors_in_bounded_steps(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     names = fill(peers, to="member", member="a", verb="ask")
@@ -66,7 +66,7 @@ def test_who_waits_for_one_who_left_is_told_a_part_at_a_time(peers: Peers) -> No
     assert not [part for part in leftovers(peers) if part.endswith("a") or part == "orphans"]
 
 
-def test_the_others_who_are_overdue_and_the_leader_do_not_wait_for_that(peers: Peers) -> None:
+def test_expirations_and_elections_do_not_wait_for_orphans(peers: Peers) -> None:
     for member in ("a", "b", "c"):
         peers.join(member)
     fill(peers, to="member", member="a", verb="ask")
@@ -79,7 +79,7 @@ def test_the_others_who_are_overdue_and_the_leader_do_not_wait_for_that(peers: P
     assert result(peers, "p") == b"no"
 
 
-def test_who_joins_under_the_name_of_one_who_was_removed_begins_with_nothing(peers: Peers) -> None:
+def test_member_with_the_name_of_a_removed_one_starts_empty(peers: Peers) -> None:
     peers.join("a", named=True)
     names = fill(peers)
     send(peers, "direct", to="member", member="a")
@@ -93,18 +93,18 @@ def test_who_joins_under_the_name_of_one_who_was_removed_begins_with_nothing(pee
     assert "direct" not in inbox(peers, "a")
 
 
-def test_who_comes_back_keeps_what_was_not_handed_over_yet(peers: Peers) -> None:
+def test_returning_member_keeps_messages_that_have_not_moved(peers: Peers) -> None:
     peers.join("a", named=True)
     names = fill(peers)
     peers.join("b")
     peers.leave("a", how="stay")
     peers.join("a", "again", named=True)
     assert not has_orphans(peers)
-    taken = 2 * PART  # joining has handed over another part
+    taken = 2 * PART  # the join has handed over another part
     assert (inbox(peers, "b"), inbox(peers, "a")) == (names[:taken], names[taken:])
 
 
-def test_a_dead_member_that_expires_in_the_middle_hands_over_the_rest(build: Build) -> None:
+def test_dead_member_that_expires_while_messages_move_hands_over_the_rest(build: Build) -> None:
     peers = build(member_expiration=HOUR_MS / 1000)
     peers.join("a", named=True)
     names = fill(peers)
@@ -119,14 +119,14 @@ def test_a_dead_member_that_expires_in_the_middle_hands_over_the_rest(build: Bui
     assert not [part for part in leftovers(peers) if part.endswith("a") or part == "orphans"]
 
 
-def test_when_the_last_of_the_others_goes_in_the_middle_the_dead_keep_the_rest(
+def test_dead_member_keeps_messages_when_the_last_other_member_leaves(
     peers: Peers,
 ) -> None:
     peers.join("a", named=True)
     names = fill(peers)
     peers.join("b", named=True)
     peers.leave("a", how="stay")
-    peers.leave("b", how="stay")  # with a part of it
+    peers.leave("b", how="stay")  # after it got some of the messages
     assert not has_orphans(peers)
     peers.join("c")
     while has_orphans(peers):
@@ -135,8 +135,8 @@ def test_when_the_last_of_the_others_goes_in_the_middle_the_dead_keep_the_rest(
     assert entries(peers, "dead") == []
 
 
-@pytest.mark.parametrize("how", ["deleted", "begun anew"])
-def test_orphans_go_with_their_group(peers: Peers, how: str) -> None:
+@pytest.mark.parametrize("how", ["deleted", "recreated"])
+def test_orphans_are_deleted_with_their_group(peers: Peers, how: str) -> None:
     peers.join("a")
     fill(peers)
     peers.join("b")

@@ -1,4 +1,4 @@
-"""Peer groups and a server that forgets or is full, and connections that are cut."""
+"""Peer groups on a server that loses state or is full, and over cut connections."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server, plain_client
 from tests.support.waiting import eventually
 
-# A server that forgets
+# A server that loses state
 
 
-def test_after_flushall_all_members_join_again_and_all_are_told(url: str, open_group: Open) -> None:
+def test_members_rejoin_after_flushall_and_listeners_see_it(url: str, open_group: Open) -> None:
     one, two, observer = open_group(ttl=0.9), open_group(), open_group()
     heard = Heard(observer)
     me, named = one.join(), two.join("a", metadata={"kept": True})
@@ -39,7 +39,7 @@ def test_after_flushall_all_members_join_again_and_all_are_told(url: str, open_g
 
 
 @pytest.mark.parametrize("lost", ["config", "state", "members", "events"])
-def test_a_group_recovers_from_the_loss_of_any_of_its_keys(open_group: Open, lost: str) -> None:
+def test_group_recovers_from_the_loss_of_any_of_its_keys(open_group: Open, lost: str) -> None:
     one, two = open_group(ttl=0.6), open_group()
     me, named = one.join(), two.join("a")
     on_key(one, "DEL", lost)
@@ -54,14 +54,14 @@ def test_a_group_recovers_from_the_loss_of_any_of_its_keys(open_group: Open, los
     )
 
 
-def test_a_fork_of_the_history_is_noticed_though_the_numbers_fit(open_group: Open) -> None:
-    """As after a fail-over that lost events, when as many others came before we looked."""
+def test_forked_history_is_detected_even_if_numbers_match(open_group: Open) -> None:
+    """Simulates a failover that loses events, then adds as many new ones before the next read."""
     one = open_group(ttl=LONG_S)
     one.join("a")
     with watching(one) as events:
         with one._handle.lock:
             on_key(one, "HSET", "state", "mark", "of another history")
-            # The next event has the number that is expected, and another past.
+            # The next event has the expected number but another predecessor.
             args = ["b", "s", "0", 0, b"null", "fail", 1000]
             one._handle.protocol.connector.run(PEERS_JOIN, [one._handle.protocol.prefix], args)
         eventually(lambda: [event.kind for event in events] == ["reset", "joined"])
@@ -79,7 +79,7 @@ def proxied(private_server: ServerFactory) -> Iterator[tuple[Proxy, Server]]:
         yield proxy, server
 
 
-def test_a_join_whose_answer_is_lost_is_one_join(
+def test_join_whose_reply_is_lost_counts_once(
     proxied: tuple[Proxy, Server], open_group: Open
 ) -> None:
     proxy, server = proxied
@@ -96,7 +96,7 @@ def test_a_join_whose_answer_is_lost_is_one_join(
     ]
 
 
-def test_who_cannot_say_that_it_leaves_is_gone_all_the_same(
+def test_member_that_cannot_report_leaving_still_leaves(
     proxied: tuple[Proxy, Server], open_group: Open
 ) -> None:
     proxy, server = proxied
@@ -114,7 +114,7 @@ def test_who_cannot_say_that_it_leaves_is_gone_all_the_same(
     proxy.heal()
 
 
-def test_events_are_not_lost_over_cuts_of_the_connection(
+def test_events_survive_cut_connections(
     proxied: tuple[Proxy, Server], open_group: Open, rng: random.Random
 ) -> None:
     proxy, server = proxied
@@ -130,9 +130,7 @@ def test_events_are_not_lost_over_cuts_of_the_connection(
     assert not any(event.resync for event in events)
 
 
-def test_a_group_goes_on_where_the_server_is_full(
-    private_server: ServerFactory, open_group: Open
-) -> None:
+def test_group_continues_on_a_full_server(private_server: ServerFactory, open_group: Open) -> None:
     server = private_server()
     one = open_group(server.url, ttl=0.9)
     me = one.join("a")

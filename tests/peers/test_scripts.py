@@ -1,7 +1,7 @@
-"""The scripts of peer groups, called by hand under a clock that the test sets.
+"""The scripts of peer groups, called directly under a clock that the test sets.
 
-On all kinds of servers; nothing here waits. They are the failure detector: what they decide, and
-the events that say so, everybody sees. Whom they elect: test_peers_election_scripts.py.
+The tests run on all kinds of servers and never wait. The scripts are the failure detector: all
+members see their decisions as events. test_election_scripts.py covers elections.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tests.support.peering import GROUP, HOUR_MS, TTL_MS, Build, Peers
 from tests.support.peering import build as build
 from tests.support.peering import peers as peers
 
-# Who is there
+# Membership
 
 
-def test_who_was_dropped_is_told_so_and_not_renewed(peers: Peers) -> None:
+def test_heartbeat_of_a_dropped_member_reports_it_and_does_not_renew(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     peers.live(TTL_MS + 100, "b")
@@ -27,7 +27,7 @@ def test_who_was_dropped_is_told_so_and_not_renewed(peers: Peers) -> None:
     assert peers.members() == {"b"}
 
 
-def test_who_was_removed_is_told_so_until_the_name_is_joined_again(peers: Peers) -> None:
+def test_heartbeat_of_a_removed_member_reports_it_until_the_name_rejoins(peers: Peers) -> None:
     peers.join("a", named=True)
     assert peers.leave("a", "") == ["OK", 1]
     assert peers.heartbeat("a") == [2]
@@ -36,7 +36,7 @@ def test_who_was_removed_is_told_so_until_the_name_is_joined_again(peers: Peers)
     assert peers.heartbeat("a") == [3]
 
 
-def test_who_was_dead_when_it_was_removed_is_told_so(peers: Peers) -> None:
+def test_heartbeat_reports_removal_of_a_dead_member(peers: Peers) -> None:
     peers.join("a", named=True)
     peers.join("b")
     peers.live(TTL_MS + 100, "b")
@@ -44,7 +44,7 @@ def test_who_was_dead_when_it_was_removed_is_told_so(peers: Peers) -> None:
     assert peers.heartbeat("a") == [2]
 
 
-def test_those_who_were_removed_are_remembered_for_a_day_and_not_without_bound(
+def test_removed_members_are_remembered_for_a_day_and_bounded(
     peers: Peers,
 ) -> None:
     removed = peers.prefix + "removed"
@@ -60,23 +60,23 @@ def test_those_who_were_removed_are_remembered_for_a_day_and_not_without_bound(
     assert peers.client._connector.call("ZCARD", removed) == 1
 
 
-def test_who_was_replaced_is_told_so_also_when_the_other_is_dead(peers: Peers) -> None:
+def test_heartbeat_reports_replacement_even_if_the_successor_is_dead(peers: Peers) -> None:
     peers.join("a", "first", named=True)
     peers.join("a", "second", named=True, how="takeover")
     assert peers.heartbeat("a", session="first") == [3]
     peers.live(2 * TTL_MS)
     assert peers.heartbeat("a", session="first") == [3]
-    assert peers.heartbeat("a", session="second") == [0]  # that one may come back
+    assert peers.heartbeat("a", session="second") == [0]  # this session may rejoin
 
 
-def test_a_join_whose_answer_was_lost_is_repeated_without_effect(peers: Peers) -> None:
+def test_repeated_join_after_a_lost_reply_changes_nothing(peers: Peers) -> None:
     first = peers.join("a")
     before = peers.everything()
     assert peers.join("a") == first
     assert peers.everything() == before
 
 
-def test_the_id_of_a_member_without_a_name_is_taken_while_it_is_there(peers: Peers) -> None:
+def test_id_of_an_unnamed_member_is_taken_while_it_is_a_member(peers: Peers) -> None:
     peers.join("a")
     assert peers.join("a", "other") == ["TAKEN", "s-a"]
     assert peers.join("a", "other", named=True, how="takeover") == ["TAKEN", "s-a"]
@@ -84,7 +84,7 @@ def test_the_id_of_a_member_without_a_name_is_taken_while_it_is_there(peers: Pee
     assert peers.join("a", "other")[0] == "OK"
 
 
-def test_a_named_member_that_dies_stays_one_and_another_leads(peers: Peers) -> None:
+def test_named_member_that_dies_stays_and_another_leads(peers: Peers) -> None:
     peers.join("a", named=True)
     peers.join("b", named=True)
     peers.live(TTL_MS + 100, "b")
@@ -92,8 +92,8 @@ def test_a_named_member_that_dies_stays_one_and_another_leads(peers: Peers) -> N
     assert peers.members() == {"a", "b"}
 
 
-def test_a_named_member_that_comes_back_can_lead_again(peers: Peers) -> None:
-    """As atomix#258 asked for: there it never could."""
+def test_named_member_that_comes_back_can_lead_again(peers: Peers) -> None:
+    """Requested in atomix#258: in Atomix, it could not."""
     peers.join("a", named=True)
     peers.join("b", named=True)
     peers.live(TTL_MS + 100, "b")
@@ -104,7 +104,7 @@ def test_a_named_member_that_comes_back_can_lead_again(peers: Peers) -> None:
     assert peers.state("session") == "new"
 
 
-def test_the_name_of_one_who_is_alive_is_refused_or_taken_over(peers: Peers) -> None:
+def test_name_of_a_live_member_is_refused_or_taken_over(peers: Peers) -> None:
     peers.join("a", "first", named=True)
     peers.join("b")
     before, term = peers.everything(), peers.term
@@ -120,7 +120,7 @@ def test_the_name_of_one_who_is_alive_is_refused_or_taken_over(peers: Peers) -> 
     assert peers.client._connector.call("HGET", peers.prefix + "guarded", "x") == b"new"
 
 
-def test_only_its_session_takes_a_member_out_unless_it_is_removed(peers: Peers) -> None:
+def test_member_leaves_only_by_its_own_session_unless_it_is_removed(peers: Peers) -> None:
     peers.join("a")
     before = peers.everything()
     assert peers.leave("a", "other") == ["OK", 0]
@@ -128,7 +128,7 @@ def test_only_its_session_takes_a_member_out_unless_it_is_removed(peers: Peers) 
     assert peers.everything() == before
 
 
-def test_a_named_member_that_closes_is_dead_at_once_and_has_left_its_office(peers: Peers) -> None:
+def test_named_member_that_closes_is_dead_at_once_and_no_longer_leads(peers: Peers) -> None:
     peers.join("a", named=True)
     peers.join("b")
     assert peers.leave("a", how="stay") == ["OK", 1]
@@ -137,7 +137,7 @@ def test_a_named_member_that_closes_is_dead_at_once_and_has_left_its_office(peer
 
 
 @pytest.mark.parametrize("expiration", [None, 0.0, 0.5])
-def test_a_dead_member_is_removed_after_its_expiration_and_may_come_back_after_it(
+def test_dead_member_is_removed_after_expiration_and_may_rejoin(
     build: Build, expiration: float | None
 ) -> None:
     peers = build(member_expiration=expiration)
@@ -152,12 +152,12 @@ def test_a_dead_member_is_removed_after_its_expiration_and_may_come_back_after_i
     if expiration is not None:
         (reason,) = (f["reason"] for _, f in peers.entries() if f["kind"] == "left")
         assert reason == "expired"
-        assert peers.heartbeat("a") == [0]  # nobody removed it on purpose
+        assert peers.heartbeat("a") == [0]  # expired, not removed
     peers.join("a", "new", named=True)
     assert peers.events()[-1] == ("joined" if expiration is not None else "alive", "a")
 
 
-def test_one_who_comes_back_in_time_is_not_removed_later(build: Build) -> None:
+def test_member_that_comes_back_in_time_is_not_removed_later(build: Build) -> None:
     peers = build(member_expiration=0.5)
     peers.join("a", named=True)
     peers.join("b")
@@ -167,14 +167,14 @@ def test_one_who_comes_back_in_time_is_not_removed_later(build: Build) -> None:
     assert ("left", "a") not in peers.events()
 
 
-def test_a_group_has_no_more_members_than_it_may(peers: Peers) -> None:
+def test_join_script_bounds_the_number_of_members(peers: Peers) -> None:
     peers.join("a", named=True, most=2)
     peers.join("b", most=2)
     assert peers.join("c", most=2) == ["FULL", 2]
     assert peers.join("a", "again", named=True, how="takeover", most=2)[0] == "OK"
 
 
-def test_metadata_is_changed_by_its_owner_only(peers: Peers) -> None:
+def test_only_its_owner_changes_metadata(peers: Peers) -> None:
     peers.join("a", metadata='"one"')
     assert peers.run("update_member", "a", "other", "metadata", '"two"') == ["FENCED"]
     assert peers.run("update_member", "a", "s-a", "metadata", '"x:y:\n"') == ["OK", 1]
@@ -186,7 +186,7 @@ def test_metadata_is_changed_by_its_owner_only(peers: Peers) -> None:
 # Time
 
 
-def test_if_nobody_was_heard_of_for_long_nobody_is_dropped_at_once(peers: Peers) -> None:
+def test_no_member_is_dropped_at_once_after_a_long_silence(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     peers.pass_ms(3 * TTL_MS)  # the server was down, or could not be reached
@@ -194,20 +194,20 @@ def test_if_nobody_was_heard_of_for_long_nobody_is_dropped_at_once(peers: Peers)
     assert peers.members() == {"a", "b"}
     assert peers.state("graces") == "1"
     peers.live(TTL_MS + 100, "a")
-    assert peers.members() == {"a"}  # but who is really dead goes a ttl later
+    assert peers.members() == {"a"}  # a dead member is dropped one ttl later
 
 
-def test_after_an_outage_members_have_all_their_time_again(peers: Peers) -> None:
+def test_members_get_a_whole_ttl_after_an_outage(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
-    peers.live(900, "a")  # b was about to be dropped, or to be heard of
+    peers.live(900, "a")  # b is about to expire, unless a heartbeat arrives
     peers.pass_ms(3 * TTL_MS)
     peers.live(900, "a")
     assert peers.heartbeat("b") == [1]
 
 
 @pytest.mark.parametrize("step_ms", [HOUR_MS, -HOUR_MS, 60_000, -60_000])
-def test_a_step_of_the_clock_drops_nobody_and_the_dead_are_still_noticed(
+def test_clock_step_drops_no_member_and_deaths_are_still_detected(
     peers: Peers, step_ms: int
 ) -> None:
     peers.join("a")
@@ -218,7 +218,7 @@ def test_a_step_of_the_clock_drops_nobody_and_the_dead_are_still_noticed(
     assert (peers.members(), peers.leader) == ({"a"}, "a")
 
 
-def test_a_small_step_back_only_delays_what_is_noticed(peers: Peers) -> None:
+def test_small_clock_step_back_only_delays_detection(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     peers.pass_ms(-300)
@@ -228,7 +228,7 @@ def test_a_small_step_back_only_delays_what_is_noticed(peers: Peers) -> None:
     assert peers.members() == {"a"}
 
 
-def test_everybody_is_told_when_the_next_is_overdue(peers: Peers) -> None:
+def test_heartbeat_reports_when_the_next_member_is_overdue(peers: Peers) -> None:
     assert peers.run("heartbeat", "")[9] == -1
     peers.join("a")
     peers.live(300)
@@ -237,13 +237,13 @@ def test_everybody_is_told_when_the_next_is_overdue(peers: Peers) -> None:
     assert peers.run("heartbeat", "s-a", "a")[9] == TTL_MS
 
 
-def test_who_only_looks_on_notices_the_dead(peers: Peers) -> None:
+def test_observer_drops_dead_members(peers: Peers) -> None:
     peers.join("a")
     peers.live(TTL_MS + 100)
     assert peers.events(2) == [("left", "a"), ("resigned", "a")]
 
 
-def test_many_who_die_at_once_are_dropped_in_bounded_steps(peers: Peers) -> None:
+def test_many_simultaneous_deaths_are_processed_in_bounded_steps(peers: Peers) -> None:
     for number in range(150):
         peers.join(f"m{number}")
     peers.join("a")
@@ -259,10 +259,10 @@ def test_many_who_die_at_once_are_dropped_in_bounded_steps(peers: Peers) -> None
     assert peers.leader == "a"
 
 
-# Events, and what is lost
+# Events and lost keys
 
 
-def test_events_are_numbered_without_gaps_and_each_names_the_one_before(
+def test_events_are_numbered_without_gaps_and_name_their_predecessor(
     peers: Peers, rng: random.Random
 ) -> None:
     names = "abcdef"
@@ -301,7 +301,7 @@ CALLS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("lost", ["config", "state"])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_group_that_is_gone_or_not_whole_is_none_and_nothing_is_written(
+def test_scripts_write_nothing_to_a_missing_or_partial_group(
     peers: Peers, call: str, lost: str
 ) -> None:
     peers.join("a", "s")
@@ -312,9 +312,7 @@ def test_a_group_that_is_gone_or_not_whole_is_none_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("lost", ["config", "state"])
-def test_a_group_that_is_not_whole_is_started_again_as_another_incarnation(
-    peers: Peers, lost: str
-) -> None:
+def test_partial_group_is_recreated_as_another_incarnation(peers: Peers, lost: str) -> None:
     peers.join("a")
     incarnation = peers.run("describe")[1]
     peers.client._connector.call("DEL", peers.prefix + lost)
@@ -325,7 +323,7 @@ def test_a_group_that_is_not_whole_is_started_again_as_another_incarnation(
 
 
 @pytest.mark.parametrize("lost", ["members", "deadlines", "candidates", "events", "expirations"])
-def test_a_group_goes_on_though_a_part_of_it_was_deleted(peers: Peers, lost: str) -> None:
+def test_group_continues_after_some_keys_were_deleted(peers: Peers, lost: str) -> None:
     peers.join("a", named=True)
     peers.join("b")
     peers.client._connector.call("DEL", peers.prefix + lost)
@@ -339,11 +337,11 @@ def test_a_group_goes_on_though_a_part_of_it_was_deleted(peers: Peers, lost: str
         assert peers.leader == "c"
 
 
-def test_the_first_to_begin_a_group_chooses_its_settings(peers: Peers) -> None:
+def test_creator_of_a_group_chooses_its_settings(peers: Peers) -> None:
     assert peers.open(ttl=7.0)[b"ttl"] == b"1000"
 
 
-def test_deleting_takes_everything_that_does_not_expire(peers: Peers) -> None:
+def test_deleting_a_group_removes_all_keys_that_do_not_expire(peers: Peers) -> None:
     peers.join("a", named=True)
     peers.join("b")
     peers.guard(peers.term, "s-a", "y")

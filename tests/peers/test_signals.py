@@ -1,5 +1,7 @@
-"""Signal handlers run in the main thread, between any two lines of what it does: they may send and
-leave there, and what they raise leaves nothing locked."""
+"""Signal handlers may send messages and leave at any point of the main thread.
+
+If a handler raises, no lock stays held.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,18 @@ DEPTH = 5
 
 
 class Interrupted(BaseException):
-    """What a signal handler raises: no library may catch it."""
+    """Raised by signal handlers; no library may catch it."""
 
 
 @contextmanager
 def signals(handler: Callable[[], None]) -> Iterator[None]:
-    """Have it called again and again, wherever the main thread is: a few times in itself, too."""
+    """Call a handler repeatedly, wherever the main thread is, even inside itself."""
     depth = 0
 
     def ring(*_: object) -> None:
         nonlocal depth
         if depth == DEPTH:
-            return  # a slow machine would get deeper and deeper
+            return  # on a slow machine, calls would nest without bound
         depth += 1
         try:
             handler()
@@ -53,7 +55,7 @@ def signals(handler: Callable[[], None]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("verb", ["tell", "ask"])
-def test_a_signal_handler_may_send_while_its_thread_sends(post: Post, verb: str) -> None:
+def test_signal_handler_may_send_while_its_thread_sends(post: Post, verb: str) -> None:
     group, other, got = post.group(ttl=LONG_S), post.group(), Record()
     other.join("a").on("q")(got)
     sent: list[Any] = []
@@ -73,12 +75,15 @@ def test_a_signal_handler_may_send_while_its_thread_sends(post: Post, verb: str)
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is broken off while it connects leaves its socket to the garbage collector, which warns
-    of it; and a signal in the middle of that would break pytest's own collecting of warnings."""
+    """Silence warnings about sockets of interrupted connects.
+
+    The garbage collector issues them, and a signal at that moment would break pytest's own
+    collection of warnings.
+    """
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
 
 
-def test_a_send_that_a_signal_breaks_off_keeps_nobody_from_sending(post: Post, quiet: None) -> None:
+def test_send_interrupted_by_a_signal_blocks_no_other_sender(post: Post, quiet: None) -> None:
     group, other, got = post.group(ttl=LONG_S), post.group(), Record()
     other.join("a").on("q")(got)
     stop, errors, told = threading.Event(), list[BaseException](), list[str]()
@@ -115,9 +120,7 @@ def test_a_send_that_a_signal_breaks_off_keeps_nobody_from_sending(post: Post, q
 
 
 @pytest.mark.parametrize("how", ["leave", "group.close"])
-def test_a_leave_that_a_signal_breaks_off_is_gone_on_with(
-    post: Post, quiet: None, how: str
-) -> None:
+def test_leave_interrupted_by_a_signal_can_be_continued(post: Post, quiet: None, how: str) -> None:
     group = post.group(ttl=LONG_S)
 
     def interrupt() -> None:
@@ -140,7 +143,7 @@ def test_a_leave_that_a_signal_breaks_off_is_gone_on_with(
         other.close()
 
 
-def test_a_signal_handler_may_leave_while_its_thread_waits_to_lead(post: Post) -> None:
+def test_signal_handler_may_leave_while_its_thread_waits_to_lead(post: Post) -> None:
     group, other = post.group(ttl=LONG_S), post.group()
     group.join("leader")
     for _ in range(20):

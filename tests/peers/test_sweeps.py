@@ -1,8 +1,8 @@
-"""What the scripts of peer groups do in passing, and what that costs the server.
+"""Housekeeping by the scripts of peer groups, and its cost for the server.
 
-Called by hand under a clock that the test sets: who is taken for dead though others are late
-themselves, what becomes of the messages of the dead, and that nothing grows, hides, or is looked
-through without bound.
+The tests call the scripts directly, under a clock that the test sets. They check which members
+expire when all heartbeats are late, where the messages of dead members go, and that no key grows
+and no scan runs without bound.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from tests.support.peering import peers as peers
 
 @pytest.fixture
 def counted(url: str) -> Iterator[Peers]:
-    """On a server that counts its commands."""
+    """A group on a server that counts its commands."""
     with meteor.connect(url) as client:
         yield Peers(client)
 
 
-# The grace
+# The grace period
 
 
 @pytest.mark.parametrize("pause_ms", [550, 600, 900])
-def test_a_dead_leader_is_replaced_though_the_others_are_late_again_and_again(
+def test_dead_leader_is_replaced_even_if_others_are_repeatedly_late(
     peers: Peers, pause_ms: int
 ) -> None:
     peers.join("dead")
@@ -53,7 +53,7 @@ def test_a_dead_leader_is_replaced_though_the_others_are_late_again_and_again(
     assert (peers.members(), peers.leader) == ({"slow"}, "slow")
 
 
-def test_a_dead_leader_is_noticed_by_observers_that_look_in_now_and_then(peers: Peers) -> None:
+def test_occasional_observers_detect_a_dead_leader(peers: Peers) -> None:
     peers.join("dead", named=True)
     for _ in range(4):
         peers.pass_ms(600)
@@ -62,31 +62,31 @@ def test_a_dead_leader_is_noticed_by_observers_that_look_in_now_and_then(peers: 
     assert peers.events()[-2:] == [("dead", "dead"), ("resigned", "dead")]
 
 
-def test_whoever_is_heard_of_after_an_outage_survives_the_next_too(peers: Peers) -> None:
+def test_member_with_a_heartbeat_after_an_outage_survives_the_next(peers: Peers) -> None:
     for member in "ab":
         peers.join(member)
     for _ in range(4):
         peers.pass_ms(3 * TTL_MS)
         assert peers.heartbeat("a", "b") == [1, 1]
     peers.pass_ms(3 * TTL_MS)
-    assert peers.join("a") == ["OK", 1, TTL_MS]  # a repeat is a heartbeat as well
+    assert peers.join("a") == ["OK", 1, TTL_MS]  # a repeated join counts as a heartbeat
     peers.pass_ms(3 * TTL_MS)
     assert peers.heartbeat("a") == [1]
 
 
-def test_a_member_that_got_more_time_does_not_live_for_an_hour_when_the_clock_goes_back(
+def test_grace_does_not_outlive_a_clock_step_back(
     peers: Peers,
 ) -> None:
     peers.join("dead")
     peers.join("a")
     peers.pass_ms(600)
-    peers.heartbeat("a")  # the dead one has its grace
+    peers.heartbeat("a")  # "dead" gets its grace period
     peers.pass_ms(-HOUR_MS)
     peers.live(TTL_MS + 100, "a")
     assert peers.members() == {"a"}
 
 
-def test_nobody_who_has_left_is_remembered_for_its_grace(peers: Peers) -> None:
+def test_member_that_left_has_no_grace_entry(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     peers.pass_ms(600)
@@ -97,7 +97,7 @@ def test_nobody_who_has_left_is_remembered_for_its_grace(peers: Peers) -> None:
 
 
 @pytest.mark.parametrize("step_ms", [400, -400])
-def test_a_small_step_of_the_clock_drops_nobody_who_is_heard_of_in_time(
+def test_small_clock_step_drops_no_member_with_timely_heartbeats(
     peers: Peers, step_ms: int
 ) -> None:
     peers.join("a")
@@ -110,23 +110,21 @@ def test_a_small_step_of_the_clock_drops_nobody_who_is_heard_of_in_time(
     assert (peers.state("graces"), peers.leader) == ("", "a")
 
 
-def test_a_small_step_forward_takes_that_time_from_who_is_cut_off_just_then(peers: Peers) -> None:
+def test_small_clock_step_forward_shortens_the_time_of_a_cut_off_member(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     peers.live(600, "b")
-    peers.pass_ms(450)  # 0.6 s have passed for a, which believes for 0.3 s more
+    peers.pass_ms(450)  # after only 0.6 s, a is overdue, but trusts its term for 0.3 s more
     peers.heartbeat("b")
     assert peers.leader == "b"
     assert peers.guard(peers.term, "s-a", "old")[0] == "STALE"  # so writes are fenced
 
 
-# Who counts when many are overdue
+# Many overdue members
 
 
 @pytest.mark.parametrize("election", ["oldest", "random"])
-def test_of_more_than_a_sweep_can_drop_nobody_leads_gets_messages_or_is_asked(
-    build: Build, election: str
-) -> None:
+def test_overdue_members_beyond_one_sweep_get_no_work(build: Build, election: str) -> None:
     peers = build(election=election, min_size=1)
     for number in range(100):
         peers.join(f"m{number:02}", priority=1)
@@ -140,7 +138,7 @@ def test_of_more_than_a_sweep_can_drop_nobody_leads_gets_messages_or_is_asked(
     assert propose(peers, "p")[2] == 1
 
 
-def test_those_who_are_overdue_do_not_make_a_group_large_enough(build: Build) -> None:
+def test_overdue_members_do_not_count_towards_min_size(build: Build) -> None:
     peers = build(min_size=3)
     for number in range(100):
         peers.join(f"m{number:02}")
@@ -153,7 +151,7 @@ def test_those_who_are_overdue_do_not_make_a_group_large_enough(build: Build) ->
 # Messages of the dead
 
 
-def test_what_was_for_anybody_waits_for_the_only_named_member_to_come_back(peers: Peers) -> None:
+def test_messages_for_any_wait_for_the_only_named_member(peers: Peers) -> None:
     peers.join("w", named=True)
     for message in ("one", "two"):
         send(peers, message)
@@ -164,7 +162,7 @@ def test_what_was_for_anybody_waits_for_the_only_named_member_to_come_back(peers
     assert entries(peers, "dead") == []
 
 
-def test_what_was_for_anybody_goes_to_the_next_who_joins(peers: Peers) -> None:
+def test_messages_for_any_go_to_the_next_member_to_join(peers: Peers) -> None:
     peers.join("w", named=True)
     for message in ("one", "two"):
         send(peers, message, verb="ask")
@@ -175,19 +173,19 @@ def test_what_was_for_anybody_goes_to_the_next_who_joins(peers: Peers) -> None:
     assert peers.state("stranded") == ""
 
 
-def test_what_nobody_is_left_for_is_among_the_dead_letters_and_fails(peers: Peers) -> None:
+def test_message_without_a_remaining_member_becomes_a_dead_letter(peers: Peers) -> None:
     peers.join("a")
     send(peers, "told")
     send(peers, "asked", verb="ask")
     peers.leave("a")
     letters = entries(peers, "dead")
     assert [letter[b"id"] for letter in letters] == [b"told", b"asked"]
-    assert {letter[b"reason"] for letter in letters} == {b"nobody is left"}
+    assert {letter[b"reason"] for letter in letters} == {b"no member is left"}
     assert answer(peers, "asked", "a") == b"left:"
     assert entries(peers, "replies:handle") == [{b"id": b"asked"}]
 
 
-def test_what_was_given_to_too_many_is_among_the_dead_letters(peers: Peers) -> None:
+def test_message_that_moved_too_often_becomes_a_dead_letter(peers: Peers) -> None:
     peers.join("m0")
     send(peers, "precious")
     for number in range(17):
@@ -196,25 +194,25 @@ def test_what_was_given_to_too_many_is_among_the_dead_letters(peers: Peers) -> N
         peers.leave(f"m{number}")
     (letter,) = entries(peers, "dead")
     assert (letter[b"id"], letter[b"member"]) == (b"precious", b"m16")
-    assert letter[b"reason"] == b"it was given to too many"
+    assert letter[b"reason"] == b"it moved too often"
 
 
-def test_redelivery_spares_the_full_as_long_as_somebody_has_room(build: Build) -> None:
+def test_redelivery_avoids_full_inboxes_while_another_has_room(build: Build) -> None:
     peers = build(max_inbox=3)
     for member in "abc":
         peers.join(member)
     for number in range(3):
-        send(peers, f"a{number}", random=3)  # for a, and then for b
+        send(peers, f"a{number}", random=3)  # goes to a first, then to b
         send(peers, f"b{number}", to="member", member="b")
     peers.leave("a")
     assert inbox(peers, "b") == ["b0", "b1", "b2"]
     assert inbox(peers, "c") == ["a0", "a1", "a2"]
-    peers.leave("c")  # all others are full: what was taken in is kept all the same
+    peers.leave("c")  # all others are full, but an accepted message is kept
     assert len(inbox(peers, "b")) == 6
     assert entries(peers, "dead") == []
 
 
-def test_what_is_settled_or_expired_is_not_given_to_others(peers: Peers) -> None:
+def test_settled_and_expired_messages_do_not_move(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     for message in ("one", "two"):
@@ -226,7 +224,7 @@ def test_what_is_settled_or_expired_is_not_given_to_others(peers: Peers) -> None
     assert not {"movable:b", "awaited:b", "movable:a", "awaited:a"} & set(leftovers(peers))
 
 
-def test_a_place_without_its_message_does_no_harm(peers: Peers) -> None:
+def test_index_entry_without_its_message_is_harmless(peers: Peers) -> None:
     peers.join("a")
     peers.join("b")
     send(peers, "lost", random=0)
@@ -236,7 +234,7 @@ def test_a_place_without_its_message_does_no_harm(peers: Peers) -> None:
     assert "movable:a" not in leftovers(peers)
 
 
-def test_who_dies_with_many_messages_to_itself_costs_no_look_at_them(counted: Peers) -> None:
+def test_death_does_not_read_messages_to_the_member_itself(counted: Peers) -> None:
     peers = counted
     peers.join("a", named=True)
     peers.join("b")
@@ -248,7 +246,7 @@ def test_who_dies_with_many_messages_to_itself_costs_no_look_at_them(counted: Pe
     assert len(inbox(peers, "a")) == 30
 
 
-def test_who_leaves_fails_what_is_awaited_and_looks_at_no_message(counted: Peers) -> None:
+def test_leaving_fails_awaited_messages_without_reading_them(counted: Peers) -> None:
     peers = counted
     peers.join("a")
     peers.join("b")
@@ -260,7 +258,7 @@ def test_who_leaves_fails_what_is_awaited_and_looks_at_no_message(counted: Peers
     assert [answer(peers, f"m{n}", "a") for n in range(250)] == [b"left:"] * 250
 
 
-def test_all_that_has_expired_makes_room_wherever_it_lies(peers: Peers) -> None:
+def test_expired_messages_make_room_at_any_position(peers: Peers) -> None:
     peers.join("a")
     for number in range(70):
         send(peers, f"told-{number}", to="member", member="a", most=100)
@@ -276,7 +274,7 @@ def test_all_that_has_expired_makes_room_wherever_it_lies(peers: Peers) -> None:
 # Votes and actions
 
 
-def test_actions_that_are_over_hide_none_and_are_forgotten(peers: Peers) -> None:
+def test_past_actions_hide_no_pending_one_and_are_pruned(peers: Peers) -> None:
     peers.join("a")
     for number in range(260):
         propose(peers, f"p{number}", action=f"act-{number}", at=peers.clock + 500)
@@ -293,7 +291,7 @@ def test_actions_that_are_over_hide_none_and_are_forgotten(peers: Peers) -> None
     assert len(agreed()) == 200
     peers.pass_ms(HOUR_MS)
     peers.heartbeat("a")
-    for _ in range(5):  # a part at a time
+    for _ in range(5):  # one part at a time
         peers.run("read_polls", "member", "a")
     assert peers.client._connector.call("HKEYS", peers.prefix + "pending") == [b"live"]
     assert peers.client._connector.call("ZRANGE", peers.prefix + "agenda", 0, -1) == [b"live"]
@@ -303,14 +301,14 @@ def test_actions_that_are_over_hide_none_and_are_forgotten(peers: Peers) -> None
     assert peers.client._connector.call("HKEYS", peers.prefix + "pending") == [b"last"]
 
 
-def test_an_action_that_was_rejected_is_not_on_the_agenda(peers: Peers) -> None:
+def test_rejected_action_is_not_on_the_agenda(peers: Peers) -> None:
     peers.join("a")
     propose(peers, "p", action="act", at=peers.clock + 5000)
     vote(peers, "p", "a", "n")
     assert not {"pending", "agenda"} & set(leftovers(peers))
 
 
-def test_votes_are_counted_as_they_come_and_not_read_again(counted: Peers) -> None:
+def test_votes_are_counted_as_they_arrive(counted: Peers) -> None:
     peers = counted
     for number in range(20):
         peers.join(f"m{number:02}")
@@ -324,14 +322,14 @@ def test_votes_are_counted_as_they_come_and_not_read_again(counted: Peers) -> No
         if number == 8:
             assert result(peers, "open") is None
     assert commands(peers, "hvals") == before[0]
-    assert commands(peers, "hgetall") - before[1] == 1  # to tell of the one that is decided
+    assert commands(peers, "hgetall") - before[1] == 1  # to announce the decided poll
     assert result(peers, "open") == b"no"
     peers.leave("m15")
     vote(peers, "yes", "m10", "y")
     assert result(peers, "yes") == b"yes"
 
 
-def test_who_leaves_is_counted_as_no_vote(peers: Peers) -> None:
+def test_member_that_leaves_counts_as_not_voting(peers: Peers) -> None:
     for member in "abc":
         peers.join(member)
     propose(peers, "p")
@@ -343,7 +341,7 @@ def test_who_leaves_is_counted_as_no_vote(peers: Peers) -> None:
     assert (decided["reason"], decided["missing"]) == ("left", "a,b,c")
 
 
-def test_a_vote_on_a_poll_that_was_deleted_leaves_nothing(peers: Peers) -> None:
+def test_vote_on_a_deleted_poll_leaves_no_keys(peers: Peers) -> None:
     peers.join("a")
     propose(peers, "p")
     peers.client._connector.call("DEL", peers.prefix + "poll:p")
@@ -351,33 +349,31 @@ def test_a_vote_on_a_poll_that_was_deleted_leaves_nothing(peers: Peers) -> None:
     assert not {"poll:p", "polls"} & set(leftovers(peers))
 
 
-def test_a_group_has_at_most_a_hundred_open_votes(peers: Peers) -> None:
+def test_group_has_at_most_a_hundred_open_votes(peers: Peers) -> None:
     peers.join("a")
     for number in range(100):
         assert propose(peers, f"p{number}")[0] == "OK"
     assert propose(peers, "one more") == ["FULL", 100]
 
 
-# What is left
+# Remaining keys
 
 
 @pytest.mark.parametrize("lost", ["config", "state"])
-def test_of_a_group_that_is_begun_anew_nothing_is_left_that_does_not_expire(
-    peers: Peers, lost: str
-) -> None:
+def test_recreated_group_keeps_only_keys_that_expire(peers: Peers, lost: str) -> None:
     peers.join("a")
     peers.join("b")
     send(peers, "m", verb="ask", random=0)
     send(peers, "n", to="member", member="b")
     propose(peers, "p", action="act", at=peers.clock + 5000)
     peers.pass_ms(600)
-    peers.heartbeat("a")  # b has its grace
+    peers.heartbeat("a")  # b gets its grace period
     peers.client._connector.call("DEL", peers.prefix + lost)
     peers.open()
     assert leftovers(peers) == ["config", "message:m", "message:n"]
 
 
-def test_deleting_by_force_takes_messages_votes_and_actions(peers: Peers) -> None:
+def test_forced_delete_removes_messages_votes_and_actions(peers: Peers) -> None:
     peers.join("a")
     peers.join("b", named=True)
     send(peers, "m", verb="ask", random=0)
@@ -388,7 +384,7 @@ def test_deleting_by_force_takes_messages_votes_and_actions(peers: Peers) -> Non
     assert leftovers(peers) == ["message:m"]
 
 
-def test_inboxes_whose_members_were_lost_go_with_a_group_that_is_deleted(url: str) -> None:
+def test_deleting_a_group_removes_inboxes_of_lost_members(url: str) -> None:
     with meteor.connect(url) as client, client.peer_group(GROUP) as group:
         peers = Peers(client)
         peers.client._connector.call("DEL", peers.prefix + "clock")
@@ -397,7 +393,7 @@ def test_inboxes_whose_members_were_lost_go_with_a_group_that_is_deleted(url: st
         assert client._connector.call("KEYS", keys.peers(GROUP, "*")) == []
 
 
-def test_metadata_may_have_four_kibibytes() -> None:
+def test_metadata_may_have_4_kib() -> None:
     assert len(dump_metadata("x" * (METADATA_MAX - 2))) == 4096
     with pytest.raises(ValueError, match="at most 4,096 bytes"):
         dump_metadata("x" * (METADATA_MAX - 1))

@@ -1,4 +1,4 @@
-"""A vote that cannot be held is refused, and the future of any other ends, whatever is lost."""
+"""Impossible votes are refused, and every other future completes, whatever is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.peering import open_group as open_group
 from tests.support.waiting import eventually
 
 
-def test_without_a_leader_one_can_be_insisted_on(url: str) -> None:
+def test_require_leader_raises_without_a_leader(url: str) -> None:
     with Panel(url, election=None) as panel:
         (member,) = panel.members(1)
         member.on_vote(always(True))
@@ -32,12 +32,12 @@ def test_without_a_leader_one_can_be_insisted_on(url: str) -> None:
         assert outcome_of(panel.peer_group.propose("x")).passed
 
 
-def test_a_group_without_members_cannot_vote(url: str) -> None:
-    with Panel(url) as panel, pytest.raises(PeerError, match="Nobody in group"):
+def test_group_without_members_cannot_vote(url: str) -> None:
+    with Panel(url) as panel, pytest.raises(PeerError, match="No member of group"):
         panel.peer_group.propose("x")
 
 
-def test_who_is_no_member_any_more_cannot_propose_as_one(url: str) -> None:
+def test_former_member_cannot_propose_as_a_member(url: str) -> None:
     with Panel(url) as panel:
         one, two = panel.members(2)
         one.leave()
@@ -49,12 +49,12 @@ def test_who_is_no_member_any_more_cannot_propose_as_one(url: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["most", 0, True, 1.5])
-def test_a_kind_of_vote_that_cannot_be_is_refused(url: str, kind: Any) -> None:
+def test_invalid_kind_of_vote_is_refused(url: str, kind: Any) -> None:
     with Panel(url) as panel, pytest.raises((ValueError, TypeError), match="kind must be"):
         panel.peer_group.propose("x", kind=kind)
 
 
-def test_a_topic_of_a_type_that_a_member_does_not_know_gets_no_vote_from_it(
+def test_member_that_does_not_know_the_type_of_a_topic_does_not_vote(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     codec = PeerCodec()
@@ -72,7 +72,7 @@ def test_a_topic_of_a_type_that_a_member_does_not_know_gets_no_vote_from_it(
         outcome = outcome_of(group.propose(1 + 2j, kind="consensus", timeout=0.5))
         assert (outcome.topic, topics) == (1 + 2j, [1 + 2j])
         assert (outcome.yes, outcome.missing) == (ids(knowing), ids(ignorant))
-        eventually(lambda: "'7' is not known here" in caplog.text, RESULT_S, "it was not logged")
+        eventually(lambda: "'7' is not known here" in caplog.text, RESULT_S, "no error is logged")
         assert outcome_of(group.propose("plain", kind="consensus")).passed
 
 
@@ -80,12 +80,12 @@ def _complex(data: bytes) -> complex:
     return complex(data.decode())
 
 
-def test_a_topic_that_is_too_large_is_refused(url: str) -> None:
-    with Panel(url) as panel, pytest.raises(ValueError, match="send it before"):
+def test_topic_that_is_too_large_is_refused(url: str) -> None:
+    with Panel(url) as panel, pytest.raises(ValueError, match="Send the data first"):
         panel.peer_group.propose("x" * 65_536)
 
 
-def test_a_future_ends_though_the_event_of_the_decision_is_lost(
+def test_future_completes_if_the_event_of_the_decision_is_lost(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Panel(url) as panel:
@@ -96,19 +96,20 @@ def test_a_future_ends_though_the_event_of_the_decision_is_lost(
         member.on_vote(always(True))
         outcome = outcome_of(panel.peer_group.propose("x", timeout=0.5))
         assert outcome.passed
-        eventually(lambda: told == [outcome], RESULT_S, "it was not told of")
+        eventually(lambda: told == [outcome], RESULT_S, "no outcome arrived")
 
 
-def test_a_future_ends_though_the_server_has_lost_the_vote(url: str) -> None:
+def test_future_completes_if_the_server_has_lost_the_vote(url: str) -> None:
     with Panel(url) as panel:
         panel.members(1)
         future = panel.peer_group.propose("x", timeout=0.5)
         panel.redis.flushall()
+        panel.peer_group._handle.heartbeat.hurry()  # recreates the group now
         with pytest.raises(PeerError, match="the server has lost state"):
             outcome_of(future)
 
 
-def test_a_future_ends_with_its_handle(url: str) -> None:
+def test_future_fails_when_its_handle_is_closed(url: str) -> None:
     with Panel(url) as panel:
         panel.members(1)
         handle = panel.handle()
@@ -119,20 +120,20 @@ def test_a_future_ends_with_its_handle(url: str) -> None:
         assert not future.cancel()
 
 
-def test_a_vote_goes_on_after_the_server_was_away(private_server: ServerFactory) -> None:
+def test_vote_continues_after_a_server_outage(private_server: ServerFactory) -> None:
     server = private_server("--appendonly", "yes")
     with Panel(server.url, ttl=0.6) as panel:
         one, two = panel.members(2)
         one.on_vote(always(True))
         future = panel.peer_group.propose("x", kind="consensus", timeout=1.0)
-        eventually(lambda: "y" in panel.votes(), RESULT_S, "it did not vote")
+        eventually(lambda: "y" in panel.votes(), RESULT_S, "the member did not vote")
         server.kill()
-        server.start()  # whoever was away for longer than half a ttl has got the time that was left
+        server.start()  # after more than half a ttl, all members keep their remaining time
         two.on_vote(always(True))
         assert outcome_of(future).voters == ids(one, two)
 
 
-def test_who_only_looks_on_has_no_thread_for_votes(url: str) -> None:
+def test_observer_has_no_thread_for_votes(url: str) -> None:
     with Panel(url) as panel:
         panel.members(1)
         running = {thread.name for thread in threading.enumerate()}
@@ -141,7 +142,7 @@ def test_who_only_looks_on_has_no_thread_for_votes(url: str) -> None:
         }
 
 
-def test_a_vote_and_an_action_and_a_callback_that_exit_stop_nothing(
+def test_handlers_that_exit_stop_no_thread(
     open_group: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = open_group(ttl=LONG_S)
@@ -162,3 +163,16 @@ def test_a_vote_and_an_action_and_a_callback_that_exit_stop_nothing(
     gate.open.set()
     result(answer)
     assert result(group.member("a").ask("q", 7, timeout=LONG_S)) == 7
+
+
+def test_proposer_that_cannot_decode_the_outcome_gets_the_error(url: str) -> None:
+    codec = PeerCodec()
+    codec.register(complex, id=7, encode=lambda z: str(z).encode(), decode=_fail)
+    with Panel(url) as panel, panel.client.peer_group(GROUP, codec=codec) as group:
+        panel.members(1)
+        future = group.propose(1 + 2j, timeout=0.5)
+        assert "no such number" in str(future.exception(10))
+
+
+def _fail(data: bytes) -> complex:
+    raise ValueError("There is no such number.")

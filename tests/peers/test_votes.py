@@ -1,4 +1,4 @@
-"""Votes of a peer group: who is asked, what counts, when it is decided, who learns it."""
+"""Votes of a peer group: voters, counting, decisions and outcomes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.support.proxy import Proxy
 from tests.support.servers import HOST
 from tests.support.waiting import eventually
 
-# -- who is asked, and who is told
+# -- voters and listeners
 
 
-def test_all_are_asked_once_and_all_learn_the_outcome(any_url: str) -> None:
+def test_all_members_are_asked_once_and_learn_the_outcome(any_url: str) -> None:
     with Panel(any_url) as panel:
         members = panel.members(3)
         asked: list[tuple[str, Proposal]] = []
@@ -51,7 +51,7 @@ def test_all_are_asked_once_and_all_learn_the_outcome(any_url: str) -> None:
 
         assert outcome.passed
         assert outcome.reason == "passed"
-        assert outcome.yes == ids(*members)  # the leader and the one who asks among them
+        assert outcome.yes == ids(*members)  # including the leader and the proposer
         assert (outcome.no, outcome.abstained, outcome.missing) == ((), (), ())
         assert outcome.topic == {"value": 7}
         assert outcome.by == members[1].id
@@ -61,33 +61,33 @@ def test_all_are_asked_once_and_all_learn_the_outcome(any_url: str) -> None:
         assert (proposal.topic, proposal.by) == ({"value": 7}, members[1].id)
         assert (proposal.kind, proposal.action, proposal.at) == ("consensus", None, None)
         assert proposal.deadline > outcome.decided
-        eventually(lambda: told, RESULT_S, "another handle was not told")
+        eventually(lambda: told, RESULT_S, "another handle did not get the outcome")
         assert told == [outcome]
 
 
-def test_any_process_may_propose_and_all_get_the_question_and_the_outcome(url: str) -> None:
+def test_any_process_may_propose_and_all_get_proposal_and_outcome(url: str) -> None:
     with Panel(url) as panel:
         processes = panel.processes(4)
         for number, process in enumerate(processes):
             process.ask("vote", number != 0)
         for number, process in enumerate(processes):
-            process.ask("propose", number, 3, LONG_S)  # all but the one who says no
+            process.ask("propose", number, 3, LONG_S)  # three yes votes are enough
             for other in processes:
-                eventually(partial(_was_told, other, number + 1), RESULT_S, "it was not told")
+                eventually(partial(_was_told, other, number + 1), RESULT_S, "no outcome arrived")
         for process in processes:
             decisions = process.ask("decisions")
             assert [outcome["topic"] for outcome in decisions] == [0, 1, 2, 3]
             assert [outcome["by"] for outcome in decisions] == [p.name for p in processes]
             assert all(outcome["passed"] for outcome in decisions)
             polls = [outcome["poll"] for outcome in decisions]
-            eventually(partial(_was_asked, process, polls), RESULT_S, "it was not asked")
+            eventually(partial(_was_asked, process, polls), RESULT_S, "the member was not asked")
 
 
 def _was_asked(process: Voters, polls: list[str]) -> bool:
     return bool(process.ask("asked") == polls)
 
 
-def test_who_is_no_member_may_propose_and_has_no_vote(url: str) -> None:
+def test_observer_may_propose_and_has_no_vote(url: str) -> None:
     with Panel(url) as panel:
         (member,) = panel.members(1)
         member.on_vote(always(True))
@@ -95,7 +95,7 @@ def test_who_is_no_member_may_propose_and_has_no_vote(url: str) -> None:
         assert (outcome.by, outcome.voters) == (None, ids(member))
 
 
-def test_who_joins_later_is_not_asked(url: str) -> None:
+def test_member_that_joins_later_is_not_asked(url: str) -> None:
     with Panel(url) as panel:
         (old,) = panel.members(1)
         future = panel.peer_group.propose("x", timeout=LONG_S)
@@ -108,7 +108,7 @@ def test_who_joins_later_is_not_asked(url: str) -> None:
         assert asked == ["y"]
 
 
-def test_a_handler_that_comes_late_votes_on_what_is_open(url: str) -> None:
+def test_late_handler_votes_in_open_polls(url: str) -> None:
     with Panel(url) as panel:
         (member,) = panel.members(1)
         first, second = (panel.peer_group.propose(n, timeout=LONG_S) for n in range(2))
@@ -117,7 +117,7 @@ def test_a_handler_that_comes_late_votes_on_what_is_open(url: str) -> None:
         assert outcome_of(second).passed
 
 
-def test_a_member_that_is_started_again_under_its_name_votes_on_what_is_open(url: str) -> None:
+def test_restarted_named_member_votes_in_open_polls(url: str) -> None:
     with Panel(url) as panel:
         old = panel.process(name="worker")
         assert old.name == "worker"
@@ -126,7 +126,7 @@ def test_a_member_that_is_started_again_under_its_name_votes_on_what_is_open(url
         assert outcome_of(future).yes == ("worker",)
 
 
-def test_a_member_whose_events_were_lost_votes_nevertheless(url: str) -> None:
+def test_member_whose_events_were_lost_still_votes(url: str) -> None:
     with Panel(url, ttl=LONG_S) as panel:
         process = panel.process()
         process.ask("vote", True)
@@ -134,14 +134,14 @@ def test_a_member_whose_events_were_lost_votes_nevertheless(url: str) -> None:
         future = panel.peer_group.propose("x", timeout=LONG_S)
         panel.redis.xtrim(panel.key("events"), maxlen=0, approximate=False)
         process.resume()
-        panel.peer_group.join().leave()  # an event after those that it cannot see
+        panel.peer_group.join().leave()  # an event after the ones that the member cannot see
         assert outcome_of(future).yes == (process.name,)
 
 
-# -- when it is decided
+# -- decisions
 
 
-def test_a_majority_decides_while_others_are_silent(url: str) -> None:
+def test_majority_decides_while_others_are_silent(url: str) -> None:
     with Panel(url) as panel:
         one, two, silent = panel.members(3)
         one.on_vote(always(True))
@@ -150,7 +150,7 @@ def test_a_majority_decides_while_others_are_silent(url: str) -> None:
         assert (outcome.passed, outcome.yes, outcome.missing) == (True, ids(one, two), ids(silent))
 
 
-def test_half_is_no_majority(url: str) -> None:
+def test_half_is_not_a_majority(url: str) -> None:
     with Panel(url) as panel:
         one, two, three, four = panel.members(4)
         for member, answer in ((one, True), (two, True), (three, False), (four, None)):
@@ -160,7 +160,7 @@ def test_half_is_no_majority(url: str) -> None:
         assert outcome.missing == () or len(outcome.yes) < 2
 
 
-def test_a_majority_that_cannot_be_reached_is_rejected_at_once(url: str) -> None:
+def test_proposal_that_cannot_reach_a_majority_is_rejected_at_once(url: str) -> None:
     with Panel(url) as panel:
         one, two, silent = panel.members(3)
         one.on_vote(always(False))
@@ -171,7 +171,7 @@ def test_a_majority_that_cannot_be_reached_is_rejected_at_once(url: str) -> None
         assert outcome.missing == ids(silent)
 
 
-def test_a_consensus_fails_at_the_first_no(url: str) -> None:
+def test_consensus_fails_at_the_first_no(url: str) -> None:
     with Panel(url) as panel:
         one, *_ = panel.members(3)
         one.on_vote(always(False))
@@ -179,22 +179,22 @@ def test_a_consensus_fails_at_the_first_no(url: str) -> None:
         assert (outcome.passed, outcome.reason, outcome.no) == (False, "rejected", ids(one))
 
 
-def test_a_number_of_votes_is_enough(url: str) -> None:
+def test_required_number_of_yes_votes_is_enough(url: str) -> None:
     with Panel(url) as panel:
         one, *_ = panel.members(3)
         one.on_vote(always(True))
         assert outcome_of(panel.peer_group.propose("x", kind=1, timeout=LONG_S)).passed
 
 
-def test_more_votes_than_voters_are_refused_at_once(url: str) -> None:
+def test_quorum_above_the_number_of_voters_is_rejected_at_once(url: str) -> None:
     with Panel(url) as panel:
         panel.members(2)
         outcome = outcome_of(panel.peer_group.propose("x", kind=3, timeout=LONG_S))
         assert (outcome.passed, outcome.reason) == (False, "rejected")
 
 
-def test_the_time_is_over_for_who_is_silent(url: str) -> None:
-    with Panel(url, ttl=LONG_S) as panel:  # no heartbeat meanwhile: the proposer asks by itself
+def test_silent_voters_time_out(url: str) -> None:
+    with Panel(url, ttl=LONG_S) as panel:  # no heartbeats: the proposer asks for the outcome
         one, silent = panel.members(2)
         one.on_vote(always(True))
         outcome = outcome_of(panel.peer_group.propose("x", timeout=0.2))
@@ -202,7 +202,7 @@ def test_the_time_is_over_for_who_is_silent(url: str) -> None:
         assert (outcome.yes, outcome.missing) == (ids(one), ids(silent))
 
 
-def test_a_handler_that_raises_says_no_and_is_logged(
+def test_vote_handler_that_raises_says_no_and_is_logged(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def vote(proposal: Proposal) -> bool:
@@ -216,7 +216,7 @@ def test_a_handler_that_raises_says_no_and_is_logged(
         assert "no idea" in caplog.text
 
 
-def test_a_slow_handler_misses_its_vote_and_stops_nothing_else(url: str) -> None:
+def test_slow_vote_handler_misses_its_vote_and_delays_no_other(url: str) -> None:
     hold = Hold()
     with Panel(url, ttl=0.6) as panel:
         slow, quick = panel.members(2)
@@ -224,7 +224,7 @@ def test_a_slow_handler_misses_its_vote_and_stops_nothing_else(url: str) -> None
         quick.on_vote(always(True))
         outcome = outcome_of(panel.peer_group.propose("x", kind="consensus", timeout=1.5))
         assert (outcome.reason, outcome.missing) == ("timeout", ids(slow))
-        # It was held up for more than twice the time after which it would be taken for dead.
+        # The handler blocked for more than twice the time after which a silent member is dead.
         assert not slow.lost.is_set()
         assert [member.id for member in panel.peer_group.members if member.alive] == [
             slow.id,
@@ -234,10 +234,10 @@ def test_a_slow_handler_misses_its_vote_and_stops_nothing_else(url: str) -> None
         assert outcome_of(panel.peer_group.propose("y", kind="consensus")).passed
 
 
-# -- what counts
+# -- counting
 
 
-def test_a_vote_counts_once_in_time_and_from_who_was_asked(any_url: str) -> None:
+def test_vote_counts_once_on_time_and_from_members_that_were_asked(any_url: str) -> None:
     with Panel(any_url) as panel:
         one, two, three = panel.members(3)
 
@@ -245,7 +245,7 @@ def test_a_vote_counts_once_in_time_and_from_who_was_asked(any_url: str) -> None
             poll = f"poll-{kind}"
             args = [poll, kind, 60_000, "", 200, "", b"json:1", "", "", "0", ""]
             assert panel.run(PEERS_PROPOSE, *args)[2] == 3
-            assert panel.run(PEERS_PROPOSE, *args)[2] == 3  # the same: its answer was lost
+            assert panel.run(PEERS_PROPOSE, *args)[2] == 3  # a retry after a lost reply
             return poll
 
         def vote(poll: str, member: Any, answer: str, session: str = "") -> list[Any]:
@@ -254,16 +254,16 @@ def test_a_vote_counts_once_in_time_and_from_who_was_asked(any_url: str) -> None
         poll = propose("majority")
         late = panel.peer_group.join()
         assert vote(poll, one, "y") == [b"OK", 1]
-        assert vote(poll, one, "y") == [b"OK", 0]  # twice
-        assert vote(poll, one, "n") == [b"OK", 0]  # another mind
-        assert vote(poll, late, "y") == [b"OK", 0]  # was not a member then
+        assert vote(poll, one, "y") == [b"OK", 0]  # a repeated vote
+        assert vote(poll, one, "n") == [b"OK", 0]  # a changed vote
+        assert vote(poll, late, "y") == [b"OK", 0]  # joined after the proposal
         assert vote(poll, two, "y", session="of another session") == [b"FENCED"]
         assert panel.run(PEERS_VOTE, poll, "stranger", "s", "y") == [b"FENCED"]
         assert vote("no such poll", one, "y") == [b"OK", 0]
         assert panel.redis.hget(panel.key(f"poll:{poll}"), "result") is None
         assert vote(poll, two, "y") == [b"OK", 1]
         assert panel.redis.hget(panel.key(f"poll:{poll}"), "result") == b"yes"
-        assert vote(poll, three, "n") == [b"OK", 0]  # it is decided
+        assert vote(poll, three, "n") == [b"OK", 0]  # already decided
         kinds = [entry[1][b"kind"] for entry in _events(panel)]
         assert (kinds.count(b"proposed"), kinds.count(b"decided")) == (1, 1)
 
@@ -273,10 +273,10 @@ def _events(panel: Panel) -> list[Any]:
     return list(found)
 
 
-def test_of_very_many_votes_that_end_at_once_none_takes_a_vote_after_its_end(url: str) -> None:
+def test_polls_beyond_one_sweep_accept_no_vote_after_their_end(url: str) -> None:
     with Panel(url, ttl=LONG_S) as panel:
         (member,) = panel.members(1)
-        polls = [f"poll-{n}" for n in range(900, 800, -1)]  # the last to be closed first
+        polls = [f"poll-{n}" for n in range(900, 800, -1)]  # polls that end last come first
         for poll in polls:
             args = [poll, "majority", 60_000, "", 200, "", b"json:1", "", "", "0", ""]
             panel.run(PEERS_PROPOSE, *args)
@@ -302,7 +302,7 @@ def test_a_thousand_members_vote(url: str) -> None:
         assert outcome_of(future).yes == tuple(sorted(names))
 
 
-def test_a_vote_leaves_nothing_that_does_not_expire(url: str) -> None:
+def test_vote_leaves_only_keys_that_expire(url: str) -> None:
     with Panel(url) as panel:
         (member,) = panel.members(1)
         member.on_vote(always(True))
@@ -313,7 +313,7 @@ def test_a_vote_leaves_nothing_that_does_not_expire(url: str) -> None:
         assert not panel.redis.exists(panel.key("polls"), panel.key("limits"))
 
 
-def test_a_lost_answer_does_not_begin_a_second_vote(private_server: ServerFactory) -> None:
+def test_lost_reply_does_not_start_a_second_vote(private_server: ServerFactory) -> None:
     server = private_server("--appendonly", "yes")
     with Panel(server.url) as panel, Proxy(HOST, server.port) as proxy:
         (member,) = panel.members(1)
@@ -327,12 +327,12 @@ def test_a_lost_answer_does_not_begin_a_second_vote(private_server: ServerFactor
 
 
 def _after(future: Future[Outcome], member: Any) -> Future[Outcome]:
-    """Let the script be known, and the member vote from now on."""
+    """Let the member vote only once the proposal has loaded its script."""
     member.on_vote(always(True))
     return future
 
 
-def test_a_vote_whose_answer_is_lost_counts_once(private_server: ServerFactory) -> None:
+def test_vote_whose_reply_is_lost_counts_once(private_server: ServerFactory) -> None:
     server = private_server("--appendonly", "yes")
     with (
         Panel(server.url) as panel,
@@ -348,10 +348,10 @@ def test_a_vote_whose_answer_is_lost_counts_once(private_server: ServerFactory) 
             assert outcome_of(panel.peer_group.propose("x", timeout=LONG_S)).yes == ids(member)
 
 
-# -- who leaves and dies
+# -- members that leave or die
 
 
-def test_who_leaves_before_it_has_voted_has_not_said_yes(url: str) -> None:
+def test_member_that_leaves_before_voting_has_not_said_yes(url: str) -> None:
     with Panel(url) as panel:
         one, two, three = panel.members(3)
         one.on_vote(always(True))
@@ -365,25 +365,25 @@ def test_who_leaves_before_it_has_voted_has_not_said_yes(url: str) -> None:
         assert outcome_of(most).yes == ids(one, two)
 
 
-def test_a_vote_that_was_given_stays_when_the_voter_leaves(url: str) -> None:
+def test_cast_vote_counts_after_the_voter_leaves(url: str) -> None:
     with Panel(url) as panel:
         one, two = panel.members(2)
         one.on_vote(always(True))
         future = panel.peer_group.propose("x", kind="consensus", timeout=LONG_S)
-        eventually(lambda: "y" in panel.votes(), RESULT_S, "it did not vote")
+        eventually(lambda: "y" in panel.votes(), RESULT_S, "the member did not vote")
         one.leave()
         two.on_vote(always(True))
         outcome = outcome_of(future)
         assert (outcome.passed, len(outcome.yes)) == (True, 2)
 
 
-def test_a_voter_that_is_killed_does_not_hold_up_a_vote(url: str) -> None:
+def test_killed_voter_does_not_delay_a_vote(url: str) -> None:
     with Panel(url, ttl=0.6) as panel:
         one, two, dying = panel.processes(3)
         dying.ask("hold")
         all_of_them = panel.peer_group.propose("x", kind="consensus", timeout=LONG_S)
         most = panel.peer_group.propose("y", timeout=LONG_S)
-        eventually(lambda: dying.ask("asked"), RESULT_S, "it was not asked")
+        eventually(lambda: dying.ask("asked"), RESULT_S, "the member was not asked")
         dying.kill()
         outcome = outcome_of(all_of_them)
         assert (outcome.passed, outcome.reason) == (False, "left")
@@ -393,13 +393,13 @@ def test_a_voter_that_is_killed_does_not_hold_up_a_vote(url: str) -> None:
         assert outcome_of(most).yes == tuple(sorted([one.name, two.name]))
 
 
-def test_a_vote_survives_the_death_of_the_leader(url: str) -> None:
+def test_vote_survives_the_death_of_the_leader(url: str) -> None:
     with Panel(url, ttl=0.6) as panel:
         leader, *others = panel.processes(3)
         eventually(
             lambda: panel.peer_group.leader and panel.peer_group.leader.id == leader.name,
             RESULT_S,
-            "the oldest does not lead",
+            "the oldest member does not lead",
         )
         future = panel.peer_group.propose("x", timeout=LONG_S, require_leader=True)
         leader.kill()
@@ -410,7 +410,7 @@ def test_a_vote_survives_the_death_of_the_leader(url: str) -> None:
         assert outcome.missing == (leader.name,)
 
 
-def test_others_learn_what_was_decided_when_the_one_who_proposed_is_dead(url: str) -> None:
+def test_others_learn_the_outcome_when_the_proposer_is_dead(url: str) -> None:
     with Panel(url, ttl=0.6) as panel:
         requester, *others = panel.processes(3)
         requester.ask("propose", {"n": 1}, "majority", LONG_S)
@@ -419,12 +419,12 @@ def test_others_learn_what_was_decided_when_the_one_who_proposed_is_dead(url: st
         eventually(
             lambda: any(d["topic"] == {"n": 2} for d in others[0].ask("decisions")),
             RESULT_S,
-            "a vote that nobody waits for did not end",
+            "a vote without a waiting proposer did not end",
         )
         for process in others:
             process.ask("vote", True)
         for process in others:
-            eventually(partial(_was_told, process, 2), RESULT_S, "it was not told")
+            eventually(partial(_was_told, process, 2), RESULT_S, "no outcome arrived")
             by_topic = {d["topic"]["n"]: d for d in process.ask("decisions")}
             assert by_topic[1]["passed"]
             assert not by_topic[2]["passed"]
@@ -433,3 +433,16 @@ def test_others_learn_what_was_decided_when_the_one_who_proposed_is_dead(url: st
 
 def _was_told(process: Voters, count: int) -> bool:
     return len(process.ask("decisions")) == count
+
+
+def test_member_that_only_acts_does_not_vote_before_it_has_a_vote_handler(url: str) -> None:
+    with Panel(url) as panel:
+        voter, actor = panel.members(2)
+        actor.on_action("stop")(lambda action: None)
+        voter.on_vote(always(True))
+        outcome = outcome_of(panel.peer_group.propose("x", kind="consensus", timeout=0.5))
+        assert (outcome.yes, outcome.no, outcome.missing) == (ids(voter), (), ids(actor))
+        future = panel.peer_group.propose("y", kind="consensus", timeout=LONG_S)
+        eventually(lambda: "y" in panel.votes(), RESULT_S)
+        actor.on_vote(always(True))
+        assert outcome_of(future).passed

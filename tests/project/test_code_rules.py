@@ -1,4 +1,4 @@
-"""Rules for the code that no linter checks: short functions, and no decisions by error text."""
+"""Code rules that no linter checks: short functions, and no dependence on error text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("meteor_py", "cli/meteor_cli", "spark_connector/pyspark_meteor")
 
-#: Lines of a function, docstring included.
+#: Maximum lines of a function, including its docstring.
 FUNCTION_MAX_LINES = 60
 
-#: Reads the code at the beginning of a server's error reply. Everything else uses fields of errors.
+#: Reads the code at the start of a server's error reply. All other code uses fields of errors.
 READS_ERROR_TEXT = "meteor_py/redis/connection.py"
-#: Methods of a str that answer a question about it.
+#: Methods that inspect a str.
 _QUESTIONS = {"startswith", "endswith", "find", "index", "count", "partition", "split"}
 
 
@@ -36,7 +36,7 @@ def test_no_function_is_longer_than_60_lines() -> None:
     assert long == {}
 
 
-def test_no_code_decides_by_the_text_of_an_error() -> None:
+def test_no_code_depends_on_the_text_of_an_error() -> None:
     found = [
         f"{name}:{line}"
         for name, tree in trees()
@@ -62,7 +62,7 @@ def lines_that_read_error_text(tree: ast.AST) -> Iterator[int]:
 
 
 def _error_names(node: ast.AST) -> Iterator[str]:
-    """The names that an ``except`` clause, or a function, has for an error."""
+    """Return the names that an ``except`` clause or a function gives to an error."""
     if isinstance(node, ast.ExceptHandler) and node.name is not None:
         yield node.name
     elif isinstance(node, ast.FunctionDef):
@@ -81,7 +81,7 @@ def _is_text(node: ast.expr, names: set[str]) -> bool:
     return False
 
 
-def test_the_rule_about_error_text_finds_what_it_forbids() -> None:
+def test_error_text_rule_finds_violations() -> None:
     forbidden = """
 try:
     work()

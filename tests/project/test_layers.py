@@ -1,6 +1,6 @@
-"""The folder tree is the architecture: packages import only what lies below them.
+"""The folder tree is the architecture: packages import only from layers below them.
 
-The test reads every import, those under ``TYPE_CHECKING`` and inside functions included.
+The tests read every import, including those under ``TYPE_CHECKING`` and inside functions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-#: From the bottom to the top. Packages in one row do not import each other.
+#: Layers from bottom to top. Packages in one row do not import each other.
 LAYERS = (
     ("errors", "_version"),
     ("runtime",),
@@ -52,7 +52,7 @@ def modules(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def imported(path: Path, package: str) -> Iterator[tuple[str, bool]]:
-    """Modules of the package that a file imports, and whether for type checkers only."""
+    """Yields each imported module, and whether the import is for type checkers only."""
     tree = ast.parse(path.read_text())
     typed = {
         id(inner)
@@ -73,7 +73,7 @@ def imported(path: Path, package: str) -> Iterator[tuple[str, bool]]:
 
 
 def resolve(name: str, known: set[str]) -> str:
-    """The module that an imported name is, or is in."""
+    """Returns the module that an imported name denotes or belongs to."""
     while name and name not in known:
         name = name.rpartition(".")[0]
     return name or "__init__"
@@ -107,7 +107,7 @@ def test_exceptions_are_for_type_checkers_only() -> None:
 
 
 @pytest.mark.parametrize("package", ["shared", "peers", "archive", "subscribe", "publish", "log"])
-def test_a_package_has_no_import_cycle(package: str) -> None:
+def test_package_has_no_import_cycle(package: str) -> None:
     folder = ROOT / "meteor_py" / package
     known = {name for name, _ in modules(folder)}
     graph = {

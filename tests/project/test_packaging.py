@@ -1,4 +1,4 @@
-"""The wheel holds what it should and no more; the library stays small and keeps to itself."""
+"""Contents of the wheel, sizes of files, imports and exports of the library."""
 
 import ast
 import json
@@ -33,14 +33,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[PurePosixPath]:
         return {PurePosixPath(name) for name in archive.namelist()}
 
 
-def test_only_our_three_packages_reach_site_packages(wheel: set[PurePosixPath]) -> None:
+def test_wheel_installs_only_our_three_packages(wheel: set[PurePosixPath]) -> None:
     top = {path.parts[0] for path in wheel}
     (metadata,) = {name for name in top if name.endswith(".dist-info")}
     assert metadata.startswith("meteor_py-")
     assert top == {*PACKAGES, metadata}
 
 
-def test_the_wheel_has_every_source_file_and_no_other(wheel: set[PurePosixPath]) -> None:
+def test_wheel_has_every_source_file_and_no_other(wheel: set[PurePosixPath]) -> None:
     def is_source(path: Path) -> bool:
         return path.is_file() and "__pycache__" not in path.parts
 
@@ -53,7 +53,7 @@ def test_the_wheel_has_every_source_file_and_no_other(wheel: set[PurePosixPath])
     assert packed == sources
 
 
-def test_the_wheel_has_the_type_marker_the_scripts_and_the_licence(
+def test_wheel_has_the_type_marker_the_scripts_and_the_licence(
     wheel: set[PurePosixPath],
 ) -> None:
     scripts = {PurePosixPath(path.relative_to(ROOT)) for path in lua_files()}
@@ -78,14 +78,14 @@ def test_no_file_is_longer_than_750_lines() -> None:
     assert {path: lines for path, lines in lengths.items() if lines > LINES_MAX} == {}
 
 
-def test_the_library_imports_neither_the_command_line_nor_the_spark_connector() -> None:
+def test_library_imports_neither_the_command_line_nor_the_spark_connector() -> None:
     for path in PACKAGES["meteor_py"].rglob("*.py"):
         imported = {name.partition(".")[0] for name in imports(path)}
         assert not imported & {"meteor_cli", "pyspark_meteor", "cli", "spark_connector"}, path
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that a file imports, wherever the import stands."""
+    """Return every module that a file imports, at any level."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -105,7 +105,7 @@ def test_importing_the_library_loads_nothing_heavy() -> None:
     assert not loaded & {*heavy, "meteor_cli", "pyspark_meteor"}
 
 
-def test_all_names_exactly_what_the_library_exports() -> None:
+def test_all_lists_exactly_the_public_names() -> None:
     library = import_module("meteor_py")
     named: list[str] = library.__all__
     missing = [name for name in named if not hasattr(library, name)]
@@ -122,8 +122,8 @@ def test_all_names_exactly_what_the_library_exports() -> None:
     assert "__version__" in named
 
 
-def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
-    """Each class below its parent, with "retriable" beside those that are; all are exported."""
+def test_documented_error_tree_matches_the_classes() -> None:
+    """The documentation lists each error below its parent and marks retriable ones."""
     library, errors = import_module("meteor_py"), import_module("meteor_py.errors")
     lines = re.findall(r"^    ([ │├└─]*)(\w+)( .*|)$", errors.__doc__ or "", re.MULTILINE)
     drawn: dict[str, tuple[str | None, bool]] = {}
@@ -147,11 +147,11 @@ def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
     assert set(classes) <= set(library.__all__)
 
 
-def test_each_lua_script_says_what_it_is_for() -> None:
-    """Its header: purpose, KEYS, ARGV, what it returns and why it must be atomic."""
+def test_each_lua_script_has_a_complete_header() -> None:
+    """A header has purpose, KEYS, ARGV, replies, and why the script must be atomic."""
     for path in lua_files():
         if path.stem.startswith("_") or re.match("[2-9]_", path.stem):
-            continue  # the common start of several scripts, or a later part of one
+            continue  # a library, or a later part of a script
         header = []
         for line in path.read_text().splitlines():
             if line.startswith("#!lua"):
@@ -161,4 +161,4 @@ def test_each_lua_script_says_what_it_is_for() -> None:
             header.append(line)
         text = "\n".join(header)
         for word in ("KEYS", "ARGV", "eturn", "tomic"):
-            assert word in text, f"{path.name}: its header does not speak of {word!r}"
+            assert word in text, f"{path.name}: its header does not mention {word!r}"

@@ -1,4 +1,4 @@
-"""A process that was forked with its imports done behaves like one that was started."""
+"""A process forked from a preloaded one behaves like a newly started one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.support.commands import PATIENCE_S
 from tests.support.preloaded_process import PreloadedProcess, run
 
 PROGRAMS = {
-    "a file": "import sys; print(sys.argv, sys.path[0], __name__)",
+    "arguments": "import sys; print(sys.argv, sys.path[0], __name__)",
     "standard files": "import sys; print(sys.stdin.read() * 2); print('é', file=sys.stderr)",
     "bytes": "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read() * 100_000)",
-    "surroundings": "import os; print(os.getcwd(), os.environ['HOME'], len(os.environ) < 9)",
-    "an end": "import sys, atexit; atexit.register(print, 'bye'); sys.exit(7)",
-    "an end with words": "import sys; sys.exit('no')",
-    "an end in a thread": "import threading; threading.Timer(0.1, print, ['late']).start()",
-    "what is buffered": "print('x', end='')",
+    "environment": "import os; print(os.getcwd(), os.environ['HOME'], len(os.environ) < 9)",
+    "exit code": "import sys, atexit; atexit.register(print, 'bye'); sys.exit(7)",
+    "exit message": "import sys; sys.exit('no')",
+    "late thread": "import threading; threading.Timer(0.1, print, ['late']).start()",
+    "buffered output": "print('x', end='')",
     "a signal": "import os, signal; print('x'); os.kill(os.getpid(), signal.SIGKILL)",
-    "no signal": "import signal as s; print(s.getsignal(s.SIGCHLD), s.getsignal(s.SIGINT))",
-    "its own children": "import subprocess as s; print(s.run(['sh', '-c', 'exit 3']).returncode)",
+    "signal handlers": "import signal as s; print(s.getsignal(s.SIGCHLD), s.getsignal(s.SIGINT))",
+    "child processes": "import subprocess as s; print(s.run(['sh', '-c', 'exit 3']).returncode)",
     "warnings": "import warnings; warnings.warn('x')",
-    "its files": "import os; print(sorted(os.listdir('/proc/self/fd')))",
+    "open files": "import os; print(sorted(os.listdir('/proc/self/fd')))",
 }
 
 
@@ -40,26 +40,26 @@ def both(arguments: list[str], folder: Path, given: bytes = b"in") -> list[Any]:
 
 
 @pytest.mark.parametrize("what", PROGRAMS)
-def test_a_program_does_the_same(what: str, tmp_path: Path) -> None:
+def test_program_behaves_the_same(what: str, tmp_path: Path) -> None:
     forked, started = both(["-W", "ignore", "-c", PROGRAMS[what], "1", "2"], tmp_path)
     assert forked == started
 
 
-def test_scripts_and_modules_do_the_same(tmp_path: Path) -> None:
-    (tmp_path / "told.py").write_text(PROGRAMS["a file"].replace("sys.path[0]", "__file__"))
+def test_scripts_and_modules_behave_the_same(tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text(PROGRAMS["arguments"].replace("sys.path[0]", "__file__"))
     for arguments in (["-m", "told", "1"], [str(tmp_path / "told.py"), "1"]):
         forked, started = both(arguments, tmp_path)
         assert forked == started
 
 
-def test_an_error_and_a_ctrl_c_end_it_as_they_end_any_other(tmp_path: Path) -> None:
+def test_error_and_ctrl_c_end_a_process_like_any_other(tmp_path: Path) -> None:
     for code in ("raise ValueError('x')", "import os; os.kill(os.getpid(), 2)"):
         (code_forked, out, words), (code_started, _, _) = both(["-c", code], tmp_path)
         assert (code_forked, out) == (code_started, b"")
         assert words.startswith(b"Traceback")
 
 
-def test_much_goes_in_and_out_at_once(tmp_path: Path) -> None:
+def test_large_input_and_output_pass_at_once(tmp_path: Path) -> None:
     forked, started = both(
         ["-c", PROGRAMS["bytes"].replace("100_000", "3")], tmp_path, b"x" * 1_000_000
     )
@@ -67,7 +67,7 @@ def test_much_goes_in_and_out_at_once(tmp_path: Path) -> None:
     assert len(forked[1]) == 3_000_000
 
 
-def test_it_is_stopped_and_killed_and_its_end_is_waited_for_no_longer_than_said() -> None:
+def test_process_can_be_stopped_killed_and_waited_for_with_a_timeout() -> None:
     with PreloadedProcess(
         ["-c", "import signal; signal.pause()"], stdin=subprocess.PIPE
     ) as process:
@@ -80,14 +80,14 @@ def test_it_is_stopped_and_killed_and_its_end_is_waited_for_no_longer_than_said(
         process.kill()
         assert process.wait(PATIENCE_S) == -signal.SIGKILL
         assert process.poll() == process.returncode == -signal.SIGKILL
-        process.kill()  # nobody else
+        process.kill()  # kills no other process
 
 
-def test_each_has_random_numbers_of_its_own() -> None:
+def test_each_process_has_its_own_random_numbers() -> None:
     command = ["-c", "import random; print(random.random())"]
     assert len({run(command, input=b"", timeout=PATIENCE_S).stdout for _ in range(3)}) == 3
 
 
-def test_one_that_cannot_be_is_told_and_keeps_nobody_from_being(tmp_path: Path) -> None:
+def test_process_that_cannot_start_raises_and_does_not_affect_others(tmp_path: Path) -> None:
     assert run(["-c", "print()"], input=b"", timeout=PATIENCE_S, cwd=tmp_path / "no").returncode
     assert not run(["-c", "print()"], input=b"", timeout=PATIENCE_S).returncode

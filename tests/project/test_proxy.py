@@ -1,4 +1,4 @@
-"""Each fault of the proxy does what its name says, against a real server and a plain client."""
+"""Each fault of the proxy, with a real server and a plain client."""
 
 import socket
 import time
@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 def direct(server: Server, url: str) -> Iterator[redis.Redis]:
-    """A client that goes around the proxy and so sees what the server really did."""
+    """A client that bypasses the proxy and sees the server's real state."""
     with plain_client(url) as client:
         yield client
 
@@ -31,7 +31,7 @@ def proxy(server: Server) -> Iterator[Proxy]:
 
 @pytest.fixture
 def client(proxy: Proxy, direct: redis.Redis) -> Iterator[redis.Redis]:
-    """A client whose connection through the proxy is open already."""
+    """A client with an open connection through the proxy."""
     with plain_client(proxy.url, socket_timeout=0.3, single_connection_client=True) as through:
         through.ping()
         yield through
@@ -55,9 +55,7 @@ def test_without_faults_everything_passes_unchanged(proxy: Proxy, client: redis.
     assert proxy.counters.reply_bytes > len(value)
 
 
-def test_cut_ends_the_present_connections_and_allows_new_ones(
-    proxy: Proxy, client: redis.Redis
-) -> None:
+def test_cut_ends_open_connections_and_allows_new_ones(proxy: Proxy, client: redis.Redis) -> None:
     proxy.cut()
     with pytest.raises(redis.ConnectionError):
         client.ping()
@@ -66,7 +64,7 @@ def test_cut_ends_the_present_connections_and_allows_new_ones(
     assert proxy.counters.connections == 2
 
 
-def test_after_a_lost_reply_the_client_has_an_error_and_the_server_the_effect(
+def test_lost_reply_is_an_error_for_the_client_and_takes_effect_on_the_server(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis
 ) -> None:
     proxy.cut_after_request()
@@ -77,7 +75,7 @@ def test_after_a_lost_reply_the_client_has_an_error_and_the_server_the_effect(
     assert proxy.counters.cuts == 1
 
 
-def test_after_a_lost_request_the_client_has_an_error_and_the_server_nothing(
+def test_lost_request_is_an_error_for_the_client_and_has_no_effect(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis
 ) -> None:
     proxy.cut_before_request()
@@ -88,7 +86,7 @@ def test_after_a_lost_request_the_client_has_an_error_and_the_server_nothing(
     assert proxy.counters.cuts == 1
 
 
-def test_the_reply_of_the_nth_request_is_the_one_that_is_lost(
+def test_reply_to_the_nth_request_is_lost(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis
 ) -> None:
     proxy.cut_after_request(3)
@@ -99,7 +97,7 @@ def test_the_reply_of_the_nth_request_is_the_one_that_is_lost(
     assert direct.get("n") == b"3"
 
 
-def test_only_requests_that_match_are_counted(
+def test_only_matching_requests_are_counted(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis
 ) -> None:
     proxy.cut_after_request(2, match=b"INCR")
@@ -112,7 +110,7 @@ def test_only_requests_that_match_are_counted(
 
 
 @pytest.mark.parametrize(("cut", "done"), [("after", 3), ("before", 2)])
-def test_inside_a_pipeline_the_cut_falls_between_two_requests(
+def test_cut_in_a_pipeline_falls_between_two_requests(
     proxy: Proxy, server: Server, direct: redis.Redis, cut: str, done: int
 ) -> None:
     (proxy.cut_after_request if cut == "after" else proxy.cut_before_request)(3)
@@ -122,7 +120,7 @@ def test_inside_a_pipeline_the_cut_falls_between_two_requests(
     assert direct.get("n") == str(done).encode()
 
 
-def test_a_reply_larger_than_the_proxys_buffers_is_swallowed_whole(
+def test_reply_larger_than_the_buffers_is_dropped_whole(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis
 ) -> None:
     direct.set("big", b"x" * 3_000_000)
@@ -133,7 +131,7 @@ def test_a_reply_larger_than_the_proxys_buffers_is_swallowed_whole(
     assert proxy.counters.reply_bytes == passed
 
 
-def test_a_request_that_comes_in_pieces_is_counted_once(
+def test_request_sent_in_pieces_is_counted_once(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis
 ) -> None:
     proxy.cut_after_request(2)
@@ -143,7 +141,7 @@ def test_a_request_that_comes_in_pieces_is_counted_once(
     assert direct.strlen("b") == 3_000_000
 
 
-def test_cut_mid_reply_lets_exactly_that_many_bytes_pass(proxy: Proxy, direct: redis.Redis) -> None:
+def test_cut_mid_reply_passes_exactly_the_given_bytes(proxy: Proxy, direct: redis.Redis) -> None:
     direct.set("key", "value")
     proxy.cut_mid_reply(after_bytes=6)
     with socket.create_connection((HOST, proxy.port), timeout=5) as raw:
@@ -164,7 +162,7 @@ def test_stalled_requests_do_not_reach_the_server_until_resumed(
     assert proxy.counters.cuts == 0
 
 
-def test_stalled_replies_leave_the_effect_and_come_after_resume(
+def test_stalled_replies_arrive_after_resume_but_take_effect_before(
     proxy: Proxy, direct: redis.Redis
 ) -> None:
     proxy.stall("replies")
@@ -176,7 +174,7 @@ def test_stalled_replies_leave_the_effect_and_come_after_resume(
         assert raw.recv(10) == b":1\r\n"
 
 
-def test_while_stalled_a_new_connection_is_accepted_and_silent(proxy: Proxy) -> None:
+def test_new_connection_during_a_stall_is_accepted_and_silent(proxy: Proxy) -> None:
     proxy.stall()
     with socket.create_connection((HOST, proxy.port), timeout=0.2) as raw:
         raw.sendall(b"PING\r\n")
@@ -187,7 +185,7 @@ def test_while_stalled_a_new_connection_is_accepted_and_silent(proxy: Proxy) -> 
         assert raw.recv(10) == b"+PONG\r\n"
 
 
-def test_a_stalled_direction_is_not_read_so_the_sender_is_held_up(
+def test_stalled_direction_is_not_read_and_blocks_the_sender(
     proxy: Proxy, direct: redis.Redis
 ) -> None:
     proxy.stall("requests")
@@ -197,11 +195,11 @@ def test_a_stalled_direction_is_not_read_so_the_sender_is_held_up(
     assert proxy.counters.request_bytes == 0
 
 
-def test_refuse_resets_new_connections_and_spares_the_present_ones(
+def test_refuse_resets_new_connections_and_keeps_open_ones(
     proxy: Proxy, client: redis.Redis
 ) -> None:
     proxy.refuse()
-    # A plain socket: a pool of redis-py connects a second time if the reset comes early.
+    # A plain socket: redis-py's pool reconnects if the reset arrives early.
     late = (HOST, proxy.port)
     with pytest.raises(ConnectionResetError), socket.create_connection(late, 10) as raw:
         raw.recv(1)
@@ -212,7 +210,7 @@ def test_refuse_resets_new_connections_and_spares_the_present_ones(
         assert later.ping()
 
 
-def test_a_dead_server_is_a_reset_connection(private_server: ServerFactory) -> None:
+def test_dead_server_resets_the_connection(private_server: ServerFactory) -> None:
     server = private_server()
     with Proxy(HOST, server.port) as proxy, plain_client(proxy.url) as client:
         assert client.ping()
@@ -256,17 +254,17 @@ def test_chunked_bytes_arrive_in_small_pieces_and_complete(
         while len(b"".join(pieces)) < 17:
             pieces.append(raw.recv(100))
     assert b"".join(pieces) == b"$10\r\n0123456789\r\n"
-    # On a loaded machine some pieces meet in the buffer of the receiver, never all.
+    # On a loaded machine some pieces merge in the receiver's buffer, but never all.
     assert len(pieces) >= 4
 
 
-def test_a_client_reads_correctly_from_one_byte_chunks(proxy: Proxy, client: redis.Redis) -> None:
+def test_client_reads_one_byte_chunks_correctly(proxy: Proxy, client: redis.Redis) -> None:
     proxy.chunk(1)
     client.set("key", bytes(range(256)))
     assert client.get("key") == bytes(range(256))
 
 
-def test_chaos_loses_replies_and_never_an_effect(
+def test_chaos_loses_replies_but_never_an_effect(
     proxy: Proxy, client: redis.Redis, direct: redis.Redis, rng: Random
 ) -> None:
     proxy.chaos(rng, 0.3)
@@ -299,9 +297,7 @@ def test_chaos_of_all_kinds_leaves_each_call_either_done_or_failed(
     assert proxy.counters.cuts > 0
 
 
-def test_the_same_seed_gives_the_same_faults(
-    server: Server, direct: redis.Redis, rng: Random
-) -> None:
+def test_same_seed_gives_the_same_faults(server: Server, direct: redis.Redis, rng: Random) -> None:
     seed = rng.random()
 
     def outcomes() -> list[bool]:
@@ -332,7 +328,7 @@ def test_heal_ends_all_faults(proxy: Proxy, client: redis.Redis, rng: Random) ->
         assert late.ping()
 
 
-def test_retarget_leads_new_connections_to_another_server(
+def test_retarget_connects_new_clients_to_another_server(
     proxy: Proxy, client: redis.Redis, private_server: ServerFactory
 ) -> None:
     other = private_server()
@@ -344,11 +340,11 @@ def test_retarget_leads_new_connections_to_another_server(
         assert late.get("here") == b"other"
 
 
-def test_a_stalled_replication_link_makes_the_replica_lag_and_loses_acknowledged_writes(
+def test_stalled_replication_link_makes_the_replica_lag_and_loses_acknowledged_writes(
     private_server: ServerFactory,
 ) -> None:
-    """What an asynchronous fail-over does. SIGSTOP of the replica cannot show it: the writes
-    would wait in the buffer of its socket."""
+    """An asynchronous failover. SIGSTOP of the replica cannot simulate it: the writes would wait
+    in its socket buffer."""
     master = private_server()
     with Proxy(HOST, master.port) as link, Replica(master, port=link.port) as replica:
         client = master.client()
@@ -364,7 +360,7 @@ def test_a_stalled_replication_link_makes_the_replica_lag_and_loses_acknowledged
         assert replica.client().get("n") == b"1"
 
 
-def test_a_replication_link_catches_up_after_stalls_and_cuts(
+def test_replication_link_catches_up_after_stalls_and_cuts(
     private_server: ServerFactory,
 ) -> None:
     master = private_server()
@@ -383,7 +379,7 @@ def test_a_replication_link_catches_up_after_stalls_and_cuts(
         assert link.counters.connections == 2
 
 
-def test_close_twice_is_fine_and_later_controls_say_so(server: Server) -> None:
+def test_close_may_be_repeated_and_later_calls_raise(server: Server) -> None:
     proxy = Proxy(HOST, server.port)
     proxy.close()
     proxy.close()
@@ -409,7 +405,7 @@ def test_close_twice_is_fine_and_later_controls_say_so(server: Server) -> None:
         (b"\n", 0),
     ],
 )
-def test_the_ends_of_messages_are_found_in_pieces_of_any_size(message: bytes, counted: int) -> None:
+def test_message_ends_are_found_in_pieces_of_any_size(message: bytes, counted: int) -> None:
     stream = message * 3
     expected = [len(message) * (i + 1) for i in range(3)] if counted else []
     for size in range(1, len(stream) + 1):

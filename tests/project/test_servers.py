@@ -1,4 +1,4 @@
-"""The test servers really die, pause, restart and replicate, on Valkey and on Redis."""
+"""The test servers die, pause, restart and replicate, on Valkey and Redis."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ Kind = Literal["valkey", "redis"]
 
 
 @both_kinds
-def test_a_killed_server_comes_back_with_its_appended_file(
+def test_killed_server_restarts_with_its_append_only_file(
     private_server: ServerFactory, kind: Kind
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always", kind=kind)
@@ -35,7 +35,7 @@ def test_a_killed_server_comes_back_with_its_appended_file(
 
 
 @both_kinds
-def test_without_persistence_a_restart_loses_everything(
+def test_restart_without_persistence_loses_everything(
     private_server: ServerFactory, kind: Kind
 ) -> None:
     server = private_server(kind=kind)
@@ -44,7 +44,7 @@ def test_without_persistence_a_restart_loses_everything(
     assert server.client().get("key") is None
 
 
-def test_a_paused_server_does_not_answer_until_resumed(private_server: ServerFactory) -> None:
+def test_paused_server_does_not_reply_until_resumed(private_server: ServerFactory) -> None:
     server = private_server()
     with server.client(socket_timeout=0.2) as client:
         client.ping()
@@ -56,7 +56,7 @@ def test_a_paused_server_does_not_answer_until_resumed(private_server: ServerFac
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_a_paused_server_can_be_ended(private_server: ServerFactory, how: str) -> None:
+def test_paused_server_can_be_stopped(private_server: ServerFactory, how: str) -> None:
     server = private_server()
     server.pause()
     getattr(server, how)()
@@ -64,13 +64,13 @@ def test_a_paused_server_can_be_ended(private_server: ServerFactory, how: str) -
 
 
 @both_kinds
-def test_a_server_on_a_unix_socket_has_no_port(private_server: ServerFactory, kind: Kind) -> None:
+def test_server_on_a_unix_socket_has_no_port(private_server: ServerFactory, kind: Kind) -> None:
     server = private_server(kind=kind, unix=True)
     assert server.url.startswith("unix://")
     assert server.client().ping()
 
 
-def test_the_plain_client_sends_each_command_once_and_nothing_else(
+def test_plain_client_sends_each_command_once_and_nothing_else(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -82,7 +82,7 @@ def test_the_plain_client_sends_each_command_once_and_nothing_else(
     assert stats <= {"cmdstat_set", "cmdstat_config|resetstat"}
 
 
-def test_a_server_that_cannot_start_says_why_and_leaves_nothing() -> None:
+def test_server_that_cannot_start_says_why_and_leaves_nothing_behind() -> None:
     server = Server(binaries()["valkey"], "--no-such-option", "1")
     with pytest.raises(RuntimeError, match="no-such-option"), server:
         pass
@@ -90,7 +90,7 @@ def test_a_server_that_cannot_start_says_why_and_leaves_nothing() -> None:
 
 
 @both_kinds
-def test_a_replica_follows_and_a_promoted_one_writes_on(
+def test_replica_follows_and_accepts_writes_once_promoted(
     private_server: ServerFactory, kind: Kind
 ) -> None:
     master = private_server("--appendonly", "yes", kind=kind)
@@ -108,7 +108,7 @@ def test_a_replica_follows_and_a_promoted_one_writes_on(
         assert replica.info("replication")["role"] == "master"
 
 
-def test_a_killed_test_process_leaves_neither_server_nor_directory() -> None:
+def test_killed_test_process_leaves_neither_server_nor_directory() -> None:
     program = (
         "from tests.support.servers import Server, binaries\n"
         "server = Server(binaries()['valkey']).start()\n"
@@ -131,18 +131,18 @@ def test_a_killed_test_process_leaves_neither_server_nor_directory() -> None:
 
 
 def _is_zombie(pid: int) -> bool:
-    # Where nothing reaps orphans (a container without init) the dead stay listed.
+    # Without an init process, as in a container, dead orphans stay listed.
     try:
         return ") Z " in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         return True
 
 
-def test_the_bundled_valkey_is_always_there() -> None:
+def test_bundled_valkey_is_always_available() -> None:
     assert binaries()["valkey"].is_file()
 
 
-def test_closing_a_server_removes_its_directory() -> None:
+def test_close_removes_the_directory() -> None:
     with Server(binaries()["valkey"]) as server:
         assert server.directory.is_dir()
     assert not server.directory.exists()

@@ -1,4 +1,4 @@
-"""The set-up scripts on machines that lack something, made of a PATH with a few programs only."""
+"""The set-up scripts on machines that lack programs, simulated with a short PATH."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JAVA = "#!/bin/sh\necho 'openjdk version \"{}.0.1\" 2025-04-15' >&2\n"
 
 
 class Machine:
-    """A directory with a copy of the scripts, and the programs that can be found."""
+    """A directory with a copy of the scripts and the available programs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -30,7 +30,7 @@ class Machine:
         path.chmod(0o755)
 
     def add_apt(self, package: str, java: str) -> None:
-        """Be root on a Debian that has this package, which brings this Java."""
+        """Act as root on a Debian that has this package, which installs this Java."""
         self.add("id", "#!/bin/sh\necho 0\n")
         self.add("java.package", java)
         install = f'*" {package}") cat {self.programs}/java.package >{self.programs}/java'
@@ -50,14 +50,14 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_a_recent_java_is_taken_as_it_is(machine: Machine) -> None:
+def test_recent_java_is_used_unchanged(machine: Machine) -> None:
     machine.add("java", JAVA.format(21))
     assert machine.run("java.sh").stdout == "Java 21 is ready.\n"
 
 
 @pytest.mark.parametrize("version", [17, 21])
 @pytest.mark.parametrize("old", [None, JAVA.format(11)])
-def test_a_missing_or_old_java_is_installed_where_apt_may(
+def test_missing_or_old_java_is_installed_with_apt(
     machine: Machine, version: int, old: str | None
 ) -> None:
     machine.add_apt(f"openjdk-{version}-jre-headless", JAVA.format(version))
@@ -67,7 +67,7 @@ def test_a_missing_or_old_java_is_installed_where_apt_may(
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"Java {version} is ready.")
 
 
-def test_without_java_and_apt_one_sentence_says_what_to_do(machine: Machine) -> None:
+def test_missing_java_and_apt_are_reported_in_one_sentence(machine: Machine) -> None:
     done = machine.run("java.sh")
     assert done.returncode == 1
     assert done.stderr.startswith("Spark needs Java 17 or newer: install it")
@@ -75,7 +75,9 @@ def test_without_java_and_apt_one_sentence_says_what_to_do(machine: Machine) -> 
 
 
 @pytest.mark.parametrize("python", [None, "#!/bin/sh\nexit 1\n"])
-def test_without_a_recent_python_one_sentence_says_so(machine: Machine, python: str | None) -> None:
+def test_missing_recent_python_is_reported_in_one_sentence(
+    machine: Machine, python: str | None
+) -> None:
     if python:
         machine.add("python3", python)
     done = machine.run("setup.sh")
@@ -83,7 +85,7 @@ def test_without_a_recent_python_one_sentence_says_so(machine: Machine, python: 
     assert done.stderr == "meteor_py needs Python 3.11 or newer: install it, then run make again.\n"
 
 
-def test_a_python_without_venv_is_told_with_the_package_that_has_it(machine: Machine) -> None:
+def test_missing_venv_is_reported_with_its_package(machine: Machine) -> None:
     machine.add("python3", '#!/bin/sh\ncase "$2" in *ensurepip*) exit 1;; esac\n')
     done = machine.run("setup.sh")
     assert done.returncode == 1

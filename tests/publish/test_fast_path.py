@@ -1,4 +1,4 @@
-"""The fast path as a data structure: what a grant of bytes covers, and what is counted."""
+"""The fast path as a data structure: the records that a grant of bytes covers, and the counters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from meteor_py.publish.ack import Ack
 from meteor_py.publish.batch import Batch
 from meteor_py.publish.fast_path import RECORD_OVERHEAD, FastPath
+from meteor_py.runtime.locks import SignalSafeCondition
 
 SLOW = Ack(Batch(0.0, 0.0), -1)
 
@@ -21,18 +22,18 @@ def lock() -> threading.RLock:
 @pytest.fixture
 def path(lock: threading.RLock) -> FastPath:
     path = FastPath(4, lambda value, size: SLOW)
-    path.use_lock(lock, threading.Condition(lock))
+    path.use_lock(lock, SignalSafeCondition(lock))
     return path
 
 
-def test_nothing_is_granted_at_first_and_after_a_grant_was_revoked(path: FastPath) -> None:
+def test_nothing_is_granted_initially_and_after_a_grant_was_revoked(path: FastPath) -> None:
     assert path.put(b"", 0) is SLOW
     path.grant(Batch(0.0, 0.0), [], 1000)
     path.granted = path.left = 0
     assert path.put(b"", 0) is SLOW
 
 
-def test_values_are_appended_as_long_as_the_bytes_last(path: FastPath) -> None:
+def test_values_are_appended_until_the_granted_bytes_are_used_up(path: FastPath) -> None:
     values: list[bytes] = []
     path.grant(Batch(0.0, 0.0), values, 2 * (RECORD_OVERHEAD + 5))
     assert path.put(b"12345", 5) is not SLOW
@@ -48,7 +49,7 @@ def test_the_record_that_fills_a_batch_is_left_to_the_accumulator(path: FastPath
     assert [path.put(b"", 0) is SLOW for _ in range(3)] == [False, False, True]
 
 
-def test_an_ack_is_the_place_of_its_record(path: FastPath) -> None:
+def test_an_ack_has_the_index_of_its_record(path: FastPath) -> None:
     batch = Batch(0.0, 0.0)
     path.grant(batch, [b"first"], 1000)
     ack = path.put(b"second", 6)
@@ -57,6 +58,6 @@ def test_an_ack_is_the_place_of_its_record(path: FastPath) -> None:
     assert ack.offset == 11
 
 
-def test_publishing_inside_of_publishing_is_refused(path: FastPath, lock: threading.RLock) -> None:
+def test_reentrant_publishing_is_refused(path: FastPath, lock: threading.RLock) -> None:
     with lock, pytest.raises(RuntimeError, match="signal handler"):
         path.put(b"", 0)

@@ -15,7 +15,7 @@ def filled(count: int, sent: int = 0) -> tuple[InFlightWindow, list[Batch]]:
         window.add([batch])
         window.number_newest()
     for _ in range(sent):
-        window.mark_sent()
+        window.sent += 1
     return window, batches
 
 
@@ -69,7 +69,7 @@ def test_a_rewound_window_is_sent_again_under_the_same_numbers() -> None:
     assert (numbers(batches), window.epoch) == ([0, 1, 2], 0)
 
 
-def test_only_batches_that_were_sent_come_into_doubt() -> None:
+def test_only_sent_batches_become_doubtful() -> None:
     window, batches = filled(3, sent=2)
     window.doubt_sent()
     assert doubts(batches) == [True, True, False]
@@ -79,7 +79,7 @@ def test_only_batches_that_were_sent_come_into_doubt() -> None:
     assert doubts(batches) == [False, False, False]
 
 
-def test_a_refusal_without_doubts_leaves_those_behind_it_without_doubts() -> None:
+def test_a_refusal_without_doubt_leaves_later_batches_without_doubt() -> None:
     window, batches = filled(3, sent=3)
     window.mark_acknowledged(10)
     window.rewind_to_acknowledged()
@@ -88,7 +88,7 @@ def test_a_refusal_without_doubts_leaves_those_behind_it_without_doubts() -> Non
     assert window.unsent() == batches[1:]
 
 
-def test_another_server_has_to_acknowledge_again() -> None:
+def test_another_server_must_acknowledge_again() -> None:
     window, batches = filled(2, sent=2)
     window.mark_acknowledged(10)
     window.doubt_acknowledged()

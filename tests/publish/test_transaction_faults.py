@@ -1,4 +1,4 @@
-"""Connections and servers may fail at any place: what is committed is in the log exactly once."""
+"""Committed frames are in the log exactly once, wherever connections and servers fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.transactions import begin, contents, fence, lasting, numbers,
 
 @pytest.fixture
 def frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call moves one frame."""
+    """Make each call move one frame."""
     monkeypatch.setattr(transaction, "MOVE_BYTES", 1)
 
 
@@ -32,10 +32,10 @@ def bench(server: Server, url: str) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("call", range(1, 7))  # plan, three moves, plan, discard
 @pytest.mark.parametrize("cut", ["before", "after"])
-def test_a_lost_call_or_answer_changes_nothing(
+def test_a_lost_request_or_reply_changes_nothing(
     bench: Bench, frame_by_frame: None, cut: str, call: int
 ) -> None:
-    stream = bench.through.stream(NAME)
+    stream = bench.through.stream(NAME, create=True)
     staged = [stage(stream, "a", "0", "1"), stage(stream, "b", "2 3")]
     getattr(bench.proxy, f"cut_{cut}_request")(call, match=b"EVALSHA")
     assert commit(stream._handle, "w", 1, staged)
@@ -44,10 +44,10 @@ def test_a_lost_call_or_answer_changes_nothing(
     assert not commit(stream._handle, "w", 1, staged)
 
 
-def test_lost_answers_at_any_place_change_nothing(
+def test_randomly_lost_replies_change_nothing(
     bench: Bench, frame_by_frame: None, rng: Random
 ) -> None:
-    stream = bench.through.stream(NAME)
+    stream = bench.through.stream(NAME, create=True)
     versions = 15
 
     def until_done(work: Callable[[], Any]) -> Any:
@@ -72,8 +72,8 @@ def test_lost_answers_at_any_place_change_nothing(
     assert all(bench.direct.pttl(key) > 0 for key in bench.direct.scan_iter("*stage*"))
 
 
-def test_a_worker_that_is_cut_off_while_it_stages_leaves_nothing_that_stays(bench: Bench) -> None:
-    stream = bench.through.stream(NAME)
+def test_a_worker_disconnected_while_staging_leaves_no_key_without_expiry(bench: Bench) -> None:
+    stream = bench.through.stream(NAME, create=True)
     bench.proxy.cut_before_request(match=b"PEXPIRE")
     bench.proxy.refuse()
     with pytest.raises(meteor.ConnectionFailed):
@@ -82,24 +82,20 @@ def test_a_worker_that_is_cut_off_while_it_stages_leaves_nothing_that_stays(benc
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_a_server_that_is_out_of_memory_moves_nothing_that_is_not_counted(
+def test_a_server_out_of_memory_finishes_a_commit_and_stages_nothing(
     private_server: ServerFactory, kind: Any, frame_by_frame: None
 ) -> None:
     server = private_server(kind=kind)
     with meteor.connect(server.url) as m, server.client() as plain:
-        stream = m.stream("s")
+        stream = m.stream("s", create=True)
         a = stage(stream, "a", "0 1", "2", "3")
         begin(stream, 1, a, moves=1)
         plain.config_set("maxmemory", 1)
-        for _ in range(2):
-            with pytest.raises(meteor.OutOfMemory):
-                commit(stream._handle, "w", 1, [a])
         with pytest.raises(meteor.OutOfMemory):
             stage(stream, "b", "x")
-        assert fence(stream) == b"1:1:3:4"
-        assert contents(stream) == numbers(2)
+        assert commit(stream._handle, "w", 1, [a])  # which frees the memory of the stage
+        assert fence(stream) == b"1:3:3:4"
         plain.config_set("maxmemory", 0)
-        assert commit(stream._handle, "w", 1, [a])
         assert contents(stream) == numbers(4)
         assert lasting(stream) == set(plain.keys("*"))
 
@@ -111,7 +107,7 @@ def test_a_server_that_restarts_between_plan_and_move_begins_an_epoch_and_loses_
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always", kind=kind)
     with meteor.connect(server.url) as m:
-        stream = m.stream("s")
+        stream = m.stream("s", create=True)
         a, b = stage(stream, "a", "0", "1 2"), stage(stream, "b", "3")
         begin(stream, 1, a, b, moves=moves)
         epoch = stream.describe().epoch
@@ -122,7 +118,7 @@ def test_a_server_that_restarts_between_plan_and_move_begins_an_epoch_and_loses_
         assert stream.describe().epoch > epoch
 
 
-def test_what_replicas_have_confirmed_outlives_the_primary(pair: Pair) -> None:
+def test_a_version_confirmed_by_replicas_outlives_the_primary(pair: Pair) -> None:
     stream = pair.bench.stream
     assert commit(stream._handle, "w", 1, [stage(stream, "a", "0", "1")], replicas=1)
     pair.lag()
@@ -133,7 +129,7 @@ def test_what_replicas_have_confirmed_outlives_the_primary(pair: Pair) -> None:
         assert not commit(stream._handle, "w", 1, [stage(stream, "b", "x")])
 
 
-def test_a_replica_that_lags_is_named_also_when_a_version_is_asked_for_again(
+def test_a_lagging_replica_is_reported_for_a_repeated_version_too(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transaction, "_REPLICAS_S", 0.05)

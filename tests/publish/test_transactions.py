@@ -1,7 +1,8 @@
-"""What is staged and committed is in the log exactly once, whoever dies, repeats or comes late."""
+"""Committed frames are in the log exactly once, even if committers die, repeat or come late."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,16 @@ import meteor_py as meteor
 from meteor_py.publish import transaction
 from meteor_py.publish.transaction import (
     Stage,
+    StageOwner,
     VersionDiffers,
     VersionPassed,
     abandon,
     commit,
     discard,
+    discard_stale,
     forget,
     is_done,
+    let_expire,
 )
 from meteor_py.records.config import OFFSET_MAX
 from meteor_py.records.frame import Columns
@@ -31,16 +35,16 @@ from tests.support.transactions import begin, contents, fence, in_threads, lasti
 @pytest.fixture
 def stream(any_url: str) -> Iterator[meteor.Stream]:
     with meteor.connect(any_url) as m:
-        yield m.stream("s")
+        yield m.stream("s", create=True)
 
 
 @pytest.fixture
 def frame_by_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call moves one frame."""
+    """Make each call move one frame."""
     monkeypatch.setattr(transaction, "MOVE_BYTES", 1)
 
 
-# What a commit does
+# Commits
 
 
 def test_frames_of_several_workers_are_in_the_log_once_in_the_order_of_the_stages(
@@ -56,7 +60,7 @@ def test_frames_of_several_workers_are_in_the_log_once_in_the_order_of_the_stage
     assert (b.frames, b.records) == (2, 3)
 
 
-def test_more_than_one_call_can_send_or_move_is_there_whole(stream: meteor.Stream) -> None:
+def test_a_stage_larger_than_one_call_is_committed_completely(stream: meteor.Stream) -> None:
     values = [b"%07d" % i * 20_000 for i in range(80)]  # 11 MB
     writing = Stage(stream._handle, "a")
     for value in values:
@@ -109,19 +113,19 @@ def test_a_fence_of_a_release_that_did_not_count_records_is_finished_and_not_com
     assert contents(stream) == numbers(3)
 
 
-def test_what_was_begun_is_finished_or_done_and_else_the_loss_is_named(
+def test_a_begun_version_is_finished_or_its_loss_is_reported(
     stream: meteor.Stream, frame_by_frame: None
 ) -> None:
     with pytest.raises(meteor.PublishError, match=r"^Version 1 of the writer w was in stream 's'"):
         commit(stream._handle, "w", 1, [], begun=True)
-    assert fence(stream) is None, "it is not taken for done"
+    assert fence(stream) is None, "the version does not count as committed"
     begin(stream, 1, stage(stream, "a", "0", "1"), moves=1)
     assert commit(stream._handle, "w", 1, [], begun=True)
     assert not commit(stream._handle, "w", 1, [], begun=True)
     assert contents(stream) == numbers(2)
 
 
-def test_writers_do_not_know_each_other(stream: meteor.Stream) -> None:
+def test_writers_are_independent(stream: meteor.Stream) -> None:
     for number, writer in enumerate(["v", "w", "a:b {c}"]):
         assert commit(stream._handle, writer, 1, [stage(stream, writer, str(number))])
     assert contents(stream) == numbers(3)
@@ -133,7 +137,7 @@ def test_a_version_without_frames_is_done_at_once(stream: meteor.Stream) -> None
     assert contents(stream) == ""
 
 
-def test_only_the_fences_are_left_and_what_waits_expires(
+def test_only_the_fences_remain_and_pending_stages_expire(
     stream: meteor.Stream, frame_by_frame: None
 ) -> None:
     plain = stream.client.redis
@@ -152,11 +156,11 @@ def test_only_the_fences_are_left_and_what_waits_expires(
     assert not plain.exists(fences)
 
 
-# Committers that die, repeat, and meet
+# Committers that die, repeat a commit, or run concurrently
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2, 3])
-def test_what_a_dead_committer_has_begun_is_finished_by_the_next_one(
+def test_the_plan_of_a_dead_committer_is_finished_by_the_next_one(
     stream: meteor.Stream, frame_by_frame: None, moves: int
 ) -> None:
     a, b = stage(stream, "a", "0", "1 2"), stage(stream, "b", "3")
@@ -187,14 +191,14 @@ def test_an_unfinished_earlier_version_is_finished_first(
     assert fence(stream) == b"2:2:2:2"
 
 
-def test_committers_of_the_same_versions_at_once_write_each_once(
+def test_concurrent_committers_write_each_version_once(
     any_url: str, stream: meteor.Stream, frame_by_frame: None
 ) -> None:
     versions, together = 6, threading.Barrier(3)
 
     def work(name: str) -> None:
         with meteor.connect(any_url) as m:
-            own = m.stream("s")
+            own = m.stream("s", create=True)
             for version in range(versions):
                 first = version * 4
                 staged = [
@@ -218,11 +222,11 @@ def test_a_late_committer_of_an_old_version_moves_nothing(
     begin(stream, 1, a, moves=1)
     commit(stream._handle, "w", 2, [stage(stream, "b", "2", "3")])
     assert transaction._move(stream._handle, "w", 1, 1, "a", (1, 2)) == [b"FENCED", 2]
-    transaction._carry_out(stream._handle, "w", 1, 1, 2)  # it had slept
+    transaction._carry_out(stream._handle, "w", 1, 1, 2)  # a committer that was paused
     assert contents(stream) == numbers(4)
 
 
-def test_a_plan_that_a_fail_over_has_lost_is_made_again(
+def test_a_plan_that_a_failover_has_lost_is_made_again(
     stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(stream._handle, "w", 1, [stage(stream, "a", "0 1")])
@@ -240,10 +244,8 @@ def test_a_plan_that_a_fail_over_has_lost_is_made_again(
     assert is_done(stream._handle, "w", 2)
 
 
-def test_discarding_spares_what_is_part_of_a_plan(
-    stream: meteor.Stream, frame_by_frame: None
-) -> None:
-    """The engine aborts a batch whose commit has failed half-way, and tries it again later."""
+def test_discard_keeps_stages_of_a_plan(stream: meteor.Stream, frame_by_frame: None) -> None:
+    """Spark aborts a batch whose commit failed half-way, and tries it again later."""
     a, b, c = (stage(stream, name, str(i)) for i, name in enumerate("abc"))
     begin(stream, 1, a, b, moves=1)
     discard(stream._handle, "w", ["a", "b", "c"])
@@ -254,7 +256,7 @@ def test_discarding_spares_what_is_part_of_a_plan(
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2])
-def test_a_writer_that_is_given_up_leaves_only_what_is_in_the_log(
+def test_an_abandoned_writer_leaves_only_frames_in_the_log(
     stream: meteor.Stream, frame_by_frame: None, moves: int
 ) -> None:
     before = lasting(stream)
@@ -269,15 +271,15 @@ def test_a_writer_that_is_given_up_leaves_only_what_is_in_the_log(
     abandon(stream._handle, "w", [])
 
 
-# What is gone
+# Lost stages and plans
 
 
-def test_a_stage_that_is_gone_before_the_plan_is_named_and_can_be_written_again(
+def test_a_stage_lost_before_the_plan_is_reported_and_can_be_written_again(
     stream: meteor.Stream,
 ) -> None:
     a, b = stage(stream, "a", "0 1"), stage(stream, "b", "2", "3")
     plain = stream.client.redis
-    for fields in (["1n", "1f", "1p", "1c"], ["0n", "0f", "0p", "0c"]):  # a part, and all of it
+    for fields in (["1n", "1f", "1p", "1c"], ["0n", "0f", "0p", "0c"]):  # some frames, then all
         plain.hdel(keys.stage("s", "b"), *fields)
         with pytest.raises(meteor.PublishError, match=r"are gone \(b\).*Write them again"):
             commit(stream._handle, "w", 1, [a, b])
@@ -289,65 +291,79 @@ def test_a_stage_that_is_gone_before_the_plan_is_named_and_can_be_written_again(
 
 @pytest.mark.parametrize("moves", [0, 1])
 @pytest.mark.parametrize("key", [keys.stage("s", "a"), keys.plan("s", "w")])
-def test_a_plan_whose_frames_are_gone_is_told_of_and_nothing_is_half_counted(
+def test_a_plan_whose_frames_are_gone_is_reported_and_miscounts_nothing(
     stream: meteor.Stream, frame_by_frame: None, key: str, moves: int
 ) -> None:
     a = stage(stream, "a", "0 1", "2 3", "4")
     begin(stream, 1, a, moves=moves)
     stream.client.redis.delete(key)
-    for version in (1, 2):  # a later one may not pass it by
-        with pytest.raises(meteor.PublishError, match=f"{moves} of 3 frames are in the log"):
+    for version in (1, 2):  # a later version must not overtake it
+        words = f"{moves} of 3 frames are in the log"
+        with pytest.raises(meteor.PublishError, match=words) as caught:
             commit(stream._handle, "w", version, [stage(stream, "b", "x")])
     assert fence(stream) == b"1:%d:3:5" % moves
     assert contents(stream) == numbers(2 * moves)
-    forget(stream._handle, "w")  # as the message says
+    plain = stream.client.redis
+    found = re.search(r"run (HSET .*?)\. .*run (HDEL .*?)\.$", str(caught.value))
+    assert found
+    plain.execute_command(*found[1].split())  # "to continue without them"
+    assert not commit(stream._handle, "w", 1, [stage(stream, "b", "x")], records=1)
+    plain.execute_command(*found[2].split())  # "to write the whole version again"
     commit(stream._handle, "w", 1, [stage(stream, "c", "new")])
     assert contents(stream).endswith("new")
 
 
-def test_a_stream_that_was_deleted_or_made_anew_is_not_written_to(stream: meteor.Stream) -> None:
+def test_a_deleted_or_recreated_stream_is_not_written_to(stream: meteor.Stream) -> None:
     a = stage(stream, "a", "0")
     stream.delete()
     with pytest.raises(meteor.StreamNotFound):
         commit(stream._handle, "w", 1, [a])
-    anew = stream.client.stream("s")
-    with pytest.raises(meteor.LogTruncated, match="created anew"):
+    recreated = stream.client.stream("s", create=True)
+    with pytest.raises(meteor.LogTruncated, match="created again"):
         commit(stream._handle, "w", 1, [a])
     with pytest.raises(meteor.PublishError, match="are gone"):
-        commit(anew._handle, "w", 1, [a])
-    assert contents(anew) == ""
+        commit(recreated._handle, "w", 1, [a])
+    assert contents(recreated) == ""
 
 
-def test_a_stream_made_anew_between_plan_and_move_is_not_written_to(
+def test_a_stream_recreated_between_plan_and_move_is_not_written_to(
     stream: meteor.Stream, frame_by_frame: None
 ) -> None:
     a = stage(stream, "a", "0", "1")
     begin(stream, 1, a, moves=1)
     stream.delete()
-    anew = stream.client.stream("s")
+    recreated = stream.client.stream("s", create=True)
     with pytest.raises(meteor.LogTruncated):
         transaction._carry_out(stream._handle, "w", 1, 1, 2)
-    assert contents(anew) == ""
+    assert contents(recreated) == ""
 
 
-def test_a_stream_at_its_last_offset_says_so(stream: meteor.Stream) -> None:
+def test_a_commit_past_the_last_offset_is_refused(stream: meteor.Stream) -> None:
     stream.client.redis.hset(keys.meta("s"), "next", OFFSET_MAX - 1)
     with pytest.raises(meteor.ServerRefused, match="offsets"):
         commit(stream._handle, "w", 1, [stage(stream, "a", "0 1 2")])
     assert fence(stream) == b"1:0:1:3"
 
 
+def test_a_commit_may_end_exactly_at_the_last_offset(stream: meteor.Stream) -> None:
+    stream.client.redis.hset(keys.meta("s"), "next", OFFSET_MAX - 3)
+    commit(stream._handle, "w", 1, [stage(stream, "a", "0 1 2")])
+    assert stream.end().offset == OFFSET_MAX
+    with pytest.raises(meteor.ServerRefused, match="offsets"):
+        commit(stream._handle, "w", 2, [stage(stream, "b", "3")])
+
+
 # The ring, the store, the settings
 
 
-def test_the_ring_is_trimmed_as_by_a_publisher(stream: meteor.Stream) -> None:
+def test_a_commit_trims_the_ring_like_a_publisher(stream: meteor.Stream) -> None:
     small = stream.client.stream("small", capacity=10)
     commit(small._handle, "w", 1, [stage(small, "a", *[f"{i} {i}" for i in range(50)])])
     description = small.describe()
     assert (description.first, description.next) == (90, 100)
 
 
-def test_with_a_store_a_full_stream_is_waited_for_and_can_be_finished_later(
+def test_a_commit_to_a_full_stream_waits_for_the_archiver_and_can_be_finished_later(
     any_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with meteor.connect(any_url) as m:
@@ -370,7 +386,7 @@ def test_with_a_store_a_full_stream_is_waited_for_and_can_be_finished_later(
 
 @pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
 @pytest.mark.parametrize("checksum", [True, False])
-def test_frames_are_those_that_a_publisher_would_write(
+def test_committed_frames_equal_those_of_a_publisher(
     stream: meteor.Stream, compression: Any, checksum: bool
 ) -> None:
     m = stream.client
@@ -389,7 +405,7 @@ def test_frames_are_those_that_a_publisher_would_write(
     assert ours == theirs
 
 
-def test_readers_and_publishers_beside_it_see_dense_offsets(
+def test_concurrent_readers_and_publishers_see_dense_offsets(
     any_url: str, stream: meteor.Stream, frame_by_frame: None
 ) -> None:
     count = 30
@@ -401,7 +417,7 @@ def test_readers_and_publishers_beside_it_see_dense_offsets(
 
     def transact() -> None:
         with meteor.connect(any_url) as m:
-            own = m.stream("s")
+            own = m.stream("s", create=True)
             for i in range(count):
                 commit(own._handle, "w", i, [stage(own, f"{i}", f"a{i}", f"b{i}")])
 
@@ -410,7 +426,7 @@ def test_readers_and_publishers_beside_it_see_dense_offsets(
     def read() -> None:
         with (
             meteor.connect(any_url) as m,
-            m.stream("s").subscriber(initial_offset="earliest") as sub,
+            m.stream("s", create=True).subscriber(initial_offset="earliest") as sub,
         ):
             while len(seen) < 3 * count:
                 seen.extend((record.offset, record.value) for record in sub.poll(timeout=20))
@@ -421,3 +437,93 @@ def test_readers_and_publishers_beside_it_see_dense_offsets(
     assert [v for v in values if v[:1] == b"p"] == [b"p%d" % i for i in range(count)]
     pairs = [v for i in range(count) for v in (b"a%d" % i, b"b%d" % i)]
     assert [v for v in values if v[:1] != b"p"] == pairs
+
+
+# Stages of processes that died
+
+
+def test_next_run_deletes_stages_that_dead_runs_left(stream: meteor.Stream) -> None:
+    plain = stream.client.redis
+    for run in ("1", "2", "3"):
+        owner = StageOwner("w", 17, run)
+        discard_stale(stream._handle, owner)
+        staged = [stage(stream, f"w.17.{part}.{run}", "0 1", owner=owner) for part in "ab"]
+        assert len(plain.keys(keys.stage("s", "w.*"))) == 2, "those of one run"
+    discard_stale(stream._handle, StageOwner("w", 16, "late"))  # deletes no newer stages
+    assert commit(stream._handle, "w", 17, staged)
+    assert contents(stream) == "0 1 0 1"
+    assert plain.keys("*stage*") == []
+
+
+def test_commit_deletes_stages_of_other_attempts_up_to_its_version(stream: meteor.Stream) -> None:
+    plain = stream.client.redis
+    staged = {
+        (version, part): stage(
+            stream, f"{version}.{part}", "x", owner=StageOwner("w", version, part)
+        )
+        for version in (1, 2, 3)
+        for part in "ab"
+    }
+    assert commit(stream._handle, "w", 2, [staged[2, "a"]])
+    assert sorted(plain.keys(keys.stage("s", "?.?"))) == [
+        keys.stage("s", f"3.{part}").encode() for part in "ab"
+    ]
+    with pytest.raises(VersionPassed):
+        commit(stream._handle, "w", 1, [staged[1, "b"]])
+    assert commit(stream._handle, "w", 3, [staged[3, "a"], staged[3, "b"]])
+    assert contents(stream) == "x x x"
+    assert plain.keys("*stage*") == []
+
+
+def test_plan_that_has_begun_keeps_its_stages_when_the_next_run_cleans_up(
+    stream: meteor.Stream, frame_by_frame: None
+) -> None:
+    a = stage(stream, "a", "0", "1", owner=StageOwner("w", 1, "first"))
+    begin(stream, 1, a, moves=1)
+    again = StageOwner("w", 1, "second")
+    discard_stale(stream._handle, again)
+    b = stage(stream, "b", "0", "1", owner=again)
+    assert commit(stream._handle, "w", 1, [b])
+    assert contents(stream) == numbers(2)
+    assert stream.client.redis.keys("*stage*") == []
+
+
+def test_worker_that_gives_up_leaves_neither_stage_nor_entry(stream: meteor.Stream) -> None:
+    given_up = Stage(stream._handle, "a", owner=StageOwner("w", 1, "run"))
+    given_up.write(Columns([b"x"]))
+    given_up.finish()
+    given_up.abandon()
+    stage(stream, "b", "x", owner=StageOwner("w", 1, "run"))
+    abandon(stream._handle, "w", [])
+    assert stream.client.redis.keys("*stage*") == []
+
+
+# Fences that expire
+
+
+def test_fences_expire_and_are_deleted_by_later_calls(stream: meteor.Stream) -> None:
+    handle = stream._handle
+    plain = stream.client.redis
+
+    def write(writer: str, lifetime_s: float) -> bool:
+        let_expire(handle, writer, lifetime_s)
+        return commit(handle, writer, 1, [stage(stream, f"{writer}.x", writer)])
+
+    for number in range(60):
+        assert write(f"t{number}", 0.001)
+    assert write("kept", 100.0)
+    assert not write("kept", 100.0)
+    for _ in range(3):
+        let_expire(handle, "kept", 100.0)
+    assert plain.hkeys(keys.fences("s")) == [b"kept"]
+    assert plain.zrange(keys.fence_times("s"), 0, -1) == [b"kept"]
+    assert write("t0", 100.0), "it was forgotten"
+
+
+def test_fence_of_a_deleted_stream_leaves_nothing(stream: meteor.Stream) -> None:
+    handle = stream._handle
+    let_expire(handle, "w", 1.0)
+    stream.delete()
+    with pytest.raises(meteor.StreamNotFound):
+        let_expire(handle, "w", 1.0)
+    assert stream.client.redis.keys("*") == []

@@ -1,7 +1,7 @@
 """A RecordBatch is a sequence of records, whatever frames it came in, and copies nothing.
 
-Each test runs on batches of every make: small frames merged into lists, one Arrow frame, several
-of both, sliced or not. All of them must look the same from outside.
+Each test runs on batches of every kind: small frames merged into lists, one Arrow frame, several
+of both, sliced or not. All of them must behave the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def expected(offset: int) -> Record:
 
 
 def entry(first: int, n: int) -> tuple[bytes, list[bytes]]:
-    """A frame of these records; its append time is that of its first."""
+    """Returns a frame of these records, with the append time of the first."""
     records = [expected(offset) for offset in range(first, first + n)]
     times = [None if r.offset % 3 == 0 else r.timestamp for r in records]
     columns = Columns(
@@ -86,9 +86,9 @@ def batch(request: pytest.FixtureRequest) -> RecordBatch:
     return as_sliced(whole) if sliced else whole
 
 
-def test_iterating_gives_every_record_once_in_order(batch: RecordBatch) -> None:
+def test_iterating_yields_every_record_once_in_order(batch: RecordBatch) -> None:
     assert list(batch) == [expected(offset) for offset in batch.offsets]
-    assert list(batch) == list(batch)  # again and again
+    assert list(batch) == list(batch)  # a batch can be iterated again
 
 
 def test_length_truth_and_offsets_agree(batch: RecordBatch) -> None:
@@ -101,7 +101,7 @@ def test_length_truth_and_offsets_agree(batch: RecordBatch) -> None:
     )
 
 
-def test_indexing_works_as_on_a_list(batch: RecordBatch) -> None:
+def test_indexing_works_like_on_a_list(batch: RecordBatch) -> None:
     records = list(batch)
     for index in range(-len(records), len(records)):
         assert batch[index] == records[index]
@@ -110,7 +110,7 @@ def test_indexing_works_as_on_a_list(batch: RecordBatch) -> None:
             batch[index]
 
 
-def test_slicing_works_as_on_a_list(batch: RecordBatch, rng: random.Random) -> None:
+def test_slicing_works_like_on_a_list(batch: RecordBatch, rng: random.Random) -> None:
     records = list(batch)
     bounds = [None, 0, 1, -1, len(records), len(records) + 5, -len(records) - 5]
     bounds += [rng.randrange(-60, 60) for _ in range(4)]
@@ -145,7 +145,7 @@ def test_values_and_keys_are_those_of_the_records(batch: RecordBatch) -> None:
     assert batch.keys() == [expected(offset).key for offset in batch.offsets]
 
 
-def test_lists_handed_out_may_be_changed_without_changing_the_batch(batch: RecordBatch) -> None:
+def test_changing_returned_lists_does_not_change_the_batch(batch: RecordBatch) -> None:
     before = list(batch)
     values: list[Any] = batch.values()
     values += [b"mine"] * 3
@@ -156,7 +156,7 @@ def test_lists_handed_out_may_be_changed_without_changing_the_batch(batch: Recor
     assert batch.values() == [record.value for record in before]
 
 
-def test_to_arrow_has_the_promised_schema_and_every_column(batch: RecordBatch) -> None:
+def test_to_arrow_has_the_documented_schema_and_every_column(batch: RecordBatch) -> None:
     table = batch.to_arrow()
     table.validate(full=True)
     assert table.schema == meteor.ARROW_SCHEMA
@@ -183,7 +183,7 @@ def test_to_arrow_without_keys_headers_or_times_has_the_same_schema() -> None:
         assert table.column("timestamp").cast(pa.int64()).to_pylist() == [7] * n
 
 
-def test_values_of_a_frame_and_of_its_slices_lie_where_the_frame_came_in() -> None:
+def test_values_of_a_frame_and_its_slices_are_not_copied() -> None:
     entry_id, fields = entry(FIRST, 50)
     payload = pa.py_buffer(fields[3])
     whole = RecordBatch("s", FIRST, decode("s", [(entry_id, fields)]))
@@ -208,12 +208,14 @@ def test_the_time_of_a_record_is_exact(ms: int) -> None:
 def test_a_record_cannot_be_changed() -> None:
     record = make([1])[0]
     with pytest.raises(AttributeError):
-        record.offset = 5  # type: ignore[misc]  # what mypy says too
+        record.offset = 5  # type: ignore[misc]  # mypy rejects it too
 
 
 @pytest.mark.parametrize("sizes", [[1] * 20, [20], [50, 10]])
-def test_a_value_that_the_codec_cannot_read_is_named_with_the_raw_record(sizes: list[int]) -> None:
-    batch = make(sizes, find_codec("json"))  # value-1000 is no JSON
+def test_a_value_that_the_codec_cannot_decode_is_reported_with_the_raw_record(
+    sizes: list[int],
+) -> None:
+    batch = make(sizes, find_codec("json"))  # value-1000 is not JSON
     for use in (batch.values, lambda: list(batch), lambda: batch[0]):
         with pytest.raises(meteor.DecodeError, match=f"record {FIRST} of stream 's'") as caught:
             use()
@@ -230,7 +232,7 @@ def test_with_a_codec_keys_and_arrow_stay_bytes_and_slices_decode() -> None:
     assert batch.to_arrow().column("value")[5].as_py() == b"value-1005"
 
 
-def test_an_exception_of_any_kind_in_a_codec_is_a_decode_error() -> None:
+def test_any_exception_in_a_codec_becomes_a_decode_error() -> None:
     class Moody:
         def encode(self, value: Any) -> bytes:
             raise NotImplementedError

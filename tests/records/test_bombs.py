@@ -1,7 +1,7 @@
-"""A frame that would unpack to more than it may is refused before it unpacks.
+"""A frame that would unpack to more than the limit is refused before it unpacks.
 
-A bomb can hide in the frame's own compression, in the compression that Arrow can have inside a
-message (in three ways of saying so, old and new), and in lengths that MessagePack only claims.
+A bomb can hide in the frame's own compression, in Arrow's compression inside a message (declared in
+any of three ways, old and new), and in lengths that MessagePack declares without data.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ def arrow_bomb(compression: str, **options: Any) -> bytes:
 
 
 def masked_arrow_bomb(compression: str) -> bytes:
-    """In the layout of Arrow before 0.15, which pyarrow reads, with a harmless one for show.
+    """Returns a bomb in the layout before Arrow 0.15, disguised as a harmless message.
 
-    Where the tables of today's layout would begin, the old one has padding: it leads to tables
-    behind the end that tell of no compression.
+    pyarrow still reads the old layout. It has padding where today's layout has a pointer to its
+    tables. Here that padding points to harmless tables appended at the end.
     """
     bomb = bytearray(arrow_bomb(compression, use_legacy_format=True))
     bomb += bytes(-len(bomb) % 8)
     table = len(bomb) + 12
     assert bomb[8:12] == bytes(4)
     struct.pack_into("<I", bomb, 8, table - 8)
-    bomb += struct.pack("<HHHHHH", 10, 8, 0, 0, 4, 0)  # a message: its header is 4 bytes on
+    bomb += struct.pack("<HHHHHH", 10, 8, 0, 0, 4, 0)  # a message; its header is at 4
     bomb += struct.pack("<iI", 12, 4)
     bomb += struct.pack("<iHH", -4, 4, 4)  # a header without fields
     return bytes(bomb)
 
 
 def experimental_arrow_bomb(compression: str) -> bytes:
-    """As Arrow 0.17 said it: the compression is in the message's own metadata."""
+    """Returns a bomb whose compression is declared in the message metadata, as in Arrow 0.17."""
     message = bytearray(
         arrow_bomb(
             compression,
@@ -78,12 +78,12 @@ def experimental_arrow_bomb(compression: str) -> bytes:
     )
     _, fields = flatbuffer_table(message, 8)
     vtable, _ = flatbuffer_table(message, fields[2])
-    struct.pack_into("<H", message, vtable + 4 + 2 * 3, 0)  # where it is said today
+    struct.pack_into("<H", message, vtable + 4 + 2 * 3, 0)  # where current versions declare it
     return bytes(message)
 
 
 def flatbuffer_table(data: bytearray, pointer: int) -> tuple[int, list[int]]:
-    """Where the vtable of the table at ``pointer`` lies, and where its fields are."""
+    """Returns the positions of the vtable and of the fields of the table at ``pointer``."""
     table = pointer + struct.unpack_from("<I", data, pointer)[0]
     vtable = table - struct.unpack_from("<i", data, table)[0]
     (size,) = struct.unpack_from("<H", data, vtable)
@@ -130,28 +130,28 @@ def test_a_bomb_is_refused_before_it_unpacks(bomb: str) -> None:
 
 
 @pytest.mark.parametrize("bomb", [name for name in BOMBS if name.startswith("Arrow")])
-def test_pyarrow_would_have_unpacked_it(bomb: str) -> None:
-    """Else the test above would show nothing."""
+def test_pyarrow_would_unpack_the_bomb(bomb: str) -> None:
+    """Otherwise the test above would prove nothing."""
     schema = pa.schema([pa.field("value", pa.binary(), nullable=False)])
     batch = pa.ipc.read_record_batch(pa.py_buffer(BOMBS[bomb][1]()), schema)
     assert batch.nbytes > 40 * MIB
 
 
-def test_the_old_layout_of_arrow_messages_is_not_read_at_all() -> None:
-    """It would carry its tables elsewhere than where we look for hidden compression."""
+def test_messages_in_the_old_layout_of_arrow_are_refused() -> None:
+    """The old layout keeps its tables where the check for hidden compression does not look."""
     payload = arrow_message({"value": pa.array([b"a", b"b"])}, use_legacy_format=True)
     assert (
         pa.ipc.read_record_batch(
             pa.py_buffer(payload), pa.schema([pa.field("value", pa.binary())])
         ).num_rows
         == 2
-    )  # pyarrow would
+    )  # pyarrow would accept it
     with pytest.raises(meteor.CorruptFrame):
         decode("s", [raw_entry("1v", payload, 2)])
 
 
-def test_many_frames_that_each_may_unpack_do_not_all_do_so_at_once(rng: random.Random) -> None:
-    # 20 MiB, far above what a publisher sends, but only fifty times its packed size.
+def test_one_fetch_does_not_unpack_all_of_many_compressed_frames(rng: random.Random) -> None:
+    # 20 MiB, far more than a publisher sends, but only fifty times the compressed size.
     one = Columns([rng.randbytes(16_384) * 64 for _ in range(20)])
     message = bytes(one.to_arrow("v").serialize())
     payload = packed("lz4", message, len(message))
@@ -167,8 +167,72 @@ def test_many_frames_that_each_may_unpack_do_not_all_do_so_at_once(rng: random.R
 def test_a_block_that_does_not_unpack_to_the_size_it_claims_is_corrupt(
     compression: str, wrong: int
 ) -> None:
-    """What a short block leaves unfilled would be memory of this process, handed out as values."""
+    """A short block leaves memory of this process in the buffer, which must not become values."""
     _, message = encode(Columns([b"value %d" % i for i in range(50)]), "none")
     payload = packed(compression, bytes(message), message.size + wrong)
     with pytest.raises(meteor.CorruptFrame):
         decode("s", [raw_entry(f"1v.{compression}", payload, 50)])
+
+
+# Small, valid frames that would decode to huge results
+
+
+def empty_values(n: int) -> pa.Array:
+    offsets = pa.py_buffer(bytes(4 * n + 4))
+    return pa.BinaryArray.from_buffers(pa.binary(), n, [None, offsets, pa.py_buffer(b"")])
+
+
+def frame_of_records(n: int) -> tuple[bytes, list[bytes]]:
+    return raw_entry("1v", arrow_message({"value": empty_values(n)}), n)
+
+
+def frame_of_headers(n: int) -> tuple[bytes, list[bytes]]:
+    names = pa.StringArray.from_buffers(n, pa.py_buffer(bytes(4 * n + 4)), pa.py_buffer(b""))
+    lists = pa.array([0, n, n], pa.int32())
+    headers = pa.MapArray.from_arrays(lists, names, empty_values(n))
+    return raw_entry("1hv", arrow_message({"headers": headers, "value": empty_values(2)}), 2)
+
+
+def packed_headers(n: int) -> tuple[bytes, list[bytes]]:
+    pairs = b"".join(b"\xa3%03x\xc4\x00" % (number % 4096) for number in range(n))
+    return raw_entry("0hv", b"\x92\xdf" + struct.pack(">I", n) + pairs + b"\xc4\x00")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [frame_of_records(4_000_000), frame_of_headers(4_000_000), packed_headers(2_000_000)],
+    ids=["records", "headers", "headers-of-one-record"],
+)
+def test_a_frame_of_too_many_records_or_headers_is_refused_before_objects_are_made(
+    entry: tuple[bytes, list[bytes]],
+) -> None:
+    tracemalloc.start()
+    with pytest.raises(meteor.CorruptFrame):
+        decode("s", [entry])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 40 * MIB
+
+
+def test_an_arrow_message_without_metadata_is_corrupt() -> None:
+    message = bytearray(arrow_message({"value": pa.array([b"a", b"b"])}))
+    message[4:8] = bytes(4)  # pyarrow raises EOFError
+    with pytest.raises(meteor.CorruptFrame):
+        decode("s", [raw_entry("1v", bytes(message), 2)])
+
+
+def lz4_sequence(literals: bytes, match: tuple[int, int] | None = None) -> bytes:
+    """Literals, then a match of (distance, length)."""
+    length = len(literals)
+    token = (min(length, 15) << 4) | (match[1] - 4 if match else 0)
+    more = b"" if length < 15 else b"\xff" * ((length - 15) // 255) + bytes([(length - 15) % 255])
+    return bytes([token]) + more + literals + (struct.pack("<H", match[0]) if match else b"")
+
+
+def test_an_lz4_block_that_ends_early_is_refused_instead_of_padded_with_stale_memory() -> None:
+    message = arrow_message({"value": pa.array([b"x" * 200] * 40)})
+    size = len(message)
+    # Three bytes short: LZ4's rules for the end of a block hide that from a smaller buffer.
+    block = lz4_sequence(message[: size - 12], (1, 4)) + lz4_sequence(b"LAST5")
+    with pytest.raises(meteor.CorruptFrame, match="unpacks to"):
+        decode("s", [raw_entry("1v.lz4", struct.pack("<I", size) + block, 40)])

@@ -9,7 +9,7 @@ import pytest
 from meteor_py.runtime.completion import SENDER_PREFIX, SESSION_PREFIX, Completion
 
 
-def test_a_wait_ends_when_it_is_settled() -> None:
+def test_a_wait_ends_when_the_operation_is_settled() -> None:
     completion = Completion()
     assert not completion.wait(0.0)
     threading.Timer(0.05, completion.settle).start()
@@ -18,7 +18,7 @@ def test_a_wait_ends_when_it_is_settled() -> None:
     assert (completion.settled, completion.error) == (True, None)
 
 
-def test_callbacks_run_once_and_count_as_having_seen_the_error() -> None:
+def test_callbacks_run_once_and_mark_the_error_as_observed() -> None:
     completion, late = Completion(), Completion()
     called: list[str] = []
     completion.on_settled(lambda: called.append("before"))

@@ -1,4 +1,4 @@
-"""Whatever happens to one kind of open objects, the others are closed, in their order."""
+"""If closing one kind of object fails, the other kinds are still closed, in their order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Opened:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was closed or abandoned; the registries of the library are set aside."""
+    """Names of closed and abandoned objects, without the library's own registries."""
     monkeypatch.setattr(lifecycle, "_registries", [])
     return []
 
@@ -38,7 +38,7 @@ def register(
     )
 
 
-def test_kinds_are_closed_in_their_order_whatever_the_order_of_their_registration(
+def test_kinds_are_closed_in_closing_order_not_in_registration_order(
     seen: list[str],
 ) -> None:
     for order in (ClosingOrder.ARCHIVERS, ClosingOrder.PEER_GROUPS, ClosingOrder.PUBLISHERS):
@@ -56,7 +56,7 @@ def test_only_the_objects_of_the_owner_are_closed(seen: list[str]) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
-def test_exit_closes_the_other_kinds_though_one_is_interrupted(
+def test_exit_closes_the_other_kinds_even_if_one_is_interrupted(
     seen: list[str], error: BaseException
 ) -> None:
     register(seen, ClosingOrder.SUBSCRIBERS, error)
@@ -66,7 +66,7 @@ def test_exit_closes_the_other_kinds_though_one_is_interrupted(
     assert seen == ["exit SUBSCRIBERS", "exit PUBLISHERS"]
 
 
-def test_a_fork_abandons_the_other_kinds_though_one_fails(seen: list[str]) -> None:
+def test_a_fork_abandons_the_other_kinds_even_if_one_fails(seen: list[str]) -> None:
     register(seen, ClosingOrder.SUBSCRIBERS, ValueError("x"))
     register(seen, ClosingOrder.PUBLISHERS)
     with pytest.raises(ValueError, match="x"):
@@ -81,7 +81,7 @@ def test_an_interrupt_is_not_hidden_by_an_earlier_error(seen: list[str]) -> None
         close_owned(object())
 
 
-def test_each_object_is_closed_and_the_first_failure_raised() -> None:
+def test_every_object_is_closed_and_the_first_failure_is_raised() -> None:
     closed: list[int] = []
 
     def close(number: int) -> None:

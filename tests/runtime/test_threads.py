@@ -1,4 +1,4 @@
-"""A worker counts as alive until it has ended, whatever happens to those who wait for it."""
+"""A JoinableThread is alive until it has ended, even if a join was interrupted."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.runtime.threads import JoinableThread
+from tests.support.forking import exit_code, fork
 from tests.support.readers import fill
 from tests.support.receivers import Gate, Handler, confirmed
 
 
 class _Signal(Exception):
-    """What the signal handler raises, as that of a SIGTERM raises SystemExit."""
+    """Raised by the signal handler, as a SIGTERM handler raises SystemExit."""
 
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Calls something that blocks, and interrupts it there by a signal."""
+    """Calls something that blocks, and interrupts it with a signal."""
 
     def raises(*_: object) -> None:
         raise _Signal
@@ -39,7 +40,7 @@ def interrupted() -> Iterator[Callable[[Callable[[], object]], None]]:
 Interrupted = Callable[[Callable[[], object]], None]
 
 
-def test_a_worker_is_alive_after_a_wait_for_it_was_interrupted(interrupted: Interrupted) -> None:
+def test_a_thread_is_alive_after_a_join_was_interrupted(interrupted: Interrupted) -> None:
     gate = threading.Event()
     worker = JoinableThread(gate.wait, "w", 30)
     assert not worker.is_alive()
@@ -54,7 +55,7 @@ def test_a_worker_is_alive_after_a_wait_for_it_was_interrupted(interrupted: Inte
     assert not worker.is_alive()
 
 
-def test_a_worker_that_raises_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_raises_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
     worker = JoinableThread(lambda: 1 / 0, "w")
@@ -64,7 +65,7 @@ def test_a_worker_that_raises_has_ended(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(seen) == 1
 
 
-def test_a_worker_cannot_wait_for_itself_nor_be_waited_for_before_it_starts() -> None:
+def test_a_thread_can_be_joined_neither_by_itself_nor_before_it_starts() -> None:
     errors: list[str] = []
 
     def join_itself() -> None:
@@ -81,7 +82,7 @@ def test_a_worker_cannot_wait_for_itself_nor_be_waited_for_before_it_starts() ->
     assert errors == ["cannot join current thread"]
 
 
-def test_several_wait_for_a_worker() -> None:
+def test_several_threads_can_join_one() -> None:
     gate = threading.Event()
     worker = JoinableThread(gate.wait, "w", 30)
     worker.start()
@@ -94,21 +95,21 @@ def test_several_wait_for_a_worker() -> None:
         assert not each.is_alive()
 
 
-def test_the_workers_of_the_parent_are_not_alive_in_a_forked_child() -> None:
+def test_threads_of_the_parent_are_not_alive_in_a_forked_child() -> None:
     gate = threading.Event()
     worker = JoinableThread(gate.wait, "w", 30)
     worker.start()
-    child = os.fork()
+    child = fork()
     if child == 0:
         worker.join(1)
         os._exit(7 if worker.is_alive() else 0)
-    _, status = os.waitpid(child, 0)
+    status = exit_code(child)
     gate.set()
     worker.join(20)
     assert status == 0
 
 
-def test_a_worker_is_pushed_until_it_ends() -> None:
+def test_ends_within_pushes_until_the_thread_ends() -> None:
     pushed = threading.Semaphore(0)
 
     def three() -> None:
@@ -126,14 +127,14 @@ def test_a_worker_is_pushed_until_it_ends() -> None:
     assert worker.ends_within(20, lambda: None)
 
 
-# What that is for
+# Use in the library
 
 
-def test_closing_waits_for_the_handler_after_a_signal_in_the_join_of_its_receiver(
+def test_close_waits_for_the_handler_after_a_signal_interrupted_the_join_of_its_receiver(
     url: str, interrupted: Interrupted
 ) -> None:
     with meteor.connect(url) as client:
-        stream = client.stream("s")
+        stream = client.stream("s", create=True)
         fill(stream, 10)
         gate = Gate(2)
         sub = stream.subscriber(group="g", lease_ttl=30)

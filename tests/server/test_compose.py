@@ -1,7 +1,4 @@
-"""What docker-compose.yml says is true: its flags, health checks and commands run on real servers.
-
-Docker itself is not needed.
-"""
+"""Flags, health checks and commands of docker-compose.yml work on real servers, without Docker."""
 
 import os
 import shutil
@@ -25,14 +22,14 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 
 
 def flags(service: str) -> list[str]:
-    """The arguments that a service gives to redis-server."""
+    """The arguments of a service for redis-server."""
     program, *arguments = SERVICES[service]["command"]
     assert program == "redis-server"
     return list(arguments)
 
 
 def settings(arguments: list[str]) -> dict[str, str]:
-    """`--name value...` as a dictionary."""
+    """Parse `--name value...`."""
     found: dict[str, list[str]] = {}
     for argument in arguments:
         if argument.startswith("--"):
@@ -45,7 +42,7 @@ def settings(arguments: list[str]) -> dict[str, str]:
 
 @pytest.fixture(params=sorted(binaries()))
 def pair(request: pytest.FixtureRequest) -> Iterator[dict[str, Server]]:
-    """Both services on this machine: their own flags, but our ports."""
+    """Both services on this machine: with their flags, on free ports."""
     binary = binaries()[request.param]
     with Server(binary, *flags("redis")) as redis:
         here = {"redis": HOST, "6379": str(redis.port)}
@@ -53,11 +50,16 @@ def pair(request: pytest.FixtureRequest) -> Iterator[dict[str, Server]]:
             yield {"redis": redis, "replica": replica}
 
 
-def test_a_server_accepts_every_flag_and_has_the_setting(pair: dict[str, Server]) -> None:
+def test_servers_accept_every_flag_and_the_replica_follows(pair: dict[str, Server]) -> None:
     for name, server in pair.items():
         for setting, value in settings(list(server.args)).items():
             expected = {"512mb": str(512 << 20)}.get(value, value)
             assert server.client().config_get(setting) == {setting: expected}, name
+    host, port = settings(flags("replica"))["replicaof"].split()
+    assert host in SERVICES
+    assert port == "6379"
+    pair["redis"].client().set("key", "value")
+    eventually(lambda: pair["replica"].client().get("key") == b"value")
 
 
 def test_nothing_acknowledged_is_evicted_and_everything_is_on_disk_within_a_second() -> None:
@@ -69,35 +71,24 @@ def test_nothing_acknowledged_is_evicted_and_everything_is_on_disk_within_a_seco
         assert given["maxmemory"] != "0"
 
 
-def test_the_replica_follows_the_service_called_redis(pair: dict[str, Server]) -> None:
-    host, port = settings(flags("replica"))["replicaof"].split()
-    assert host in SERVICES
-    assert port == "6379"
-    pair["redis"].client().set("key", "value")
-    eventually(lambda: pair["replica"].client().get("key") == b"value")
-
-
-@pytest.mark.parametrize("service", ["redis", "replica"])
-def test_the_health_check_tells_a_working_server_from_a_dead_one(
-    pair: dict[str, Server], service: str
-) -> None:
+def test_health_check_tells_a_working_server_from_a_dead_one(pair: dict[str, Server]) -> None:
     if not shutil.which("redis-cli"):
         assert os.environ.get("CI") != "true", "redis-cli is missing"
         pytest.skip("redis-cli is not on PATH (Debian: apt-get install redis-tools).")
-    kind, *command = SERVICES[service]["healthcheck"]["test"]
 
-    def healthy() -> bool:
+    def healthy(service: str) -> bool:
+        kind, *command = SERVICES[service]["healthcheck"]["test"]
+        assert kind in ("CMD", "CMD-SHELL")
         here = f"redis-cli -p {pair[service].port}"
         line = " ".join(command).replace("redis-cli", here)
         return subprocess.run(["sh", "-c", line], capture_output=True).returncode == 0
 
-    assert kind in ("CMD", "CMD-SHELL")
-    eventually(healthy)
+    eventually(lambda: healthy("redis") and healthy("replica"))
     pair["redis"].kill()
-    eventually(lambda: not healthy())
+    eventually(lambda: not healthy("redis") and not healthy("replica"))
 
 
-def test_data_outlives_the_containers() -> None:
+def test_data_survives_the_containers() -> None:
     for service in ("redis", "replica"):
         (volume,) = SERVICES[service]["volumes"]
         name, path = volume.split(":")
@@ -138,7 +129,7 @@ def test_the_demo_installs_the_mounted_source_and_runs_a_command_that_exists() -
     subprocess.run([sys.executable, "-m", module, *arguments, "--help"], cwd=ROOT, check=True)
 
 
-def test_the_demos_python_is_one_we_support() -> None:
+def test_python_of_the_demo_is_supported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = SERVICES["demo"]["image"].removeprefix("python:").removesuffix("-slim")
     assert f"Programming Language :: Python :: {version}" in project["classifiers"]

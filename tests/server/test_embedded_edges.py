@@ -1,4 +1,4 @@
-"""More of the embedded server: its directory, its settings, its program, and odd ends."""
+"""Edge cases of the embedded server: its directory, settings, program, and unusual exits."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ from tests.support.servers import plain_client
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="looks at processes in /proc, and kills supervisors"
+    sys.platform != "linux", reason="reads /proc, and kills supervisors"
 )
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Path]:
-    """A directory for a kept server; at the end of the test nobody may be there."""
+    """A directory for a persistent server; no process may be left in it after the test."""
     yield tmp_path / "kept"
     wait_until_gone(tmp_path / "kept")
 
 
 def fake_server(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a Python script run in place of the server."""
+    """Make a Python script run instead of the server."""
     path.write_text(f"#!{sys.executable}\n{text}")
     path.chmod(0o755)
     monkeypatch.setenv("METEOR_SERVER", str(path))
 
 
-# -- Odd ends
+# -- Unusual exits
 
 
-def test_supervisor_that_is_asked_to_end_ends_the_server_cleanly(kept: Path) -> None:
+def test_sigterm_to_the_supervisor_stops_the_server_cleanly(kept: Path) -> None:
     with open_embedded(kept) as server:
         os.kill(supervisor_of(server.pid), signal.SIGTERM)
         wait_until_gone(kept)
@@ -80,7 +80,7 @@ def test_stopped_server_is_killed(kept: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not is_running(server.pid)
 
 
-def test_directory_deleted_under_a_server_may_be_used_anew(kept: Path) -> None:
+def test_directory_deleted_under_a_server_can_be_opened_again(kept: Path) -> None:
     with open_embedded(kept) as first:
         shutil.rmtree(kept)
         with open_embedded(kept) as second:
@@ -93,7 +93,7 @@ def test_directory_deleted_under_a_server_may_be_used_anew(kept: Path) -> None:
 def test_leftover_of_a_crash_of_user_and_supervisor_is_removed_later() -> None:
     user = User()
     with user.process:
-        assert user.answer() == "ready"
+        assert user.reply() == "ready"
         server = user.open(None)
         directory = directory_of(server)
         os.kill(user.process.pid, signal.SIGSTOP)
@@ -101,16 +101,16 @@ def test_leftover_of_a_crash_of_user_and_supervisor_is_removed_later() -> None:
         user.process.kill()
     wait_until_gone(directory)
     with open_embedded():
-        assert directory.exists()  # it might be one that is about to start
+        assert directory.exists()  # its server might be about to start
     os.utime(directory, (0, 0))
     with open_embedded() as other:
         assert not directory.exists()
         os.utime(other.directory, (0, 0))
         with open_embedded():
-            assert other.directory.exists()  # old, and in use
+            assert other.directory.exists()  # old, but in use
 
 
-def test_user_with_blocked_and_ignored_signals_gets_a_server_that_ends(kept: Path) -> None:
+def test_server_of_a_user_with_blocked_signals_still_stops(kept: Path) -> None:
     script = f"""{PRELUDE}
 signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
 for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -131,7 +131,7 @@ def test_socket_directory_that_others_may_enter_is_not_trusted(tmp_path: Path) -
     with open_embedded(deep) as first:
         short = Path(first.socket_path).parent
         short.chmod(0o777)
-        with pytest.raises(ServerStartFailed, match="did not answer"):
+        with pytest.raises(ServerStartFailed, match="did not reply"):
             open_embedded(deep, timeout_s=0.2)
         kill(supervisor_of(first.pid))
         wait_until_gone(deep)
@@ -163,7 +163,7 @@ def test_link_of_another_user_is_refused(tmp_path: Path) -> None:
         open_embedded(link)
 
 
-def test_open_directory_with_other_files_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_accessible_directory_with_other_files_is_refused_unchanged(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ServerStartFailed, match="chmod 700"):
@@ -171,7 +171,37 @@ def test_open_directory_with_other_files_is_refused_and_left_as_it_is(tmp_path: 
     assert mode(tmp_path) == 0o755
 
 
-def test_empty_open_directory_is_shut(kept: Path) -> None:
+@pytest.mark.parametrize("planted", ["users.lock", "server.conf.new", "server.log"])
+def test_files_in_a_directory_that_others_may_write_are_not_trusted(
+    tmp_path: Path, planted: str
+) -> None:
+    directory, target = tmp_path / "kept", tmp_path / "precious"
+    directory.mkdir()
+    directory.chmod(0o777)
+    (directory / "users.lock").touch()
+    target.write_text("precious")
+    if planted != "users.lock":
+        (directory / planted).symlink_to(target)
+    with pytest.raises(ServerStartFailed, match="Name an empty directory"):
+        open_embedded(directory)
+    assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("planted", ["server.conf.new", "server.log"])
+def test_server_files_that_are_links_are_replaced_not_followed(
+    tmp_path: Path, planted: str
+) -> None:
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    directory = tmp_path / "kept"
+    directory.mkdir(mode=0o700)
+    (directory / planted).symlink_to(target)
+    with open_embedded(directory) as server:
+        assert server.socket_path
+    assert target.read_text() == "precious"
+
+
+def test_empty_accessible_directory_becomes_private(kept: Path) -> None:
     kept.mkdir(mode=0o755)
     with open_embedded(kept):
         assert mode(kept) == 0o700
@@ -183,7 +213,7 @@ def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
         open_embedded(tmp_path / "file")
 
 
-def test_large_log_is_put_aside(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_log_is_rotated(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_embedded(kept).close()
     former = (kept / supervisor.LOG).read_text()
     monkeypatch.setattr(datadir, "LOG_MAX_BYTES", 100)
@@ -203,7 +233,7 @@ def test_default_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_server_keeps_to_itself_and_drops_no_data(private: bool, kept: Path) -> None:
+def test_server_has_safe_settings(private: bool, kept: Path) -> None:
     with (
         open_embedded(None if private else kept) as server,
         plain_client(server.url, decode_responses=True) as client,
@@ -216,10 +246,10 @@ def test_server_keeps_to_itself_and_drops_no_data(private: bool, kept: Path) -> 
     assert settings["appendonly"] == ("no" if private else "yes")
     assert settings["appendfsync"] == "everysec"
     assert settings["databases"] == "16"
-    assert int(settings["maxclients"]) == 10_000  # it has raised its limit of open files
+    assert int(settings["maxclients"]) == 10_000  # the server could raise its limit on open files
 
 
-def test_tcp_cannot_be_had_from_a_server_that_runs_without(kept: Path) -> None:
+def test_tcp_is_refused_if_the_server_runs_without_it(kept: Path) -> None:
     with open_embedded(kept) as server:
         with pytest.raises(ServerStartFailed, match="without TCP"):
             open_embedded(kept, tcp=True)
@@ -227,7 +257,7 @@ def test_tcp_cannot_be_had_from_a_server_that_runs_without(kept: Path) -> None:
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_port_that_another_has_just_taken_is_tried_anew(
+def test_start_retries_if_the_port_was_just_taken(
     private: bool, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -276,29 +306,29 @@ def test_program_that_cannot_be_run_is_named(kept: Path, monkeypatch: pytest.Mon
         open_embedded(kept)
 
 
-def test_program_that_never_answers_is_ended_and_its_log_shown(
+def test_program_that_never_replies_is_stopped_and_its_log_shown(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "import time\nprint('One moment.', flush=True)\ntime.sleep(600)\n"
-    fake_server(kept.parent / "server", text, monkeypatch)
-    with pytest.raises(ServerStartFailed, match=r"(?s)did not answer in time.*One moment\."):
-        open_embedded(kept, timeout_s=2)
+    fake_server(kept.parent / "server", "", monkeypatch)
+    (kept.parent / "server").write_text("#!/bin/sh\necho One moment.\nexec sleep 600\n")
+    with pytest.raises(ServerStartFailed, match=r"(?s)did not reply in time.*One moment\."):
+        open_embedded(kept, timeout_s=0.7)
     assert not processes_of(kept)
 
 
-def test_server_that_loads_its_data_is_waited_for(
+def test_opening_waits_while_the_server_loads_its_data(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading = """
 import socket
 server = socket.create_server("meteor.sock", family=socket.AF_UNIX)
-for reply in 5 * [b"-LOADING it is in memory soon\\r\\n"] + [b"+PONG\\r\\n"]:
+for reply in 5 * [b"-LOADING the data\\r\\n"] + [b"+PONG\\r\\n"]:
     connection = server.accept()[0]
     connection.recv(99)
     connection.sendall(reply)
-open("answered", "w").close()
+open("replied", "w").close()
 server.accept()
 """
     fake_server(kept.parent / "server", loading, monkeypatch)
     with open_embedded(kept):
-        eventually((kept / "answered").exists, WAIT_S)
+        eventually((kept / "replied").exists, WAIT_S)

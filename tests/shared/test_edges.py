@@ -1,4 +1,4 @@
-"""Shared groups at their edges: huge offsets, odd columns, hung workers, resumed streams."""
+"""Edge cases of shared groups: huge offsets, odd columns, hung workers, resumed streams."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ def test_ordering_keys_come_from_large_sliced_and_encoded_columns(any_url: str) 
         assert [record.ordering_key for record in found] == expected
 
 
-# Crews
+# Worker pools
 
 
-def test_when_all_handlers_hang_others_get_what_was_not_begun(url: str) -> None:
+def test_other_consumers_get_unstarted_records_when_all_handlers_hang(url: str) -> None:
     with Queue(url, "ABCB") as queue:
         one = queue.consumer(max_poll_interval=0.2)
         go_on = threading.Event()
@@ -121,12 +121,12 @@ def test_when_all_handlers_hang_others_get_what_was_not_begun(url: str) -> None:
 
             eventually(others_have_them, 30)
             go_on.set()
-            queue.publish("D")  # it goes on with what is new
+            queue.publish("D")  # the worker pool continues with new records
             eventually(lambda: queue.shared.confirmed == 5, 30)
         assert begun == [0, 4]
 
 
-def test_records_lost_end_a_run_once_and_the_next_goes_on(any_url: str) -> None:
+def test_lost_records_end_run_once_and_the_next_run_continues(any_url: str) -> None:
     with Queue(any_url, settings={"capacity": 10}) as queue:
         c1 = queue.consumer()
         for _ in range(3):
@@ -169,7 +169,7 @@ def test_records_may_be_settled_in_many_threads_while_one_polls(
                         record.ack()
                         settled.append(record.offset)
                 except meteor.Fenced:
-                    pass  # it went back with one before it, and will come again
+                    pass  # returned with an earlier record, and redelivered
 
         threads = [threading.Thread(target=settle, name=f"test-{n}") for n in range(4)]
         for thread in threads:
@@ -195,9 +195,7 @@ def test_records_may_be_settled_in_many_threads_while_one_polls(
 # A stream after the loss of its server
 
 
-def test_a_shared_group_of_a_resumed_stream_reads_what_is_in_the_files(
-    url: str, tmp_path: Path
-) -> None:
+def test_shared_group_of_a_resumed_stream_reads_archived_records(url: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"ordering_key": "key", "capacity": 100, "store": str(tmp_path)}
     with meteor.connect(url) as client:
         stream = client.stream(STREAM, **settings)
@@ -219,28 +217,28 @@ def test_a_shared_group_of_a_resumed_stream_reads_what_is_in_the_files(
         check(stream)
 
 
-# Dead letters whose stream comes and goes
+# Dead-letter streams that are deleted and created
 
 
-def test_a_stream_of_dead_letters_that_was_deleted_is_begun_anew(any_url: str) -> None:
+def test_deleted_dead_letter_stream_is_created_again(any_url: str) -> None:
     with Queue(any_url, "ABC", dead_letter="dead") as queue:
         c1 = queue.consumer()
         for number, record in enumerate(c1.poll(5)):
             record.reject("no")
             c1.poll(0)
-            dead = queue.client.stream("dead")
+            dead = queue.client.stream("dead", create=True)
             assert [r.value for batch in dead.read() for r in batch] == [record.value]
             dead.delete()
             if number == 1:
-                queue.client.stream("dead")  # by somebody else
+                queue.client.stream("dead", create=True)  # another client creates it
         c1.flush()
         assert (c1.confirmed, queue.shared.describe().dead) == (3, 3)
 
 
-# Memory for records that wait
+# Limit of waiting records
 
 
-def test_with_as_many_waiting_as_may_the_rest_is_looked_at_later(any_url: str) -> None:
+def test_scanning_stops_at_max_waiting_and_continues_later(any_url: str) -> None:
     with Queue(any_url, max_per_key=1) as queue:
         c1, c2 = queue.consumers(2)
         queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 5)
@@ -248,7 +246,7 @@ def test_with_as_many_waiting_as_may_the_rest_is_looked_at_later(any_url: str) -
         (first,) = c1.poll(5)
         assert c2.poll(0) == []
         found = queue.shared.describe()
-        assert found.waiting >= 5  # a few more than may
+        assert found.waiting >= 5  # a few more than the limit
         assert found.looked < 20
         queue.check()
         first.ack()

@@ -1,4 +1,4 @@
-"""The end of a shared subscriber: closed, dropped, forked, or without a server or group."""
+"""How a shared subscriber ends: closed, garbage-collected, forked, without server or group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_closing_the_client_closes_its_consumers(any_url: str) -> None:
     with Queue(any_url, "AB") as queue:
         queue.consumer().close()
         with meteor.connect(any_url) as client:
-            other = client.stream(STREAM).shared_subscriber(GROUP)
+            other = client.stream(STREAM, create=True).shared_subscriber(GROUP)
             first, _ = other.poll(5)
             first.ack()
         assert other.closed
@@ -27,8 +27,8 @@ def test_closing_the_client_closes_its_consumers(any_url: str) -> None:
         assert [each.name for each in queue.shared.describe().consumers] == [c1.name]
 
 
-def test_a_consumer_that_was_dropped_leaves_no_thread(any_url: str) -> None:
-    with Queue(any_url, "A") as queue:
+def test_garbage_collected_consumer_leaves_no_thread(url: str) -> None:
+    with Queue(url, "A") as queue:
         sub = queue.stream.shared_subscriber("dropped")
         name = sub._lease_renewer._thread.name
         thread = sub._lease_renewer._thread
@@ -38,12 +38,12 @@ def test_a_consumer_that_was_dropped_leaves_no_thread(any_url: str) -> None:
         assert name.startswith("meteor-shared")
 
 
-def test_a_consumer_that_was_dropped_leaves_at_once_and_its_records_are_not_its_any_more(
-    any_url: str,
+def test_garbage_collected_consumer_leaves_at_once_and_loses_its_records(
+    url: str,
 ) -> None:
-    with Queue(any_url, "AB") as queue:
+    with Queue(url, "AB") as queue:
         c1 = queue.consumer()
-        records = queue.stream.shared_subscriber(GROUP).poll(5)  # nobody keeps it
+        records = queue.stream.shared_subscriber(GROUP).poll(5)  # then garbage-collected
         assert len(records) == 2
         collect()
         again = c1.poll(20)
@@ -57,14 +57,14 @@ import sys
 import meteor_py as meteor
 
 client = meteor.connect(sys.argv[1])
-sub = client.stream("orders").shared_subscriber("billing")
+sub = client.stream("orders", create=True).shared_subscriber("billing")
 first, second = sub.poll(20)
 first.ack()
 print("ready", flush=True)
 """
 
 
-def test_a_program_that_ends_without_closing_leaves_at_once(url: str) -> None:
+def test_program_that_exits_without_close_leaves_the_group_at_once(url: str) -> None:
     with Queue(url, "AB") as queue:
         c1 = queue.consumer()
         program = Process("-c", _ENDS, url)
@@ -82,7 +82,7 @@ import os, sys
 import meteor_py as meteor
 
 client = meteor.connect(sys.argv[1])
-sub = client.stream("orders").shared_subscriber("billing")
+sub = client.stream("orders", create=True).shared_subscriber("billing")
 (record,) = sub.poll(20)
 pid = os.fork()
 if pid == 0:
@@ -103,7 +103,7 @@ print("done", flush=True)
 """
 
 
-def test_a_forked_child_refuses_everything_and_its_end_changes_nothing(url: str) -> None:
+def test_forked_child_cannot_use_the_consumer_and_its_exit_changes_nothing(url: str) -> None:
     with Queue(url, "A", lease_ttl=60.0) as queue:
         queue.consumer().close()
         program = Process("-W", "ignore", "-c", _FORKS, url)
@@ -116,8 +116,8 @@ def test_a_forked_child_refuses_everything_and_its_end_changes_nothing(url: str)
         assert queue.shared.confirmed == 1
 
 
-def test_closing_says_what_was_settled_too_late(any_url: str) -> None:
-    with Queue(any_url, "A") as queue:
+def test_close_raises_fenced_for_late_settlements(url: str) -> None:
+    with Queue(url, "A") as queue:
         c1, c2 = queue.consumers(2)
         (record,) = c1.poll(5)
         expire(c1)
@@ -130,10 +130,10 @@ def test_closing_says_what_was_settled_too_late(any_url: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["group", "stream"])
-def test_closing_after_the_group_is_gone_is_no_error_if_nothing_is_unsaid(
-    any_url: str, what: str
+def test_close_after_group_deletion_succeeds_if_all_settlements_were_sent(
+    url: str, what: str
 ) -> None:
-    with Queue(any_url, "AB") as queue:
+    with Queue(url, "AB") as queue:
         for settled in (False, True):
             c1 = queue.stream.shared_subscriber(f"g{settled}")
             first = c1.poll(5)[0]
@@ -150,7 +150,7 @@ def test_closing_after_the_group_is_gone_is_no_error_if_nothing_is_unsaid(
             assert c1.closed
 
 
-def test_a_consumer_without_a_server_closes_and_says_so(private_server: ServerFactory) -> None:
+def test_close_without_a_server_raises_and_closes(private_server: ServerFactory) -> None:
     server = private_server()
     with meteor.connect(server.url) as client:
         stream = client.stream(STREAM, ordering_key="key")
@@ -162,21 +162,21 @@ def test_a_consumer_without_a_server_closes_and_says_so(private_server: ServerFa
         assert consumer.closed
 
 
-def test_no_thread_is_left_by_many_consumers(any_url: str) -> None:
-    with Queue(any_url, "ABCDEFGH") as queue:
+def test_closed_consumers_leave_no_thread(url: str) -> None:
+    with Queue(url, "ABCDEFGH") as queue:
         for consumer in queue.consumers(8, prefetch=1):
             assert len(consumer.poll(5)) == 1
         names = [thread.name for thread in threading.enumerate()]
         assert sum(name.startswith("meteor-shared") for name in names) == 8
 
 
-def test_a_full_consumer_that_settles_nothing_is_told_why_it_gets_nothing(
-    any_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_full_consumer_logs_why_it_gets_no_records(
+    url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from meteor_py.shared import prefetcher
 
     monkeypatch.setattr(prefetcher, "_STUCK_S", 0.0)
-    with Queue(any_url, "AB") as queue, caplog.at_level(logging.WARNING):
+    with Queue(url, "AB") as queue, caplog.at_level(logging.WARNING):
         c1 = queue.consumer(prefetch=1)
         c1.poll(5)
-        eventually(lambda: not c1.poll(0.01) and "handed out and not settled" in caplog.text)
+        eventually(lambda: not c1.poll(0.01) and "holds 1 unsettled records" in caplog.text)

@@ -1,4 +1,4 @@
-"""Shared subscribers in processes of their own, under kills and pauses: order, and each once."""
+"""Shared subscribers in processes that are killed and paused keep order and lose no record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_under_kills_and_pauses_each_record_is_settled_once_and_keys_stay_in_ord
         assert fleet.done["paused"]
 
 
-def test_a_record_that_kills_its_consumer_is_the_only_dead_letter(
+def test_record_that_kills_its_consumer_is_the_only_dead_letter(
     url: str, rng: random.Random
 ) -> None:
     poison = rng.randrange(500, 1_000)
@@ -32,9 +32,9 @@ def test_a_record_that_kills_its_consumer_is_the_only_dead_letter(
         assert fleet.done["killed"] >= 3
 
 
-def test_other_keys_are_all_processed_while_the_owner_of_a_hot_key_sleeps(
+def test_other_keys_are_processed_while_the_owner_of_a_hot_key_sleeps(
     url: str, private_server: ServerFactory
 ) -> None:
     held = others_per_second(url, "held", 1_000)
     worked = others_per_second(private_server().url, "worked", 1_000)
-    print(f"rate of the others: {held / worked:.2f} of what it is when the owner works")
+    print(f"rate of other keys: {held / worked:.2f} of the rate while the owner works")

@@ -1,4 +1,4 @@
-"""The frames of a shared group: from the ring, from the store, or named as lost."""
+"""Records of a shared group: from the ring, from the store, or reported lost."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import meteor_py as meteor
+from meteor_py.redis.connection import Connection
 from meteor_py.shared import admin, frame_cache, prefetcher
 from meteor_py.shared.frame_cache import FrameCache
 from meteor_py.shared.record import Standing
@@ -20,7 +21,7 @@ from tests.support.waiting import eventually
 
 
 def in_order(records: list[meteor.SharedRecord]) -> bool:
-    """Whether each group came in order, with the values that it was published with."""
+    """Returns whether the records of each key are in order and have the right values."""
     last: dict[bytes, int] = {}
     for record in records:
         assert record.value == record.ordering_key
@@ -34,23 +35,22 @@ def in_order(records: list[meteor.SharedRecord]) -> bool:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The offsets from which frames were asked for, by XRANGE, in this process."""
-    found: list[str] = []
-    call = FrameCache._call
+def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of frames requested with each XRANGE pipeline of this process."""
+    found: list[int] = []
+    real = Connection.pipeline
 
-    def noting(self: FrameCache, commands: Any) -> Any:
-        found.extend(command[2] for command in commands)
-        return call(self, commands)
+    def pipeline(self: Connection, commands: Any, *timeout_s: float) -> Any:
+        if commands[0][0] == "XRANGE":
+            found.append(len(commands))
+        return real(self, commands, *timeout_s)
 
-    monkeypatch.setattr(FrameCache, "_call", noting)
+    monkeypatch.setattr(Connection, "pipeline", pipeline)
     return found
 
 
-def test_a_frame_is_fetched_once_by_each_consumer_that_has_records_of_it(
-    any_url: str, asked: list[str]
-) -> None:
-    with Queue(any_url, max_per_key=2) as queue:
+def test_each_consumer_fetches_a_frame_once(url: str, fetches: list[int]) -> None:
+    with Queue(url, max_per_key=2) as queue:
         queue.publish("ABCD" * 25, frame=100)
         c1, c2 = queue.consumers(2, prefetch=4)
         found: list[meteor.SharedRecord] = []
@@ -62,27 +62,16 @@ def test_a_frame_is_fetched_once_by_each_consumer_that_has_records_of_it(
             c1.flush()
             c2.flush()
         assert sorted(offsets(found)) == [*range(100)]
-        assert len(asked) == 2
+        assert fetches == [1, 1]
 
 
-def test_frames_of_one_record_are_fetched_in_one_round_trip(
-    url: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trips: list[int] = []
-    call = FrameCache._call
-
-    def counting(self: FrameCache, commands: Any) -> Any:
-        trips.append(len(commands))
-        return call(self, commands)
-
-    monkeypatch.setattr(FrameCache, "_call", counting)
+def test_frames_of_one_record_are_fetched_in_one_round_trip(url: str, fetches: list[int]) -> None:
     with Queue(url, "AB" * 25) as queue:
         assert offsets(queue.consumer().poll(5)) == [*range(50)]
-    assert len(asked) == 50
-    assert trips == [1, 49]  # how large frames are is not known before
+    assert fetches == [1, 49]  # the first shows how large frames are
 
 
-def test_a_consumer_does_not_keep_all_frames(any_url: str) -> None:
+def test_consumer_does_not_keep_all_frames(any_url: str) -> None:
     with Queue(any_url) as queue:
         queue.publish("AB" * 500, frame=10)
         c1 = queue.consumer(prefetch=20)
@@ -92,7 +81,7 @@ def test_a_consumer_does_not_keep_all_frames(any_url: str) -> None:
         assert frames._firsts == sorted(frames._frames)
 
 
-def test_values_are_decoded_and_what_cannot_be_is_the_application_s(any_url: str) -> None:
+def test_values_are_decoded_and_decode_errors_are_left_to_the_application(any_url: str) -> None:
     with Queue(any_url, settings={"codec": "json"}, dead_letter="dead") as queue:
         with queue.stream.publisher() as pub:
             pub.publish({"a": 1}, key=b"A")
@@ -112,17 +101,17 @@ def test_values_are_decoded_and_what_cannot_be_is_the_application_s(any_url: str
         c1.poll(0)
         c1.flush()
         assert c1.confirmed == 3
-        (letter,) = (r for batch in queue.client.stream("dead").read() for r in batch)
+        (letter,) = (r for batch in queue.client.stream("dead", create=True).read() for r in batch)
         assert letter.value == b"{no"
 
 
-def test_a_consumer_may_have_a_codec_of_its_own(any_url: str) -> None:
+def test_consumer_may_override_the_codec(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         (record,) = queue.consumer(codec="text").poll(5)
         assert record.value == "A"
 
 
-# Dropped by the ring, and nowhere else
+# Dropped by the ring, without a store
 
 
 def publish(queue: Queue, groups: str, frames: int) -> None:
@@ -130,7 +119,7 @@ def publish(queue: Queue, groups: str, frames: int) -> None:
         queue.publish(groups, frame=len(groups))
 
 
-def test_what_was_dropped_before_anybody_looked_is_named_once_and_the_rest_is_delivered(
+def test_records_dropped_before_the_scan_are_reported_once_and_the_rest_is_delivered(
     any_url: str,
 ) -> None:
     with Queue(any_url, settings={"capacity": 20}) as queue:
@@ -146,7 +135,9 @@ def test_what_was_dropped_before_anybody_looked_is_named_once_and_the_rest_is_de
         assert (found.lost, found.lost_last, found.confirmed) == (first, (0, first - 1), 100)
 
 
-def test_what_was_dropped_while_it_waited_is_named_and_its_key_goes_on(any_url: str) -> None:
+def test_waiting_records_that_are_dropped_are_reported_and_their_key_continues(
+    any_url: str,
+) -> None:
     with Queue(any_url, settings={"capacity": 20}) as queue:
         publish(queue, "AAAAAAAAAA", 2)
         c1 = queue.consumer()
@@ -161,7 +152,7 @@ def test_what_was_dropped_while_it_waited_is_named_and_its_key_goes_on(any_url: 
         assert queue.shared.describe().lost == 20
 
 
-def test_gaps_may_be_skipped_and_are_told_to_who_asks(any_url: str) -> None:
+def test_gaps_may_be_skipped_and_on_gap_skipped_is_called(any_url: str) -> None:
     gaps: list[tuple[int, int]] = []
     with Queue(any_url, settings={"capacity": 20}) as queue:
         c1 = queue.consumer(on_gap="skip", on_gap_skipped=lambda *gap: gaps.append(gap))
@@ -171,7 +162,7 @@ def test_gaps_may_be_skipped_and_are_told_to_who_asks(any_url: str) -> None:
         assert gaps == [(0, first - 1)]
 
 
-def test_what_is_held_is_not_lost_though_the_ring_has_dropped_it(any_url: str) -> None:
+def test_held_records_survive_being_dropped_from_the_ring(any_url: str) -> None:
     with Queue(any_url, settings={"capacity": 20}) as queue:
         publish(queue, "ABABABABAB", 2)
         c1 = queue.consumer()
@@ -182,7 +173,7 @@ def test_what_is_held_is_not_lost_though_the_ring_has_dropped_it(any_url: str) -
         assert queue.shared.describe().acked == 20
 
 
-def test_the_letter_of_a_record_that_is_gone_cannot_be_written_and_it_is_named_lost(
+def test_dead_letter_whose_record_is_gone_is_reported_lost(
     any_url: str,
 ) -> None:
     with Queue(any_url, "A", settings={"capacity": 10}, dead_letter="dead") as queue:
@@ -193,7 +184,7 @@ def test_the_letter_of_a_record_that_is_gone_cannot_be_written_and_it_is_named_l
         publish(queue, "BBBBBBBBBB", 3)
         queue.client._connector.call(
             "ZADD", queue.key("dying"), 0, "0"
-        )  # the time of a lease is over
+        )  # as if the lease had expired
         lost: list[tuple[int, int]] = []
 
         def all_named() -> bool:
@@ -205,12 +196,12 @@ def test_the_letter_of_a_record_that_is_gone_cannot_be_written_and_it_is_named_l
 
         eventually(all_named)
         assert lost == [(0, 20)]
-        assert list(queue.client.stream("dead").read()) == []
+        assert list(queue.client.stream("dead", create=True).read()) == []
         found = queue.shared.describe()
         assert (found.lost, found.dead, found.dying) == (21, 0, 0)
 
 
-def test_a_letter_whose_key_is_too_long_to_order_by_has_none_and_keeps_its_key(
+def test_dead_letter_with_a_long_key_keeps_it_but_has_no_ordering_key(
     any_url: str,
 ) -> None:
     with Queue(any_url, ordering_key="header:cart", dead_letter="dead") as queue:
@@ -245,7 +236,7 @@ def archived(url: str, tmp_path: Path) -> Iterator[Queue]:
 
 
 def archive(queue: Queue, groups: str, frames: int) -> int:
-    """Publish, and have the ring drop most of it; return the first offset in the ring."""
+    """Publish until the ring has dropped most records; return the first offset in the ring."""
     publish(queue, groups, frames)
     queue.stream.store.flush()
 
@@ -261,7 +252,7 @@ def archive(queue: Queue, groups: str, frames: int) -> int:
     return dropped()
 
 
-def test_records_that_nobody_has_looked_at_come_from_the_store_in_order(archived: Queue) -> None:
+def test_unscanned_records_are_read_from_the_store_in_order(archived: Queue) -> None:
     c1, c2 = archived.consumers(2, prefetch=50)
     assert archive(archived, "ABCDEFGHIJ", 100) >= 880
     found: list[meteor.SharedRecord] = []
@@ -277,7 +268,7 @@ def test_records_that_nobody_has_looked_at_come_from_the_store_in_order(archived
     assert archived.shared.confirmed == 1000
 
 
-def test_records_that_wait_come_from_the_store_when_the_ring_has_dropped_them(
+def test_waiting_records_are_read_from_the_store_after_the_ring_dropped_them(
     archived: Queue,
 ) -> None:
     publish(archived, "ABABABABAB", 10)
@@ -292,7 +283,7 @@ def test_records_that_wait_come_from_the_store_when_the_ring_has_dropped_them(
     assert in_order(found)
 
 
-def test_what_a_dead_consumer_held_comes_from_the_store(archived: Queue) -> None:
+def test_records_of_a_dead_consumer_are_read_from_the_store(archived: Queue) -> None:
     publish(archived, "ABABABABAB", 1)
     c1, c2 = archived.consumers(2)
     assert len(c1.poll(5)) == 10
@@ -303,9 +294,7 @@ def test_what_a_dead_consumer_held_comes_from_the_store(archived: Queue) -> None
     assert in_order(found)
 
 
-def test_looking_back_into_the_store_is_done_in_parts(
-    archived: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_is_scanned_in_parts(archived: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_cache, "_STORED_MAX", 7)
     c1 = archived.consumer(prefetch=5, max_per_key=3)
     archive(archived, "ABABCDCDEE", 30)
@@ -314,11 +303,13 @@ def test_looking_back_into_the_store_is_done_in_parts(
     assert in_order(found)
 
 
-def test_what_has_expired_from_the_store_is_named_and_the_rest_comes(archived: Queue) -> None:
+def test_records_expired_from_the_store_are_reported_and_the_rest_is_delivered(
+    archived: Queue,
+) -> None:
     c1 = archived.consumer()
     archive(archived, "ABABABABAB", 50)
     archive(archived, "ABABABABAB", 50)
-    assert archived.stream.store.expire(offset=500) == 0  # not what a group has yet to process
+    assert archived.stream.store.expire(offset=500) == 0  # the group has yet to process them
     first = archived.stream.store.expire(offset=500, force=True)
     assert 0 < first <= 500
     with pytest.raises(meteor.RecordsLost) as lost:
@@ -328,7 +319,7 @@ def test_what_has_expired_from_the_store_is_named_and_the_rest_comes(archived: Q
 
 
 @pytest.mark.parametrize("size", [7, 4_096])
-def test_purging_and_looking_ahead_reach_what_only_the_store_has(
+def test_purge_and_look_ahead_reach_records_in_the_store(
     archived: Queue, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(frame_cache, "_STORED_MAX", size)
@@ -353,7 +344,7 @@ def test_purging_and_looking_ahead_reach_what_only_the_store_has(
 # Servers
 
 
-def test_it_works_on_a_server_that_keeps_all_on_disk(private_server: ServerFactory) -> None:
+def test_shared_group_works_on_a_server_with_persistence(private_server: ServerFactory) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
     with Queue(server.url) as queue:
         publish(queue, "ABCDEFGHIJ", 20)
@@ -374,7 +365,7 @@ def test_it_works_on_a_server_that_keeps_all_on_disk(private_server: ServerFacto
         assert sorted(offsets(found)) == [*range(200)]
 
 
-def test_of_many_frames_only_a_few_are_in_memory_at_a_time(
+def test_only_a_few_frames_are_in_memory_at_a_time(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = [0]
@@ -392,21 +383,21 @@ def test_of_many_frames_only_a_few_are_in_memory_at_a_time(
         assert queue.get(owner) == "A-0"
         queue.shared.keys(look_ahead=True)
         assert offsets(other.poll(10)) == [400 * number + 399 for number in range(60)]
-        assert most[0] <= 33 * 400  # those that are kept, and those that were asked for
+        assert most[0] <= 33 * 400  # cached and requested frames
 
 
-def test_a_piece_of_the_store_that_overlaps_a_frame_is_replaced_by_it(any_url: str) -> None:
+def test_cached_chunk_replaces_overlapping_ones(any_url: str) -> None:
     with Queue(any_url) as queue:
         queue.publish("ABCDEFGHIJ", frame=10)
         frames = queue.consumer()._prefetcher._frame_cache
-        chunk = frames.read_stored(0, 10)
+        chunk = frames.read_stored(0, 10)[0]
         frames._keep(chunk.slice(5, 8))
         frames._keep(chunk.slice(2, 3))
         assert [*frames.fetch([2, 6, 8, 9]).found] == [2, 6, 8, 9]
         assert frames._firsts == [0]
 
 
-def test_a_poll_that_only_looks_does_not_go_through_all_of_the_store(
+def test_poll_without_timeout_does_not_scan_the_whole_store(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frame_cache, "_STORED_MAX", 2)
@@ -419,5 +410,5 @@ def test_a_poll_that_only_looks_does_not_go_through_all_of_the_store(
         steps = Steps(monkeypatch, other)
         assert other.poll(0) == []
         assert 0 < len(steps.wants) <= prefetcher._ROUNDS_MIN
-        eventually(lambda: offsets(other.poll(0)) == [100])  # it goes on where it was
+        eventually(lambda: offsets(other.poll(0)) == [100])  # continues where it stopped
         assert first.standing is Standing.HELD

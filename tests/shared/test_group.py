@@ -1,4 +1,4 @@
-"""A shared group as a whole: settings, incarnations, looking ahead, purging, and its end."""
+"""Administration of shared groups: settings, incarnations, look-ahead, purge, deletion."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize("lease_ttl", [32.3, 1.001, 1 / 3, 0.1, 5.015, 86_400.0])
-def test_a_group_begins_with_any_lease_and_all_may_ask_for_the_same(
-    any_url: str, lease_ttl: float
-) -> None:
+def test_consumers_may_repeat_any_lease_ttl(any_url: str, lease_ttl: float) -> None:
     with Queue(any_url, lease_ttl=lease_ttl) as queue:
         for _ in range(2):
             queue.consumer().close()
@@ -32,18 +30,18 @@ def test_a_group_begins_with_any_lease_and_all_may_ask_for_the_same(
             queue.consumer(lease_ttl=lease_ttl - 0.002 if lease_ttl > 1 else 2.0)
 
 
-def test_the_setting_that_differs_is_named_whatever_the_others_are() -> None:
+def test_mismatch_error_names_the_setting_that_differs() -> None:
     present = SharedConfig(default_key="rest")
     assert present.differing({"keyless": "free"}) == "keyless"
     assert present.differing({"max_per_key": 32, "default_key": "others"}) == "default_key"
     assert present.differing({"default_key": "rest", "lease_ttl": 10}) is None
 
 
-# Lives
+# Incarnations
 
 
 @pytest.mark.parametrize("settings", [{}, {"keyless": "free"}, {"dead_letter": "dead"}])
-def test_a_consumer_of_a_group_that_was_deleted_and_begun_anew_does_not_join_the_new_one(
+def test_consumer_of_a_deleted_group_does_not_join_a_new_one_of_that_name(
     any_url: str, settings: dict[str, Any]
 ) -> None:
     with Queue(any_url, "ABC") as queue:
@@ -63,10 +61,10 @@ def test_a_consumer_of_a_group_that_was_deleted_and_begun_anew_does_not_join_the
             old.close()
 
 
-# Looking ahead, and purging
+# Look-ahead and purge
 
 
-def test_purging_goes_on_behind_what_there_was_room_for(any_url: str) -> None:
+def test_purge_continues_beyond_max_waiting(any_url: str) -> None:
     with Queue(any_url) as queue:
         queue.consumer().close()
         queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 5)
@@ -77,38 +75,34 @@ def test_purging_goes_on_behind_what_there_was_room_for(any_url: str) -> None:
         assert queue.shared.purge("C", limit=650) == 650
 
 
-def test_looking_ahead_says_when_as_many_wait_as_may(
+def test_look_ahead_logs_when_it_reaches_max_waiting(
     any_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Queue(any_url) as queue, caplog.at_level(logging.WARNING):
         queue.consumer().close()
         queue.publish("A" * 700 + "B", frame=100)
-        assert "as may" not in caplog.text
+        assert not caplog.text
         queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 5)
         assert "B" not in queue.keys()
-        assert "As many records wait in shared group 'billing' of stream 'orders' as may" in (
-            caplog.text
-        )
+        assert "'billing' of stream 'orders' has as many waiting records as it may" in caplog.text
         queue.client._connector.call("HSET", queue.key("state"), "max_waiting", 1_000)
         assert "B" in queue.keys()
 
 
-def test_what_is_found_to_be_lost_by_looking_ahead_is_logged(
-    any_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_look_ahead_logs_lost_records(any_url: str, caplog: pytest.LogCaptureFixture) -> None:
     with Queue(any_url, settings={"capacity": 10}) as queue, caplog.at_level(logging.WARNING):
         queue.consumer().close()
         for _ in range(3):
             queue.publish("ABABABABAB", frame=10)
         assert queue.shared.purge("A") == 5
-        assert "Records 0 to 19 of stream 'orders' were dropped" in caplog.text
+        assert "The ring dropped records 0 to 19 of stream 'orders'" in caplog.text
         assert queue.shared.describe().lost == 20
 
 
 # Deleting
 
 
-def test_a_group_that_could_not_be_deleted_is_still_listed(
+def test_group_that_could_not_be_deleted_is_still_listed(
     any_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Queue(any_url, "A") as queue:
@@ -129,7 +123,7 @@ def test_a_group_that_could_not_be_deleted_is_still_listed(
         assert queue.stream.groups() == []
 
 
-def test_a_name_left_over_is_in_nobodys_way(any_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftover_group_name_is_harmless(any_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Queue(any_url, "A") as queue:
         queue.consumer().close()
         call = Connector.call
@@ -148,7 +142,7 @@ def test_a_name_left_over_is_in_nobodys_way(any_url: str, monkeypatch: pytest.Mo
         assert [each.name for each in queue.stream.groups()] == [GROUP]
 
 
-def test_a_group_begun_anew_while_the_old_one_is_deleted_stays_listed(
+def test_group_recreated_during_delete_stays_listed(
     any_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Queue(any_url, "A") as queue:
@@ -169,7 +163,7 @@ def test_a_group_begun_anew_while_the_old_one_is_deleted_stays_listed(
 # Failures
 
 
-def test_many_returned_one_by_one_in_one_step_cost_as_much_each_as_a_few(url: str) -> None:
+def test_cost_per_returned_record_does_not_grow_with_their_number(url: str) -> None:
     cost: dict[int, int] = {}
     for count in (200, 400):
         with Queue(url, max_deliveries=0) as queue:
@@ -191,7 +185,7 @@ def test_many_returned_one_by_one_in_one_step_cost_as_much_each_as_a_few(url: st
     assert cost[400] < 2.5 * cost[200]
 
 
-def test_the_last_try_of_what_was_returned_travels_with_others(any_url: str) -> None:
+def test_last_try_of_a_released_record_is_granted_with_others(any_url: str) -> None:
     with Queue(any_url, "ABCDEFGH", max_deliveries=2) as queue:
         c1 = queue.consumer()
         c1.poll(5)
@@ -206,7 +200,7 @@ def test_the_last_try_of_what_was_returned_travels_with_others(any_url: str) -> 
         assert (found.acked, found.dead, found.confirmed) == (7, 1, 8)
 
 
-def test_the_last_try_of_what_a_dead_consumer_had_travels_alone(any_url: str) -> None:
+def test_last_try_of_a_dead_consumers_record_is_granted_alone(any_url: str) -> None:
     with Queue(any_url, "ABC", max_deliveries=2) as queue:
         c1, c2 = queue.consumers(2)
         assert len(c1.poll(5)) == 3
@@ -218,7 +212,7 @@ def test_the_last_try_of_what_a_dead_consumer_had_travels_alone(any_url: str) ->
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("delays", [(1.0, 300.0), (300.0, 1.0)])
-def test_of_two_delays_of_a_key_the_longer_one_counts(
+def test_longer_of_two_delays_applies(
     any_url: str, together: bool, delays: tuple[float, float]
 ) -> None:
     with Queue(any_url, "AAA") as queue:
@@ -242,7 +236,7 @@ def test_of_two_delays_of_a_key_the_longer_one_counts(
 
 
 def age(queue: Queue, ms: int) -> None:
-    """Have the server see all that happened as so much longer ago."""
+    """Make all past events look older to the server."""
     last = queue.client._connector.call("HGET", queue.key("state"), "last")
     queue.client._connector.call("HSET", queue.key("state"), "last", int(last) - ms)
     flat = queue.client._connector.call("ZRANGE", queue.key("leases"), 0, -1, "WITHSCORES")
@@ -250,7 +244,7 @@ def age(queue: Queue, ms: int) -> None:
         queue.client._connector.call("ZADD", queue.key("leases"), int(float(end)) - ms, consumer)
 
 
-def test_consumers_keep_their_time_while_nobody_could_be_heard_of(any_url: str) -> None:
+def test_leases_do_not_expire_while_the_server_hears_from_no_consumer(any_url: str) -> None:
     with Queue(any_url, "ABCD") as queue:
         consumers = queue.consumers(4, prefetch=1)
         records = [consumer.poll(5)[0] for consumer in consumers]
@@ -261,11 +255,11 @@ def test_consumers_keep_their_time_while_nobody_could_be_heard_of(any_url: str) 
         assert (queue.shared.describe().reaped, queue.shared.confirmed) == (0, 4)
 
 
-def test_one_who_died_while_nobody_could_be_heard_of_is_found_out_later(any_url: str) -> None:
+def test_consumer_that_died_during_a_server_outage_is_reaped_later(any_url: str) -> None:
     with Queue(any_url, "AB", lease_ttl=0.5) as queue:
         c1, c2 = queue.consumers(2, prefetch=1)
         c1.poll(5)
-        c1._lease_renewer.stop()  # nobody renews its lease any more
+        c1._lease_renewer.stop()  # its lease is no longer renewed
         c1._lease_renewer.join(20)
         age(queue, 600_000)
         found: list[int] = []
@@ -279,7 +273,7 @@ def test_one_who_died_while_nobody_could_be_heard_of_is_found_out_later(any_url:
         assert queue.shared.describe().reaped == 1
 
 
-def test_a_server_that_was_paused_for_longer_than_a_lease_takes_nobody_for_dead(
+def test_server_paused_for_longer_than_a_lease_reaps_no_consumer(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -289,7 +283,7 @@ def test_a_server_that_was_paused_for_longer_than_a_lease_takes_nobody_for_dead(
         seconds = int(queue.client._connector.call("TIME")[0])
         server.pause()
         try:
-            # The lease is over by the time of the server, which is that of the machine.
+            # By the server's clock, which is this machine's, the lease has expired.
             eventually(lambda: time.time() > seconds + 4, 20)
         finally:
             server.resume()

@@ -1,4 +1,4 @@
-"""What a consumer holds and has settled, without a server: every transition of ``Holdings``."""
+"""Every transition of ``Holdings``, without a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meteor_py.shared.record import Standing
 
 @dataclass(eq=False)
 class Fake:
-    """As much of a SharedRecord as is needed here."""
+    """The parts of a SharedRecord that Holdings uses."""
 
     offset: int
     ordering_key: bytes
@@ -45,14 +45,14 @@ def reply(*granted: int, failures: dict[int, int] | None = None) -> StepReply:
 
 
 def step(held: Holdings, *granted: int) -> None:
-    """Take a step that grants these offsets."""
+    """Execute a step that grants these offsets."""
     held.begin_step()
     held.apply(reply(*granted))
     held.end_step()
 
 
 def receive(held: Holdings, keys: str, first: int = 0) -> list[Any]:
-    """Have a record granted and fetched for each letter, its ordering key."""
+    """Grant and receive a record for each letter, which is its ordering key."""
     records = [fake(first + number, key.encode()) for number, key in enumerate(keys)]
     step(held, *(record.offset for record in records))
     held.receive(records)
@@ -65,7 +65,7 @@ def settle(held: Holdings, record: Any, kind: str) -> None:
 
 def ack(held: Holdings, *records: Any) -> None:
     for record in records:
-        held.ack(record)
+        held.settle(record, "A", b"")
 
 
 @pytest.fixture
@@ -84,30 +84,28 @@ def test_granted_records_count_before_and_after_they_are_fetched(held: Holdings)
     assert (len(held), held.granted) == (2, {4: 0})
 
 
-def test_a_record_that_was_not_granted_is_not_received(held: Holdings) -> None:
+def test_record_that_was_not_granted_is_not_received(held: Holdings) -> None:
     assert held.receive([fake(3, b"A")]) == []
     assert len(held) == 0
 
 
-def test_an_acknowledged_record_is_said_with_the_next_step(held: Holdings) -> None:
+def test_acknowledgement_is_sent_with_the_next_step(held: Holdings) -> None:
     a, b = receive(held, "AB")
-    assert not held.unsaid
+    assert not held.unsent
     ack(held, b, a)
-    assert (a.standing, len(held), held.unsaid) == (Standing.SETTLED, 0, True)
+    assert (a.standing, len(held), held.unsent) == (Standing.SETTLED, 0, True)
     assert held.begin_step()
     assert held.sent == ({b"A": [0], b"B": [1]}, [])
     held.apply(reply())
     held.end_step()
-    assert (held.unsaid, held.sync, held.number) == (False, Sync.AGREED, 2)
+    assert (held.unsent, held.sync, held.number) == (False, Sync.AGREED, 2)
 
 
 @pytest.mark.parametrize(
     ("kind", "parks", "rewinds"),
     [("R", 0, 1), ("U", 0, 1), ("Q", 0, 0), ("X", 0, 0), ("X", 1, 1), ("Q", 1, 0)],
 )
-def test_a_rewind_takes_later_records_of_the_key_along(
-    kind: str, parks: bool, rewinds: bool
-) -> None:
+def test_rewind_returns_later_records_of_the_key(kind: str, parks: bool, rewinds: bool) -> None:
     held = Holdings(reject_rewinds=bool(parks))
     before, middle, other, after = receive(held, "AABA")
     settle(held, middle, kind)
@@ -119,7 +117,7 @@ def test_a_rewind_takes_later_records_of_the_key_along(
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_what_is_fetched_behind_a_rewind_of_its_key_is_not_held(held: Holdings, sent: bool) -> None:
+def test_record_fetched_after_a_rewind_of_its_key_is_not_held(held: Holdings, sent: bool) -> None:
     (first,) = receive(held, "A")
     step(held, 1, 2)
     settle(held, first, "R")
@@ -133,7 +131,7 @@ def test_what_is_fetched_behind_a_rewind_of_its_key_is_not_held(held: Holdings, 
 # Steps
 
 
-def test_a_step_says_a_part_and_acknowledgements_first(
+def test_step_sends_a_part_and_acknowledgements_first(
     held: Holdings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holdings, "_ACKS_MAX", 2)
@@ -156,7 +154,7 @@ def test_a_step_says_a_part_and_acknowledgements_first(
     ]
 
 
-def test_a_withdrawn_step_is_said_again_before_the_rest(held: Holdings) -> None:
+def test_withdrawn_step_is_sent_again_before_the_rest(held: Holdings) -> None:
     a, b, c, d = receive(held, "AABC")
     ack(held, a)
     settle(held, c, "Q")
@@ -165,20 +163,20 @@ def test_a_withdrawn_step_is_said_again_before_the_rest(held: Holdings) -> None:
     ack(held, b)
     settle(held, d, "Q")
     held.withdraw_step()
-    assert (held.sync, held.unsaid) == (Sync.AGREED, True)
+    assert (held.sync, held.unsent) == (Sync.AGREED, True)
     held.begin_step()
     assert held.sent.acks == {b"A": [0, 1]}
     assert [other.offset for other in held.sent.others] == [2, 3]
 
 
-def test_while_a_step_is_under_way_records_are_received(held: Holdings) -> None:
+def test_records_are_received_while_a_step_is_in_flight(held: Holdings) -> None:
     step(held, 0)
     held.begin_step()
     assert (held.sync, held.unsure) == (Sync.IN_DOUBT, False)
     assert len(held.receive([fake(0, b"A")])) == 1
 
 
-def test_a_rewind_makes_what_is_not_fetched_stale_until_reconciled(held: Holdings) -> None:
+def test_rewind_makes_unfetched_records_stale_until_reconciled(held: Holdings) -> None:
     (first,) = receive(held, "A")
     step(held, 1)
     settle(held, first, "R")
@@ -193,40 +191,40 @@ def test_a_rewind_makes_what_is_not_fetched_stale_until_reconciled(held: Holding
 # After a lost reply
 
 
-def test_a_step_that_the_server_has_taken_is_not_said_again(held: Holdings) -> None:
+def test_step_that_the_server_executed_is_not_sent_again(held: Holdings) -> None:
     a, b = receive(held, "AB")
     ack(held, a)
     held.begin_step()
     held.reconcile(ConsumerState(held.number + 1, {b"B": [1], b"C": [7]}, {7: 2}))
-    assert (held.sync, held.unsaid, held.number) == (Sync.AGREED, False, 2)
+    assert (held.sync, held.unsent, held.number) == (Sync.AGREED, False, 2)
     assert (b.standing, held.granted) == (Standing.HELD, {7: 2})
 
 
-def test_a_step_that_the_server_has_not_taken_is_said_again(held: Holdings) -> None:
+def test_step_that_the_server_did_not_execute_is_sent_again(held: Holdings) -> None:
     a, b = receive(held, "AB")
     ack(held, a)
     held.begin_step()
     held.reconcile(ConsumerState(held.number, {b"A": [0], b"B": [1]}, {}))
-    assert (held.unsaid, held.granted, b.standing) == (True, {}, Standing.HELD)
+    assert (held.unsent, held.granted, b.standing) == (True, {}, Standing.HELD)
     held.begin_step()
     assert held.sent.acks == {b"A": [0]}
 
 
-def test_what_the_server_has_taken_back_is_not_held(held: Holdings) -> None:
+def test_records_that_the_server_took_back_are_not_held(held: Holdings) -> None:
     a, b = receive(held, "AB")
     step(held, 5)
     held.reconcile(ConsumerState(held.number, {b"B": [1]}, {}))
     assert (a.standing, b.standing, held.granted) == (Standing.TAKEN, Standing.HELD, {})
 
 
-def test_what_was_rewound_and_not_said_is_not_granted_again(held: Holdings) -> None:
+def test_unsent_rewind_keeps_later_records_from_being_granted(held: Holdings) -> None:
     first, behind = receive(held, "AA")
     settle(held, first, "R")
     held.reconcile(ConsumerState(held.number, {b"A": [0, 1]}, {}))
     assert (held.granted, behind.standing) == ({}, Standing.REWOUND)
 
 
-def test_when_the_lease_has_expired_nothing_is_held_and_what_was_settled_is_void(
+def test_expired_lease_drops_all_records_and_voids_settlements(
     held: Holdings,
 ) -> None:
     a, b, c, d = receive(held, "ABCD")
@@ -234,24 +232,40 @@ def test_when_the_lease_has_expired_nothing_is_held_and_what_was_settled_is_void
     held.begin_step()
     settle(held, b, "X")
     ack(held, c)
-    held.say(Settlement("D", b"", 99))
-    assert sorted(held.settled_in_vain()) == [0, 1, 2]
+    held.add(Settlement("D", b"", 99))
+    assert sorted(held.void_settlements()) == [0, 1, 2]
     held.fence()
-    assert (d.standing, len(held), held.unsaid) == (Standing.TAKEN, 0, False)
+    assert (d.standing, len(held), held.unsent) == (Standing.TAKEN, 0, False)
     held.start(0)
     assert (held.number, held.sync) == (0, Sync.AGREED)
+
+
+# Dead letters
+
+
+def test_dead_letters_of_another_history_are_not_settled(held: Holdings) -> None:
+    here, hidden = Settlement("D", b"", 1, b"h1"), Settlement("D", b"", 2)
+    lost = Settlement("L", b"", 4)
+    for settlement in (here, hidden, Settlement("D", b"", 3, b"h2"), lost):
+        held.add(settlement)
+    assert held.has_letters
+    held.keep_letters(b"")  # the server hides its history
+    held.keep_letters(b"h1")
+    held.begin_step()
+    assert held.sent.others == [here, hidden, lost]
+    assert not held.has_letters
 
 
 # Lost records
 
 
-def test_a_lost_record_is_said_with_the_key_that_the_server_knows(held: Holdings) -> None:
+def test_lost_record_is_settled_with_the_key_that_the_server_knows(held: Holdings) -> None:
     step(held, 0, 1)
     assert held.lose(0)
     assert held.lose(1)
     assert not held.lose(1)
     unnamed = held.has_unnamed_lost
-    held.name_lost({b"A": [0]})  # another consumer has 1 by now
+    held.name_lost({b"A": [0]})  # another consumer holds 1 now
     assert (unnamed, held.has_unnamed_lost) == (True, False)
     held.begin_step()
     assert held.sent.others == [Settlement("G", b"A", 0)]

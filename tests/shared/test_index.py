@@ -1,4 +1,4 @@
-"""The index beside the log of a stream with an ordering key: written and trimmed with the log."""
+"""The index of a stream with an ordering key: it is written and trimmed with the log."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def stream(client: meteor.Client) -> Iterator[meteor.Stream]:
 
 
 def keys_of(stream: meteor.Stream) -> list[bytes]:
-    """The groups of all records, as a consumer is told them."""
+    """The ordering keys of all records, as a consumer sees them."""
     with stream.shared_subscriber("look") as sub:
         return [record.ordering_key for record in sorted(drain(sub), key=lambda each: each.offset)]
 
 
 def index(client: meteor.Client, name: str = "s") -> list[tuple[bytes, list[bytes]]]:
-    """The entries of the index, as they lie there."""
+    """The raw entries of the index."""
     found = client._connector.call("XRANGE", keys.index(name), "-", "+")
     return [(entry_id, list(strings)) for entry_id, strings in found]
 
@@ -46,7 +46,7 @@ def log_ids(client: meteor.Client, name: str = "s") -> list[bytes]:
     return [entry[0] for entry in client._connector.call("XRANGE", keys.log(name), "-", "+")]
 
 
-def test_the_index_has_an_entry_without_payload_for_each_frame(
+def test_index_has_an_entry_without_payload_for_each_frame(
     client: meteor.Client, stream: meteor.Stream
 ) -> None:
     with stream.publisher() as pub:
@@ -59,7 +59,7 @@ def test_the_index_has_an_entry_without_payload_for_each_frame(
     assert log_ids(client) == [b"3-4", b"5-2"]
 
 
-def test_the_index_is_trimmed_with_the_log_by_publishing_and_by_configure(
+def test_index_is_trimmed_with_the_log_by_publishing_and_by_configure(
     client: meteor.Client,
 ) -> None:
     stream = client.stream("s", ordering_key="key", capacity=100)
@@ -75,9 +75,7 @@ def test_the_index_is_trimmed_with_the_log_by_publishing_and_by_configure(
     assert [entry[0] for entry in index(client)] == ids
 
 
-def test_the_index_is_trimmed_with_the_log_when_records_are_archived(
-    url: str, tmp_path: Any
-) -> None:
+def test_index_is_trimmed_with_the_log_when_records_are_archived(url: str, tmp_path: Any) -> None:
     with meteor.connect(url) as client:
         stream = client.stream("s", ordering_key="key", capacity=100, store=str(tmp_path))
         with stream.publisher() as pub:
@@ -88,7 +86,7 @@ def test_the_index_is_trimmed_with_the_log_when_records_are_archived(
         assert [entry[0] for entry in index(client)] == log_ids(client)
 
 
-def test_staged_frames_come_with_their_ordering_keys(
+def test_staged_frames_have_their_ordering_keys(
     client: meteor.Client, stream: meteor.Stream
 ) -> None:
     stages = []
@@ -103,7 +101,7 @@ def test_staged_frames_come_with_their_ordering_keys(
     assert keys_of(stream) == [b"a", b"c", none, b"b", b"c", none]
 
 
-def test_dead_letters_in_a_stream_with_ordering_keys_have_theirs(any_url: str) -> None:
+def test_dead_letters_have_ordering_keys_if_their_stream_does(any_url: str) -> None:
     with Queue(any_url, "AB", dead_letter="dead") as queue:
         dead = queue.client.stream("dead", ordering_key="header:meteor-group")
         c1 = queue.consumer()

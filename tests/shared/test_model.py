@@ -1,4 +1,4 @@
-"""Shared groups against a model: whatever is done to one, in whatever order."""
+"""Shared groups compared with a model under random operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared subscribers and a server that is cut off, fails over, restarts or is full."""
+"""Shared subscribers when the server is cut off, fails over, restarts or is full."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import redis
 
 import meteor_py as meteor
 from meteor_py.shared.record import Standing
+from meteor_py.subscribe.dead_letters import bury
 from tests.conftest import ServerFactory
 from tests.support.proxied_stream import NAME, Bench, Pair
 from tests.support.servers import plain_client
@@ -24,7 +25,7 @@ RECORDS = 3_000
 
 
 class Witness:
-    """Consumers in threads, and who of them is at work on what."""
+    """Consumers in threads, and the records that each is processing."""
 
     def __init__(self, stream: meteor.Stream, count: int, **options: Any) -> None:
         self._stack = ExitStack()
@@ -72,7 +73,7 @@ class Witness:
         with self._lock:
             other = self.at_work.setdefault(record.ordering_key, number)
             if other != number:
-                self.flaws.append(f"{record!r} is with {other} and {number}")
+                self.flaws.append(f"both {other} and {number} process {record!r}")
         yield
         with self._lock:
             self.done.append((record.ordering_key, record.offset))
@@ -90,12 +91,12 @@ def wait_until_settled(stream: meteor.Stream, timeout_s: float = 60) -> meteor.S
     eventually(
         lambda: shared.confirmed == end and not shared.describe().dying,
         timeout_s,
-        "it is stuck",
+        "the group is stuck",
     )
     return shared.describe()
 
 
-def test_when_requests_and_answers_get_lost_each_record_is_processed_once(
+def test_each_record_is_processed_once_despite_lost_requests_and_replies(
     private_server: ServerFactory, rng: random.Random
 ) -> None:
     with Bench(private_server(), ordering_key="key") as bench:
@@ -106,7 +107,7 @@ def test_when_requests_and_answers_get_lost_each_record_is_processed_once(
             state = wait_until_settled(bench.stream)
             bench.proxy.heal()
         assert not witness.flaws, witness.flaws[:5]
-        # Nobody died, so nothing was taken from anybody: once means once.
+        # No consumer died and no record changed hands, so each must be processed exactly once.
         assert witness.fenced == state.reaped == 0
         assert Counter(offset for _, offset in witness.done) == Counter(range(RECORDS))
         assert state.acked == RECORDS
@@ -120,7 +121,7 @@ def test_when_requests_and_answers_get_lost_each_record_is_processed_once(
 
 
 @pytest.mark.parametrize("lost_s", ["nothing", "a part"])
-def test_after_a_fail_over_nothing_is_stuck_and_what_was_lost_comes_again(
+def test_failover_leaves_nothing_stuck_and_lost_settlements_are_redelivered(
     private_server: ServerFactory, lost_s: str
 ) -> None:
     with ExitStack() as stack:
@@ -146,7 +147,43 @@ def test_after_a_fail_over_nothing_is_stuck_and_what_was_lost_comes_again(
         print(f"{len(witness.done) - RECORDS} repeated, {witness.fenced} times fenced")
 
 
-def test_a_restart_without_loss_changes_nothing_for_anybody(private_server: ServerFactory) -> None:
+def test_dead_letter_lost_in_a_failover_before_it_is_settled_is_published_again(
+    private_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        pair = Pair(stack, private_server(), ordering_key="key")
+        bench = pair.bench
+        publish(bench.stream, 1)
+        bench.client.stream("dead")
+        published: list[str] = []
+
+        def bury_and_fail_over(*args: Any, **options: Any) -> str:
+            if not published:
+                pair.lag()
+            published.append(bury(*args, **options))
+            if len(published) == 1:
+                pair.fail_over()
+            return published[-1]
+
+        monkeypatch.setattr("meteor_py.shared.prefetcher.bury", bury_and_fail_over)
+        through = bench.through.stream(NAME, create=False)
+        consumer = through.shared_subscriber(GROUP, lease_ttl=1.0, dead_letter="dead")
+        stack.callback(discard, consumer)
+        (record,) = consumer.poll(10)
+        record.reject("bad")
+
+        def settled() -> bool:
+            with suppress(meteor.ConnectionFailed):
+                consumer.poll(0.1)
+            return bench.stream.shared_group(GROUP).describe().dead == 1
+
+        eventually(settled, 30)
+        (letters,) = bench.client.stream("dead").read()
+        assert len(letters) == 1
+        assert len(set(published)) == 2, "each in the history of its server"
+
+
+def test_server_restart_without_loss_changes_nothing(private_server: ServerFactory) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
     with meteor.connect(server.url) as client:
         stream = client.stream(NAME, ordering_key="key")
@@ -162,10 +199,10 @@ def test_a_restart_without_loss_changes_nothing_for_anybody(private_server: Serv
         assert stream.shared_group(GROUP).fsck() == []
 
 
-def test_on_a_full_server_consumers_settle_and_claim(private_server: ServerFactory) -> None:
+def test_consumers_settle_and_claim_on_a_full_server(private_server: ServerFactory) -> None:
     server = private_server("--maxmemory-policy", "noeviction")
     with Queue(server.url, "AABBCC", dead_letter="letters") as queue:
-        queue.client.stream("letters")
+        queue.client.stream("letters", create=True)
         consumer = queue.consumer(prefetch=3)
         first = consumer.poll(5)
         with plain_client(server.url) as plain:
@@ -190,7 +227,7 @@ def test_on_a_full_server_consumers_settle_and_claim(private_server: ServerFacto
         assert queue.shared.describe().dead == 1
 
 
-def test_a_consumer_that_was_taken_for_dead_is_told_and_changes_nothing(url: str) -> None:
+def test_expired_consumer_is_fenced_and_changes_nothing(url: str) -> None:
     with Queue(url, "ABCABC") as queue:
         late, other = queue.consumers(2, prefetch=3)
         records = late.poll(5)
@@ -220,13 +257,13 @@ def settle_now(sub: meteor.SharedSubscriber, record: meteor.SharedRecord, how: s
     sub.flush()
 
 
-def test_two_who_keep_taking_each_other_for_dead_lose_and_double_nothing(
+def test_two_consumers_that_keep_expiring_lose_and_repeat_no_settlement(
     url: str, rng: random.Random
 ) -> None:
     with Queue(url, "ABCDEFGH" * 40, max_deliveries=0) as queue:
         fighters = queue.consumers(2, prefetch=16)
         acked: Counter[int] = Counter()
-        eventually(lambda: _fight(queue, fighters, rng, acked), 60, "they do not come to an end")
+        eventually(lambda: _fight(queue, fighters, rng, acked), 60, "the consumers do not finish")
         state = queue.shared.describe()
         assert state.acked == 320 == state.confirmed
         assert state.reaped > 5
@@ -258,14 +295,14 @@ def _fight(
     return queue.shared.confirmed == 320
 
 
-def test_an_empty_claim_costs_the_same_behind_any_number_of_blocked_records(url: str) -> None:
+def test_cost_of_an_empty_claim_does_not_grow_with_blocked_records(url: str) -> None:
     few, many = empty_claim(url, 1_000), empty_claim(url, 100_000)
     print(f"commands of an empty claim: {few} behind 1,000, {many} behind 100,000")
     assert few == many
 
 
 def empty_claim(url: str, blocked: int) -> int:
-    """Commands that a claim takes which finds all of so many records blocked."""
+    """The number of commands that a claim runs if all these records are blocked."""
     with plain_client(url) as plain:
         plain.flushall()
         with Queue(url, settings={"capacity": 10_000_000}) as queue:

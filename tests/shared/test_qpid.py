@@ -1,7 +1,7 @@
 """Qpid's own tests of message groups, step by step: QueueTest.cpp and msg_groups.py.
 
-Each test has the name that it has there. A record ``A-0`` is the one of group A with offset 0.
-Where our model differs from a queue's, the docstring says how.
+Each test keeps its original name. Record ``A-0`` has the key A and offset 0. Docstrings say where
+our model differs from a queue's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_groups_multi_consumer(any_url: str) -> None:
         assert queue.get(c2) == "c-7"
 
         queue.release(c2, "a-1", only_this=True)
-        assert queue.keys()["a"].owner == c2.name  # which still has a-2
+        assert queue.keys()["a"].owner == c2.name  # which still holds a-2
         queue.release(c2, "a-2", only_this=True)
         assert queue.keys()["a"].owner is None
         assert queue.get(c1) == "a-1"
@@ -53,7 +53,7 @@ def test_groups_multi_consumer(any_url: str) -> None:
         assert queue.get(c2) == "a-1"
         queue.ack(c2)
 
-        c3 = queue.consumer()  # what remains: a-2 b-4 b-5
+        c3 = queue.consumer()  # remaining: a-2 b-4 b-5
         assert queue.get(c3) == "a-2"
         assert queue.get(c2) == "b-4"
         assert queue.get(c3) is None
@@ -61,7 +61,7 @@ def test_groups_multi_consumer(any_url: str) -> None:
         queue.ack(c2, "b-4", "b-5")
 
         queue.publish("a")
-        assert queue.get(c2) is None  # a is with c3
+        assert queue.get(c2) is None  # c3 owns a
         queue.publish("b")
         assert queue.get(c2) == "b-10"
         assert queue.get(c3) == "a-9"
@@ -100,7 +100,7 @@ def test_simple(any_url: str) -> None:
         assert queue.get(c2) == "A-2"
         assert queue.get(c2) == "C-7"
         queue.ack(c2)
-        assert queue.get(c2) == "C-8"  # not B-5, whose key c1 has
+        assert queue.get(c2) == "C-8"  # not B-5, whose key c1 owns
         queue.ack(c1, "B-4")
         assert queue.get(c2) == "B-5"
         assert queue.get(c1) is None
@@ -110,7 +110,7 @@ def test_simple(any_url: str) -> None:
 
 
 def test_simple_browse(any_url: str) -> None:
-    """A browser is a plain subscriber here: it also sees what a consumer holds, or has settled."""
+    """A browser is a plain subscriber here: it also sees held and settled records."""
     with Queue(any_url, "ABABC") as queue:
         c1 = queue.consumer()
         with queue.stream.subscriber(initial_offset="earliest") as browser:
@@ -122,7 +122,7 @@ def test_simple_browse(any_url: str) -> None:
             assert browse() == b"A-0"
             assert queue.get(c1) == "A-0"
             assert browse() == b"B-1"
-            assert browse() == b"A-2"  # of a key that c1 owns
+            assert browse() == b"A-2"  # has a key that c1 owns
             assert browse() == b"B-3"
             assert queue.get(c1) == "B-1"
             assert browse() == b"C-4"
@@ -137,27 +137,27 @@ def test_release(any_url: str) -> None:
         assert queue.record(c1, "A-0").failures == 0
         queue.release(c1, "A-0")
         assert queue.get(c2) == "A-0"
-        assert queue.record(c2, "A-0").failures == 1  # Qpid's redelivered
+        assert queue.record(c2, "A-0").failures == 1  # corresponds to Qpid's "redelivered"
 
 
 def test_reject(any_url: str) -> None:
     with Queue(any_url, "AABB", dead_letter="dead") as queue:
-        dead = queue.client.stream("dead")
+        dead = queue.client.stream("dead", create=True)
         c1, c2 = queue.consumers(2)
         assert queue.get(c1) == "A-0"
         assert queue.get(c2) == "B-2"
         queue.reject(c1, "A-0")
         assert queue.get(c2) == "A-1"
-        c1.close()  # as each poll, it publishes the letter that has come of it
+        c1.close()  # like each poll, it publishes the resulting dead letter
         (letter,) = (record for batch in dead.read() for record in batch)
         assert (letter.value, letter.key) == (b"A", b"A")
 
 
 def test_close(any_url: str) -> None:
-    """A consumer is receiver and session in one: while it lives, silent or not, its group is its.
+    """A consumer is receiver and session in one, and owns its key until it is closed or dies.
 
-    Closing it is Qpid's end of the session. What Qpid has not: the death of a consumer with a
-    connection that stays, which the end of the lease brings to light.
+    Closing it corresponds to the end of a session in Qpid. Unlike in Qpid, a consumer that hangs
+    with an open connection is detected too, when its lease expires.
     """
     with Queue(any_url, "AABB") as queue:
         c1, c2 = queue.consumers(2)
@@ -169,21 +169,21 @@ def test_close(any_url: str) -> None:
         assert queue.get(c2) == "A-0"
         assert queue.get(c2) == "A-1"
         assert queue.get(c2) is None
-        assert queue.record(c2, "A-0").failures == 0  # leaving is no failure
+        assert queue.record(c2, "A-0").failures == 0  # leaving does not count as a failure
 
         c3 = queue.consumer()
         assert queue.get(c3) is None
         die(c2)
-        # One of a key at a time, until it is known of which the consumer has died.
+        # One per key at a time, until it is known which record killed the consumer.
         assert [queue.get(c3) for _ in range(3)] == ["A-0", "B-2", None]
         queue.ack(c3)
         assert [queue.get(c3) for _ in range(3)] == ["A-1", "B-3", None]
         failures = [queue.record(c3, name).failures for name in ("A-0", "A-1", "B-2", "B-3")]
-        assert failures == [1, 0, 1, 0]  # the first of each key may have been at work
+        assert failures == [1, 0, 1, 0]  # the first of each key may have been in progress
 
 
 def test_transaction(any_url: str) -> None:
-    """An acknowledgement within a transaction is to do nothing until the commit."""
+    """An acknowledgement in a transaction has no effect until the commit."""
     with Queue(any_url, "AABBAB") as queue:
         c1, c2 = queue.consumers(2)
         assert queue.get(c1) == "A-0"
@@ -194,7 +194,7 @@ def test_transaction(any_url: str) -> None:
         assert queue.get(c2) == "A-1"
         assert queue.get(c1) == "B-2"
         c1.commit()
-        assert queue.get(c1) == "B-3"  # A is still with c2, which has not committed
+        assert queue.get(c1) == "B-3"  # c2 still owns A, because it has not committed
         assert queue.get(c2) == "A-4"
         c2.rollback()
 
@@ -209,7 +209,7 @@ def test_transaction(any_url: str) -> None:
 
 
 class Sender:
-    """A session that sends in a transaction: what it sends is staged until it commits."""
+    """A session that sends in a transaction: its records are staged until it commits."""
 
     def __init__(self, stream: meteor.Stream) -> None:
         self._stream = stream
@@ -228,7 +228,7 @@ class Sender:
 
 
 def test_send_transaction(any_url: str) -> None:
-    """What is published is there or not; only staged frames have a commit of their own."""
+    """A plain publish is not transactional; only staged frames are committed."""
     with Queue(any_url) as queue:
         sender = Sender(queue.stream)
         sender.send("A")
@@ -276,12 +276,12 @@ def test_query(any_url: str) -> None:
 
 
 def depth(queue: Queue) -> int:
-    """Qpid's depth of a queue: what is not settled."""
+    """Qpid's queue depth: the number of unsettled records."""
     return sum(group.count for group in queue.keys().values())
 
 
 def test_purge_free(any_url: str) -> None:
-    """Depth and browsing are of the shared group: to others nothing has happened."""
+    """A purge changes the depth of its shared group only."""
     with Queue(any_url, "ABABCA") as queue:
         c1 = queue.consumer()
         assert depth(queue) == 6
@@ -317,7 +317,7 @@ def test_purge_count(any_url: str) -> None:
 
 
 def move(queue: Queue, group: str, limit: int | None = None) -> list[str]:
-    """Read what waits of a group, publish it elsewhere, and purge it here; what is there then."""
+    """Copy the waiting records of a key to another stream, purge them, and return the copies."""
     state = queue.keys()[group]
     waiting = [
         record
@@ -336,7 +336,7 @@ def move(queue: Queue, group: str, limit: int | None = None) -> list[str]:
 
 
 def test_move_all(any_url: str) -> None:
-    """A log has nothing to move: copy, then purge. A crash between makes a second copy."""
+    """A log cannot move records: copy, then purge. A crash in between leaves a second copy."""
     with Queue(any_url, "ABABCA") as queue:
         c1, c2 = queue.consumers(2)
         assert queue.get(c1) == "A-0"
@@ -345,7 +345,7 @@ def test_move_all(any_url: str) -> None:
 
 
 def test_move_count(any_url: str) -> None:
-    """As ``test_move_all``."""
+    """See ``test_move_all``."""
     with Queue(any_url, "ABABCA") as queue:
         c1 = queue.consumer()
         assert move(queue, "B", 3) == ["B-1", "B-3"]
@@ -353,7 +353,7 @@ def test_move_count(any_url: str) -> None:
 
 
 def test_reroute(any_url: str) -> None:
-    """There are no exchanges to go through: as ``test_move_all``, and A-0 is settled later."""
+    """There are no exchanges: like ``test_move_all``, but A-0 is settled later."""
     with Queue(any_url, "ABABCA") as queue:
         c1 = queue.consumer()
         assert queue.get(c1) == "A-0"
@@ -393,7 +393,7 @@ def test_transaction_order(any_url: str) -> None:
 
 
 def test_ttl_expire(any_url: str) -> None:
-    """Records have no time to live: what is not wanted any more is purged."""
+    """Records have no time to live: purge those that are no longer wanted."""
     with Queue(any_url, "ABCABC") as queue:
         c1, c2 = queue.consumers(2)
         assert queue.shared.purge("B") == 2
@@ -405,7 +405,7 @@ def test_ttl_expire(any_url: str) -> None:
         assert queue.get(c2) is None
 
 
-# The note in the manual: release A-1, acknowledge A-2
+# The note in Qpid's manual: release A-1, acknowledge A-2
 
 
 @pytest.fixture
@@ -414,18 +414,18 @@ def noted(any_url: str) -> Iterator[Queue]:
         yield queue
 
 
-def test_a_single_release_may_be_processed_after_the_next_of_its_key(noted: Queue) -> None:
+def test_only_this_release_may_be_processed_after_the_next_record(noted: Queue) -> None:
     c1, c2 = noted.consumers(2)
     assert [noted.get(c1), noted.get(c1)] == ["A-0", "A-1"]
     noted.release(c1, "A-0", only_this=True)
-    assert noted.get(c2) is None  # as long as c1 has A-1
+    assert noted.get(c2) is None  # while c1 holds A-1
     noted.ack(c1, "A-1")
     assert noted.get(c2) == "A-0"
     noted.ack(c2)
     assert noted.shared.confirmed == 2
 
 
-def test_a_release_takes_the_next_of_its_key_along_so_that_order_holds(noted: Queue) -> None:
+def test_release_returns_the_next_record_of_its_key_to_keep_order(noted: Queue) -> None:
     c1, c2 = noted.consumers(2)
     assert [noted.get(c1), noted.get(c1)] == ["A-0", "A-1"]
     later = noted.record(c1, "A-1")

@@ -1,4 +1,4 @@
-"""Shared subscribers: what is settled while a step is under way, and steps that come to nothing."""
+"""Races of shared subscribers: settlements during a step, lost and refused steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def during_step(
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
 ) -> None:
-    """Have something happen once, before or after the server takes the next step that claims."""
+    """Run a function once, before or after the server executes the next step that claims."""
     protocol = consumer._deliveries.protocol
     real = protocol.step
     left = [1]
@@ -44,7 +44,7 @@ def lose() -> None:
     raise ConnectionFailed("Cut.")
 
 
-def test_what_is_claimed_while_one_before_it_is_released_waits_for_it(
+def test_record_claimed_during_a_release_waits_for_the_released_one(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Queue(url, "AAAA") as queue:
@@ -65,7 +65,7 @@ def settled(records: list[meteor.SharedRecord]) -> list[meteor.SharedRecord]:
 @pytest.mark.parametrize("lost", ["request", "reply"])
 @pytest.mark.parametrize("how", ["release", "reject", "ack"])
 @pytest.mark.parametrize("on_poison", ["skip", "park"])
-def test_a_settlement_counts_once_whether_its_request_or_its_answer_is_lost(
+def test_settlement_counts_once_whether_its_request_or_reply_is_lost(
     url: str, monkeypatch: pytest.MonkeyPatch, lost: str, how: str, on_poison: str
 ) -> None:
     with Queue(url, "AAAB", on_poison=on_poison) as queue:
@@ -83,13 +83,13 @@ def test_a_settlement_counts_once_whether_its_request_or_its_answer_is_lost(
         elif how == "release":
             assert found == [0, 1, 2]
         else:
-            # The two that it held all the while are with the application already.
+            # The application already has the two that the consumer held all along.
             assert found == [3]
         assert state.acked == (how == "ack")
         queue.check()
 
 
-def test_one_that_is_taken_for_dead_with_a_lost_payload_goes_on(url: str) -> None:
+def test_expired_consumer_with_a_lost_record_continues(url: str) -> None:
     with Queue(url, settings={"capacity": 10}) as queue:
         late, other = queue.consumers(2, prefetch=5, on_gap="skip")
         queue.publish("AAAAA")
@@ -106,26 +106,26 @@ def test_one_that_is_taken_for_dead_with_a_lost_payload_goes_on(url: str) -> Non
         queue.check()
 
 
-def test_purging_the_key_that_is_kept_for_a_last_try_lets_its_consumer_go_on(url: str) -> None:
+def test_purge_of_a_reserved_key_lets_its_consumer_continue(url: str) -> None:
     with Queue(url, "ABCD", max_deliveries=2) as queue:
         consumer, other = queue.consumers(2)
         queue.get(consumer)
         assert queue.get(other) == "B-1"
-        die(consumer)  # next comes its last try, alone
+        die(consumer)  # its last try follows, alone
         consumer = queue.consumer()
         assert queue.get(other) is None
         kept = [state.key for state in queue.shared.keys() if state.key == b"A" and state.owner]
-        assert kept == [b"A"], "the scenario: A is kept for who holds B"
+        assert kept == [b"A"], "the scenario: A is reserved for the consumer that holds B"
         assert queue.shared.purge("A") == 1
         queue.ack(other, "B-1")
         held = get(consumer)
         assert held is not None
         assert held.ordering_key == b"C"
-        consumer.close()  # so C waits, for whoever comes
+        consumer.close()  # so C waits for any consumer
         assert [queue.get(other) for _ in range(2)] == ["C-2", "D-3"]
 
 
-def test_what_was_returned_alone_is_in_its_place_when_those_around_it_come_back(url: str) -> None:
+def test_record_returned_alone_is_in_order_when_its_neighbours_return(url: str) -> None:
     with Queue(url, "AAAA") as queue:
         consumer, other = queue.consumers(2, prefetch=4)
         consumer.poll(5)[1].release(only_this=True)
@@ -135,7 +135,7 @@ def test_what_was_returned_alone_is_in_its_place_when_those_around_it_come_back(
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_step_that_is_not_the_next_is_refused_and_changes_nothing(url: str, ahead: int) -> None:
+def test_step_with_the_wrong_number_is_refused_and_changes_nothing(url: str, ahead: int) -> None:
     with Queue(url, "AB") as queue:
         deliveries = queue.consumer()._deliveries
         number = deliveries.holdings.number + ahead
@@ -144,7 +144,7 @@ def test_a_step_that_is_not_the_next_is_refused_and_changes_nothing(url: str, ah
         assert queue.shared.describe().looked == 0
 
 
-def test_a_step_of_one_who_is_no_consumer_is_refused_and_changes_nothing(url: str) -> None:
+def test_step_of_an_unknown_consumer_is_refused_and_changes_nothing(url: str) -> None:
     with Queue(url, "AB") as queue:
         queue.consumer()
         with pytest.raises(Refused, match="FENCED"):
@@ -158,7 +158,7 @@ def take_step(queue: Queue, consumer: str, number: int) -> None:
     queue.client._connector.use(lambda link: protocol.step(link, consumer, number, want=1, acks={}))
 
 
-def test_one_who_finds_only_blocked_records_looks_on_without_waiting(
+def test_consumer_that_finds_only_blocked_records_continues_to_scan_at_once(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Queue(url, max_per_key=1, settings={"capacity": 100_000}) as queue:
@@ -173,7 +173,7 @@ def test_one_who_finds_only_blocked_records_looks_on_without_waiting(
         assert not waits
 
 
-def test_the_last_try_follows_at_once_when_all_else_is_settled(url: str) -> None:
+def test_last_try_is_granted_as_soon_as_all_else_is_settled(url: str) -> None:
     with Queue(url, "A" + "B" * 5, max_deliveries=2, max_per_key=5) as queue:
         consumer = queue.consumer(prefetch=10)
         tried: list[int] = []
@@ -191,14 +191,14 @@ def test_the_last_try_follows_at_once_when_all_else_is_settled(url: str) -> None
         with Runner(consumer, handle, concurrency=2):
             eventually(
                 lambda: any(state.key == b"A" and state.owner for state in queue.shared.keys()),
-                message="its group is not kept for the last try",
+                message="the key is not reserved for the last try",
             )
             slow.set()
-            eventually(lambda: tried.count(0) == 2, 10, "the last try did not come")
+            eventually(lambda: tried.count(0) == 2, 10, "the last try was not granted")
         assert queue.shared.describe().acked == 6
 
 
-def test_when_there_is_room_again_those_who_waited_for_it_go_on(url: str) -> None:
+def test_consumers_waiting_for_room_continue_when_there_is_room(url: str) -> None:
     with Queue(url, max_per_key=2) as queue, plain_client(url) as plain:
         queue.publish("A" * 300 + "B" * 3)
         owner, other = queue.consumers(2, prefetch=1)
@@ -210,17 +210,17 @@ def test_when_there_is_room_again_those_who_waited_for_it_go_on(url: str) -> Non
         thread.start()
         try:
             before = commands(plain)
-            for offset in range(150):  # makes room, and always holds one, so that A stays its own
+            for offset in range(150):  # makes room, but always holds a record, so it keeps A
                 assert queue.get(owner) == f"A-{offset + 1}"
                 queue.record(owner, f"A-{offset}").ack()
-            eventually(lambda: not thread.is_alive(), 15, "it was not told of the room")
+            eventually(lambda: not thread.is_alive(), 15, "room did not wake the consumer")
         finally:
             thread.join(30)
         assert offsets(found) == [300]
         print("commands for 150 records:", commands(plain) - before)
 
 
-def test_one_who_waits_for_room_asks_the_server_rarely(url: str) -> None:
+def test_consumer_waiting_for_room_rarely_calls_the_server(url: str) -> None:
     with Queue(url, max_per_key=1) as queue, plain_client(url) as plain:
         queue.publish("A" * 300 + "B" * 3, frame=303)
         owner, other = queue.consumers(2, prefetch=1)
@@ -236,7 +236,7 @@ def commands(plain: Any) -> int:
     return sum(int(stat["calls"]) for stat in plain.info("commandstats").values())
 
 
-# What was granted and is not fetched, when one before it is returned
+# Records that are granted but not fetched yet when an earlier record is returned
 
 
 def after_fetch(
@@ -244,7 +244,7 @@ def after_fetch(
     consumer: meteor.SharedSubscriber,
     action: Callable[[], object],
 ) -> None:
-    """Have something happen once, when frames are fetched and not yet received."""
+    """Run a function once, after frames are fetched and before they are received."""
     frames = consumer._prefetcher._frame_cache
     real = frames.fetch
     left = [action]
@@ -259,7 +259,7 @@ def after_fetch(
 
 
 @pytest.mark.parametrize("how", ["release", "reject"])
-def test_what_is_being_fetched_is_not_handed_out_once_the_server_has_it_back(
+def test_record_returned_during_its_fetch_is_not_delivered(
     url: str, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     with Queue(url, "A", on_poison="park") as queue:
@@ -267,7 +267,7 @@ def test_what_is_being_fetched_is_not_handed_out_once_the_server_has_it_back(
         (first,) = consumer.poll(5)
         queue.publish("AB")
 
-        def fail() -> None:  # as a handler does in a thread, and then the lease renewer
+        def fail() -> None:  # like a handler in its thread, followed by the lease renewer
             getattr(first, how)()
             consumer._deliveries.exchange()
 
@@ -279,7 +279,7 @@ def test_what_is_being_fetched_is_not_handed_out_once_the_server_has_it_back(
             assert offsets(consumer.poll(5)) == [0, 1]
 
 
-def test_what_was_rewound_while_it_was_fetched_is_claimed_again_without_waiting(
+def test_record_rewound_during_its_fetch_is_claimed_again_at_once(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Queue(url, "A") as queue:
@@ -300,12 +300,10 @@ def test_what_was_rewound_while_it_was_fetched_is_claimed_again_without_waiting(
         assert not waits
 
 
-# A reply that is lost
+# Lost replies
 
 
-def test_how_often_a_record_has_failed_is_known_after_a_lost_reply(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_counts_survive_a_lost_reply(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Queue(url, "AB") as queue:
         consumer = queue.consumer()
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Shared subscribers at work: poll, loops, handlers in threads, and all the ways to end."""
+"""Processing with shared subscribers: poll, iteration, run(), and all ways to end them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failure, a handler is given the record again at once."""
+    """Redeliver a record at once after its handler failed."""
     monkeypatch.setattr(worker_pool, "_DELAY_S", (0.001, 0.002))
 
 
 # Poll
 
 
-def test_a_poll_waits_for_what_is_published(any_url: str) -> None:
+def test_poll_waits_for_new_records(any_url: str) -> None:
     with Queue(any_url) as queue:
         c1 = queue.consumer()
         assert c1.poll(0) == c1.poll(0.05) == []
@@ -42,7 +42,7 @@ def test_a_poll_waits_for_what_is_published(any_url: str) -> None:
             assert offsets(c1.poll(60)) == [0]
 
 
-def test_a_poll_waits_for_a_key_that_another_has(any_url: str) -> None:
+def test_poll_waits_for_a_key_that_another_consumer_owns(any_url: str) -> None:
     with Queue(any_url, "AA", max_per_key=1) as queue:
         c1, c2 = queue.consumers(2)
         (first,) = c1.poll(5)
@@ -55,7 +55,7 @@ def test_a_poll_waits_for_a_key_that_another_has(any_url: str) -> None:
             assert offsets(c2.poll(60)) == [1]
 
 
-def test_the_owner_of_a_key_is_woken_for_more_of_it(any_url: str) -> None:
+def test_owner_of_a_key_is_woken_for_more_records_of_it(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         c1, c2 = queue.consumers(2)
         (first,) = c1.poll(5)
@@ -63,14 +63,14 @@ def test_the_owner_of_a_key_is_woken_for_more_of_it(any_url: str) -> None:
         def more(stop: threading.Event) -> None:
             eventually(lambda: c1._lease_renewer.polling)
             queue.publish("A")
-            assert c2.poll(0) == []  # it looks at it first, and it is not for it
+            assert c2.poll(0) == []  # c2 scans the record first, but does not own the key
 
         with background(more):
             assert offsets(c1.poll(60)) == [1]
         assert first.standing is Standing.HELD
 
 
-def test_a_full_consumer_waits_until_something_is_settled(any_url: str) -> None:
+def test_full_consumer_waits_until_a_record_is_settled(any_url: str) -> None:
     with Queue(any_url, "AB") as queue:
         c1 = queue.consumer(prefetch=1)
         (first,) = c1.poll(5)
@@ -88,15 +88,15 @@ def test_a_full_consumer_waits_until_something_is_settled(any_url: str) -> None:
     ("timeout", "max_records", "error"),
     [(-1, 1, ValueError), ("1", 1, TypeError), (0, 0, ValueError), (0, 10_001, ValueError)],
 )
-def test_a_poll_checks_what_it_is_asked(
-    any_url: str, timeout: float, max_records: int, error: type[Exception]
+def test_poll_checks_its_arguments(
+    url: str, timeout: float, max_records: int, error: type[Exception]
 ) -> None:
-    with Queue(any_url) as queue, pytest.raises(error):
+    with Queue(url) as queue, pytest.raises(error):
         queue.consumer().poll(timeout, max_records)
 
 
-def test_a_record_has_what_a_record_has(any_url: str) -> None:
-    with Queue(any_url) as queue:
+def test_shared_record_has_the_fields_of_a_record(url: str) -> None:
+    with Queue(url) as queue:
         with queue.stream.publisher() as pub:
             pub.publish(b"value", key=b"A", headers={"h": b"1"})
         (shared,) = queue.consumer().poll(5)
@@ -108,8 +108,8 @@ def test_a_record_has_what_a_record_has(any_url: str) -> None:
         assert repr(shared) == "<SharedRecord 0 of key b'A', held>"
 
 
-def test_iterating_goes_on_until_it_is_closed(any_url: str) -> None:
-    with Queue(any_url, "ABABA") as queue:
+def test_iteration_ends_when_the_consumer_is_closed(url: str) -> None:
+    with Queue(url, "ABABA") as queue:
         c1 = queue.consumer()
         found: list[int] = []
         for record in c1:
@@ -124,8 +124,8 @@ def test_iterating_goes_on_until_it_is_closed(any_url: str) -> None:
         assert repr(c1) == f"<SharedSubscriber of '{STREAM}' in '{GROUP}' (closed)>"
 
 
-def test_a_closed_one_says_so(any_url: str) -> None:
-    with Queue(any_url, "A") as queue:
+def test_closed_consumer_raises(url: str) -> None:
+    with Queue(url, "A") as queue:
         c1 = queue.consumer()
         (record,) = c1.poll(5)
         c1.close()
@@ -145,7 +145,7 @@ def test_a_closed_one_says_so(any_url: str) -> None:
 
 
 class Log:
-    """Notes who is at work on what, and that no two are on one group."""
+    """Lists the processed records, and checks that no two threads process one key."""
 
     def __init__(self) -> None:
         self.done: list[int] = []
@@ -173,8 +173,8 @@ class Log:
         self.end(record)
 
 
-def test_run_does_keys_in_parallel_and_each_in_order(any_url: str) -> None:
-    with Queue(any_url, "ABC" * 20) as queue:
+def test_run_processes_keys_in_parallel_and_each_in_order(url: str) -> None:
+    with Queue(url, "ABC" * 20) as queue:
         log = Log()
         together = threading.Barrier(3, timeout=30)  # only three at a time can pass
 
@@ -191,8 +191,8 @@ def test_run_does_keys_in_parallel_and_each_in_order(any_url: str) -> None:
         assert queue.shared.confirmed == 60
 
 
-def test_two_runs_share_the_keys(any_url: str) -> None:
-    with Queue(any_url) as queue:
+def test_two_runs_share_the_keys(url: str) -> None:
+    with Queue(url) as queue:
         queue.publish("ABCDEFGH" * 25, frame=20)
         log = Log()
         one, two = queue.consumers(2, prefetch=8)
@@ -204,10 +204,10 @@ def test_two_runs_share_the_keys(any_url: str) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_what_a_handler_fails_for_comes_again_and_then_is_a_dead_letter(
-    any_url: str, caplog: pytest.LogCaptureFixture
+def test_record_that_keeps_failing_is_redelivered_and_becomes_a_dead_letter(
+    url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Queue(any_url, "AABA", max_deliveries=3, dead_letter="dead") as queue:
+    with Queue(url, "AABA", max_deliveries=3, dead_letter="dead") as queue:
         given: list[tuple[int, int]] = []
         log = Log()
 
@@ -222,13 +222,15 @@ def test_what_a_handler_fails_for_comes_again_and_then_is_a_dead_letter(
             eventually(lambda: queue.shared.confirmed == 4)
         assert log.by_key[b"A"] == [0, 3]
         assert [failures for offset, failures in given if offset == 1] == [0, 1, 2]
-        letters = [record for batch in queue.client.stream("dead").read() for record in batch]
+        letters = [
+            record for batch in queue.client.stream("dead", create=True).read() for record in batch
+        ]
         assert len(letters) == 1
         assert "The handler failed for record 1" in caplog.text
 
 
-def test_a_handler_that_failed_leaves_its_key_alone_for_a_while(any_url: str) -> None:
-    with Queue(any_url, "AB") as queue:
+def test_failed_handler_delays_its_key(url: str) -> None:
+    with Queue(url, "AB") as queue:
         done = threading.Event()
 
         def handle(record: meteor.SharedRecord) -> None:
@@ -241,8 +243,8 @@ def test_a_handler_that_failed_leaves_its_key_alone_for_a_while(any_url: str) ->
             assert done.wait(30)
 
 
-def test_a_handler_may_settle_by_itself(any_url: str) -> None:
-    with Queue(any_url, "ABCD", dead_letter="dead") as queue:
+def test_handler_may_settle_its_record(url: str) -> None:
+    with Queue(url, "ABCD", dead_letter="dead") as queue:
         seen: list[tuple[int, int]] = []
 
         def handle(record: meteor.SharedRecord) -> None:
@@ -262,9 +264,9 @@ def test_a_handler_may_settle_by_itself(any_url: str) -> None:
         assert (found.acked, found.dead) == (3, 1)
 
 
-def test_a_handler_may_stop_and_close_its_own_run(any_url: str) -> None:
+def test_handler_may_stop_and_close_its_own_run(url: str) -> None:
     for how in ("stop", "close"):
-        with Queue(any_url, "A") as queue:
+        with Queue(url, "A") as queue:
             consumer = queue.consumer()
             with Runner(consumer, lambda record: getattr(consumer, how)()) as runner:  # noqa: B023
                 runner.join()
@@ -272,10 +274,10 @@ def test_a_handler_may_stop_and_close_its_own_run(any_url: str) -> None:
             queue.stream.delete()
 
 
-def test_stop_waits_for_the_handler_and_what_was_not_begun_is_there_for_the_next_run(
-    any_url: str,
+def test_stop_waits_for_handlers_and_leaves_unstarted_records_to_the_next_run(
+    url: str,
 ) -> None:
-    with Queue(any_url, "AAAABB") as queue:
+    with Queue(url, "AAAABB") as queue:
         consumer = queue.consumer()
         log = Log()
         begun = threading.Event()
@@ -297,7 +299,7 @@ def test_stop_waits_for_the_handler_and_what_was_not_begun_is_there_for_the_next
         assert consumer.confirmed == 6
 
 
-def test_closing_from_another_thread_ends_a_run_and_leaves_the_rest_to_others(url: str) -> None:
+def test_close_from_another_thread_ends_run_and_returns_the_rest(url: str) -> None:
     with Queue(url, "ABC") as queue:
         one, two = queue.consumers(2)
         begun, go_on = threading.Event(), threading.Event()
@@ -320,7 +322,7 @@ def test_closing_from_another_thread_ends_a_run_and_leaves_the_rest_to_others(ur
         assert two.confirmed == 3
 
 
-def test_closing_from_another_thread_ends_a_poll_at_once(url: str) -> None:
+def test_close_from_another_thread_ends_poll_at_once(url: str) -> None:
     with Queue(url) as queue:
         c1 = queue.consumer()
 
@@ -333,7 +335,7 @@ def test_closing_from_another_thread_ends_a_poll_at_once(url: str) -> None:
         assert c1.closed
 
 
-def test_closing_from_another_thread_ends_a_loop(url: str) -> None:
+def test_close_from_another_thread_ends_iteration(url: str) -> None:
     with Queue(url, "A") as queue:
         c1 = queue.consumer()
 
@@ -348,8 +350,8 @@ def test_closing_from_another_thread_ends_a_loop(url: str) -> None:
 
 
 @pytest.mark.parametrize("concurrency", [0, 1_001, "1"])
-def test_run_checks_what_it_is_asked(any_url: str, concurrency: int) -> None:
-    with Queue(any_url) as queue:
+def test_run_checks_its_arguments(url: str, concurrency: int) -> None:
+    with Queue(url) as queue:
         c1 = queue.consumer()
         with pytest.raises((ValueError, TypeError), match="concurrency"):
             c1.run(lambda record: None, concurrency=concurrency)
@@ -358,11 +360,11 @@ def test_run_checks_what_it_is_asked(any_url: str, concurrency: int) -> None:
 
 
 class Interrupted(BaseException):
-    """As Ctrl-C, or ``sys.exit()``, in a handler."""
+    """Stands for Ctrl-C or ``sys.exit()`` in a handler."""
 
 
-def test_what_no_handler_should_raise_ends_the_run_and_is_raised_there(any_url: str) -> None:
-    with Queue(any_url, "AB") as queue:
+def test_base_exception_of_a_handler_ends_run_and_is_raised_there(url: str) -> None:
+    with Queue(url, "AB") as queue:
         consumer = queue.consumer()
 
         def handle(record: meteor.SharedRecord) -> None:
@@ -376,14 +378,14 @@ def test_what_no_handler_should_raise_ends_the_run_and_is_raised_there(any_url: 
 
 @pytest.fixture
 def interrupting() -> Iterator[None]:
-    """SIGUSR1 is Ctrl-C."""
+    """Make SIGUSR1 act like Ctrl-C."""
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     yield
     signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.usefixtures("interrupting")
-def test_ctrl_c_ends_a_run_once_the_handlers_are_done(url: str) -> None:
+def test_ctrl_c_ends_run_after_its_handlers(url: str) -> None:
     with Queue(url, "ABC") as queue:
         log = Log()
         consumer = queue.consumer()
@@ -403,7 +405,7 @@ def test_ctrl_c_ends_a_run_once_the_handlers_are_done(url: str) -> None:
 
 
 @pytest.mark.usefixtures("interrupting")
-def test_ctrl_c_in_a_poll_leaves_a_consumer_that_can_go_on(url: str) -> None:
+def test_consumer_continues_after_ctrl_c_in_poll(url: str) -> None:
     with Queue(url) as queue:
         c1 = queue.consumer()
 
@@ -419,7 +421,7 @@ def test_ctrl_c_in_a_poll_leaves_a_consumer_that_can_go_on(url: str) -> None:
         assert offsets(c1.poll(5)) == [0]
 
 
-def test_a_handler_that_hangs_loses_its_record_to_others(url: str) -> None:
+def test_hanging_handler_loses_its_record(url: str) -> None:
     with Queue(url, "AAB") as queue:
         one = queue.consumer(max_poll_interval=0.2)
         log = Log()
@@ -438,7 +440,7 @@ def test_a_handler_that_hangs_loses_its_record_to_others(url: str) -> None:
         assert queue.shared.confirmed == 3
 
 
-def test_an_application_that_hangs_loses_what_it_holds(url: str) -> None:
+def test_hanging_application_loses_its_records(url: str) -> None:
     with Queue(url, "AB", lease_ttl=0.5) as queue:
         c1 = queue.consumer(max_poll_interval=0.1)
         c1.poll(5)
@@ -452,20 +454,20 @@ def test_leases_are_renewed_while_the_application_works(url: str) -> None:
         c1, c2 = queue.consumers(2)
         (record,) = c1.poll(5)
 
-        def polled_until_its_lease_is_another() -> bool:
+        def polled_for_three_ttls() -> bool:
             assert c2.poll(0) == []
             return time.monotonic() > deadline
 
-        deadline = time.monotonic() + 1.5  # three leases
-        eventually(polled_until_its_lease_is_another)
+        deadline = time.monotonic() + 1.5  # three lease TTLs
+        eventually(polled_for_three_ttls)
         record.ack()
         c1.flush()
         assert c2.confirmed == 1
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_value_that_cannot_be_decoded_is_a_failure_of_its_handler(any_url: str) -> None:
-    with Queue(any_url, "AB", max_deliveries=2, dead_letter="dead") as queue:  # neither is JSON
+def test_undecodable_value_counts_as_a_failure_of_the_handler(url: str) -> None:
+    with Queue(url, "AB", max_deliveries=2, dead_letter="dead") as queue:  # neither is JSON
         with queue.stream.publisher(codec="json") as pub:
             pub.publish([1], key=b"A")
         seen: list[object] = []
@@ -479,7 +481,7 @@ def test_keys_stay_in_order_while_handlers_fail_and_more_is_published(
     url: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "_DELAY_S", (0.001, 0.01))
-    records, groups = 3_000, 6
+    records, groups = 1_200, 6
     with Queue(url, settings={"capacity": 100_000}, max_deliveries=0, max_per_key=16) as queue:
         names = [f"k{number % groups}" for number in range(records)]
         lock = threading.Lock()
@@ -510,7 +512,7 @@ def test_keys_stay_in_order_while_handlers_fail_and_more_is_published(
         assert wrong == []
 
 
-def test_what_a_handler_was_at_when_it_ended_the_run_comes_again_first(url: str) -> None:
+def test_record_of_a_handler_that_ended_run_is_redelivered_first(url: str) -> None:
     with Queue(url, "AAA") as queue:
         consumer = queue.consumer()
 
@@ -525,9 +527,7 @@ def test_what_a_handler_was_at_when_it_ended_the_run_comes_again_first(url: str)
         assert seen == [(0, 1), (1, 0), (2, 0)]
 
 
-def test_a_run_that_begins_while_it_is_closed_says_so(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_raises_if_the_consumer_is_closing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Queue(url) as queue:
         consumer = queue.consumer()
 
@@ -542,7 +542,7 @@ def test_a_run_that_begins_while_it_is_closed_says_so(
         assert "closed" in str(runner.error)
 
 
-def test_a_close_that_gets_no_further_than_its_first_line_ends_a_run(url: str) -> None:
+def test_interrupted_close_still_ends_run(url: str) -> None:
     with Queue(url) as queue:
         consumer = queue.consumer()
         with Runner(consumer, lambda record: None) as runner:
@@ -552,7 +552,7 @@ def test_a_close_that_gets_no_further_than_its_first_line_ends_a_run(url: str) -
         assert runner.error is None
 
 
-def test_a_stop_before_a_run_is_for_that_run(url: str) -> None:
+def test_stop_before_run_ends_that_run(url: str) -> None:
     with Queue(url, "A") as queue:
         consumer = queue.consumer()
         consumer.stop()
@@ -564,7 +564,7 @@ def test_a_stop_before_a_run_is_for_that_run(url: str) -> None:
             eventually(lambda: seen == [0])
 
 
-def test_while_it_runs_nobody_else_may_run_or_poll(url: str) -> None:
+def test_run_excludes_a_second_run_and_other_polls(url: str) -> None:
     with Queue(url, "A") as queue:
         consumer = queue.consumer()
         refused: list[str] = []

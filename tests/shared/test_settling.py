@@ -1,4 +1,4 @@
-"""Settling records of a shared group: acknowledged, released, rejected, committed, rolled back."""
+"""Settling records of a shared group: acknowledge, release, reject, commit, roll back."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.waiting import eventually
 
 
 def letters(queue: Queue, name: str = "dead") -> list[meteor.Record]:
-    return [record for batch in queue.client.stream(name).read() for record in batch]
+    return [record for batch in queue.client.stream(name, create=True).read() for record in batch]
 
 
 # Acknowledging
 
 
-def test_what_is_acknowledged_is_known_a_moment_later_without_a_call(any_url: str) -> None:
+def test_acknowledgements_are_sent_in_the_background(any_url: str) -> None:
     with Queue(any_url, "AB") as queue:
         c1 = queue.consumer()
         for record in c1.poll(5):
@@ -28,7 +28,7 @@ def test_what_is_acknowledged_is_known_a_moment_later_without_a_call(any_url: st
         eventually(lambda: queue.shared.confirmed == 2)
 
 
-def test_what_is_acknowledged_travels_with_the_next_poll(
+def test_acknowledgements_are_sent_with_the_next_poll(
     any_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_renewer, "_GATHER_S", 60.0)
@@ -59,7 +59,7 @@ def test_records_may_be_acknowledged_in_any_order(any_url: str) -> None:
 @pytest.mark.parametrize("first", ["ack", "release", "reject"])
 @pytest.mark.parametrize("second", ["ack", "release", "reject"])
 @pytest.mark.parametrize("flushed", [False, True])
-def test_a_record_is_settled_once(url: str, first: str, second: str, flushed: bool) -> None:
+def test_record_is_settled_once(url: str, first: str, second: str, flushed: bool) -> None:
     with Queue(url, "A") as queue:
         c1 = queue.consumer()
         (record,) = c1.poll(5)
@@ -70,7 +70,7 @@ def test_a_record_is_settled_once(url: str, first: str, second: str, flushed: bo
             getattr(record, second)()
 
 
-def test_a_consumer_holds_no_more_of_one_key_than_max_per_key(any_url: str) -> None:
+def test_consumer_holds_at_most_max_per_key_records_of_a_key(any_url: str) -> None:
     with Queue(any_url, "AAAAAB", max_per_key=2) as queue:
         c1, c2 = queue.consumers(2)
         records = c1.poll(5)
@@ -85,7 +85,7 @@ def test_a_consumer_holds_no_more_of_one_key_than_max_per_key(any_url: str) -> N
 # Releasing
 
 
-def test_a_release_counts_as_a_failure_of_that_record_alone(any_url: str) -> None:
+def test_release_counts_a_failure_for_its_record_only(any_url: str) -> None:
     with Queue(any_url, "AAA") as queue:
         c1 = queue.consumer()
         c1.poll(5)[1].release()
@@ -95,7 +95,7 @@ def test_a_release_counts_as_a_failure_of_that_record_alone(any_url: str) -> Non
         assert c1.confirmed == 3
 
 
-def test_a_key_that_waits_for_a_delay_lets_others_pass(any_url: str) -> None:
+def test_delayed_key_lets_others_pass(any_url: str) -> None:
     with Queue(any_url, "AABB") as queue:
         c1, c2 = queue.consumers(2)
         a0, a1, b2, b3 = c1.poll(5)
@@ -115,7 +115,7 @@ def test_a_key_that_waits_for_a_delay_lets_others_pass(any_url: str) -> None:
             a1.ack()
 
 
-def test_after_its_delay_a_key_goes_to_a_waiting_consumer(any_url: str) -> None:
+def test_waiting_consumer_gets_a_key_after_its_delay(any_url: str) -> None:
     with Queue(any_url, "AA") as queue:
         c1, c2 = queue.consumers(2)
         c1.poll(5)[0].release(delay=0.05)
@@ -131,7 +131,7 @@ def test_after_its_delay_a_key_goes_to_a_waiting_consumer(any_url: str) -> None:
         ({"delay": 1.0, "only_this": True}, ValueError),
     ],
 )
-def test_a_release_that_is_refused_leaves_the_record_held(
+def test_release_with_invalid_arguments_leaves_the_record_held(
     any_url: str, how: dict[str, Any], error: type[Exception]
 ) -> None:
     with Queue(any_url, "A") as queue:
@@ -144,8 +144,8 @@ def test_a_release_that_is_refused_leaves_the_record_held(
         assert c1.confirmed == 1
 
 
-def test_those_that_went_back_are_not_handed_out_from_the_buffer(any_url: str) -> None:
-    """They were fetched in advance with the one that was released; others must have them."""
+def test_rewound_records_are_not_delivered_from_the_buffer(any_url: str) -> None:
+    """Prefetched with the released record, they must go to other consumers."""
     with Queue(any_url, "AAAB") as queue:
         c1, c2 = queue.consumers(2)
         (first,) = c1.poll(5, max_records=1)
@@ -155,7 +155,7 @@ def test_those_that_went_back_are_not_handed_out_from_the_buffer(any_url: str) -
         assert offsets(c1.poll(5)) == [3]
 
 
-def test_a_single_release_comes_back_in_its_place(any_url: str) -> None:
+def test_record_released_alone_is_redelivered_in_order(any_url: str) -> None:
     with Queue(any_url, "AAAA") as queue:
         c1 = queue.consumer()
         records = c1.poll(5)
@@ -169,10 +169,10 @@ def test_a_single_release_comes_back_in_its_place(any_url: str) -> None:
         assert c1.confirmed == 4
 
 
-# Giving up
+# Dead letters
 
 
-def test_after_so_many_failures_a_record_is_a_dead_letter_and_its_key_goes_on(
+def test_record_becomes_a_dead_letter_after_max_deliveries_and_its_key_continues(
     any_url: str,
 ) -> None:
     with Queue(any_url, "AAB", max_deliveries=3, dead_letter="dead") as queue:
@@ -192,14 +192,14 @@ def test_after_so_many_failures_a_record_is_a_dead_letter_and_its_key_goes_on(
             dead_letters.STREAM_HEADER: STREAM.encode(),
             dead_letters.GROUP_HEADER: GROUP.encode(),
             dead_letters.OFFSET_HEADER: b"0",
-            dead_letters.REASON_HEADER: b"It was delivered as often as it may be.",
+            dead_letters.REASON_HEADER: b"It failed max_deliveries times.",
             dead_letters.TRIES_HEADER: b"3",
         }
         found = queue.shared.describe()
         assert (found.dead, found.acked, found.dying) == (1, 2, 0)
 
 
-def test_without_a_limit_a_record_comes_as_often_as_it_fails(any_url: str) -> None:
+def test_record_is_redelivered_forever_without_a_limit(any_url: str) -> None:
     with Queue(any_url, "A", max_deliveries=0, dead_letter="dead") as queue:
         c1 = queue.consumer()
         for failures in range(20):
@@ -209,7 +209,7 @@ def test_without_a_limit_a_record_comes_as_often_as_it_fails(any_url: str) -> No
         assert [record.failures for record in drain(c1)] == [20]
 
 
-def test_an_acknowledged_record_s_failures_are_forgotten(any_url: str) -> None:
+def test_acknowledging_a_record_removes_its_failures(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         c1 = queue.consumer()
         c1.poll(5)[0].release()
@@ -218,10 +218,10 @@ def test_an_acknowledged_record_s_failures_are_forgotten(any_url: str) -> None:
         assert queue.client._connector.call("HLEN", queue.key("failures")) == 0
 
 
-def test_a_rejected_record_is_a_dead_letter_with_the_reason(any_url: str) -> None:
+def test_rejected_record_becomes_a_dead_letter_with_its_reason(any_url: str) -> None:
     with Queue(any_url, dead_letter="dead") as queue:
         with queue.stream.publisher() as pub:
-            pub.publish(b"v", key=b"A", headers={"trace": b"42", "meteor-reason": b"an older one"})
+            pub.publish(b"v", key=b"A", headers={"trace": b"42", "meteor-reason": b"an old one"})
             pub.publish(b"w", key=b"A")
         c1 = queue.consumer()
         c1.poll(5, max_records=1)[0].reject("no such customer: \u00e9\ud800")
@@ -235,7 +235,7 @@ def test_a_rejected_record_is_a_dead_letter_with_the_reason(any_url: str) -> Non
         assert letter.timestamp == next(iter(queue.stream.read()))[0].timestamp
 
 
-def test_a_long_reason_is_cut(any_url: str) -> None:
+def test_long_reason_is_cut(any_url: str) -> None:
     with Queue(any_url, "A", dead_letter="dead") as queue:
         c1 = queue.consumer()
         c1.poll(5)[0].reject("\u20ac" * 5_000)
@@ -245,20 +245,20 @@ def test_a_long_reason_is_cut(any_url: str) -> None:
         assert len(letter.headers[dead_letters.REASON_HEADER].decode()) == 1024 // 3
 
 
-def test_a_rejected_record_without_a_stream_for_it_is_counted_and_logged(
+def test_rejected_record_without_dead_letter_stream_is_counted_and_logged(
     any_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Queue(any_url, "AA") as queue:
         c1 = queue.consumer()
         c1.poll(5)[0].reject("why")
         c1.flush()
-        assert "Record 0 of stream 'orders' was given up" in caplog.text
+        assert "discarded record 0 of stream 'orders'" in caplog.text
         assert queue.shared.describe().dead == 1
         c1.commit()
         assert c1.confirmed == 2
 
 
-def test_who_closes_right_after_rejecting_leaves_the_letter_published(any_url: str) -> None:
+def test_close_after_reject_publishes_the_dead_letter(any_url: str) -> None:
     with Queue(any_url, "AB", dead_letter="dead") as queue:
         with queue.consumer() as c1:
             first, second = c1.poll(5)
@@ -270,20 +270,20 @@ def test_who_closes_right_after_rejecting_leaves_the_letter_published(any_url: s
         assert (found.dead, found.dying, found.confirmed) == (2, 0, 2)
 
 
-def test_the_letter_of_one_who_died_before_publishing_it_is_published_by_another_once(
+def test_dead_letter_of_a_dead_consumer_is_published_once_by_another(
     any_url: str,
 ) -> None:
     with Queue(any_url, "A", dead_letter="dead") as queue:
         c1, c2 = queue.consumers(2)
         c1.poll(5)[0].reject("why")
-        c1.flush()  # now the server has given it the letter to publish
+        c1.flush()  # the server has assigned the dead letter to it
         die(c1)
         assert queue.shared.describe().dying == 1
         assert (letters(queue), queue.shared.confirmed) == ([], 0)
         queue.check()
         queue.client._connector.call(
             "ZADD", queue.key("dying"), 0, "0"
-        )  # the time of a lease is over
+        )  # as if the lease had expired
         assert c2.poll(0) == []
         c2.flush()
         assert len(letters(queue)) == 1
@@ -293,7 +293,7 @@ def test_the_letter_of_one_who_died_before_publishing_it_is_published_by_another
         assert queue.shared.confirmed == 1
 
 
-def test_one_dead_letter_comes_of_a_record_that_its_consumers_die_of(any_url: str) -> None:
+def test_record_that_kills_its_consumers_becomes_one_dead_letter(any_url: str) -> None:
     with Queue(any_url, "ABCAAB", max_deliveries=3, dead_letter="dead") as queue:
         deaths = 0
         while True:  # ends: each death counts as a failure of 0
@@ -302,7 +302,7 @@ def test_one_dead_letter_comes_of_a_record_that_its_consumers_die_of(any_url: st
             if not any(record.offset == 0 for record in records):
                 break
             if records[0].failures == 2:
-                assert offsets(records) == [0]  # the last try travels alone
+                assert offsets(records) == [0]  # the last try is granted alone
             die(consumer)
             deaths += 1
         assert deaths == 3
@@ -318,9 +318,7 @@ def test_one_dead_letter_comes_of_a_record_that_its_consumers_die_of(any_url: st
 
 
 @pytest.mark.parametrize("dead_letter", ["dead", None])
-def test_a_poisoned_key_is_parked_until_it_is_resumed(
-    any_url: str, dead_letter: str | None
-) -> None:
+def test_poisoned_key_is_parked_until_resumed(any_url: str, dead_letter: str | None) -> None:
     with Queue(any_url, "AABA", on_poison="park", dead_letter=dead_letter) as queue:
         c1, c2 = queue.consumers(2)
         a0, a1, b2, a3 = c1.poll(5)
@@ -333,13 +331,13 @@ def test_a_poisoned_key_is_parked_until_it_is_resumed(
         assert offsets(c1.poll(5)) == [5]
         assert c2.poll(0) == []
         state = queue.keys()["A"]
-        expected = [1, 3, 4] if dead_letter else [0, 1, 3, 4]  # else it is nowhere but here
+        expected = [1, 3, 4] if dead_letter else [0, 1, 3, 4]  # else 0 stays in its key
         assert (state.state, state.waiting, state.oldest) == ("parked", len(expected), expected[0])
         queue.check()
         assert queue.shared.resume("A")
         again = c2.poll(5)
         assert offsets(again) == expected
-        assert again[0].failures == 0  # it starts afresh
+        assert again[0].failures == 0  # resume() resets its failures
         assert len(letters(queue)) == (1 if dead_letter else 0)
         c1.commit()
         c2.commit()
@@ -348,7 +346,7 @@ def test_a_poisoned_key_is_parked_until_it_is_resumed(
         assert queue.shared.confirmed == 6
 
 
-def test_a_parked_key_without_records_stays_parked(any_url: str) -> None:
+def test_parked_key_without_records_stays_parked(any_url: str) -> None:
     with Queue(any_url, "A", on_poison="park", dead_letter="dead") as queue:
         c1 = queue.consumer()
         c1.poll(5)[0].reject()
@@ -360,14 +358,14 @@ def test_a_parked_key_without_records_stays_parked(any_url: str) -> None:
         assert offsets(c1.poll(5)) == [1]
 
 
-def test_what_waits_of_a_parked_key_can_be_purged(any_url: str) -> None:
+def test_waiting_records_of_a_parked_key_may_be_purged(any_url: str) -> None:
     with Queue(any_url, "AAA", on_poison="park", dead_letter="dead") as queue:
         c1 = queue.consumer()
         c1.poll(5)[0].reject()
         c1.poll(0)
         assert c1.purge("A") == 2
         queue.check()
-        c1.flush()  # that the letter is published
+        c1.flush()  # reports that the dead letter is published
         assert c1.confirmed == 3
         assert [state.state for state in c1.keys()] == ["parked"]
         assert c1.resume("A")
@@ -375,7 +373,7 @@ def test_what_waits_of_a_parked_key_can_be_purged(any_url: str) -> None:
         assert offsets(c1.poll(5)) == [3]
 
 
-def test_resuming_what_is_not_stopped_does_nothing(any_url: str) -> None:
+def test_resume_of_an_active_key_does_nothing(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         c1 = queue.consumer()
         assert not c1.resume("A")
@@ -384,10 +382,10 @@ def test_resuming_what_is_not_stopped_does_nothing(any_url: str) -> None:
         assert not c1.resume("never seen")
 
 
-# All at once
+# Commit and rollback
 
 
-def test_a_commit_acknowledges_what_was_handed_out_and_nothing_else(any_url: str) -> None:
+def test_commit_acknowledges_delivered_records_only(any_url: str) -> None:
     with Queue(any_url, "ABCD") as queue:
         c1 = queue.consumer()
         first, _ = c1.poll(5, max_records=2)
@@ -397,7 +395,7 @@ def test_a_commit_acknowledges_what_was_handed_out_and_nothing_else(any_url: str
         assert sorted(offsets(c1.poll(5)) + offsets(c1.poll(5))) == [0, 2, 3]
 
 
-def test_a_rollback_returns_what_was_handed_out_in_order(any_url: str) -> None:
+def test_rollback_returns_delivered_records_in_order(any_url: str) -> None:
     with Queue(any_url, "ABAB") as queue:
         c1 = queue.consumer()
         records = c1.poll(5)
@@ -409,8 +407,8 @@ def test_a_rollback_returns_what_was_handed_out_in_order(any_url: str) -> None:
         assert c1.confirmed == 4
 
 
-def test_the_window_of_acknowledgements_may_be_larger_than_the_prefetch(any_url: str) -> None:
-    """Qpid's stress program acknowledges every third record with a capacity of one."""
+def test_acknowledgement_window_may_exceed_prefetch(any_url: str) -> None:
+    """Qpid's stress program acknowledges only every third record with a window of one."""
     with Queue(any_url, "ABCDEF") as queue:
         c1 = queue.consumer(prefetch=1)
         found: list[meteor.SharedRecord] = []
@@ -422,16 +420,16 @@ def test_the_window_of_acknowledgements_may_be_larger_than_the_prefetch(any_url:
         assert (offsets(found), c1.confirmed) == ([0, 1, 2, 3, 4, 5], 6)
 
 
-# Those of others
+# Late settlements
 
 
-def test_a_late_settlement_is_refused_and_changes_nothing(any_url: str) -> None:
+def test_late_settlement_is_refused_and_changes_nothing(any_url: str) -> None:
     with Queue(any_url, "AAA") as queue:
         c1, c2 = queue.consumers(2)
         records = c1.poll(5)
         expire(c1)
-        assert offsets(c2.poll(5)) == [0]  # of what a dead one held, one at a time
-        records[0].ack()  # it does not know yet
+        assert offsets(c2.poll(5)) == [0]  # records of a dead consumer are granted one at a time
+        records[0].ack()  # c1 has not noticed yet
         records[1].release(only_this=True)
         records[2].reject("bad")
         with pytest.raises(meteor.Fenced) as refused:
@@ -439,13 +437,13 @@ def test_a_late_settlement_is_refused_and_changes_nothing(any_url: str) -> None:
         assert refused.value.offsets == (0, 1, 2)
         found = queue.shared.describe()
         assert (found.acked, found.dead, found.confirmed, found.reaped) == (0, 0, 0, 1)
-        c1.flush()  # told once
+        c1.flush()  # raised only once
         c2.commit()
         assert offsets(drain(c2)) == [1, 2]
         assert queue.shared.confirmed == 3
 
 
-def test_one_who_was_taken_for_dead_is_told_by_its_next_poll_and_goes_on(any_url: str) -> None:
+def test_expired_consumer_is_fenced_by_its_next_poll_and_continues(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         c1, c2 = queue.consumers(2)
         (record,) = c1.poll(5)
@@ -460,7 +458,7 @@ def test_one_who_was_taken_for_dead_is_told_by_its_next_poll_and_goes_on(any_url
         assert names == {c1.name, c2.name}
 
 
-def test_a_late_consumer_that_nobody_missed_goes_on_as_if_nothing_was(any_url: str) -> None:
+def test_late_consumer_that_was_not_reaped_continues(any_url: str) -> None:
     with Queue(any_url, "A") as queue:
         c1 = queue.consumer()
         (record,) = c1.poll(5)
@@ -470,20 +468,20 @@ def test_a_late_consumer_that_nobody_missed_goes_on_as_if_nothing_was(any_url: s
         assert c1.confirmed == 1
 
 
-def test_one_whose_records_were_taken_does_not_hand_out_what_it_has_in_store(any_url: str) -> None:
+def test_expired_consumer_does_not_deliver_buffered_records(any_url: str) -> None:
     with Queue(any_url, "ABC") as queue:
         c1, c2 = queue.consumers(2)
-        assert offsets(c1.poll(5, max_records=1)) == [0]  # it has fetched all
+        assert offsets(c1.poll(5, max_records=1)) == [0]  # all are in its buffer
         expire(c1)
         assert offsets(c2.poll(5)) == [0, 1, 2]
         c1.flush()
         assert c1.poll(0) == []
 
 
-# Steps that are not too large
+# Size of steps
 
 
-def test_what_was_settled_is_said_in_parts_and_acknowledgements_first(
+def test_settlements_are_sent_in_parts_and_acknowledgements_first(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(holdings, "_ACKS_MAX", 4)
@@ -492,9 +490,9 @@ def test_what_was_settled_is_said_in_parts_and_acknowledgements_first(
         consumer = queue.consumer()
         records = consumer.poll(5)
         steps = Steps(monkeypatch, consumer)
-        with consumer._deliveries.condition:  # so that the lease renewer does not say some of it
+        with consumer._deliveries.condition:  # so that the lease renewer sends nothing in between
             records[13].ack()
-            records[12].release()  # which takes none with it
+            records[12].release()  # which rewinds no other record
             for record in records[:5]:
                 record.reject("no")
             for record in records[5:10]:
@@ -507,7 +505,7 @@ def test_what_was_settled_is_said_in_parts_and_acknowledgements_first(
         assert offsets(consumer.poll(5)) == [12]
 
 
-def test_only_the_last_part_claims(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_part_claims_records(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holdings, "_ACKS_MAX", 2)
     with Queue(url, "ABCDEFGH") as queue:
         consumer = queue.consumer(prefetch=5)
@@ -520,7 +518,7 @@ def test_only_the_last_part_claims(url: str, monkeypatch: pytest.MonkeyPatch) ->
         assert steps.wants[:3] == [0, 0, 5]
 
 
-def test_much_is_claimed_in_parts(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_claims_are_made_in_parts(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetcher, "_CLAIM_MAX", 4)
     with Queue(url, "AB" * 10) as queue:
         consumer = queue.consumer(prefetch=10)

@@ -1,8 +1,9 @@
-"""Shared groups: how they are set up, ordering keys of records, what is seen from outside."""
+"""Shared groups: settings, ordering keys, description, purge and deletion."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
@@ -10,7 +11,9 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import keys
+from tests.support.readers import later_than_all
 from tests.support.sharing import GROUP, STREAM, Queue, check, discard, drain, offsets
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def publish(stream: meteor.Stream, *records: tuple[bytes | None, dict[str, bytes
 
 
 def keys_of(stream: meteor.Stream, **options: Any) -> list[bytes]:
-    """The groups of all records, as a consumer is told them."""
+    """The ordering keys of all records, as a consumer sees them."""
     with stream.shared_subscriber("look", **options) as sub:
         return [record.ordering_key for record in sorted(drain(sub), key=lambda each: each.offset)]
 
@@ -52,13 +55,13 @@ def keys_of(stream: meteor.Stream, **options: Any) -> list[bytes]:
         ({"lease_ttl": 0.01}, ValueError, "lease_ttl"),
         ({"lease_ttl": 1e9}, ValueError, "lease_ttl"),
         ({"max_deliveries": -1}, ValueError, "max_deliveries"),
-        ({"max_deliveries": 1}, ValueError, "only a second delivery tells"),
+        ({"max_deliveries": 1}, ValueError, "only a second delivery shows"),
         ({"max_deliveries": 1_001}, ValueError, "max_deliveries"),
         ({"dead_letter": "a b"}, ValueError, "dead-letter stream"),
         ({"dead_letter": "s"}, ValueError, "to the stream itself"),
         ({"on_poison": "stop"}, ValueError, "on_poison"),
         ({"keyless": "all"}, ValueError, "keyless"),
-        ({"keyless": "free", "default_key": "d"}, ValueError, "leave default_key out"),
+        ({"keyless": "free", "default_key": "d"}, ValueError, "Omit default_key"),
         ({"default_key": ""}, ValueError, "1 to 256 bytes"),
         ({"default_key": "x" * 257}, ValueError, "1 to 256 bytes"),
         ({"default_key": b"d"}, TypeError, "default_key"),
@@ -68,7 +71,7 @@ def keys_of(stream: meteor.Stream, **options: Any) -> list[bytes]:
         ({"initial_offset": "first"}, ValueError, "initial_offset"),
     ],
 )
-def test_settings_out_of_range_or_in_contradiction_are_refused_and_leave_no_trace(
+def test_invalid_settings_are_refused_and_create_nothing(
     stream: meteor.Stream, settings: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -77,13 +80,13 @@ def test_settings_out_of_range_or_in_contradiction_are_refused_and_leave_no_trac
 
 
 @pytest.mark.parametrize("name", ["", "a b", ".archiver", "x" * 129])
-def test_a_name_that_cannot_be_one_is_refused(stream: meteor.Stream, name: str) -> None:
+def test_invalid_group_name_is_refused(stream: meteor.Stream, name: str) -> None:
     with pytest.raises(ValueError, match="name of a group"):
         stream.shared_subscriber(name)
 
 
-def test_a_stream_without_ordering_key_refuses_shared_subscribers(client: meteor.Client) -> None:
-    plain = client.stream("plain")
+def test_stream_without_ordering_key_refuses_shared_subscribers(client: meteor.Client) -> None:
+    plain = client.stream("plain", create=True)
     with pytest.raises(meteor.MeteorError, match="without ordering_key"):
         plain.shared_subscriber("g")
     with pytest.raises(meteor.GroupNotFound):
@@ -103,7 +106,7 @@ def test_a_stream_without_ordering_key_refuses_shared_subscribers(client: meteor
         ("keyless", "free", "default"),
     ],
 )
-def test_settings_of_a_group_that_exists_must_match_or_be_left_out(
+def test_settings_of_an_existing_group_must_match_or_be_omitted(
     stream: meteor.Stream, setting: str, first: Any, other: Any
 ) -> None:
     with stream.shared_subscriber("g", **{setting: first}) as sub:
@@ -117,7 +120,7 @@ def test_settings_of_a_group_that_exists_must_match_or_be_left_out(
         assert (refused.value.stream, refused.value.group) == ("s", "g")
 
 
-def test_each_consumer_has_a_prefetch_of_its_own(stream: meteor.Stream) -> None:
+def test_each_consumer_has_its_own_prefetch(stream: meteor.Stream) -> None:
     publish(stream, *[(b"%d" % n, None) for n in range(10)])
     with (
         stream.shared_subscriber("g", prefetch=2) as small,
@@ -127,7 +130,7 @@ def test_each_consumer_has_a_prefetch_of_its_own(stream: meteor.Stream) -> None:
         assert len(large.poll(5)) == 8
 
 
-def test_a_name_belongs_to_a_shared_group_or_to_one_of_one_reader(stream: meteor.Stream) -> None:
+def test_shared_group_and_subscriber_group_cannot_share_a_name(stream: meteor.Stream) -> None:
     stream.subscriber(group="one").close()
     with pytest.raises(meteor.GroupConfigMismatch, match="one reader at a time"):
         stream.shared_subscriber("one")
@@ -147,7 +150,7 @@ def test_a_name_belongs_to_a_shared_group_or_to_one_of_one_reader(stream: meteor
         assert shared.group == "one"
 
 
-def test_a_new_group_begins_where_it_is_told(stream: meteor.Stream) -> None:
+def test_new_group_starts_at_initial_offset(stream: meteor.Stream) -> None:
     publish(stream, (b"a", None), (b"b", None))
     with (
         stream.shared_subscriber("first") as first,
@@ -163,23 +166,37 @@ def test_a_new_group_begins_where_it_is_told(stream: meteor.Stream) -> None:
         assert offsets(again.poll(5)) == [0, 1, 2]
 
 
-# Groups of records
+def test_new_group_may_start_at_an_offset_or_a_time(stream: meteor.Stream) -> None:
+    publish(stream, (b"a", None), (b"b", None))
+    since = datetime.fromtimestamp(eventually(lambda: later_than_all(stream)) / 1000, UTC)
+    publish(stream, (b"c", None))
+    with (
+        stream.shared_subscriber("offset", initial_offset=1) as first,
+        stream.shared_subscriber("time", initial_offset=since) as second,
+    ):
+        assert offsets(first.poll(5)) == [1, 2]
+        assert offsets(second.poll(5)) == [2]
+    with pytest.raises(ValueError, match="beyond the end of stream"):
+        stream.shared_subscriber("beyond", initial_offset=4)
+
+
+# Ordering keys
 
 
 @pytest.mark.parametrize("ordering_key", ["", "keys", "header", "header:", "value"])
-def test_a_rule_that_is_none_is_refused(client: meteor.Client, ordering_key: str) -> None:
+def test_invalid_ordering_key_setting_is_refused(client: meteor.Client, ordering_key: str) -> None:
     with pytest.raises(ValueError, match="ordering_key must be"):
         client.stream("t", ordering_key=ordering_key)
     assert client.streams() == []
 
 
-def test_the_rule_of_a_stream_cannot_be_changed(client: meteor.Client) -> None:
+def test_ordering_key_of_a_stream_cannot_be_changed(client: meteor.Client) -> None:
     stream = client.stream("t", ordering_key="header:cart")
-    assert client.stream("t").config.ordering_key == "header:cart"
+    assert client.stream("t", create=True).config.ordering_key == "header:cart"
     assert client.stream("t", ordering_key="header:cart").incarnation == stream.incarnation
     with pytest.raises(meteor.MeteorError, match="ordering_key"):
         client.stream("t", ordering_key="key")
-    client.stream("plain")
+    client.stream("plain", create=True)
     with pytest.raises(meteor.MeteorError, match="ordering_key"):
         client.stream("plain", ordering_key="key")
     with pytest.raises(TypeError):
@@ -194,7 +211,7 @@ def test_records_get_their_ordering_key_from_key_or_header_however_published(
     stream = client.stream("t", ordering_key=ordering_key)
     ids = [b"a", None, b"", b"b", b"a", b"\xff\x00:,", b"x" * 256]
     wanted = [each or b"meteor.no-group" for each in ids]
-    other = b"of no importance"
+    other = b"irrelevant"
     if ordering_key == "key":
         key_column: list[Any] = ids
         headers: list[Any] = [{"cart": other}] * 7
@@ -214,7 +231,7 @@ def test_records_get_their_ordering_key_from_key_or_header_however_published(
     check(stream)
 
 
-def test_without_keys_or_headers_all_have_the_default_key(client: meteor.Client) -> None:
+def test_records_without_keys_or_headers_have_the_default_key(client: meteor.Client) -> None:
     for ordering_key in ("key", "header:cart"):
         stream = client.stream(ordering_key.replace(":", "-"), ordering_key=ordering_key)
         with stream.publisher() as pub:
@@ -223,14 +240,16 @@ def test_without_keys_or_headers_all_have_the_default_key(client: meteor.Client)
         assert keys_of(stream, default_key="rest") == [b"rest"] * 3
 
 
-def test_a_record_whose_key_is_the_default_key_is_ordered_with_it(stream: meteor.Stream) -> None:
+def test_record_whose_key_equals_the_default_key_is_ordered_with_keyless_ones(
+    stream: meteor.Stream,
+) -> None:
     publish(stream, (b"meteor.no-group", None), (None, None))
     with stream.shared_subscriber("g") as one, stream.shared_subscriber("g") as two:
         assert offsets(one.poll(5)) == [0, 1]
         assert two.poll(0) == []
 
 
-def test_free_records_are_for_anybody_and_others_keep_their_order(any_url: str) -> None:
+def test_keyless_records_are_free_and_others_keep_their_order(any_url: str) -> None:
     with Queue(any_url, keyless="free") as queue:
         publish(queue.stream, (None, None), (b"", None), (b"A", None), (b"A", None), (None, None))
         c1, c2 = queue.consumers(2)
@@ -244,7 +263,7 @@ def test_free_records_are_for_anybody_and_others_keep_their_order(any_url: str) 
 
 
 @pytest.mark.parametrize("ordering_key", ["key", "header:cart"])
-def test_an_ordering_key_of_more_than_256_bytes_is_refused_before_anything_is_published(
+def test_ordering_key_above_256_bytes_is_refused_before_publishing(
     client: meteor.Client, ordering_key: str
 ) -> None:
     stream = client.stream("t", ordering_key=ordering_key)
@@ -269,16 +288,16 @@ def test_an_ordering_key_of_more_than_256_bytes_is_refused_before_anything_is_pu
     assert keys_of(stream) == [good]
 
 
-def test_in_a_stream_without_ordering_key_keys_may_be_long(client: meteor.Client) -> None:
-    plain = client.stream("plain")
+def test_keys_may_be_long_in_a_stream_without_ordering_key(client: meteor.Client) -> None:
+    plain = client.stream("plain", create=True)
     publish(plain, (b"k" * 1000, {"h": b"v" * 1000}))
     assert plain.end().offset == 1
 
 
-# From outside
+# Administration
 
 
-def test_what_is_confirmed_is_below_all_that_is_not_settled(any_url: str) -> None:
+def test_confirmed_is_the_lowest_unsettled_offset(any_url: str) -> None:
     with Queue(any_url, "ABCA") as queue:
         c1 = queue.consumer(prefetch=10)
         a0, b1, c2, a3 = c1.poll(5)
@@ -298,7 +317,7 @@ def test_what_is_confirmed_is_below_all_that_is_not_settled(any_url: str) -> Non
         assert queue.stream.group(GROUP).confirmed == 4
 
 
-def test_a_description_counts_what_became_of_the_records(any_url: str) -> None:
+def test_description_counts_settled_records_by_kind(any_url: str) -> None:
     with Queue(any_url, "AABBCCDD") as queue:
         c1 = queue.consumer(prefetch=4)
         records = c1.poll(5)
@@ -318,18 +337,18 @@ def test_a_description_counts_what_became_of_the_records(any_url: str) -> None:
         assert queue.shared.describe().consumers == ()
 
 
-def test_keys_are_those_with_records_by_their_oldest(any_url: str) -> None:
+def test_keys_are_sorted_by_their_oldest_record(any_url: str) -> None:
     with Queue(any_url, "BAAC") as queue:
         c1 = queue.consumer(max_per_key=10_000)
         assert c1.keys() == []
         assert [state.key for state in c1.keys(look_ahead=True)] == [b"B", b"A", b"C"]
         queue.publish("D")
-        assert [state.key for state in c1.keys()] == [b"B", b"A", b"C"]  # nobody has looked at D
+        assert [state.key for state in c1.keys()] == [b"B", b"A", b"C"]  # D is not scanned yet
         drain(c1)
         assert c1.keys(look_ahead=True) == []
 
 
-def test_purging_settles_what_waits_and_nothing_of_others(any_url: str) -> None:
+def test_purge_settles_waiting_records_of_one_key(any_url: str) -> None:
     with Queue(any_url, "AB" * 50) as queue:
         c1 = queue.consumer()
         shared = queue.shared
@@ -351,7 +370,7 @@ def test_purging_settles_what_waits_and_nothing_of_others(any_url: str) -> None:
         ("A", 0, ValueError),
     ],
 )
-def test_purging_checks_what_it_is_asked(
+def test_purge_checks_its_arguments(
     any_url: str, group: Any, limit: Any, error: type[Exception]
 ) -> None:
     with Queue(any_url, "A") as queue:
@@ -360,7 +379,7 @@ def test_purging_checks_what_it_is_asked(
             queue.shared.purge(group, limit)
 
 
-def test_more_is_purged_than_one_step_does(url: str) -> None:
+def test_purge_may_exceed_one_step(url: str) -> None:
     with Queue(url) as queue:
         queue.publish(["A"] * 10_000, frame=5_000)
         queue.consumer()
@@ -369,7 +388,7 @@ def test_more_is_purged_than_one_step_does(url: str) -> None:
         assert queue.shared.describe().waiting == 1_000
 
 
-def test_a_group_with_consumers_is_deleted_only_by_force_and_they_are_told(any_url: str) -> None:
+def test_group_with_consumers_is_deleted_only_by_force(any_url: str) -> None:
     with Queue(any_url, "AB") as queue:
         c1 = queue.consumer()
         shared = queue.shared
@@ -391,7 +410,7 @@ def test_a_group_with_consumers_is_deleted_only_by_force_and_they_are_told(any_u
             assert offsets(drain(again)) == [0, 1]
 
 
-def test_keys_of_any_bytes_leave_with_group_and_stream(client: meteor.Client) -> None:
+def test_keys_of_any_bytes_are_deleted_with_group_and_stream(client: meteor.Client) -> None:
     stream = client.stream("t", ordering_key="key")
     publish(
         stream, *[(key, None) for key in (b"\xff\xfe", b"*", b"a:b:c", b"{x}", b"\r\n", b"0")] * 2
@@ -409,7 +428,7 @@ def test_keys_of_any_bytes_leave_with_group_and_stream(client: meteor.Client) ->
     assert client.redis.keys("meteor:{t}:*") == []
 
 
-def test_a_stream_that_is_deleted_takes_its_shared_groups_along(any_url: str) -> None:
+def test_deleting_a_stream_deletes_its_shared_groups(any_url: str) -> None:
     with Queue(any_url, "AB") as queue:
         c1, c2 = queue.consumers(2)
         assert queue.get(c1) == "A-0"

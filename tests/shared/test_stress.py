@@ -1,4 +1,4 @@
-"""Shared subscribers under Qpid's stress program: its matrix of senders, receivers and windows."""
+"""Qpid's stress program for shared subscribers: its matrix of senders, receivers and windows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.shared_stress import Row, stress
 ROWS = {
     "103 of 13": Row(103, 13, 3, 7, 3),
     "not interleaved": Row(103, 13, 7, 7, 1),
-    "beside a second group": Row(103, 13, 7, 3, 1, second_group=True),
+    "next to a second group": Row(103, 13, 7, 3, 1, second_group=True),
     "interleaved by 5": Row(103, 13, 3, 7, 5),
     "ack window larger than prefetch": Row(59, 5, 1, 3, 1),
     "one at a time": Row(59, 3, 1, 1, 1),
@@ -23,7 +23,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_in_each_key_records_come_in_order_each_once_and_nothing_stalls(
+def test_each_key_is_delivered_in_order_and_once_and_nothing_stalls(
     url: str, rng: random.Random, row: Row
 ) -> None:
     stress(url, rng, row)

@@ -1,4 +1,4 @@
-"""Records of a shared group that are there and cannot be read: named once, and the others go on."""
+"""Unreadable records of a shared group are reported once, and the others are delivered."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def damage(fields: dict[bytes, bytes]) -> None:
     fields[b"crc"] = b"1"
 
 
-def renew(fields: dict[bytes, bytes]) -> None:
+def make_newer(fields: dict[bytes, bytes]) -> None:
     del fields[b"crc"]
     (name,) = fields.keys() - {b"t"}
     fields[b"9" + name[1:]] = fields.pop(name)
@@ -46,11 +46,11 @@ def make_foreign(fields: dict[bytes, bytes]) -> None:
     ("change", "error"),
     [
         (damage, meteor.CorruptFrame),
-        (renew, meteor.UnsupportedFrame),
+        (make_newer, meteor.UnsupportedFrame),
         (make_foreign, meteor.CorruptFrame),
     ],
 )
-def test_a_frame_that_cannot_be_read_is_named_once_and_the_others_are_delivered(
+def test_unreadable_frame_is_reported_once_and_others_are_delivered(
     url: str, change: Callable[[dict[bytes, bytes]], object], error: type[meteor.ReadError]
 ) -> None:
     with Queue(url, settings={"checksum": True}) as queue:
@@ -68,7 +68,7 @@ def test_a_frame_that_cannot_be_read_is_named_once_and_the_others_are_delivered(
         assert (state.confirmed, state.acked, state.lost) == (6, 4, 2)
 
 
-def test_a_frame_that_cannot_be_read_may_be_skipped(url: str) -> None:
+def test_unreadable_frame_may_be_skipped(url: str) -> None:
     gaps: list[tuple[int, int]] = []
     with Queue(url, settings={"checksum": True}) as queue:
         for _ in range(3):
@@ -79,7 +79,7 @@ def test_a_frame_that_cannot_be_read_may_be_skipped(url: str) -> None:
         assert gaps == [(0, 1)]
 
 
-def test_the_letter_of_a_record_that_cannot_be_read_is_named_and_not_tried_again(url: str) -> None:
+def test_dead_letter_of_an_unreadable_record_is_reported_and_not_retried(url: str) -> None:
     with Queue(url, "AB", settings={"checksum": True}, dead_letter="dead") as queue:
         consumer = queue.consumer()
         first, second = consumer.poll(5)
@@ -94,7 +94,7 @@ def test_the_letter_of_a_record_that_cannot_be_read_is_named_and_not_tried_again
 
 
 @pytest.mark.parametrize("looked", [False, True])
-def test_what_is_damaged_in_the_store_is_named_once_and_the_others_are_delivered(
+def test_damaged_records_in_the_store_are_reported_once_and_others_are_delivered(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked: bool
 ) -> None:
     settings = {"capacity": 20, "store": str(tmp_path), "max_unarchived": 200_000}
@@ -104,14 +104,14 @@ def test_what_is_damaged_in_the_store_is_named_once_and_the_others_are_delivered
         if looked:
             queue.shared.keys(look_ahead=True)
         archive(queue)
-        real = FrameCache._read
+        real = FrameCache.read_stored
 
         def read(self: FrameCache, offset: int, records: int) -> Any:
             if offset < 7:
                 raise meteor.CorruptSegment("Bad.", stream=STREAM, first=0, last=6)
             return real(self, offset, records)
 
-        monkeypatch.setattr(FrameCache, "_read", read)
+        monkeypatch.setattr(FrameCache, "read_stored", read)
         with pytest.raises(meteor.CorruptSegment) as raised:
             consumer.poll(5)
         assert (raised.value.first, raised.value.last) == (0, 6)
@@ -122,7 +122,7 @@ def test_what_is_damaged_in_the_store_is_named_once_and_the_others_are_delivered
 
 
 def archive(queue: Queue) -> None:
-    """Have the ring drop what was published before."""
+    """Make the ring drop all earlier records."""
 
     def dropped() -> bool:
         queue.publish("CCCCC", frame=5)

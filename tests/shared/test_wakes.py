@@ -1,6 +1,6 @@
-"""A consumer that waits is woken by whatever brings it something: no wake-up is lost.
+"""Every event that makes records available wakes a waiting consumer: no wake-up is lost.
 
-Waits are made so long here that one which only ends by itself fails the test.
+Waits here are so long that a test fails unless a wake-up ends them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from meteor_py.shared.record import Standing
 from tests.support.readers import background, blocked
 from tests.support.sharing import Queue, die, offsets
 
-#: Seconds for a poll that is woken at once, or never.
+#: Timeout of a poll that is woken at once or not at all.
 SOON_S = 15.0
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait inside the server has no end of its own."""
+    """Make the server's waits endless, so that only a wake-up ends them."""
     monkeypatch.setattr(Connection, "block_max_s", property(lambda connection: 100.0))
 
 
@@ -53,7 +53,7 @@ def open_queue(served: str) -> Iterator[Callable[..., Queue]]:
 def woken(
     queue: Queue, consumer: meteor.SharedSubscriber, work: Callable[[], object], waiting: int = 1
 ) -> list[int]:
-    """What a consumer that waits is given when something happens."""
+    """Returns the offsets that a waiting consumer gets when ``work`` is done."""
 
     def later(stop: threading.Event) -> None:
         blocked(queue.client.redis, waiting)
@@ -63,26 +63,26 @@ def woken(
         return offsets(consumer.poll(SOON_S))
 
 
-def test_by_a_new_record(open_queue: Callable[..., Queue]) -> None:
+def test_new_record_wakes_a_waiting_consumer(open_queue: Callable[..., Queue]) -> None:
     queue = open_queue()
     assert woken(queue, queue.consumer(), lambda: queue.publish("A")) == [0]
     queue.consumer().close()
 
 
 @pytest.mark.parametrize("how", ["ack", "reject", "release", "close", "commit", "rollback"])
-def test_by_a_key_that_another_lets_go(open_queue: Callable[..., Queue], how: str) -> None:
+def test_released_key_wakes_a_waiting_consumer(open_queue: Callable[..., Queue], how: str) -> None:
     queue = open_queue("AA", max_per_key=1)
     c1, c2 = queue.consumers(2)
     (record,) = c1.poll(5)
 
-    def let_go() -> None:
+    def release() -> None:
         getattr(record if how in ("ack", "reject", "release") else c1, how)()
 
     gone = how in ("ack", "reject", "commit")
-    assert woken(queue, c2, let_go) == ([1] if gone else [0])
+    assert woken(queue, c2, release) == ([1] if gone else [0])
 
 
-def test_by_more_of_a_key_that_it_holds_though_another_looked_first(
+def test_owner_is_woken_by_records_that_another_consumer_scanned(
     open_queue: Callable[..., Queue],
 ) -> None:
     queue = open_queue("A")
@@ -96,7 +96,7 @@ def test_by_more_of_a_key_that_it_holds_though_another_looked_first(
     assert woken(queue, c1, more) == [1]
 
 
-def test_by_its_own_acknowledgement_which_makes_room_in_a_key(
+def test_own_acknowledgement_that_makes_room_in_a_key_wakes_the_consumer(
     open_queue: Callable[..., Queue],
 ) -> None:
     queue = open_queue("AAA", max_per_key=2)
@@ -106,13 +106,13 @@ def test_by_its_own_acknowledgement_which_makes_room_in_a_key(
     second.ack()
 
 
-def test_by_room_that_was_made_while_it_asked_for_nothing(
+def test_room_made_during_a_claim_of_nothing_wakes_the_consumer(
     open_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = open_queue("AB")
     c1 = queue.consumer(prefetch=1)
     (first,) = c1.poll(5)
-    assert c1.poll(0.05) == []  # nothing is new to it
+    assert c1.poll(0.05) == []  # c1 has scanned everything
     exchange = c1._prefetcher.exchange
 
     def settled_meanwhile(want: int) -> StepReply:
@@ -126,14 +126,14 @@ def test_by_room_that_was_made_while_it_asked_for_nothing(
     assert offsets(c1.poll(SOON_S)) == [1]
 
 
-def test_by_its_own_release(open_queue: Callable[..., Queue]) -> None:
+def test_own_release_wakes_the_consumer(open_queue: Callable[..., Queue]) -> None:
     queue = open_queue("A")
     c1 = queue.consumer()
     (record,) = c1.poll(5)
     assert woken(queue, c1, record.release) == [0]
 
 
-def test_by_the_end_of_a_last_try_which_travels_alone(open_queue: Callable[..., Queue]) -> None:
+def test_end_of_a_last_try_wakes_a_waiting_consumer(open_queue: Callable[..., Queue]) -> None:
     queue = open_queue("ABC", max_deliveries=2)
     c1, dead = queue.consumers(2)
     assert len(dead.poll(5)) == 3
@@ -143,14 +143,14 @@ def test_by_the_end_of_a_last_try_which_travels_alone(open_queue: Callable[..., 
     assert woken(queue, c1, first.ack) == [1]
 
 
-def test_by_the_end_of_a_delay(open_queue: Callable[..., Queue]) -> None:
+def test_end_of_a_delay_wakes_a_waiting_consumer(open_queue: Callable[..., Queue]) -> None:
     queue = open_queue("A")
     c1, c2 = queue.consumers(2)
     (record,) = c1.poll(5)
     assert woken(queue, c2, lambda: record.release(delay=0.1)) == [0]
 
 
-def test_by_resuming_a_parked_key(open_queue: Callable[..., Queue]) -> None:
+def test_resume_of_a_parked_key_wakes_a_waiting_consumer(open_queue: Callable[..., Queue]) -> None:
     queue = open_queue("AA", on_poison="park")
     c1 = queue.consumer()
     c1.poll(5)[0].reject()
@@ -158,7 +158,7 @@ def test_by_resuming_a_parked_key(open_queue: Callable[..., Queue]) -> None:
     assert woken(queue, c1, lambda: queue.shared.resume("A")) == [0, 1]
 
 
-def test_by_a_purge_that_makes_room_for_what_nobody_could_look_at(
+def test_purge_that_makes_room_to_scan_wakes_a_waiting_consumer(
     open_queue: Callable[..., Queue],
 ) -> None:
     queue = open_queue()
@@ -171,18 +171,20 @@ def test_by_a_purge_that_makes_room_for_what_nobody_could_look_at(
     assert woken(queue, c2, lambda: queue.shared.purge("A", limit=8)) == [10]
 
 
-def test_by_the_death_of_another(open_queue: Callable[..., Queue]) -> None:
+def test_death_of_another_consumer_wakes_a_waiting_consumer(
+    open_queue: Callable[..., Queue],
+) -> None:
     queue = open_queue("A", lease_ttl=1.0)
     c1, c2 = queue.consumers(2)
     assert offsets(c1.poll(5)) == [0]
 
     def hang() -> None:
-        c1._lease_renewer.stop()  # nobody renews its lease any more
+        c1._lease_renewer.stop()  # its lease is no longer renewed
 
     assert woken(queue, c2, hang) == [0]
 
 
-def test_all_who_wait_get_what_is_for_them(open_queue: Callable[..., Queue]) -> None:
+def test_all_waiting_consumers_get_their_records(open_queue: Callable[..., Queue]) -> None:
     queue = open_queue()
     c1, c2 = queue.consumers(2, prefetch=1)
     found: list[int] = []

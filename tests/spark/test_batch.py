@@ -1,4 +1,4 @@
-"""Streams as tables in Spark: ranges of offsets and of time, and columns as they were published."""
+"""Streams as tables in Spark: ranges of offsets and of time, and all columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.readers import fill, later_than_all, value
 from tests.support.stored_streams import archive
 from tests.support.waiting import eventually
 
-#: Seconds: of this, a loaded machine may need most to start a Java.
+#: Seconds. On a loaded machine, starting Java may take most of them.
 pytestmark = pytest.mark.timeout(400)
 
 MIB = 1024 * 1024
@@ -28,7 +28,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 
 class Table:
-    """A stream as a table, by default that of the orders."""
+    """Reads streams as tables, by default the stream ``orders``."""
 
     def __init__(self, spark: SparkSession, url: str) -> None:
         self._spark = spark
@@ -55,7 +55,7 @@ def table(spark: SparkSession, url: str) -> Table:
     return Table(spark, url)
 
 
-def test_columns_are_what_was_published(table: Table, client: meteor.Client) -> None:
+def test_columns_hold_what_was_published(table: Table, client: meteor.Client) -> None:
     stream = client.stream("orders", capacity=1000)
     large = bytes(range(256)) * (MIB // 256)
     with stream.publisher() as pub:
@@ -78,7 +78,7 @@ def test_columns_are_what_was_published(table: Table, client: meteor.Client) -> 
     ).collect()  # fmt: skip
     assert (row.timestamp, row.appended) == (records[0].timestamp, records[0].appended)
 
-    # As text, what is not UTF-8 is Spark's to show; it comes through as it is.
+    # Bytes that are not UTF-8 pass unchanged, though the column is a string.
     text = table.load(valueFormat="string").where("offset in (0, 1, 21)")
     assert dict(text.dtypes)["value"] == "string"
     shown = text.orderBy("offset").selectExpr("cast(value as binary) as raw", "length(value) n")
@@ -86,13 +86,13 @@ def test_columns_are_what_was_published(table: Table, client: meteor.Client) -> 
     assert [row.n for row in shown.collect()][::2] == [0, 1]
 
 
-def test_a_range_of_offsets_or_of_time_is_read_from_store_and_ring(
+def test_range_of_offsets_or_time_is_read_from_store_and_ring(
     table: Table, client: meteor.Client, tmp_path: Path
 ) -> None:
     stream = client.stream("orders", capacity=50, store=tmp_path, archive=False)
     fill(stream, 50, 50)
     archive(stream)
-    middle = eventually(lambda: later_than_all(stream), 10, "the clock stands still")
+    middle = eventually(lambda: later_than_all(stream), 10, "the clock did not advance")
     fill(stream, 50, 50)
     archive(stream)
     eventually(lambda: stream.describe().length < 200, 10, "the ring was not trimmed")
@@ -113,7 +113,7 @@ def test_a_range_of_offsets_or_of_time_is_read_from_store_and_ring(
     assert table.offsets(startingOffsets="latest") == []
 
 
-def test_several_streams_are_one_table_and_a_schema_chooses_among_the_columns(
+def test_several_streams_form_one_table_and_a_schema_selects_columns(
     spark: SparkSession, table: Table, client: meteor.Client, url: str
 ) -> None:
     for name, count in (("a", 3), ("b", 2), ("empty", 0), ("c", 1)):
@@ -132,16 +132,16 @@ def test_several_streams_are_one_table_and_a_schema_chooses_among_the_columns(
         reader.schema("price int").load("b").collect()
 
 
-def test_what_cannot_be_read_is_told_by_a_sentence(table: Table, client: meteor.Client) -> None:
+def test_unreadable_range_fails_with_a_clear_error(table: Table, client: meteor.Client) -> None:
     assert "StreamNotFound" in table.refusal()
     stream = client.stream("orders", capacity=100)
     for _ in range(10):
         fill(stream, 100)
     first, end = stream.bounds()
     assert first
-    told = table.refusal(startingOffsets='{"orders": 0}')
-    assert "RecordsLost" in told
-    assert f"0 to {first - 1}" in told
+    error = table.refusal(startingOffsets='{"orders": 0}')
+    assert "RecordsLost" in error
+    assert f"0 to {first - 1}" in error
     lenient = table.offsets(startingOffsets='{"orders": 0}', failOnDataLoss="false")
     assert lenient == [*range(first, end)]
     assert "beyond the end" in table.refusal(startingOffsets='{"orders": 5000}')

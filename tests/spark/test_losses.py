@@ -1,6 +1,6 @@
-"""What a query makes of a server that has lost something, or never had it; without Spark.
+"""Queries whose server has lost records or streams, without Spark.
 
-The engine is that of ``tests.support.spark_engine``, in this process; real servers answer it.
+``tests.support.spark_engine`` stands in for Spark's engine in this process; servers are real.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import meteor_py as meteor
+from meteor_py.redis import keys
 from meteor_py.runtime.clock import now
 from pyspark_meteor import membership
 from tests.support.proxied_stream import NAME, Pair
@@ -32,11 +34,11 @@ def client(url: str) -> Iterator[meteor.Client]:
         yield m
 
 
-# A fail-over to a replica that lagged
+# A failover to a lagging replica
 
 
 class Lagging:
-    """Of what a query has read, records 20 to 29 and all that came of it are lost."""
+    """A query over a failover that loses records 20 to 29, and their confirms."""
 
     def __init__(self, pair: Pair, group: str) -> None:
         self.pair = pair
@@ -69,20 +71,20 @@ class Lagging:
 
 @pytest.fixture(params=["", "g"])
 def lagging(pair: Pair, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Lagging:
-    monkeypatch.setattr(membership, "LEASE_S", 1.0)  # the replica does not hear that it is given up
+    monkeypatch.setattr(membership, "LEASE_S", 1.0)  # the replica never learns of the release
     return Lagging(pair, request.param)
 
 
-def test_a_query_that_may_lose_records_steps_back_to_those_in_their_place(
+def test_lenient_query_steps_back_to_the_records_that_replaced_lost_ones(
     lagging: Lagging, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lagging.engine() as engine:
         lagging.begin(engine)
         assert engine.batch() == [*range(20, 30)]
-        assert engine.batch() == []  # whose start confirms the last one
+        assert engine.batch() == []  # its start confirms the last batch
         lagging.wait_until_confirmed(30)
         lagging.fail_over(more=5)
-        assert engine.batch() == [], "where it goes on is kept first"
+        assert engine.batch() == [], "the step back goes into the checkpoint first"
         assert engine.batch() == [*range(20, 25)]
         assert engine.batch() == []
         lagging.wait_until_confirmed(25)
@@ -94,28 +96,28 @@ def test_a_query_that_may_lose_records_steps_back_to_those_in_their_place(
     lagging.wait_until_confirmed(50)
 
 
-def test_a_step_back_is_taken_by_the_run_after_a_crash_too(lagging: Lagging) -> None:
+def test_step_back_happens_after_a_crash_too(lagging: Lagging) -> None:
     with lagging.engine() as engine:
         lagging.begin(engine)
         assert engine.plan()
-    lagging.fail_over(more=30)  # beyond the checkpoint: the offset alone would not tell
+    lagging.fail_over(more=30)  # beyond the checkpoint: the offset alone would not reveal it
     strict = lagging.engine(failOnDataLoss="true")
     with strict, pytest.raises(meteor.LogTruncated, match="20 to 29"):
         strict.batch()
     with lagging.engine(maxOffsetsPerTrigger="25") as engine:
         engine.reader.prepareForTriggerAvailableNow()
-        assert engine.batch() == [], "planned, and gone: of these, nothing is left to read"
-        assert engine.batch() == [], "where it goes on is kept first"
+        assert engine.batch() == [], "the planned records are gone"
+        assert engine.batch() == [], "the step back goes into the checkpoint first"
         assert engine.batch() == [*range(20, 45)]
         assert engine.batch() == [*range(45, 50)]
         assert engine.batch() == []
 
 
-# A stream that is deleted, or is not there
+# Streams that are deleted or missing
 
 
 @pytest.mark.parametrize("parts", ["1", "3"])
-def test_a_batch_whose_stream_was_deleted_is_told_or_ends_when_it_is_repeated(
+def test_repeated_batch_of_a_deleted_stream_fails_or_ends(
     url: str, client: meteor.Client, parts: str
 ) -> None:
     stream = client.stream("orders", capacity=1000)
@@ -131,19 +133,19 @@ def test_a_batch_whose_stream_was_deleted_is_told_or_ends_when_it_is_repeated(
         strict.batch()
     with Engine(kept, url=url, minPartitions=parts, failOnDataLoss="false") as engine:
         assert engine.batch() == []
-        assert engine.batch() == [], "it is forgotten"
+        assert engine.batch() == [], "the offsets omit it now"
         fill(client.stream("orders", capacity=1000), 3)
-        assert engine.batch() == [], "where it begins is kept first"
+        assert engine.batch() == [], "its start goes into the checkpoint first"
         assert engine.batch() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_a_stream_that_goes_while_a_task_reads_it_fails_the_task_or_ends_it(
-    url: str, client: meteor.Client, anew: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("recreated", [False, True])
+def test_stream_deleted_during_a_read_fails_or_ends_the_task(
+    url: str, client: meteor.Client, recreated: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     for lenient in (False, True):
         stream = client.stream("orders", capacity=50_000)
-        with stream.publisher() as pub:  # more than is fetched at once
+        with stream.publisher() as pub:  # more records than one fetch returns
             for _ in range(30):
                 pub.publish_many([b"x" * 10_000] * 100).result()
         strictness = str(not lenient).lower()
@@ -153,27 +155,27 @@ def test_a_stream_that_goes_while_a_task_reads_it_fails_the_task_or_ends_it(
             reading = pickle.loads(engine.pickled).read(pickle.loads(engine.parts[0]))
             rows = next(reading).num_rows
             stream.delete()
-            if anew:
+            if recreated:
                 fill(client.stream("orders", capacity=50_000), 4000)
             if lenient:
                 rows += sum(batch.num_rows for batch in reading)
                 assert rows < 3000
             else:
-                with pytest.raises(meteor.LogTruncated if anew else meteor.StreamNotFound):
+                with pytest.raises(meteor.LogTruncated if recreated else meteor.StreamNotFound):
                     list(reading)
-                assert caplog.text == ""
-        if anew:
-            client.stream("orders").delete()
-    assert "What is left of Range('orders', 0, 3000) is skipped" in caplog.text
+                assert "skipped" not in caplog.text
+        if recreated:
+            client.stream("orders", create=True).delete()
+    assert "The rest of Range('orders', 0, 3000) is skipped" in caplog.text
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was said of streams that are not there."""
+    """Warnings about missing streams."""
     texts = [record.getMessage() for record in caplog.records]
     return [text for text in texts if "There is no stream" in text]
 
 
-def test_a_query_says_once_which_of_its_streams_it_waits_for(
+def test_query_warns_once_about_each_missing_stream(
     url: str, client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client.stream("orders", capacity=1000), 3)
@@ -181,49 +183,50 @@ def test_a_query_says_once_which_of_its_streams_it_waits_for(
     with Engine(kept, **given) as engine:
         assert engine.batch() == [0, 1, 2]
         assert engine.batch() == []
-    (said,) = warnings(caplog)
-    assert "'oders'" in said
-    assert "`meteor streams ls`" in said
+    (warning,) = warnings(caplog)
+    assert "'oders'" in warning
+    assert "`meteor streams ls`" in warning
     caplog.clear()
-    with Engine(kept, **given) as engine:  # from its checkpoint: nobody asks where it begins
+    with Engine(kept, **given) as engine:  # the engine does not ask for its start
         engine.reader.prepareForTriggerAvailableNow()
         assert engine.batch() == []
-    assert warnings(caplog) == [said]
+    assert warnings(caplog) == [warning]
     caplog.clear()
     fill(client.stream("oders", capacity=1000), 1)
     with Engine(kept, **given) as engine:
-        assert engine.batch() == [], "where it begins is kept first"
+        assert engine.batch() == [], "its start goes into the checkpoint first"
         assert engine.batch() == [0]
     with Engine(Checkpoint(), url=url, streamsPattern="no.*") as engine:
         assert engine.batch() == []
     assert warnings(caplog) == []
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_a_query_that_waits_for_more_records_says_once_that_a_stream_is_gone(
-    url: str, client: meteor.Client, anew: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("recreated", [False, True])
+def test_query_that_waits_for_more_records_logs_a_loss_once(
+    url: str, client: meteor.Client, recreated: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("a", "b"):
         fill(client.stream(name, capacity=1000), 5)
     given = {"failOnDataLoss": "false", "minOffsetsPerTrigger": "5", "maxTriggerDelay": "1h"}
     with Engine(Checkpoint(), url=url, streams="a,b", **given) as engine:
         assert len(engine.batch()) == 10
-        client.stream("a").delete()
-        if anew:
+        client.stream("a", create=True).delete()
+        if recreated:
             client.stream("a", capacity=1000)
         for _ in range(5):
             engine.plan()
-        fill(client.stream("b"), 5)
+        fill(client.stream("b", create=True), 5)
         while not engine.batch():
             pass
-    (said,) = [each.getMessage() for each in caplog.records if "goes on" in each.getMessage()]
-    assert "'a'" in said
+    texts = [record.getMessage() for record in caplog.records]
+    (warning,) = [text for text in texts if "The query continues" in text]
+    assert "'a'" in warning
 
 
-# A lease
+# Leases
 
 
-def test_a_query_keeps_its_lease_for_longer_than_a_batch_may_take(
+def test_query_keeps_its_lease_when_a_batch_outlasts_the_poll_interval(
     url: str, client: meteor.Client
 ) -> None:
     stream = client.stream("orders", capacity=1000)
@@ -231,12 +234,41 @@ def test_a_query_keeps_its_lease_for_longer_than_a_batch_may_take(
     with Engine(Checkpoint(), url=url, group="g") as engine:
         engine.batch()
         session = engine.reader._members[NAME]._session
-        assert session is not None
         assert session.term is not None
-        session.polling = True  # its thread must not look before the query has spoken again
+        session.polling = True  # keeps the renewal thread idle until the query has polled
         session.alive_at = now() - membership._BUSY_S - 1
         assert not engine.plan()
         session.polling = False
         term = session.term
-        session.connection.use(lambda link: session.lapse(link, term))  # as its thread does
+        session.connection.use(lambda link: session.lapse(link, term))  # as the renewal thread does
         assert stream.group("g").owner == f"spark:g:{os.getpid()}"
+
+
+# Damaged frames
+
+
+def test_lenient_query_skips_a_damaged_frame_and_no_more(
+    url: str, client: meteor.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = client.stream("orders", capacity=1000)
+    fill(stream, 10, 10, 10)
+    log, entry = keys.log("orders"), b"19-10"
+    entries: Any = client.redis.xrange(log)
+    client.redis.delete(log)
+    for entry_id, fields in entries:
+        if entry_id == entry:
+            (frame,) = set(fields) - {b"t", b"crc"}
+            fields[frame] = fields[frame][:-20]
+        client.redis.xadd(log, fields, id=entry_id)
+    strict = Engine(Checkpoint(), url=url)
+    with strict, pytest.raises(meteor.CorruptFrame, match="10 to 19"):
+        strict.batch()
+    with Engine(Checkpoint(), url=url, failOnDataLoss="false") as engine:
+        assert engine.batch() == [*range(10), *range(20, 30)]
+        assert engine.batch() == []
+    # A task may begin or end in the middle of the frame.
+    given = {"failOnDataLoss": "false", "maxRecordsPerPartition": "4"}
+    with Engine(Checkpoint(), url=url, **given) as engine:
+        assert engine.batch() == [*range(10), *range(20, 30)]
+        assert len(engine.parts) > 5
+    assert "10 records are lost, 10 to 19 of stream 'orders'" in caplog.text

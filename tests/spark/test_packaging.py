@@ -1,4 +1,4 @@
-"""Spark finds the format ``meteor`` without registration, in the source tree and from a wheel."""
+"""Spark finds the format ``meteor`` without registration, in the source tree and in a wheel."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 import meteor_py as meteor
-from tests.support.java import SPARK_ENVIRONMENT, require_java
+from tests.support.java import SPARK_ENVIRONMENT, SPARK_PYTHON, require_java
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: Seconds: of this, a loaded machine may need most to start a Java.
+#: Seconds. On a loaded machine, starting Java may take most of them.
 pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).parents[2]
-#: Where the packages are that ours needs.
+#: The installed packages, including our dependencies.
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 RECORDS = 1_234
 
-#: What a user types; nothing of ours is imported, and nothing registered.
+#: A user's program: it neither imports nor registers anything of ours before it reads.
 COUNT = """
 import json
 import sys
@@ -51,15 +51,15 @@ spark.stop()
 
 
 def count(python: Path, folder: Path) -> tuple[int, Path]:
-    """What Spark counts with a Python, and where that has the data source from."""
+    """Returns the count by Spark with a given Python, and the file of the data source there."""
     url = f"embedded://{folder}/server"
-    settings = SPARK_ENVIRONMENT | {"PYSPARK_PYTHON": str(python)}
+    settings = SPARK_ENVIRONMENT | SPARK_PYTHON | {"METEOR_TEST_PYTHON": str(python)}
     with meteor.connect(url) as m:
         with m.stream("orders").publisher() as pub:
             pub.publish_many([b"%d" % n for n in range(RECORDS)])
         done = subprocess.run(
             [str(python), "-c", COUNT, url],
-            cwd=folder,  # not in the source tree, where everything is found
+            cwd=folder,  # outside of the source tree, whose packages would be found
             env=without_paths() | settings,
             capture_output=True,
             text=True,
@@ -74,7 +74,7 @@ def without_paths() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-def test_spark_finds_it_in_a_development_install(spark: SparkSession, url: str) -> None:
+def test_spark_finds_the_format_in_a_development_install(spark: SparkSession, url: str) -> None:
     with meteor.connect(url) as m, m.stream("orders").publisher() as pub:
         pub.publish_many([b"%d" % n for n in range(RECORDS)])
     records = spark.read.format("meteor").option("url", url).option("stream", "orders").load()
@@ -83,7 +83,7 @@ def test_spark_finds_it_in_a_development_install(spark: SparkSession, url: str) 
     assert Path(str(places.first())).is_relative_to(ROOT / "spark_connector")
 
 
-def test_a_session_that_has_not_found_it_is_told_of_it(
+def test_register_adds_the_format_to_a_session(
     spark: SparkSession, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pyspark_meteor import register, source
@@ -106,7 +106,7 @@ def test_a_session_that_has_not_found_it_is_told_of_it(
 
 
 @pytest.mark.slow
-def test_spark_finds_it_in_what_is_installed_from_a_wheel(tmp_path: Path) -> None:
+def test_spark_finds_the_format_in_a_wheel(tmp_path: Path) -> None:
     require_java()
     home = installed(tmp_path)
     found, place = count(home / "bin" / "python", tmp_path)
@@ -115,9 +115,9 @@ def test_spark_finds_it_in_what_is_installed_from_a_wheel(tmp_path: Path) -> Non
 
 
 def installed(folder: Path) -> Path:
-    """A virtual environment that has our package from a wheel, and all others by links.
+    """Returns a virtual environment with our package from a wheel, and links to all others.
 
-    So no network is needed, and nothing of the source tree is on its path.
+    This needs no network, and the source tree is not on its path.
     """
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     wheels = folder / "wheels"
@@ -139,7 +139,7 @@ def installed(folder: Path) -> Path:
 
 IMPORT = """
 import sys
-import pyspark.sql.datasource, pyspark.sql.types  # which whoever looks for data sources has already
+import pyspark.sql.datasource, pyspark.sql.types  # Spark has these when it searches
 import pyspark_meteor
 assert pyspark_meteor.DefaultSource.name() == "meteor"
 loaded = {name.partition(".")[0] for name in sys.modules} & {"meteor_py", "redis", "pyarrow"}
@@ -147,43 +147,33 @@ assert not loaded, loaded
 """
 
 
-def test_importing_it_needs_neither_server_nor_library(tmp_path: Path) -> None:
-    """Spark does so whenever it looks for a format, for people who have never heard of us too."""
+def test_import_needs_neither_server_nor_library(tmp_path: Path) -> None:
+    # Spark imports it in every search for a format, even for users of other data sources.
     env = without_paths() | {"METEOR_URL": "redis://127.0.0.1:1"}
     subprocess.run([sys.executable, "-c", IMPORT], cwd=tmp_path, env=env, check=True)
 
 
-OLDER = """
+VERSIONS = """
 import sys
 import pyspark
 pyspark.__version__ = sys.argv[1]
-import pyspark_meteor  # always: Spark would else give up on the data sources of all others
-try:
-    pyspark_meteor.DefaultSource({}).schema()
-except ImportError as error:
-    print(error)
+import pyspark_meteor  # must succeed, or Spark would find no data source at all
+for version in sys.argv[1:]:
+    pyspark.__version__ = version
+    try:
+        pyspark_meteor.DefaultSource({}).schema()
+        print("fine")
+    except ImportError as error:
+        print(error)
 """
 
 
-@pytest.mark.parametrize("version", ["3.5.8", "4.0.0", "4.1.3"])
-def test_an_older_spark_is_refused_in_one_sentence(version: str, tmp_path: Path) -> None:
-    said = run_as(version, tmp_path)
-    assert said.startswith("The data source meteor needs PySpark 4.2 or newer")
-    assert f"this is {version}; pip install 'meteor-py[spark]'." in said
-    assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize("version", ["4.2.0", "4.3.0.dev1", "4.10.0", "5.0.0"])
-def test_a_newer_one_is_not(version: str, tmp_path: Path) -> None:
-    assert run_as(version, tmp_path) == ""
-
-
-def run_as(version: str, folder: Path) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", OLDER, version],
-        cwd=folder,
-        env=without_paths(),
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+def test_older_spark_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    old, new = ["3.5.8", "4.0.0", "4.1.3"], ["4.2.0", "4.3.0.dev1", "4.10.0", "5.0.0"]
+    command = [sys.executable, "-c", VERSIONS, *old, *new]
+    output = subprocess.check_output(command, cwd=tmp_path, env=without_paths(), text=True)
+    lines = output.splitlines()
+    assert lines[len(old) :] == ["fine"] * len(new)
+    for version, line in zip(old, lines, strict=False):
+        assert line.startswith("The data source meteor needs PySpark 4.2 or newer")
+        assert f"this is {version}; pip install 'meteor-py[spark]'." in line

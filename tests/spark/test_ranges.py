@@ -1,4 +1,4 @@
-"""How the source looks for streams, and what becomes of their records: ranges, shares and tasks."""
+"""Ranges of offsets: cutting them into tasks, limiting batches, and finding streams."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pyspark_meteor.ranges import Range, bounded, cut, ranges_between
 from tests.support.readers import fill
 from tests.support.spark_engine import own_process
 
-LIFE = "5f1d"
+INCARNATION = "5f1d"
 
 
-def at(offset: int, life: str = LIFE) -> Position:
-    return Position(life, 1, offset)
+def at(offset: int, incarnation: str = INCARNATION) -> Position:
+    return Position(incarnation, 1, offset)
 
 
-def test_ranges_are_cut_evenly_and_none_is_larger_than_allowed() -> None:
+def test_cut_makes_even_parts_within_the_limit() -> None:
     whole = [Range("a", 5, at(105)), Range("b", 0, at(3))]
     for least, most in [(1, 10**9), (2, 50), (7, 30), (500, 10), (3, 1)]:
         parts = cut(whole, least, most)
@@ -37,7 +37,7 @@ def test_ranges_are_cut_evenly_and_none_is_larger_than_allowed() -> None:
     assert cut([], 3, 10) == []
 
 
-def test_a_limit_gives_each_stream_a_share_and_never_more_than_all() -> None:
+def test_limit_gives_each_stream_a_share_and_is_never_exceeded() -> None:
     start = {"large": at(0), "small": at(7)}
     end = {"large": at(1_000_000), "small": at(10)}
     ranges = ranges_between(start, end)
@@ -49,18 +49,20 @@ def test_a_limit_gives_each_stream_a_share_and_never_more_than_all() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 9])
-def test_streams_take_turns_if_a_batch_cannot_have_a_record_of_each(most: int) -> None:
+def test_streams_take_turns_if_the_limit_is_below_one_record_each(most: int) -> None:
     start = {name: at(0) for name in "abcde"}
     end = {name: at(1000 if name == "c" else 100) for name in start}
     for _ in range(5):
         limited = bounded(ranges_between(start, end), end, most)
-        assert bounded(ranges_between(start, end), end, most) == limited, "it may be planned again"
+        assert bounded(ranges_between(start, end), end, most) == limited, (
+            "planned again after a crash"
+        )
         assert 0 < sum(map(len, ranges_between(start, limited))) <= most
         start = limited
-    assert min(place.offset for place in start.values()) >= min(most, 5)
+    assert min(position.offset for position in start.values()) >= min(most, 5)
 
 
-def test_between_two_offsets_lies_what_is_new_of_streams_that_were_known() -> None:
+def test_ranges_between_offsets_omit_new_and_recreated_streams() -> None:
     (found,) = ranges_between({"orders": at(3)}, {"orders": at(50), "late": at(7)})
     assert (found.stream, found.first, found.end.offset) == ("orders", 3, 50)
     assert ranges_between({"orders": at(50)}, {"orders": at(3, "other")}) == []
@@ -68,13 +70,13 @@ def test_between_two_offsets_lies_what_is_new_of_streams_that_were_known() -> No
     assert ranges_between({"orders": at(50)}, {"orders": at(20)}) == []
 
 
-def test_a_partition_is_shown_by_what_it_reads() -> None:
+def test_partition_repr_shows_its_range() -> None:
     part = Range("orders", 3, at(9))
     assert repr(part) == "Range('orders', 3, 9)"
     assert replace(part, first=4) != part
 
 
-# Looking for streams
+# Finding streams
 
 
 @pytest.fixture
@@ -83,31 +85,31 @@ def m(url: str) -> Iterator[meteor.Client]:
         yield m
 
 
-def test_many_streams_are_asked_for_together_and_new_ones_are_looked_for_now_and_then(
+def test_ends_are_requested_in_pipelines_and_new_streams_are_listed_periodically(
     url: str, m: meteor.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(5):
         fill(m.stream(f"p{number}", capacity=100), number + 1)
     monkeypatch.setattr(planning, "LIST_S", 3600.0)
-    monkeypatch.setattr(planning, "_ASKED", 3)
-    asked: list[int] = []
+    monkeypatch.setattr(planning, "_STREAMS_PER_REQUEST", 3)
+    sizes: list[int] = []
     planner = planning.Planner(parse_source({"url": url, "streamsPattern": "p.*"}, streaming=True))
     client = planner._client
     pipeline = client._connector.pipeline
 
     def count(commands: list[tuple[str, ...]]) -> list[Any]:
-        asked.append(len(commands))
+        sizes.append(len(commands))
         return pipeline(commands)
 
-    assert [place.offset for place in planner.ends().values()] == [1, 2, 3, 4, 5]
+    assert [position.offset for position in planner.ends().values()] == [1, 2, 3, 4, 5]
     monkeypatch.setattr(client._connector, "pipeline", count)
     monkeypatch.setattr(client._connector, "call", None)
-    m.stream("p9")
-    m.stream("p3").delete()
-    assert {name: place.offset for name, place in planner.ends().items()} == {
+    m.stream("p9", create=True)
+    m.stream("p3", create=True).delete()
+    assert {name: position.offset for name, position in planner.ends().items()} == {
         "p0": 1, "p1": 2, "p2": 3, "p4": 5,
     }  # fmt: skip
-    assert asked == [3, 2]
+    assert sizes == [3, 2]
     monkeypatch.undo()
     monkeypatch.setattr(planning, "LIST_S", 0.0)
     assert [*planner.ends()] == ["p0", "p1", "p2", "p4", "p9"]

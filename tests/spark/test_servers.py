@@ -1,4 +1,4 @@
-"""Which server a source or sink talks to, in each process, and that nobody sees its password."""
+"""The server of a source or sink in each process, and the secrecy of its password."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -48,30 +49,30 @@ def sink(given: dict[str, str]) -> SinkOptions:
         f"redis://:{SECRET}@h",
         f"redis://u:{SECRET}@h/0",
         f"redis://h?password={SECRET}",
-        f"redis://:/{SECRET}@h",  # what is not escaped makes something else of it
+        f"redis://:/{SECRET}@h",  # unescaped, so the URL parses differently
         f"redis://:#{SECRET}@h",
         f"redis://u:?{SECRET}@h",
         "redis://u:@h",
     ],
 )
-def test_a_password_in_the_url_is_refused_without_showing_it(url: str) -> None:
+def test_password_in_the_url_is_refused_without_showing_it(url: str) -> None:
     with pytest.raises(ValueError, match="passwordEnv") as caught:
         parse({"url": url})
     assert SECRET not in str(caught.value)
 
 
-def test_a_url_that_cannot_be_read_is_not_shown() -> None:
+def test_malformed_url_is_not_shown() -> None:
     with pytest.raises(ValueError, match="The url cannot be read; write redis://") as caught:
         parse({"url": f"redis://u:[{SECRET}@h"})
     assert SECRET not in str(caught.value)
 
 
-def test_an_embedded_server_needs_no_password() -> None:
+def test_password_for_an_embedded_server_is_refused() -> None:
     with pytest.raises(ValueError, match="An embedded server has no password"):
         parse({"url": "embedded:///tmp/x", "passwordEnv": "X"})
 
 
-def test_a_password_in_a_variable_whose_value_spark_would_show_is_warned_of(
+def test_password_variable_that_spark_would_show_causes_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for name in ("REDIS_PASSWORD", "meteor_token", "A_SECRET"):
@@ -86,16 +87,16 @@ def test_a_password_in_a_variable_whose_value_spark_would_show_is_warned_of(
 
 @pytest.fixture
 def locked(private_server: ServerFactory) -> Server:
-    """A server with some records that wants a password."""
+    """A server with some records that requires a password."""
     running = private_server()
     with meteor.connect(running.url) as m:
         fill(m.stream("orders", capacity=100), 3)
-        m.stream("s")
+        m.stream("s", create=True)
     running.client().config_set("requirepass", SECRET)
     return running
 
 
-def test_no_secret_is_in_what_is_pickled_or_shown(
+def test_source_neither_pickles_nor_shows_the_password(
     locked: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARK_METEOR_PASSWORD", SECRET)
@@ -103,7 +104,7 @@ def test_no_secret_is_in_what_is_pickled_or_shown(
     file.write_text(SECRET + "\n")
     for where in ({"passwordEnv": "SPARK_METEOR_PASSWORD"}, {"passwordFile": str(file)}):
         with Engine(Checkpoint(), url=locked.url, group="g", **where) as engine:
-            assert engine.initial()
+            engine.begin()
             engine.plan()
             assert len(engine.read()) == 3
             shown = [engine.pickled, *engine.parts, dumps(engine.reader._options)]
@@ -112,17 +113,17 @@ def test_no_secret_is_in_what_is_pickled_or_shown(
             assert not [text for text in words if SECRET in text]
 
 
-def test_a_password_that_is_not_there_is_told_by_its_place(tmp_path: Path) -> None:
+def test_missing_password_is_reported_with_its_location(tmp_path: Path) -> None:
     for where, word in (("passwordEnv", "SPARK_NOT_SET"), ("passwordFile", str(tmp_path / "no"))):
         with pytest.raises(ValueError, match=word):
-            Engine(Checkpoint(), url="redis://127.0.0.1:1", **{where: word}).initial()
+            Engine(Checkpoint(), url="redis://127.0.0.1:1", **{where: word}).begin()
     damaged = tmp_path / "damaged"
     damaged.write_bytes(b"\xff")
     with pytest.raises(ValueError, match=rf"The passwordFile {damaged} is not UTF-8"):
-        Engine(Checkpoint(), url="redis://127.0.0.1:1", passwordFile=str(damaged)).initial()
+        Engine(Checkpoint(), url="redis://127.0.0.1:1", passwordFile=str(damaged)).begin()
 
 
-def test_no_secret_of_a_sink_is_in_what_is_pickled_or_shown(
+def test_sink_neither_pickles_nor_shows_the_password(
     locked: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARK_METEOR_PASSWORD", SECRET)
@@ -141,10 +142,10 @@ def test_no_secret_of_a_sink_is_in_what_is_pickled_or_shown(
     assert options.server.connect().stream("s", create=False).end().offset == 2
 
 
-# The server of a driver that names none
+# The server of a driver that sets no url
 
 
-def test_executors_use_the_server_that_the_driver_finds_in_its_own_environment(
+def test_executors_use_the_server_in_the_environment_of_the_driver(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with meteor.connect(url) as m:
@@ -160,7 +161,7 @@ def test_executors_use_the_server_that_the_driver_finds_in_its_own_environment(
         ]
 
 
-def test_executors_use_the_kept_server_of_the_user_who_runs_the_driver(
+def test_executors_use_the_default_server_of_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("METEOR_URL", raising=False)
@@ -173,7 +174,7 @@ def test_executors_use_the_kept_server_of_the_user_who_runs_the_driver(
     assert mine.place
 
 
-def test_a_server_of_one_process_is_refused_also_if_the_environment_names_it(
+def test_in_process_server_is_refused_even_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for url in ("fake://", "embedded://"):
@@ -182,7 +183,7 @@ def test_a_server_of_one_process_is_refused_also_if_the_environment_names_it(
             parse({})
 
 
-def test_a_password_in_the_environment_of_the_driver_stays_there(
+def test_password_in_the_environment_of_the_driver_stays_there(
     locked: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METEOR_URL", locked.url.replace("://", f"://:{SECRET}@"))
@@ -197,3 +198,53 @@ def test_a_password_in_the_environment_of_the_driver_stays_there(
         options.connect()
     assert "spark.executorEnv.METEOR_URL" in str(caught.value)
     assert SECRET not in str(caught.value)
+
+
+# Servers that may delete keys
+
+
+@pytest.mark.filterwarnings("ignore::meteor_py.DataSafetyWarning")
+@pytest.mark.parametrize("policy", ["volatile-lru", "allkeys-random"])
+def test_exactly_once_is_refused_on_a_server_that_may_evict_keys(
+    private_server: ServerFactory, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    running = private_server("--maxmemory", "50mb", "--maxmemory-policy", policy)
+    monkeypatch.setattr(writers, "TaskContext", Task(0))
+    given = {"url": running.url, "stream": "s"}
+    row = pa.RecordBatch.from_pydict({"value": [b"x"]})
+
+    def write(writer: Any) -> None:
+        writer.write(iter([row]))
+
+    for refused in (
+        writers.StreamWriter(parse_sink(given, SCHEMA, streaming=True)),
+        writers.BatchWriter(parse_sink(given, SCHEMA, streaming=False)),
+    ):
+        with pytest.raises(meteor.ServerRefused, match=f"maxmemory-policy {policy}"):
+            write(refused)
+    running.client().config_set("maxmemory-policy", "noeviction")
+    strict = writers.StreamWriter(parse_sink(given, SCHEMA, streaming=True))
+    written = strict.write(iter([row]))
+    running.client().config_set("maxmemory-policy", policy)
+    with pytest.raises(meteor.ServerRefused, match="noeviction"):
+        strict.commit([written], 0)
+    write(writers.StreamWriter(sink({"url": running.url, "delivery": "atLeastOnce"})))
+    running.client().config_set("maxmemory", "0")  # nothing is evicted without a limit
+    strict.commit([written], 0)
+    with meteor.connect(running.url) as m:
+        assert m.stream("s").end().offset == 2
+
+
+@pytest.mark.filterwarnings("ignore::meteor_py.DataSafetyWarning")
+def test_driver_of_a_source_logs_settings_that_endanger_data_once(
+    private_server: ServerFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = private_server("--maxmemory", "50mb", "--maxmemory-policy", "volatile-lru")
+    with meteor.connect(running.url) as m:
+        fill(m.stream("orders", capacity=100), 3)
+    with Engine(Checkpoint(), url=running.url) as engine:
+        assert engine.batch() == [0, 1, 2]
+        assert engine.batch() == []
+    texts = [record.getMessage() for record in caplog.records]
+    assert len([text for text in texts if "maxmemory-policy volatile-lru" in text]) == 1
+    assert len([text for text in texts if "append-only persistence is off" in text]) == 1

@@ -1,4 +1,4 @@
-"""Tasks and commits of the sink, in this process: what is tried again, or comes of an old batch."""
+"""Tasks and commits of the sink, in this process: retried tasks and repeated batches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 import meteor_py as meteor
 from meteor_py.publish import transaction
+from meteor_py.publish.transaction import StageOwner
 from meteor_py.redis import keys
 from pyspark_meteor import writers
 from pyspark_meteor.server import ServerOptions
@@ -41,32 +42,30 @@ def target(m: meteor.Client) -> meteor.Stream:
 
 @pytest.fixture
 def options(url: str, m: meteor.Client, monkeypatch: pytest.MonkeyPatch) -> SinkOptions:
-    """Those of a task that is in this process; the column says where to."""
+    """Options of a task in this process; the column ``stream`` names the target."""
     options = parse_sink({"url": url}, SCHEMA, streaming=True)
     monkeypatch.setattr(type(options.server), "connect", lambda _: m)
     return options
 
 
 def some(stream: str, size: int = 1, rows: int = 2) -> pa.RecordBatch:
-    """Rows of so many bytes."""
+    """Rows with values of this size."""
     return pa.RecordBatch.from_pydict({"value": [b"x" * size] * rows, "stream": [stream] * rows})
 
 
-def test_a_task_that_fails_leaves_nothing_of_what_it_has_staged(
-    options: SinkOptions, m: meteor.Client
-) -> None:
+def test_failed_task_deletes_its_stages(options: SinkOptions, m: meteor.Client) -> None:
     def rows() -> Iterator[pa.RecordBatch]:
         for stream in ("a", "b"):
             yield some(stream, MIB)
-            assert len(m.redis.keys(f"*{{{stream}}}*stage*")) == 1, "it is sent by now"
+            assert len(m.redis.keys(keys.stage(stream, "q.*"))) == 1, "not sent yet"
         raise RuntimeError("no luck")
 
     with pytest.raises(RuntimeError, match="no luck"):
-        stage_all(options, rows(), "q.0.0.x")
+        stage_all(options, rows(), "q.0.0.x", StageOwner("q", 0, "run"))
     assert m.redis.keys("*stage*") == []
 
 
-def test_a_task_that_fails_says_why_though_it_cannot_clean_up(
+def test_failed_task_reports_its_error_even_if_it_cannot_clean_up(
     options: SinkOptions, m: meteor.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -78,16 +77,18 @@ def test_a_task_that_fails_says_why_though_it_cannot_clean_up(
         raise RuntimeError("no luck")
 
     with pytest.raises(RuntimeError, match="no luck"):
-        stage_all(options, rows(), "q.0.0.x")
+        stage_all(options, rows(), "q.0.0.x", StageOwner("q", 0, "run"))
 
 
-def test_a_task_that_cannot_publish_to_one_stream_fails_when_the_others_have_their_rows(
+def test_task_that_cannot_publish_to_one_stream_publishes_to_the_others_and_fails(
     options: SinkOptions, m: meteor.Client
 ) -> None:
     def rows() -> Iterator[pa.RecordBatch]:
         yield some("a")
-        eventually(lambda: m.stream("a").end().offset == 2, 10, "it is not published at once")
-        m.stream("a").delete()
+        eventually(
+            lambda: m.stream("a", create=True).end().offset == 2, 10, "the rows were not published"
+        )
+        m.stream("a", create=True).delete()
         yield some("a")
         yield some("b")
 
@@ -96,24 +97,26 @@ def test_a_task_that_cannot_publish_to_one_stream_fails_when_the_others_have_the
     assert contents(m.stream("b", create=False)) == "x x"
 
 
-def test_a_task_that_fails_while_it_publishes_says_why_and_not_what_came_of_it(
+def test_task_that_fails_while_publishing_reports_the_first_error(
     options: SinkOptions, m: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     def rows() -> Iterator[pa.RecordBatch]:
         yield some("b")
         yield some("a")
-        eventually(lambda: m.stream("a").end().offset == 2, 10, "it is not published at once")
-        m.stream("a").delete()
+        eventually(
+            lambda: m.stream("a", create=True).end().offset == 2, 10, "the rows were not published"
+        )
+        m.stream("a", create=True).delete()
         yield some("a")
         raise RuntimeError("no luck")
 
     with pytest.raises(RuntimeError, match="no luck"):
         publish_all(options, rows())
-    assert "When a task of a query ended" in caplog.text
+    assert "A task could not close its publisher" in caplog.text
     assert contents(m.stream("b", create=False)) == "x x"
 
 
-def test_a_stream_that_the_sink_makes_is_as_large_as_the_option_says_and_others_stay_as_they_are(
+def test_capacity_applies_to_streams_that_the_sink_creates(
     url: str, m: meteor.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ServerOptions, "connect", lambda _: m)
@@ -126,7 +129,7 @@ def test_a_stream_that_the_sink_makes_is_as_large_as_the_option_says_and_others_
 
     def meet(name: str, **given: Any) -> meteor.Stream:
         if "capacity" in given:
-            create(name, capacity=9)  # another process does, since we looked
+            create(name, capacity=9)  # another process creates it at the same time
         return create(name, **given)
 
     with monkeypatch.context() as patch:
@@ -134,11 +137,11 @@ def test_a_stream_that_the_sink_makes_is_as_large_as_the_option_says_and_others_
         assert open_stream(large, "met").config.capacity == 9
     assert caplog.text == ""
     assert open_stream(parse_sink({"url": url}, SCHEMA, streaming=True), "any").config.capacity
-    assert "no stream 'any', so it was made, with a ring that keeps the last 10000" in caplog.text
+    assert "Created stream 'any', which did not exist, with a ring of 10000" in caplog.text
 
 
 class Sink:
-    """A query's sink, in this process; without a stream, the column says where to."""
+    """A query's sink in this process. If ``stream`` is empty, the column names the target."""
 
     def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch, **options: str) -> None:
         given = {"url": url, "stream": "s"} | options
@@ -150,7 +153,7 @@ class Sink:
     def attempt(
         self, value: str, batch: int = 0, *, rows: int = 2, partition: int = 0, stream: str = "s"
     ) -> writers.Written:
-        """One attempt of a task of a batch."""
+        """Run one attempt of a task."""
         self._monkeypatch.setattr(writers, "TaskContext", Task(batch, partition))
         arrow = pa.RecordBatch.from_pydict(
             {"value": [value.encode()] * rows, "stream": [stream] * rows}
@@ -168,7 +171,7 @@ def sink(
     return Sink(url, monkeypatch)
 
 
-def test_of_the_attempts_of_a_task_only_the_one_that_the_engine_counts_is_written(
+def test_only_the_attempt_that_the_engine_counts_is_written(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
     lost, counted, late = map(sink.attempt, ("lost", "counted", "late"))
@@ -179,19 +182,19 @@ def test_of_the_attempts_of_a_task_only_the_one_that_the_engine_counts_is_writte
     assert contents(target) == "counted counted"
     assert m.redis.keys("*stage*") == []
     again = sink.attempt("again")
-    assert (again.stages, again.done) == ({}, True)  # nothing is staged for a batch that is done
+    assert (again.stages, again.counted) == ({}, 2)  # a batch that is done is not staged
     sink.writer.commit([again], 0)
     sink.writer.commit([sink.attempt("next", 1)], 1)
     assert contents(target) == "counted counted next next"
 
 
-def test_a_batch_that_was_done_and_is_lost_by_a_fail_over_fails_and_is_written_when_asked_again(
+def test_batch_lost_by_a_failover_fails_and_is_written_when_repeated(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
     sink.writer.commit([sink.attempt("x")], 0)
     done = sink.attempt("x")
-    m.redis.delete(keys.fences("s"))  # the replica that is promoted now has not had it yet
-    with pytest.raises(meteor.PublishError, match="the server has lost it"):
+    m.redis.delete(keys.fences("s"))  # as after the promotion of a replica that lagged
+    with pytest.raises(meteor.PublishError, match="lost"):
         sink.writer.commit([done], 0)
     m.redis.delete(keys.log("s"))
     m.redis.hset(keys.meta("s"), "next", 0)
@@ -199,7 +202,7 @@ def test_a_batch_that_was_done_and_is_lost_by_a_fail_over_fails_and_is_written_w
     assert contents(target) == "x x"
 
 
-def test_a_batch_older_than_the_last_is_refused_with_what_to_do_and_leaves_nothing(
+def test_batch_older_than_the_last_is_refused_and_leaves_nothing(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
     early = sink.attempt("early", 4)
@@ -213,7 +216,7 @@ def test_a_batch_older_than_the_last_is_refused_with_what_to_do_and_leaves_nothi
     assert m.redis.keys("*stage*") == []
 
 
-def test_a_commit_that_replicas_do_not_confirm_fails_and_is_done_when_asked_again(
+def test_unreplicated_commit_fails_and_counts_as_done_when_repeated(
     url: str,
     target: meteor.Stream,
     sink: Sink,
@@ -225,19 +228,17 @@ def test_a_commit_that_replicas_do_not_confirm_fails_and_is_done_when_asked_agai
         careful.writer.commit([careful.attempt("x")], 0)
     assert caught.value.offset == 1
     sink.writer.commit([sink.attempt("y")], 0)
-    assert contents(target) == "x x", "it was in the log"
+    assert contents(target) == "x x", "the batch was in the log"
 
 
-# A batch that was written under its number with other rows
+# A batch whose number was written with other rows
 
 
-OTHER = (
-    r"^Batch 0 of query q was not written: stream '{}' has a batch 0 .*, with {} rows, .* has {},"
-)
+OTHER = r"^Batch 0 of query q was not written: stream '{}' has .*, with {} rows, .* has {},"
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_a_batch_of_a_restored_checkpoint_that_has_other_rows_is_refused(
+def test_batch_of_a_restored_checkpoint_with_other_rows_is_refused(
     m: meteor.Client, target: meteor.Stream, sink: Sink, rows: int
 ) -> None:
     early = sink.attempt("early", rows=3)
@@ -252,13 +253,13 @@ def test_a_batch_of_a_restored_checkpoint_that_has_other_rows_is_refused(
     assert m.redis.keys("*stage*") == []
 
 
-def test_what_some_tasks_have_staged_and_others_only_counted_is_compared_together(
+def test_staged_and_counted_rows_are_compared_together(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
-    def tries() -> list[writers.Written]:
+    def attempts() -> list[writers.Written]:
         return [sink.attempt(str(part), rows=part + 1, partition=part) for part in (0, 1)]
 
-    first, second = tries(), tries()
+    first, second = attempts(), attempts()
     sink.writer.commit([*first], 0)
     counted = sink.attempt("1", rows=2, partition=1)
     sink.writer.commit([second[0], counted], 0)
@@ -268,7 +269,7 @@ def test_what_some_tasks_have_staged_and_others_only_counted_is_compared_togethe
     assert contents(target) == "0 1 1"
 
 
-def test_a_plan_that_was_begun_is_finished_before_other_rows_are_refused(
+def test_commit_that_has_begun_is_finished_before_other_rows_are_refused(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
     begun, other = sink.attempt("x"), sink.attempt("y", rows=3)
@@ -279,7 +280,7 @@ def test_a_plan_that_was_begun_is_finished_before_other_rows_are_refused(
     assert m.redis.keys("*stage*") == m.redis.keys("*plan*") == []
 
 
-def test_a_query_that_may_lose_rows_goes_on_after_a_batch_with_other_ones(
+def test_lenient_query_continues_after_a_batch_with_other_rows(
     url: str,
     target: meteor.Stream,
     sink: Sink,
@@ -289,35 +290,35 @@ def test_a_query_that_may_lose_rows_goes_on_after_a_batch_with_other_ones(
     lenient = Sink(url, monkeypatch, failOnDataLoss="false")
     sink.writer.commit([sink.attempt("x")], 0)
     lenient.writer.commit([lenient.attempt("y", rows=3)], 0)
-    assert "has it with 2 records, not 3. failOnDataLoss is false." in caplog.text
+    assert "failOnDataLoss is false." in caplog.text
     lenient.writer.commit([lenient.attempt("z", 1)], 1)
     assert contents(target) == "x x z z"
 
 
-def test_rows_go_to_the_streams_of_a_column_and_none_is_written_if_one_has_other_rows(
+def test_no_stream_of_a_column_is_written_if_one_has_other_rows(
     url: str, m: meteor.Client, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_column = Sink(url, monkeypatch, stream="")
 
-    def tries(batch: int, **rows: int) -> list[WriterCommitMessage | None]:
+    def attempts(batch: int, **rows: int) -> list[WriterCommitMessage | None]:
         each = enumerate(rows.items())
         return [
             by_column.attempt(name, batch, rows=count, partition=part, stream=name)
             for part, (name, count) in each
         ]
 
-    by_column.writer.commit(tries(0, b=2, c=1), 0)
-    by_column.writer.commit(tries(0, b=2, c=1), 0)
+    by_column.writer.commit(attempts(0, b=2, c=1), 0)
+    by_column.writer.commit(attempts(0, b=2, c=1), 0)
     with pytest.raises(meteor.PublishError, match=OTHER.format("c", 1, 2)):
-        by_column.writer.commit(tries(0, a=1, b=2, c=2), 0)
-    early = tries(0, a=1, c=1)
-    by_column.writer.commit(tries(1, c=1), 1)
+        by_column.writer.commit(attempts(0, a=1, b=2, c=2), 0)
+    early = attempts(0, a=1, c=1)
+    by_column.writer.commit(attempts(1, c=1), 1)
     with pytest.raises(meteor.PublishError, match="stream 'c' has its batch 1 already"):
         by_column.writer.commit(early, 0)
-    assert [contents(m.stream(name)) for name in "abc"] == ["", "b b", "c c"]
+    assert [contents(m.stream(name, create=True)) for name in "abc"] == ["", "b b", "c c"]
 
 
-def test_a_txn_id_that_comes_again_with_other_rows_writes_nothing_and_says_so(
+def test_repeated_txn_id_with_other_rows_writes_nothing_and_warns(
     url: str,
     target: meteor.Stream,
     sink: Sink,
@@ -335,7 +336,42 @@ def test_a_txn_id_that_comes_again_with_other_rows_writes_nothing_and_says_so(
     write(2, "1")
     assert caplog.text == ""
     write(3, "1")
-    assert "has it with 2 records, not 3. Other rows need another txnVersion." in caplog.text
+    assert "Other rows need another txnVersion." in caplog.text
     write(1, "2")
     write(3, "1")
     assert contents(target) == "x x x"
+
+
+def test_restarted_driver_deletes_the_stages_of_its_predecessors(
+    m: meteor.Client, target: meteor.Stream, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in ("first", "second", "third"):  # each dies before the commit
+        monkeypatch.setattr(writers, "TaskContext", Task(0, run=run))
+        written = sink.writer.write(iter([pa.RecordBatch.from_pydict({"value": [b"x"]})]))
+        assert len(m.redis.keys(keys.stage("s", "q.*"))) == 1
+    sink.writer.commit([written], 0)
+    assert contents(target) == "x"
+    assert m.redis.keys("*stage*") == []
+
+
+def test_txn_ids_are_remembered_for_a_month(
+    url: str, m: meteor.Client, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "TaskContext", Task(0))
+
+    def write(txn: str) -> None:
+        given = {"url": url, "stream": "s", "txnId": txn}
+        writer = writers.BatchWriter(parse_sink(given, SCHEMA, streaming=False))
+        writer.commit([writer.write(iter([some("", rows=1)]))])
+
+    write("a")
+    times: Any = m.redis.zrange(keys.fence_times("s"), 0, -1, withscores=True)
+    ((name, until),) = times
+    month_ms = 30 * 86_400 * 1000
+    assert name == b"txn.a"
+    assert abs(m.redis.time()[0] * 1000 + month_ms - until) < 60_000
+    monkeypatch.setattr(writers, "_TXN_S", 0.001)
+    write("b")
+    write("c")
+    assert b"txn.b" not in m.redis.hkeys(keys.fences("s"))
+    assert b"txn.a" in m.redis.hkeys(keys.fences("s"))

@@ -1,4 +1,4 @@
-"""The files of a store: ``files`` is the whole list or an error, ``segments`` what is there."""
+"""The files of a store: ``files`` is complete or raises, ``segments`` lists the existing ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def depot(url: str, tmp_path: Path) -> Iterator[Depot]:
         yield depot
 
 
-def test_a_disk_that_is_not_mounted_any_more_is_not_an_empty_list(depot: Depot) -> None:
+def test_files_of_an_unmounted_disk_raise_store_unavailable(depot: Depot) -> None:
     depot.fill(100)
     depot.archive()
     archive = depot.stream.store
@@ -33,29 +33,29 @@ def test_a_disk_that_is_not_mounted_any_more_is_not_an_empty_list(depot: Depot) 
     assert archive.files() == before
 
 
-def test_files_that_are_merged_with_later_ones_just_now_are_in_the_list(
+def test_files_include_segments_merged_during_the_call(
     depot: Depot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bounds were looked at, then there were more records, in files that are merged by now."""
+    """After the bounds were read, more records arrived, and their files have been merged."""
     depot.fill(60)
     depot.archive()
     depot.fill(60)
     depot.archive()
-    look = meteor.ParquetStore.files
+    files = meteor.ParquetStore.files
 
-    def look_late(store: meteor.ParquetStore, *args: Any) -> list[str]:
+    def files_late(store: meteor.ParquetStore, *args: Any) -> list[str]:
         monkeypatch.undo()
         depot.fill(60)
         depot.archive()
         assert depot.stream.store.compact() > 0
-        return look(store, *args)
+        return files(store, *args)
 
-    monkeypatch.setattr(meteor.ParquetStore, "files", look_late)
+    monkeypatch.setattr(meteor.ParquetStore, "files", files_late)
     assert depot.stored() == list(range(180))
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_list_of_files_does_not_pass_over_a_lost_one(depot: Depot, number: int) -> None:
+def test_files_raise_records_lost_for_a_missing_file(depot: Depot, number: int) -> None:
     for _ in range(3):
         depot.fill(60)
         depot.archive()
@@ -69,7 +69,7 @@ def test_a_list_of_files_does_not_pass_over_a_lost_one(depot: Depot, number: int
 # segments()
 
 
-def test_segments_describe_the_files_that_are_listed(depot: Depot) -> None:
+def test_segments_describe_the_listed_files(depot: Depot) -> None:
     for _ in range(3):
         depot.fill(60)
         depot.archive()
@@ -89,7 +89,7 @@ def test_segments_describe_the_files_that_are_listed(depot: Depot) -> None:
     assert (merged.first, merged.last) == (0, 179)
 
 
-def test_segments_pass_over_a_lost_file_but_not_over_a_lost_disk(depot: Depot) -> None:
+def test_segments_skip_a_missing_file_but_not_a_missing_disk(depot: Depot) -> None:
     for _ in range(3):
         depot.fill(60)
         depot.archive()
@@ -101,16 +101,16 @@ def test_segments_pass_over_a_lost_file_but_not_over_a_lost_disk(depot: Depot) -
         archive.segments()
 
 
-def test_segments_show_of_a_file_only_what_counts(depot: Depot) -> None:
+def test_segments_show_only_the_live_part_of_a_file(depot: Depot) -> None:
     depot.fill(60)
     depot.archive()
     archive = depot.stream.store
-    depot.redis.hset(keys.meta(STREAM), "archived", 50)  # as a fail-over may leave it
+    depot.redis.hset(keys.meta(STREAM), "archived", 50)  # as after a failover
     (segment,) = archive.segments()
     assert (segment.first, segment.last, segment.records) == (0, 49, 50)
 
 
-def test_a_store_without_files_has_no_segments(url: str) -> None:
+def test_segments_of_a_memory_store_raise_type_error(url: str) -> None:
     with meteor.connect(url) as m:
         stream = m.stream("s", store=meteor.MemoryStore("s"), archive=False)
         with pytest.raises(TypeError, match=r"segments\(\) is for stores of files"):

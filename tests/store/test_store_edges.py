@@ -1,4 +1,4 @@
-"""Edges of stores: servers that come back, stores that hang, settings that clash."""
+"""Edge cases of stores: servers that come back, stores that hang, settings that clash."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def m(url: str) -> Iterator[meteor.Client]:
 
 
 def stored(m: meteor.Client, store: Any, **settings: Any) -> meteor.Stream:
-    """Nobody archives it unless told to."""
+    """A stream with a store and no automatic archiver."""
     defaults = {"capacity": 10, "max_unarchived": 10_000, "archive": False}
     return m.stream(NAME, store=store, **defaults | settings)
 
@@ -52,7 +52,7 @@ def offsets(stream: meteor.Stream, start: int = 0) -> list[int]:
 
 
 def new_epoch(m: meteor.Client, epoch: int, first: int, **fields: int) -> None:
-    """As a fail-over looks to those who read meta."""
+    """Change meta as a failover does."""
     meta = keys.meta(NAME)
     table: Any = m.redis.hget(meta, "epochs")
     epochs = f"{table.decode()},{epoch}:{first}"
@@ -60,9 +60,7 @@ def new_epoch(m: meteor.Client, epoch: int, first: int, **fields: int) -> None:
     m.redis.hset(meta, mapping=mapping)
 
 
-def test_a_duty_ends_with_its_epoch_and_what_follows_counts_for_more(
-    m: meteor.Client, tmp_path: Path
-) -> None:
+def test_archiver_starts_a_higher_term_in_each_epoch(m: meteor.Client, tmp_path: Path) -> None:
     stream = stored(m, tmp_path)
     fill(stream, 40)
     with stream.archiver(segment_age=0).start():
@@ -78,7 +76,25 @@ def test_a_duty_ends_with_its_epoch_and_what_follows_counts_for_more(
     assert offsets(stream) == list(range(80))
 
 
-def test_a_server_that_was_believed_lost_cannot_go_on_with_a_history_that_was_resumed(
+def test_archiver_continues_if_the_server_has_lost_its_terms(
+    m: meteor.Client, tmp_path: Path
+) -> None:
+    """The store holds higher terms of this epoch; those of the archiver must count, too."""
+    stream = stored(m, tmp_path)
+    for skipped in (0, 1_000):
+        m.redis.hincrby(keys.group(NAME, keys.ARCHIVERS), "term", skipped)
+        fill(stream, 40)
+        archive(stream)
+    m.redis.delete(keys.group(NAME, keys.ARCHIVERS))
+    fill(stream, 40)
+    archive(stream)
+    segments = [Segment.parse(Path(path).name) for path in stream.store.files()]
+    terms = [segment.term % TERMS for segment in segments if segment is not None]
+    assert terms == sorted(set(terms))
+    assert offsets(stream) == list(range(120))
+
+
+def test_server_believed_lost_cannot_continue_a_resumed_history(
     private_server: ServerFactory, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
@@ -101,7 +117,7 @@ def test_a_server_that_was_believed_lost_cannot_go_on_with_a_history_that_was_re
         assert stored(found, tmp_path, resume=True).store.verify() == []
 
 
-def test_who_has_opened_a_stream_before_it_was_lost_goes_on_once_it_is_resumed(
+def test_stream_opened_before_the_loss_works_once_it_is_resumed(
     m: meteor.Client, tmp_path: Path
 ) -> None:
     stream = stored(m, tmp_path)
@@ -113,7 +129,7 @@ def test_who_has_opened_a_stream_before_it_was_lost_goes_on_once_it_is_resumed(
     assert offsets(stream) == list(range(60))
 
 
-def test_a_reader_of_a_branch_that_the_store_does_not_have_is_told_after_a_resume(
+def test_reader_of_a_lost_branch_gets_log_truncated_after_a_resume(
     m: meteor.Client, tmp_path: Path
 ) -> None:
     stream = stored(m, tmp_path)
@@ -124,7 +140,7 @@ def test_a_reader_of_a_branch_that_the_store_does_not_have_is_told_after_a_resum
             sub.poll()
         seen = sub.checkpoint
     epoch = stream.describe().epoch
-    new_epoch(m, epoch + 1_000, 30, next=30, archived=30)  # a fail-over that lost 30 to 49
+    new_epoch(m, epoch + 1_000, 30, next=30, archived=30)  # a failover that lost 30 to 49
     m.redis.delete(keys.log(NAME))
     fill(stream, 40)
     archive(stream)
@@ -142,32 +158,34 @@ def test_a_reader_of_a_branch_that_the_store_does_not_have_is_told_after_a_resum
 # Settings
 
 
-def test_settings_that_two_have_changed_at_a_time_stop_nobody(
+def test_settings_changed_by_two_clients_at_once_block_no_publisher(
     m: meteor.Client, tmp_path: Path
 ) -> None:
     first = stored(m, tmp_path, capacity=100, max_unarchived=200)
-    second = m.stream(NAME)
+    second = m.stream(NAME, create=True)
     second.configure(capacity=10, max_unarchived=20)
     with pytest.raises(ValueError, match="at least the capacity"):
         first.configure(capacity=50)
-    m.redis.hset(keys.meta(NAME), "capacity", 50)  # what a race could have led to
+    m.redis.hset(keys.meta(NAME), "capacity", 50)  # the possible result of a race
     with m.stream(NAME, store=tmp_path).publisher() as pub:
         for start in range(0, 300, 30):
             assert pub.publish_many([b"x"] * 30).result(20) == start
 
 
-def test_a_frame_larger_than_all_that_may_wait_is_taken_when_nothing_waits(
+def test_frame_above_max_unarchived_is_accepted_when_all_is_archived(
     m: meteor.Client, tmp_path: Path
 ) -> None:
     stream = stored(m, tmp_path, capacity=5_000, max_unarchived=5_000)
     with stream.publisher() as pub:
-        stream.configure(capacity=10, max_unarchived=10)  # the publisher cuts frames as before
+        stream.configure(capacity=10, max_unarchived=10)  # the publisher still cuts large frames
         assert pub.publish_many([b"x"] * 1_000).result(20) == 0
         with stream.archiver().start():
             assert pub.publish_many([b"x"] * 1_000).result(20) == 1_000
 
 
-def test_expiry_asks_the_groups_once_more(m: meteor.Client, tmp_path: Path) -> None:
+def test_expiry_stops_at_the_position_of_a_group_and_never_goes_back(
+    m: meteor.Client, tmp_path: Path
+) -> None:
     stream = stored(m, tmp_path)
     fill(stream, *[10] * 9)
     archive(stream)
@@ -176,26 +194,26 @@ def test_expiry_asks_the_groups_once_more(m: meteor.Client, tmp_path: Path) -> N
     assert m._connector.run(EXPIRE_HISTORY, args, [stream.incarnation, 80]) == [b"OK", 40]
     stream.seek_group("slow", 0)
     assert m._connector.run(EXPIRE_HISTORY, args, [stream.incarnation, 90]) == [b"OK", 40], (
-        "it never goes back"
+        "it never decreases"
     )
 
 
 # Files
 
 
-def test_sweeping_stops_as_soon_as_it_may_not_go_on(tmp_path: Path) -> None:
+def test_sweep_stops_as_soon_as_its_term_is_over(tmp_path: Path) -> None:
     store = filled(tmp_path)
     store.compact(INCARNATION, 0, END, records=1_000, size=1 << 30)
     folder = tmp_path / "s" / INCARNATION
     for name in names(tmp_path):
         make_old(folder / name)
-    answers = iter([True, True, False, False, False])
+    replies = iter([True, True, False, False, False])
     before = len(names(tmp_path))
-    store.tidy(INCARNATION, NEWEST, END, lambda: next(answers))
+    store.tidy(INCARNATION, NEWEST, END, lambda: next(replies))
     assert len(names(tmp_path)) == before - 1
 
 
-def test_merging_holds_no_more_in_memory_than_it_may(
+def test_merging_stays_within_its_memory_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = filled(tmp_path)
@@ -206,28 +224,28 @@ def test_merging_holds_no_more_in_memory_than_it_may(
     assert sum(map(len, store.read(INCARNATION, 0, END))) == END
 
 
-# What hangs, and what is given
+# Stores that hang
 
 
 class Hanging(MemoryStore):
-    """Answers when it is allowed to."""
+    """A store that hangs until it is released."""
 
     def __init__(self) -> None:
         super().__init__(NAME)
         self.hangs = threading.Event()
         self.reached = threading.Event()
-        self.go_on = threading.Event()
+        self.released = threading.Event()
 
     def read(self, incarnation: str, start: int, stop: int) -> Iterator[Any]:
         for number, batch in enumerate(super().read(incarnation, start, stop)):
             if self.hangs.is_set() and number > 2:
-                self.go_on.wait(60)
+                self.released.wait(60)
             yield batch
 
     def append(self, incarnation: str, term: int, records: Any) -> None:
         if self.hangs.is_set():
             self.reached.set()
-            self.go_on.wait(60)
+            self.released.wait(60)
         super().append(incarnation, term, records)
 
 
@@ -235,12 +253,10 @@ class Hanging(MemoryStore):
 def hanging() -> Iterator[Hanging]:
     store = Hanging()
     yield store
-    store.go_on.set()
+    store.released.set()
 
 
-def test_a_store_that_hangs_keeps_no_reader_from_closing(
-    m: meteor.Client, hanging: Hanging
-) -> None:
+def test_reader_of_a_hanging_store_can_be_closed(m: meteor.Client, hanging: Hanging) -> None:
     stream = stored(m, hanging)
     fill(stream, *[20] * 10)
     archive(stream)
@@ -251,7 +267,7 @@ def test_a_store_that_hangs_keeps_no_reader_from_closing(
     assert not sub.position >= 200
 
 
-def test_an_archiver_that_hangs_does_not_keep_the_others_from_ending(
+def test_hanging_archiver_does_not_keep_others_from_stopping(
     url: str, hanging: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close: Callable[..., None] = archiver_module.Archiver.close
@@ -270,7 +286,7 @@ def test_an_archiver_that_hangs_does_not_keep_the_others_from_ending(
     with pytest.raises(TimeoutError, match=NAME):
         m.close()
     assert [works(stuck_archiver), works(free_archiver)] == [True, False]
-    hanging.go_on.set()
+    hanging.released.set()
     eventually(lambda: not works(stuck_archiver))
 
 
@@ -278,7 +294,7 @@ def works(archiver: meteor.Archiver) -> bool:
     return archiver._thread is not None and archiver._thread.is_alive()
 
 
-def test_who_goes_on_behind_a_lost_branch_keeps_the_store_that_was_given(
+def test_reader_keeps_the_given_store_after_skipping_a_lost_branch(
     m: meteor.Client,
 ) -> None:
     stream = stored(m, MemoryStore(NAME))

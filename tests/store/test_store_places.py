@@ -1,4 +1,4 @@
-"""Where a Parquet store may lie, whose it is, and that nothing leads out of it or gives it away."""
+"""Addresses, identity and isolation of a Parquet store, and the masking of its secrets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meteor_py.store.parquet import IDENTITY_FILE, ParquetStore
 from meteor_py.testing.store_contract import INCARNATION, check, records
 from tests.support.parquet_store import claimed, everything_said
 
-#: Every call that looks at the folder of a stream, or changes it.
+#: Every call that reads or changes the folder of a stream.
 CALLS: dict[str, Callable[[ParquetStore], object]] = {
     "identity": lambda store: store.identity(),
     "claim": lambda store: store.claim("mine"),
@@ -55,13 +55,13 @@ CALLS: dict[str, Callable[[ParquetStore], object]] = {
         ("s3://?region=us-east-1", "names no bucket"),
     ],
 )
-def test_what_is_not_the_address_of_a_store_is_refused_with_a_reason(uri: str, reason: str) -> None:
+def test_invalid_address_is_refused_with_a_reason(uri: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
         ParquetStore(uri, "s")
     assert not isinstance(caught.value, MeteorError)
 
 
-def test_a_relative_path_is_made_absolute_at_once(
+def test_relative_path_is_made_absolute_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -73,13 +73,13 @@ def test_a_relative_path_is_made_absolute_at_once(
     assert ParquetStore(store.uri, "s").identity() == "id"
 
 
-def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ParquetStore("~/data", "s").uri == f"file://{tmp_path}/data"
 
 
 @pytest.mark.parametrize("name", ["a b", "what?", "100%41", "#1", "größe", "a@b", "{x}", "'\""])
-def test_a_path_may_have_any_characters(tmp_path: Path, name: str) -> None:
+def test_path_may_have_any_characters(tmp_path: Path, name: str) -> None:
     store = claimed(tmp_path / name)
     store.append(INCARNATION, 1, records(0, 10))
     assert store.uri is not None
@@ -90,7 +90,7 @@ def test_a_path_may_have_any_characters(tmp_path: Path, name: str) -> None:
     assert pq.ParquetFile(file).read().equals(records(0, 10))
 
 
-def test_a_filesystem_of_pyarrow_will_do_and_has_no_address(tmp_path: Path) -> None:
+def test_store_on_a_pyarrow_filesystem_has_no_address(tmp_path: Path) -> None:
     inner = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
     store = ParquetStore("deep/down", "s", filesystem=inner)
     assert store.uri is None
@@ -103,7 +103,7 @@ def test_a_filesystem_of_pyarrow_will_do_and_has_no_address(tmp_path: Path) -> N
 
 
 class Torn:
-    """A filesystem in which a file is seen from its first byte on, as in HDFS; uploads fail."""
+    """A filesystem like HDFS, where a file is visible from its first byte on; uploads fail."""
 
     type_name = "hdfs"
 
@@ -122,7 +122,7 @@ class Torn:
         return getattr(self._whole, name)
 
 
-def test_a_part_of_an_upload_does_not_take_the_place_of_what_it_was_made_of(tmp_path: Path) -> None:
+def test_partial_upload_does_not_replace_the_merged_segments(tmp_path: Path) -> None:
     store = claimed(tmp_path)
     store.append(INCARNATION, 1, records(0, 10))
     store.append(INCARNATION, 1, records(10, 20))
@@ -140,7 +140,7 @@ def test_a_part_of_an_upload_does_not_take_the_place_of_what_it_was_made_of(tmp_
 
 
 @pytest.mark.parametrize(
-    ("uri", "shown"),
+    ("uri", "address"),
     [
         ("s3://key:hush@bucket/data?region=us-east-1", "s3://bucket/data?region=us-east-1"),
         ("s3://key:%2Fhush%2F@bucket/data?region=x", "s3://bucket/data?region=x"),
@@ -149,11 +149,9 @@ def test_a_part_of_an_upload_does_not_take_the_place_of_what_it_was_made_of(tmp_
         ("gs://anonymous@bucket/data", "gs://anonymous@bucket/data"),
     ],
 )
-def test_an_address_is_shown_without_its_password_and_still_names_the_place(
-    uri: str, shown: str
-) -> None:
+def test_address_is_shown_without_its_password(uri: str, address: str) -> None:
     store = ParquetStore(uri, "s")
-    assert store.uri == shown
+    assert store.uri == address
     assert "hush" not in repr(store)
 
 
@@ -172,40 +170,42 @@ def test_an_address_is_shown_without_its_password_and_still_names_the_place(
         "abfs://box@acc.dfs.core.windows.net/d?sv=2024&sig=hush",
     ],
 )
-def test_what_refuses_an_address_does_not_repeat_its_secrets(uri: str) -> None:
+def test_error_about_an_address_hides_its_secrets(uri: str) -> None:
     with pytest.raises(ValueError, match=r"address|path|bucket") as caught:
         ParquetStore(uri, "s")
     assert "hush" not in everything_said(caught.value)
 
 
-# Whose it is
+# Identity
 
 
 @pytest.mark.parametrize(
-    "mark",
+    "contents",
     [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"id"', b'{"version": 1}', b'{"store": "id"}'],
 )
-def test_a_mark_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path, mark: bytes) -> None:
+def test_unreadable_identity_file_is_not_taken_for_a_missing_one(
+    tmp_path: Path, contents: bytes
+) -> None:
     store = claimed(tmp_path)
-    (tmp_path / "s" / IDENTITY_FILE).write_bytes(mark)
+    (tmp_path / "s" / IDENTITY_FILE).write_bytes(contents)
     with pytest.raises(StoreMismatch, match="cannot be read"):
         store.identity()
 
 
-def test_a_folder_of_another_stream_is_not_taken(tmp_path: Path) -> None:
+def test_folder_of_another_stream_is_refused(tmp_path: Path) -> None:
     claimed(tmp_path)
     (tmp_path / "s").rename(tmp_path / "t")
     with pytest.raises(StoreMismatch, match="belongs to stream 's'"):
         ParquetStore(tmp_path, "t").identity()
 
 
-def test_a_mark_that_is_no_file_is_a_failure(tmp_path: Path) -> None:
+def test_identity_file_that_is_a_folder_is_unavailable(tmp_path: Path) -> None:
     (tmp_path / "s" / IDENTITY_FILE).mkdir(parents=True)
     with pytest.raises(StoreUnavailable):
         ParquetStore(tmp_path, "s").identity()
 
 
-def test_of_many_that_claim_a_folder_all_learn_the_same_id(tmp_path: Path) -> None:
+def test_concurrent_claims_agree_on_one_id(tmp_path: Path) -> None:
     def claim(identity: str) -> str | None:
         store = ParquetStore(tmp_path, "s")
         store.claim(identity)
@@ -217,11 +217,11 @@ def test_of_many_that_claim_a_folder_all_learn_the_same_id(tmp_path: Path) -> No
     assert os.listdir(tmp_path / "s") == [IDENTITY_FILE]
 
 
-# Nothing leads out of it
+# Isolation
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../s", "a/b", "/etc", ".hidden", "a\0b", "a\\b"])
-def test_the_name_of_a_stream_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
+def test_stream_name_cannot_escape_from_the_store(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="name of a stream"):
         ParquetStore(tmp_path, name)
 
@@ -229,7 +229,7 @@ def test_the_name_of_a_stream_cannot_lead_elsewhere(tmp_path: Path, name: str) -
 @pytest.mark.parametrize(
     "incarnation", ["", ".", "..", "../t", "0a/../..", "/etc", "0A", "xyz", "0" * 65]
 )
-def test_the_name_of_a_life_cannot_lead_elsewhere(tmp_path: Path, incarnation: str) -> None:
+def test_incarnation_cannot_escape_from_the_store(tmp_path: Path, incarnation: str) -> None:
     store = claimed(tmp_path)
     for call in (
         lambda: store.bounds(incarnation),
@@ -248,9 +248,7 @@ def test_the_name_of_a_life_cannot_lead_elsewhere(tmp_path: Path, incarnation: s
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_link_in_place_of_the_streams_folder_is_not_followed_out_of_the_store(
-    tmp_path: Path, call: str
-) -> None:
+def test_linked_stream_folder_is_not_followed_out_of_the_store(tmp_path: Path, call: str) -> None:
     outside = claimed(tmp_path / "outside")
     outside.append(INCARNATION, 1, records(0, 10))
     store = ParquetStore(tmp_path / "store", "s")
@@ -265,7 +263,7 @@ def test_a_link_in_place_of_the_streams_folder_is_not_followed_out_of_the_store(
 @pytest.mark.parametrize(
     "call", ["bounds", "append", "read", "locate", "verify", "tidy", "delete some", "delete"]
 )
-def test_a_link_in_place_of_a_life_is_not_followed_out_of_the_store(
+def test_linked_incarnation_folder_is_not_followed_out_of_the_store(
     tmp_path: Path, call: str
 ) -> None:
     outside = claimed(tmp_path / "outside")
@@ -278,7 +276,7 @@ def test_a_link_in_place_of_a_life_is_not_followed_out_of_the_store(
     assert store.incarnations() == []
 
 
-def test_the_store_itself_may_be_behind_a_link(tmp_path: Path) -> None:
+def test_root_of_a_store_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     store = claimed(tmp_path / "link")
@@ -288,7 +286,7 @@ def test_the_store_itself_may_be_behind_a_link(tmp_path: Path) -> None:
     assert not (tmp_path / "disk" / "s" / INCARNATION).exists()
 
 
-def test_streams_of_one_store_are_apart(tmp_path: Path) -> None:
+def test_streams_at_one_address_are_independent(tmp_path: Path) -> None:
     one, two = ParquetStore(tmp_path, "one"), ParquetStore(tmp_path, "two")
     one.claim("1")
     two.claim("2")
@@ -297,4 +295,4 @@ def test_streams_of_one_store_are_apart(tmp_path: Path) -> None:
     one.delete(INCARNATION)
     check(two, 0, 5, branch=2)
     assert (one.incarnations(), two.incarnations()) == ([], [INCARNATION])
-    assert (one.identity(), two.identity()) == ("1", "2"), "the place is still theirs"
+    assert (one.identity(), two.identity()) == ("1", "2"), "their ids remain"

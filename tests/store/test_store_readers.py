@@ -1,4 +1,4 @@
-"""The files of a store are plain Parquet: pyarrow, DuckDB and Spark read them as they are."""
+"""The files of a store are plain Parquet: pyarrow, DuckDB and Spark read them directly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END = 200
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a user gets who asks for the files: after a fail-over, a compaction, and a crash."""
+    """The files that users get after a failover, a compaction, and a crash."""
     monkeypatch.setattr(segment_file, "GROUP_RECORDS", 30)
     store = claimed(tmp_path)
     store.append(INCARNATION, 1, records(0, 70))
@@ -68,7 +68,7 @@ def test_pyarrow_reads_the_files_of_a_store(files: list[str]) -> None:
     assert dataset.count_rows(filter=ds.field("offset") >= 150) == END - 150
 
 
-def test_pyarrow_passes_over_row_groups_by_their_statistics(files: list[str]) -> None:
+def test_row_groups_have_statistics_for_skipping(files: list[str]) -> None:
     for file in files:
         metadata = pq.read_metadata(file)
         for group in range(metadata.num_row_groups):
@@ -77,13 +77,11 @@ def test_pyarrow_passes_over_row_groups_by_their_statistics(files: list[str]) ->
                 assert metadata.row_group(group).column(index).statistics.has_min_max
 
 
-def test_a_folder_without_leftovers_can_be_read_as_a_whole(
-    files: list[str], tmp_path: Path
-) -> None:
+def test_folder_without_leftovers_can_be_read_as_a_whole(files: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "s" / INCARNATION
     for name in os.listdir(folder):
         make_old(folder / name)
-    (folder / "_begun.tmp").write_bytes(b"PAR1")  # an archiver is at work
+    (folder / "_begun.tmp").write_bytes(b"PAR1")  # an archiver is running
     claimed(tmp_path).tidy(INCARNATION, NEWEST, END, lambda: True)
     table = ds.dataset(folder, format="parquet").to_table().sort_by("offset")
     assert table.equals(records(0, END))
@@ -111,7 +109,7 @@ def test_duckdb_reads_the_files_of_a_store(files: list[str]) -> None:
             assert (headers or None) == (expected["headers"] or None)
 
 
-@pytest.mark.timeout(400)  # a loaded machine takes its time to start Spark
+@pytest.mark.timeout(400)  # starting Spark is slow on a loaded machine
 def test_spark_reads_the_files_of_a_store(files: list[str], spark: SparkSession) -> None:
     from pyspark.sql import functions as f
 

@@ -1,4 +1,4 @@
-"""A Parquet store in S3, with a network that fails: nothing counts that has not arrived whole."""
+"""A Parquet store in S3, also on a network that fails: a partial upload is never visible."""
 
 from __future__ import annotations
 
@@ -16,13 +16,22 @@ from meteor_py.errors import CorruptSegment, StoreUnavailable
 from meteor_py.records.record import ARROW_SCHEMA
 from meteor_py.store.base import Bounds
 from meteor_py.store.parquet import ParquetStore
-from meteor_py.testing.store_contract import INCARNATION, NEWEST, check, read, records
+from meteor_py.testing.store_contract import (
+    INCARNATION,
+    NEWEST,
+    OTHER,
+    appended_at,
+    check,
+    check_lost,
+    read,
+    records,
+)
 from tests.support.parquet_store import everything_said
 from tests.support.proxy import Proxy
 from tests.support.s3 import ACCESS_KEY, BUCKET, S3, SECRET
 from tests.support.waiting import eventually
 
-#: Slow enough for a cut to fall into the middle of an upload: a megabyte takes five seconds.
+#: Slow enough to cut an upload in the middle: a megabyte takes five seconds.
 PIECE, PAUSE_S = 2048, 0.01
 
 
@@ -34,7 +43,7 @@ def s3() -> Iterator[S3]:
 
 @dataclass
 class Line:
-    """A store behind a line that can be cut, and its bucket by way of another one."""
+    """A store behind a connection that can be cut, and the same bucket without the proxy."""
 
     proxy: Proxy
     store: ParquetStore
@@ -45,7 +54,7 @@ class Line:
         return self.pool.submit(self.store.append, INCARNATION, term, table)
 
     def wait_for(self, n_bytes: int) -> None:
-        """Until so many more have been sent."""
+        """Wait until ``n_bytes`` more have been sent."""
         goal = self.proxy.counters.request_bytes + n_bytes
         eventually(lambda: self.proxy.counters.request_bytes >= goal, 20, "nothing is sent")
 
@@ -70,18 +79,43 @@ def line(s3: S3) -> Iterator[Line]:
 
 
 def large(rng: random.Random, first: int, n_bytes: int) -> pa.Table:
-    """Records that do not compress."""
+    """Returns incompressible records."""
     values = [b"", rng.randbytes(n_bytes), b"last"]
     table = records(first, first + len(values))
     return table.set_column(4, ARROW_SCHEMA.field("value"), pa.array(values))
 
 
-def test_an_upload_that_was_cut_in_the_middle_leaves_nothing_that_counts(
-    line: Line, rng: random.Random
-) -> None:
+def test_history_in_s3_is_claimed_read_searched_tidied_and_deleted(s3: S3) -> None:
+    uri = s3.uri()
+    store = ParquetStore(uri, "s")
+    assert (store.identity(), store.incarnations()) == (None, [])
+    store.claim("id")
+    store.claim("another")
+    assert store.identity() == "id"
+    store.claim("new", replacing="id")
+    store.append(INCARNATION, 1, records(0, 40, branch=1))
+    store.append(INCARNATION, 2, records(30, 60, branch=2))
+    store.append(OTHER, 3, records(0, 10))
+    again = ParquetStore(uri, "s")
+    assert again.identity() == "new"
+    assert again.incarnations() == [INCARNATION, OTHER]
+    assert again.bounds(INCARNATION) == Bounds(0, 60, 2)
+    assert again.locate(INCARNATION, appended_at(45, 2), 0, 60) == 45
+    again.tidy(INCARNATION, NEWEST, 60, lambda: True)
+    assert len(again.files(INCARNATION, 0, 60)) == 2
+    check(again, 0, 30, branch=1)
+    check(again, 30, 60, branch=2)
+    again.delete(INCARNATION, 30)
+    check_lost(again, 0, 60, first=0, last=29)
+    again.delete(INCARNATION)
+    assert again.incarnations() == [OTHER]
+    check(again, 0, 10, incarnation=OTHER)
+
+
+def test_upload_cut_in_the_middle_is_not_visible(line: Line, rng: random.Random) -> None:
     line.proxy.chunk(PIECE, PAUSE_S)
     upload = line.append(1, large(rng, 10, 1 << 20))
-    line.wait_for(100_000)
+    line.wait_for(50_000)
     with line.down():
         with pytest.raises(StoreUnavailable, match="cannot be written to now") as caught:
             upload.result(60)
@@ -93,12 +127,10 @@ def test_an_upload_that_was_cut_in_the_middle_leaves_nothing_that_counts(
     assert line.store.bounds(INCARNATION) == Bounds(0, 30, 2)
 
 
-def test_an_upload_of_several_parts_of_which_one_is_cut_leaves_nothing_that_counts(
-    line: Line, rng: random.Random
-) -> None:
-    line.proxy.chunk(1 << 15, PAUSE_S)
+def test_multipart_upload_with_a_cut_part_is_not_visible(line: Line, rng: random.Random) -> None:
+    line.proxy.chunk(1 << 16, PAUSE_S)
     upload = line.append(1, large(rng, 10, 12 << 20))
-    line.wait_for(6 << 20)  # the second part is small, and is there by now
+    line.wait_for(6 << 20)  # the second part is small and has arrived by now
     with line.down():
         with pytest.raises(StoreUnavailable):
             upload.result(60)
@@ -107,16 +139,14 @@ def test_an_upload_of_several_parts_of_which_one_is_cut_leaves_nothing_that_coun
     check(line.store, 0, 30)
 
 
-def test_an_upload_that_was_cut_once_is_repeated_by_itself(
-    s3: S3, line: Line, rng: random.Random
-) -> None:
+def test_upload_cut_once_is_retried_automatically(s3: S3, line: Line, rng: random.Random) -> None:
     uri = s3.uri(line.proxy.port)
     line.store = ParquetStore(uri, "s")
     line.store.claim("id")
     line.proxy.chunk(PIECE, PAUSE_S)
     table = large(rng, 0, 1 << 20)
     upload = line.append(1, table)
-    line.wait_for(100_000)
+    line.wait_for(50_000)
     line.proxy.cut()
     line.proxy.heal()
     upload.result(60)
@@ -124,11 +154,11 @@ def test_an_upload_that_was_cut_once_is_repeated_by_itself(
     assert read(line.store, 0, 3).equals(table)
 
 
-def test_whichever_answer_is_lost_the_next_term_goes_on(line: Line, rng: random.Random) -> None:
-    """Some uploads have arrived, and the archiver cannot know; it appends the records again."""
+def test_next_term_continues_whichever_reply_was_lost(line: Line, rng: random.Random) -> None:
+    """The archiver cannot know which uploads have arrived, and appends the records again."""
     end, term, failures = 10, 2, 0
     line.proxy.chaos(rng, 0.05, ["lost_reply", "torn_reply"])
-    while (failures < 4 or end < 30) and term < 100:
+    while (failures < 3 or end < 20) and term < 100:
         try:
             line.store.append(INCARNATION, term, records(end, end + 5))
             end += 5
@@ -141,7 +171,7 @@ def test_whichever_answer_is_lost_the_next_term_goes_on(line: Line, rng: random.
     check(line.store, 0, end + 5)
 
 
-def test_without_a_network_nothing_is_called_lost_or_damaged(line: Line) -> None:
+def test_network_failure_is_not_reported_as_loss_or_damage(line: Line) -> None:
     store = line.store
     with line.down():
         for call in (
@@ -164,7 +194,7 @@ def test_without_a_network_nothing_is_called_lost_or_damaged(line: Line) -> None
     assert store.identity() == "id"
 
 
-def test_a_reader_whose_connection_is_cut_can_read_on_later(line: Line) -> None:
+def test_reader_continues_after_a_cut_connection(line: Line) -> None:
     line.store.append(INCARNATION, 1, records(10, 20))
     batches = line.store.read(INCARNATION, 0, 20)
     found = [next(batches)]
@@ -174,7 +204,7 @@ def test_a_reader_whose_connection_is_cut_can_read_on_later(line: Line) -> None:
     assert pa.Table.from_batches(found, ARROW_SCHEMA).equals(records(0, 20))
 
 
-def test_damage_in_the_bucket_is_told_from_a_bad_connection(s3: S3, line: Line) -> None:
+def test_damage_in_the_bucket_is_distinguished_from_a_bad_connection(s3: S3, line: Line) -> None:
     (path,) = line.direct.files(INCARNATION, 0, 10)
     bucket = s3.filesystem()
     with bucket.open_input_file(path) as file:
@@ -188,7 +218,7 @@ def test_damage_in_the_bucket_is_told_from_a_bad_connection(s3: S3, line: Line) 
     assert [flaw.kind for flaw in line.store.verify(INCARNATION, 0, 10)] == ["corrupt"]
 
 
-def test_a_reader_that_has_begun_does_not_notice_a_compaction(s3: S3, line: Line) -> None:
+def test_reader_in_progress_survives_a_compaction(s3: S3, line: Line) -> None:
     store, bucket = line.store, s3.filesystem()
     store.append(INCARNATION, 1, records(10, 20))
     small = store.files(INCARNATION, 0, 20)
@@ -201,7 +231,7 @@ def test_a_reader_that_has_begun_does_not_notice_a_compaction(s3: S3, line: Line
     assert pa.Table.from_batches(found, ARROW_SCHEMA).equals(records(0, 20))
 
 
-def test_no_secret_of_a_store_in_s3_is_shown(s3: S3) -> None:
+def test_secrets_of_a_store_in_s3_are_not_shown(s3: S3) -> None:
     store = ParquetStore(s3.uri(), "s")
     store.claim("id")
     store.append(INCARNATION, 1, records(0, 10))

@@ -1,4 +1,4 @@
-"""Stores as they are used, and misused: what is said, what is kept, who works."""
+"""Stores in use and misuse: losses, expiry, private servers, archivers, wrong arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def m(url: str) -> Iterator[meteor.Client]:
 
 
 def segments(m: meteor.Client, root: Path, *, number: int = 4, size: int = 30) -> meteor.Stream:
-    """A stream with so many files, of which the ring has the last few records only."""
+    """A stream with ``number`` files; the ring holds only the last few records."""
     stream = stored(m, root)
     for _ in range(number):
         fill(stream, size)
@@ -50,7 +50,7 @@ def start_of_reader(stream: meteor.Stream) -> None:
         sub.poll(20)
 
 
-LOOKS: dict[str, Callable[[meteor.Stream], object]] = {
+READS: dict[str, Callable[[meteor.Stream], object]] = {
     "a new group": start_of_group,
     "a reader from the earliest": start_of_reader,
     "read()": lambda stream: list(stream.read()),
@@ -59,18 +59,18 @@ LOOKS: dict[str, Callable[[meteor.Stream], object]] = {
 }
 
 
-@pytest.mark.parametrize("look", LOOKS)
-def test_a_first_file_that_is_missing_is_named_and_not_passed_over(
-    m: meteor.Client, tmp_path: Path, look: str
+@pytest.mark.parametrize("how", READS)
+def test_missing_first_file_is_reported_as_records_lost(
+    m: meteor.Client, tmp_path: Path, how: str
 ) -> None:
     stream = segments(m, tmp_path)
     Path(stream.store.files()[0]).unlink()
     with pytest.raises(meteor.RecordsLost) as caught:
-        LOOKS[look](stream)
+        READS[how](stream)
     assert (caught.value.first, caught.value.last) == (0, 29)
 
 
-def test_several_gaps_are_skipped_one_after_the_other(m: meteor.Client, tmp_path: Path) -> None:
+def test_adjacent_missing_files_are_skipped_as_one_gap(m: meteor.Client, tmp_path: Path) -> None:
     stream = segments(m, tmp_path)
     for path in stream.store.files()[:2]:
         Path(path).unlink()
@@ -82,7 +82,7 @@ def test_several_gaps_are_skipped_one_after_the_other(m: meteor.Client, tmp_path
     assert gaps == [(0, 59)]
 
 
-def test_a_group_goes_on_behind_damage_when_told_to(m: meteor.Client, tmp_path: Path) -> None:
+def test_group_continues_after_damage_with_skip_gap(m: meteor.Client, tmp_path: Path) -> None:
     stream = segments(m, tmp_path)
     damaged = Path(stream.store.files()[1])
     damaged.write_bytes(b"PAR1 is not enough")
@@ -99,7 +99,7 @@ def test_a_group_goes_on_behind_damage_when_told_to(m: meteor.Client, tmp_path: 
         assert sub.skipped == 30
 
 
-def test_merging_goes_around_damage(m: meteor.Client, tmp_path: Path) -> None:
+def test_compaction_merges_the_segments_around_damage(m: meteor.Client, tmp_path: Path) -> None:
     stream = segments(m, tmp_path, number=5)
     Path(stream.store.files()[2]).write_bytes(b"x")
     assert stream.store.compact() == 2
@@ -113,7 +113,7 @@ def test_merging_goes_around_damage(m: meteor.Client, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["files", "memory"])
-def test_a_dry_run_tells_what_expiry_would_leave_and_changes_nothing(
+def test_dry_run_of_expiry_returns_the_new_start_and_changes_nothing(
     m: meteor.Client, tmp_path: Path, kind: str
 ) -> None:
     stream = stored(m, tmp_path if kind == "files" else meteor.MemoryStore(NAME))
@@ -134,7 +134,7 @@ def test_a_dry_run_tells_what_expiry_would_leave_and_changes_nothing(
 # A private server
 
 
-def test_what_is_published_to_a_private_server_is_in_the_store_when_it_ends(
+def test_closing_a_private_server_archives_all_records(
     tmp_path: Path,
 ) -> None:
     for start in (0, 50):
@@ -146,7 +146,7 @@ def test_what_is_published_to_a_private_server_is_in_the_store_when_it_ends(
         assert m.stream(NAME, store=tmp_path, resume=True, archive=False).describe().next == 100
 
 
-def test_what_cannot_be_saved_of_a_private_server_is_said(
+def test_records_lost_with_a_private_server_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "store"
@@ -154,28 +154,26 @@ def test_what_cannot_be_saved_of_a_private_server_is_said(
         stream = m.stream(NAME, store=root)
         root.rename(tmp_path / "away")
         fill(stream, 10)
-    assert "is lost with its private server" in caplog.text
+    assert "are lost with its private server" in caplog.text
 
 
 # Archivers
 
 
-def test_an_archiver_is_run_once(m: meteor.Client, tmp_path: Path) -> None:
+def test_archiver_cannot_be_started_twice(m: meteor.Client, tmp_path: Path) -> None:
     stream = stored(m, tmp_path)
     with stream.archiver().start() as archiver:
-        assert "at work" in repr(archiver)
+        assert ", running" in repr(archiver)
         for again in (archiver.start, archiver.run):
             with pytest.raises(meteor.MeteorError, match="started or closed before"):
                 again()
     with pytest.raises(meteor.MeteorError, match="started or closed before"):
         archiver.start()
-    assert "not at work" in repr(archiver)
+    assert ", not running" in repr(archiver)
     assert m.redis.exists(keys.lease(NAME, keys.ARCHIVERS)) == 0
 
 
-def test_closing_waits_for_an_archiver_that_runs_in_another_thread(
-    m: meteor.Client, tmp_path: Path
-) -> None:
+def test_close_waits_for_an_archiver_in_another_thread(m: meteor.Client, tmp_path: Path) -> None:
     archiver = stored(m, tmp_path).archiver()
     thread = threading.Thread(target=archiver.run, name="meteor-of-the-test")
     thread.start()
@@ -185,7 +183,7 @@ def test_closing_waits_for_an_archiver_that_runs_in_another_thread(
     thread.join(20)
 
 
-def test_an_archiver_that_is_never_run_takes_nobody_s_place(
+def test_archiver_that_is_never_started_does_not_replace_the_automatic_one(
     m: meteor.Client, tmp_path: Path
 ) -> None:
     stream = m.stream(NAME, store=tmp_path)
@@ -194,9 +192,7 @@ def test_an_archiver_that_is_never_run_takes_nobody_s_place(
     assert stream.store.flush(20) == 10
 
 
-def test_a_store_that_was_moved_is_archived_to_where_it_is_now(
-    m: meteor.Client, tmp_path: Path
-) -> None:
+def test_moved_store_is_archived_to_its_new_address(m: meteor.Client, tmp_path: Path) -> None:
     m.stream(NAME, store=tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")
     stream = m.stream(NAME, store=tmp_path / "there")
@@ -205,7 +201,7 @@ def test_a_store_that_was_moved_is_archived_to_where_it_is_now(
     assert all("/there/" in path for path in stream.store.files())
 
 
-def test_an_archiver_that_has_ended_says_why_when_it_is_closed(
+def test_close_raises_the_error_that_stopped_the_archiver(
     m: meteor.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = stored(m, tmp_path)
@@ -219,10 +215,10 @@ def test_an_archiver_that_has_ended_says_why_when_it_is_closed(
     eventually(lambda: not archiver.alive)
     with pytest.raises(meteor.AccessDenied):
         archiver.close()
-    archiver.close()  # once is enough
+    archiver.close()  # raises only once
 
 
-def test_who_waits_for_a_flush_is_told_what_the_archiver_has_met(
+def test_flush_reports_the_error_of_the_archiver(
     m: meteor.Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "meteor_py")
@@ -232,22 +228,22 @@ def test_who_waits_for_a_flush_is_told_what_the_archiver_has_met(
     incarnation = root / NAME / stream.incarnation
     incarnation.write_text("in the way")
     fill(stream, 10)
-    eventually(lambda: _told(found))
+    eventually(lambda: _reports_the_error(found))
     incarnation.unlink()
     assert found.flush(20) == 10
     eventually(lambda: "is archived again" in caplog.text)
 
 
-def _told(found: meteor.Archive) -> bool:
+def _reports_the_error(found: meteor.Archive) -> bool:
     with pytest.raises(meteor.StoreUnavailable) as caught:
         found.flush(0.2)
     return "Not a directory" in str(caught.value)
 
 
-# What is given
+# Arguments
 
 
-def test_a_store_for_another_stream_or_no_store_at_all_is_refused(
+def test_store_for_another_stream_or_of_a_wrong_type_is_refused(
     m: meteor.Client, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="is for stream 'other'"):
@@ -261,8 +257,8 @@ def test_a_store_for_another_stream_or_no_store_at_all_is_refused(
     assert m.streams() == []
 
 
-def test_a_stream_without_a_store_says_so(m: meteor.Client, tmp_path: Path) -> None:
-    stream = m.stream(NAME)
+def test_stream_without_a_store_raises_store_mismatch(m: meteor.Client, tmp_path: Path) -> None:
+    stream = m.stream(NAME, create=True)
     with pytest.raises(meteor.StoreMismatch, match="created without a store"):
         stream.store  # noqa: B018
     for settings in ({"store": tmp_path}, {"max_unarchived": 100_000}):
@@ -271,7 +267,7 @@ def test_a_stream_without_a_store_says_so(m: meteor.Client, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("history", [False, True])
-def test_deleting_a_stream_keeps_its_files_unless_asked(
+def test_deleting_a_stream_keeps_its_files_without_history(
     m: meteor.Client, tmp_path: Path, history: bool
 ) -> None:
     stream = segments(m, tmp_path)
@@ -280,7 +276,7 @@ def test_deleting_a_stream_keeps_its_files_unless_asked(
     assert [path.exists() for path in files] == [not history] * 4
 
 
-def test_a_file_is_forced_to_the_disk_before_it_has_its_name_and_then_the_name(
+def test_file_is_synced_before_its_rename_and_the_folder_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = meteor.ParquetStore(tmp_path, NAME)

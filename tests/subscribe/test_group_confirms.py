@@ -1,4 +1,4 @@
-"""What is confirmed, when the server knows it, and who is told that it does not."""
+"""Confirms: their scope, when they are sent, and how refusals are reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.readers import background, check_values, drain
 from tests.support.waiting import eventually
 
 
-def test_after_poll_all_of_the_batch_is_confirmed(crew: Crew) -> None:
+def test_confirm_after_poll_confirms_the_batch(crew: Crew) -> None:
     crew.fill(10)
     sub = crew.subscriber()
     sub.poll(5, max_records=4)
@@ -25,7 +25,7 @@ def test_after_poll_all_of_the_batch_is_confirmed(crew: Crew) -> None:
     assert (sub.confirmed, crew.confirmed, sub.lag) == (4, 4, 6)
 
 
-def test_in_a_loop_only_the_current_record_is_confirmed(crew: Crew) -> None:
+def test_confirm_in_a_loop_confirms_the_current_record(crew: Crew) -> None:
     crew.fill(10)
     first = crew.subscriber()
     for record in first:
@@ -37,26 +37,7 @@ def test_in_a_loop_only_the_current_record_is_confirmed(crew: Crew) -> None:
     assert check_values(crew.subscriber().poll(5)) == [4, 5, 6, 7, 8, 9]
 
 
-def test_in_a_receiver_only_the_current_record_is_confirmed(crew: Crew) -> None:
-    crew.fill(10)
-    first = crew.subscriber()
-    seen: list[int | None] = []
-
-    def handle(record: meteor.Record) -> None:
-        if record.offset == 3:
-            raise RuntimeError("cannot")
-        first.confirm().result(5)
-        seen.append(crew.confirmed)
-
-    receiver = first.attach_receiver(handle)
-    assert receiver.join(10)
-    assert seen == [1, 2, 3]
-    with pytest.raises(RuntimeError, match="cannot"):
-        first.close()
-    assert check_values(crew.subscriber().poll(5)) == [3, 4, 5, 6, 7, 8, 9]
-
-
-def test_a_record_or_its_offset_confirms_it_and_all_before(crew: Crew) -> None:
+def test_confirm_of_a_record_or_offset_confirms_all_before_it(crew: Crew) -> None:
     crew.fill(10)
     sub = crew.subscriber()
     batch = sub.poll(5)
@@ -66,7 +47,7 @@ def test_a_record_or_its_offset_confirms_it_and_all_before(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_confirm_never_goes_back(crew: Crew, wait: bool) -> None:
+def test_confirmed_offset_never_moves_backwards(crew: Crew, wait: bool) -> None:
     crew.fill(10)
     sub = crew.subscriber()
     sub.poll(5)
@@ -85,7 +66,7 @@ def test_a_confirm_never_goes_back(crew: Crew, wait: bool) -> None:
     ("offset", "error"),
     [(5, ValueError), (10, ValueError), (-1, ValueError), (True, TypeError), ("3", TypeError)],
 )
-def test_what_is_not_a_record_that_was_handed_out_is_refused(
+def test_confirm_of_a_record_that_was_not_handed_out_is_refused(
     crew: Crew, offset: Any, error: type[Exception]
 ) -> None:
     crew.fill(10)
@@ -97,7 +78,7 @@ def test_what_is_not_a_record_that_was_handed_out_is_refused(
     assert crew.confirmed is None
 
 
-def test_a_subscriber_without_a_group_has_nothing_to_confirm_or_to_hold(crew: Crew) -> None:
+def test_group_calls_without_a_group_raise_not_grouped(crew: Crew) -> None:
     crew.fill(1)
     sub = crew.subscriber(group=None)
     for what in ("confirm", "deactivate", "reactivate"):
@@ -108,7 +89,7 @@ def test_a_subscriber_without_a_group_has_nothing_to_confirm_or_to_hold(crew: Cr
             getattr(sub, what)
 
 
-def test_another_thread_confirms_while_the_first_waits_in_a_poll(crew: Crew) -> None:
+def test_another_thread_can_confirm_during_a_poll(crew: Crew) -> None:
     crew.fill(5)
     sub = crew.subscriber()
     batch = sub.poll(5)
@@ -123,23 +104,23 @@ def test_another_thread_confirms_while_the_first_waits_in_a_poll(crew: Crew) -> 
     assert crew.confirmed == 5
 
 
-def test_many_confirms_are_few_commands(crew: Crew) -> None:
+def test_many_confirms_are_merged_into_few_commands(crew: Crew) -> None:
     crew.fill(1000)
     sub = crew.subscriber(lease_ttl=60)
     calls = _script_calls(crew)
     began = time.monotonic()
     for record in sub:
         ack = sub.confirm()
-        crew.redis.ping()  # time enough to send each of them
+        crew.redis.ping()  # leaves time to send each of them
         if record.offset == 999:
             break
     assert ack.result(10) == 1000
     elapsed_s = time.monotonic() - began
-    assert _script_calls(crew) - calls <= elapsed_s / 0.05 + 8  # some of them take the lease
+    assert _script_calls(crew) - calls <= elapsed_s / 0.05 + 8  # some are for the lease
     assert crew.confirmed == 1000
 
 
-def test_a_confirm_that_nobody_waits_for_reaches_the_server_soon(crew: Crew) -> None:
+def test_confirm_without_a_waiter_is_sent_soon(crew: Crew) -> None:
     crew.fill(3)
     sub = crew.subscriber(lease_ttl=60)
     for end in (1, 2, 3):
@@ -149,9 +130,7 @@ def test_a_confirm_that_nobody_waits_for_reaches_the_server_soon(crew: Crew) -> 
         eventually(ack.done)
 
 
-def test_a_confirm_that_is_waited_for_is_not_kept_back(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_confirm_with_a_waiter_is_sent_at_once(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offset_confirms, "MERGE_S", 600.0)
     crew.fill(10)
     sub = crew.subscriber(lease_ttl=60)
@@ -160,10 +139,10 @@ def test_a_confirm_that_is_waited_for_is_not_kept_back(
         assert sub.confirm().result(10) == offset + 1
 
 
-def test_a_late_confirm_of_what_is_confirmed_leaves_those_of_the_present_term_alone(
+def test_late_confirm_of_an_old_term_does_not_disturb_the_current_one(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow thread: it has looked at the term, and then another begins."""
+    """The hazard: a slow thread has read the term, and then another term begins."""
     crew.fill(10)
     sub = crew.subscriber(lease_ttl=60)
     sub.poll(5, max_records=5)
@@ -175,7 +154,7 @@ def test_a_late_confirm_of_what_is_confirmed_leaves_those_of_the_present_term_al
     assert len(sub.poll(5)) == 5
     assert sub._fetcher.buffer.term is not former
     sub.confirm(5).result(10)
-    ack = sub.confirm(6)  # waits for more to come
+    ack = sub.confirm(6)  # delayed, to be merged with others
     session = sub._fetcher.session
     assert session is not None
     assert session.confirm(5, former).result(0) == 5
@@ -183,7 +162,7 @@ def test_a_late_confirm_of_what_is_confirmed_leaves_those_of_the_present_term_al
     assert ack.result(10) == 7
 
 
-def test_an_ack_of_a_confirm_can_be_awaited(crew: Crew) -> None:
+def test_ack_of_a_confirm_can_be_awaited(crew: Crew) -> None:
     crew.fill(5)
     sub = crew.subscriber(lease_ttl=60)
     sub.poll(5)
@@ -203,7 +182,7 @@ def test_an_ack_of_a_confirm_can_be_awaited(crew: Crew) -> None:
     assert crew.confirmed == 5
 
 
-def test_a_callback_of_a_confirm_is_called_and_may_not_wait(crew: Crew) -> None:
+def test_callback_of_a_confirm_must_not_wait(crew: Crew) -> None:
     crew.fill(1)
     sub = crew.subscriber(lease_ttl=60)
     sub.poll(5)
@@ -222,11 +201,11 @@ def test_a_callback_of_a_confirm_is_called_and_may_not_wait(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "deactivate", "with", "client"])
-def test_a_confirm_is_sent_before_the_lease_is_given_up(crew: Crew, how: str) -> None:
+def test_confirm_is_sent_before_the_lease_is_released(crew: Crew, how: str) -> None:
     for end in range(1, 11):
         crew.fill(1)
         with meteor.connect(crew.url) as client:
-            stream = client.stream(crew.stream.name)
+            stream = client.stream(crew.stream.name, create=True)
             sub = stream.subscriber(group=GROUP, lease_ttl=60)
             if how == "with":
                 with sub:
@@ -240,9 +219,7 @@ def test_a_confirm_is_sent_before_the_lease_is_given_up(crew: Crew, how: str) ->
 
 
 @pytest.mark.parametrize("how", ["poll", "close", "deactivate", "with"])
-def test_a_refused_confirm_that_nobody_looked_at_is_raised_by_what_is_called_next(
-    crew: Crew, how: str
-) -> None:
+def test_unchecked_refusal_of_a_confirm_is_raised_by_the_next_call(crew: Crew, how: str) -> None:
     crew.fill(1)
     sub = crew.subscriber(lease_ttl=60)
     sub.poll(5)
@@ -257,7 +234,7 @@ def test_a_refused_confirm_that_nobody_looked_at_is_raised_by_what_is_called_nex
     assert crew.confirmed is None
 
 
-def test_what_was_handed_out_in_an_earlier_term_is_not_confirmed_in_the_next(crew: Crew) -> None:
+def test_records_of_an_earlier_term_cannot_be_confirmed(crew: Crew) -> None:
     crew.fill(10)
     sub = crew.subscriber(lease_ttl=60)
     old = sub.poll(5)
@@ -269,14 +246,14 @@ def test_what_was_handed_out_in_an_earlier_term_is_not_confirmed_in_the_next(cre
     assert check_values(sub.poll(5, max_records=3)) == [2, 3, 4]
     with pytest.raises(meteor.LeaseLost, match="earlier term"):
         sub.confirm(old[5])
-    assert sub.confirm(old[4]).result(5) == 5  # it was handed out again
-    with pytest.raises(ValueError, match="not handed out"):
+    assert sub.confirm(old[4]).result(5) == 5  # the record was returned again
+    with pytest.raises(ValueError, match="not returned yet"):
         sub.confirm(10)
     assert crew.confirmed == 5
 
 
 @pytest.mark.parametrize("loop", [False, True])
-def test_auto_confirm_confirms_what_was_handled_and_no_more(crew: Crew, loop: bool) -> None:
+def test_auto_confirm_confirms_only_processed_records(crew: Crew, loop: bool) -> None:
     crew.fill(6)
     sub = crew.subscriber(auto_confirm=True, lease_ttl=60)
     if loop:

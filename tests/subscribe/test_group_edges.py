@@ -1,6 +1,6 @@
-"""Groups at their edges: callbacks that hang or raise, loops without a name, refusals.
+"""Edge cases of groups: callbacks that hang or raise, dropped subscribers, refusals.
 
-What signal handlers, Ctrl-C and forks do is in ``test_group_signals.py``.
+``test_group_signals.py`` has signal handlers, Ctrl-C and forks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pass_time(seconds: float) -> None:
 
 
 def stays(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it is true all the time."""
+    """Return whether the condition holds for ``seconds``."""
     until = time.monotonic() + seconds
     looks: list[bool] = []
 
@@ -61,19 +61,19 @@ def stays(condition: Callable[[], bool], seconds: float) -> bool:
 # Silence
 
 
-def test_a_lapsed_lease_that_is_taken_up_again_is_renewed(crew: Crew) -> None:
+def test_reclaimed_lapsed_lease_is_renewed(crew: Crew) -> None:
     crew.fill(5)
-    sub = crew.subscriber(lease_ttl=0.4, max_poll_interval=1)
+    sub = crew.subscriber(lease_ttl=0.4, max_poll_interval=0.8)
     sub.poll(5)
     term = sub.term
     eventually(lambda: crew.owner is None, message="the silent member kept its lease")
     assert not sub.is_assigned
     sub.poll(0)
     assert (sub.is_assigned, sub.term, crew.owner) == (True, term, sub.member)
-    assert stays(lambda: sub.is_assigned and crew.owner == sub.member, 0.8)
+    assert stays(lambda: sub.is_assigned and crew.owner == sub.member, 0.6)
 
 
-def test_on_assigned_that_hangs_loses_the_lease(crew: Crew) -> None:
+def test_hanging_on_assigned_loses_the_lease(crew: Crew) -> None:
     crew.fill(5)
     release = threading.Event()
     hung = crew.subscriber(
@@ -89,7 +89,7 @@ def test_on_assigned_that_hangs_loses_the_lease(crew: Crew) -> None:
     assert crew.owner == other.member
 
 
-def test_on_gap_skipped_that_hangs_loses_the_lease(url: str) -> None:
+def test_hanging_on_gap_skipped_loses_the_lease(url: str) -> None:
     with Crew(url, capacity=10) as crew:
         crew.fill(10)
         with crew.stream.subscriber(group=GROUP) as first:
@@ -117,13 +117,13 @@ def test_on_gap_skipped_that_hangs_loses_the_lease(url: str) -> None:
 
 
 def void(_: object) -> None:
-    """For a callback whose result must not be taken for an offset."""
+    """Turn the result of a callback into None, which is not an offset."""
 
 
-# Loops and droppings
+# Dropped subscribers
 
 
-def test_a_loop_over_a_subscriber_without_a_name_goes_on(crew: Crew) -> None:
+def test_loop_keeps_an_unnamed_subscriber_alive(crew: Crew) -> None:
     crew.fill(5)
     got: list[int] = []
 
@@ -140,10 +140,10 @@ def test_a_loop_over_a_subscriber_without_a_name_goes_on(crew: Crew) -> None:
         crew.fill(5)
         eventually(lambda: len(got) == 10)
     gc.collect()
-    eventually(lambda: crew.owner is None, message="a loop that was left kept its lease")
+    eventually(lambda: crew.owner is None, message="an abandoned loop kept its lease")
 
 
-def test_a_subscriber_that_is_dropped_gives_up_its_lease(crew: Crew) -> None:
+def test_dropped_subscriber_releases_its_lease(crew: Crew) -> None:
     crew.fill(5)
     subs = [crew.stream.subscriber(group=GROUP, lease_ttl=30)]
     subs[0].poll(5)
@@ -156,12 +156,10 @@ def test_a_subscriber_that_is_dropped_gives_up_its_lease(crew: Crew) -> None:
     loop = threading.Thread(target=lambda: list(walk), daemon=True)
     loop.start()
     loop.join(5)
-    assert not loop.is_alive(), "it spins, or waits for what never comes"
+    assert not loop.is_alive(), "the loop spins or waits forever"
 
 
-def test_a_subscriber_is_freed_at_once_though_the_server_had_forgotten_the_scripts(
-    crew: Crew, no_gc: None
-) -> None:
+def test_subscriber_is_freed_at_once_after_scripts_were_reloaded(crew: Crew, no_gc: None) -> None:
     crew.fill(5)
     crew.redis.script_flush()
     sub = crew.stream.subscriber(group=GROUP, lease_ttl=30)
@@ -172,7 +170,7 @@ def test_a_subscriber_is_freed_at_once_though_the_server_had_forgotten_the_scrip
     eventually(lambda: crew.owner is None)
 
 
-def test_a_subscriber_is_freed_at_once_though_records_were_lost(url: str, no_gc: None) -> None:
+def test_subscriber_is_freed_at_once_after_records_were_lost(url: str, no_gc: None) -> None:
     with Crew(url, capacity=10) as crew:
         crew.fill(5)
         sub = crew.stream.subscriber(group=GROUP, lease_ttl=30)
@@ -194,10 +192,10 @@ def no_gc() -> Iterator[None]:
     gc.enable()
 
 
-# Where on_assigned says that a term starts
+# Starting at a checkpoint
 
 
-def test_a_checkpoint_of_a_lost_branch_is_named_until_on_assigned_returns_another(
+def test_lost_checkpoint_is_reported_until_on_assigned_returns_another(
     pair: Pair,
 ) -> None:
     bench = pair.bench
@@ -231,17 +229,17 @@ def test_a_checkpoint_of_a_lost_branch_is_named_until_on_assigned_returns_anothe
 
 
 def polled(sub: meteor.Subscriber) -> meteor.RecordBatch:
-    """The next records: those of a server that failed over may be long in coming."""
+    """Return the next records; after a failover, that may take a while."""
     return eventually(lambda: sub.poll(1), 20)
 
 
-def test_a_checkpoint_of_an_earlier_stream_of_that_name_is_refused(crew: Crew) -> None:
+def test_checkpoint_of_an_earlier_incarnation_is_refused(crew: Crew) -> None:
     crew.fill(5)
     with crew.stream.subscriber(group=GROUP) as first:
         first.poll(5)
         kept = first.checkpoint
     crew.stream.delete()
-    crew.stream = crew.client.stream(STREAM)
+    crew.stream = crew.client.stream(STREAM, create=True)
     crew.fill(8)
     sub = crew.subscriber(on_assigned=lambda _: kept)
     for _ in range(2):
@@ -252,7 +250,7 @@ def test_a_checkpoint_of_an_earlier_stream_of_that_name_is_refused(crew: Crew) -
     assert check_values(sub.poll(5)) == [5, 6, 7]
 
 
-def test_a_checkpoint_is_good_after_a_restart_that_loses_nothing(
+def test_checkpoint_survives_a_restart_that_loses_nothing(
     private_server: ServerFactory,
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
@@ -267,11 +265,11 @@ def test_a_checkpoint_is_good_after_a_restart_that_loses_nothing(
         sub = crew.subscriber(on_assigned=lambda _: kept)
         assert check_values(sub.poll(10)) == list(range(4, 12))
         assert (kept.offset, sub.checkpoint.offset) == (4, 12)
-        assert sub.checkpoint.epoch > kept.epoch, "the test restarts nothing"
+        assert sub.checkpoint.epoch > kept.epoch, "the server was not restarted"
         assert sub.confirm().result(10) == 12
 
 
-def test_a_receiver_whose_on_assigned_is_refused_again_and_again_does_not_spin(crew: Crew) -> None:
+def test_receiver_backs_off_if_on_assigned_keeps_raising_lease_lost(crew: Crew) -> None:
     crew.fill(5)
     calls: list[float] = []
 
@@ -280,15 +278,15 @@ def test_a_receiver_whose_on_assigned_is_refused_again_and_again_does_not_spin(c
         raise meteor.LeaseLost("No.", stream=STREAM, group=GROUP)
 
     receiver = crew.subscriber(on_assigned=on_assigned).attach_receiver(lambda record: None)
-    pass_time(1)
-    assert 2 <= len(calls) < 20
+    pass_time(0.6)
+    assert 2 <= len(calls) < 15
     assert (receiver.alive, receiver.error) == (True, None)
 
 
 # Gaps
 
 
-def test_a_gap_is_told_before_it_is_confirmed(url: str) -> None:
+def test_gap_is_reported_before_it_is_confirmed(url: str) -> None:
     with Crew(url, capacity=10) as crew:
         crew.fill(5)
         with crew.stream.subscriber(group=GROUP) as first:
@@ -302,7 +300,7 @@ def test_a_gap_is_told_before_it_is_confirmed(url: str) -> None:
         sub = crew.subscriber(on_gap="skip", on_gap_skipped=fail)
         with pytest.raises(RuntimeError, match="not noted"):
             sub.poll(5)
-        assert check_values(sub.poll(5)) == list(range(15, 25))  # its own was told, once
+        assert check_values(sub.poll(5)) == list(range(15, 25))  # reported once per subscriber
         assert sub.skipped == 10
         sub.close()
         assert crew.confirmed == 5
@@ -313,7 +311,7 @@ def test_a_gap_is_told_before_it_is_confirmed(url: str) -> None:
         eventually(lambda: crew.confirmed == 15)
 
 
-def test_skipping_a_gap_does_not_hide_that_a_confirm_was_refused(url: str) -> None:
+def test_skipping_a_gap_does_not_hide_a_refused_confirm(url: str) -> None:
     with Crew(url, capacity=10) as crew:
         crew.fill(5)
         sub = crew.subscriber(lease_ttl=60)
@@ -333,7 +331,7 @@ def test_skipping_a_gap_does_not_hide_that_a_confirm_was_refused(url: str) -> No
 # Confirms
 
 
-def test_closing_tells_of_a_confirm_that_never_arrived_though_its_ack_had_failed(
+def test_close_raises_for_a_confirm_whose_failed_ack_was_not_checked(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offset_confirms, "TIMEOUT_S", 0.3)
@@ -348,7 +346,9 @@ def test_closing_tells_of_a_confirm_that_never_arrived_though_its_ack_had_failed
     assert bench.direct.hget(keys.group(STREAM, GROUP), "confirmed") is None
 
 
-def test_closing_does_not_tell_of_it_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_raise_for_a_failed_ack_that_was_checked(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(offset_confirms, "TIMEOUT_S", 0.3)
     sub = bench.through.stream(STREAM, create=False).subscriber(group=GROUP, lease_ttl=0.6)
     sub.poll(5)
@@ -359,9 +359,7 @@ def test_closing_does_not_tell_of_it_again(bench: Bench, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("what", ["deactivate", "close"])
-def test_a_callback_of_a_confirm_that_leaves_is_told_and_changes_nothing(
-    crew: Crew, what: str
-) -> None:
+def test_callback_of_a_confirm_cannot_leave_the_group(crew: Crew, what: str) -> None:
     crew.fill(5)
     sub = crew.subscriber(lease_ttl=0.6)
     sub.poll(5)
@@ -377,13 +375,15 @@ def test_a_callback_of_a_confirm_that_leaves_is_told_and_changes_nothing(
     eventually(lambda: told)
     assert isinstance(told[0], RuntimeError)
     assert not sub.closed
-    assert stays(lambda: sub.is_assigned and crew.owner == sub.member, 0.8)
+    assert stays(lambda: sub.is_assigned and crew.owner == sub.member, 0.7)
     crew.fill(2)
     assert check_values(sub.poll(5)) == [5, 6]
     assert sub.confirm().result(5) == 7
 
 
-def test_a_refusal_leaves_no_ghost_that_keeps_the_lease(private_server: ServerFactory) -> None:
+def test_lease_survives_a_refused_command_and_can_be_released(
+    private_server: ServerFactory,
+) -> None:
     server = private_server()
     with Crew(server.url) as crew:
         crew.fill(5)
@@ -396,7 +396,13 @@ def test_a_refusal_leaves_no_ghost_that_keeps_the_lease(private_server: ServerFa
                 assert isinstance(failure(sub.confirm()), meteor.MeteorError)
                 crew.redis.execute_command("ACL", "SETUSER", "u", "+@all")
                 assert crew.owner == sub.member
-                assert check_values(sub.poll(5)) == [0, 1, 2, 3, 4]  # its own again, and at once
+                assert check_values(sub.poll(5)) == [
+                    0,
+                    1,
+                    2,
+                    3,
+                    4,
+                ]  # the lease was reclaimed
             crew.redis.execute_command("ACL", "SETUSER", "u", "-evalsha", "-eval")
             assert isinstance(failure(sub.confirm()), meteor.MeteorError)
             crew.redis.execute_command("ACL", "SETUSER", "u", "+@all")
@@ -407,7 +413,7 @@ def test_a_refusal_leaves_no_ghost_that_keeps_the_lease(private_server: ServerFa
 # Other threads
 
 
-def test_closing_in_another_thread_ends_a_poll_in_order(url: str, rng: random.Random) -> None:
+def test_closing_in_another_thread_ends_a_poll_cleanly(url: str, rng: random.Random) -> None:
     with Crew(url, capacity=100_000) as crew:
         crew.fill(*[20] * 300)
         outcomes: Counter[str] = Counter()
@@ -424,7 +430,7 @@ def test_closing_in_another_thread_ends_a_poll_in_order(url: str, rng: random.Ra
         before = sys.getswitchinterval()
         sys.setswitchinterval(1e-5)
         try:
-            until = time.monotonic() + 3
+            until = time.monotonic() + 1.5
             while time.monotonic() < until:
                 sub = crew.stream.subscriber(group=f"g{sum(outcomes.values()) % 7}", lease_ttl=5)
                 with background(lambda stop, sub=sub: poll(sub)):  # type: ignore[misc]
@@ -433,4 +439,4 @@ def test_closing_in_another_thread_ends_a_poll_in_order(url: str, rng: random.Ra
         finally:
             sys.setswitchinterval(before)
         assert set(outcomes) == {"told"}
-        assert outcomes["told"] > 20
+        assert outcomes["told"] > 10

@@ -1,4 +1,4 @@
-"""Records that are gone: a group is told of them, and goes on only when it is told to."""
+"""Lost records: a group reports them, and continues only after skip_gap() or with on_gap="skip"."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def truncated(sub: meteor.Subscriber) -> tuple[int, int]:
 # The ring has moved on
 
 
-def test_a_gap_is_raised_at_each_poll_until_it_is_skipped(crew: Crew) -> None:
+def test_gap_of_a_group_is_reported_by_every_poll_until_it_is_skipped(crew: Crew) -> None:
     crew.fill(5)
     sub = crew.subscriber(lease_ttl=60)
     assert drain(sub) == [0, 1, 2, 3, 4]
@@ -52,7 +52,7 @@ def test_a_gap_is_raised_at_each_poll_until_it_is_skipped(crew: Crew) -> None:
     assert sub.confirm().result(5) == 25
 
 
-def test_who_comes_next_starts_behind_a_gap_that_was_skipped(crew: Crew) -> None:
+def test_next_member_starts_after_a_skipped_gap(crew: Crew) -> None:
     crew.fill(5)
     first, second = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
     first.poll(5)
@@ -60,18 +60,18 @@ def test_who_comes_next_starts_behind_a_gap_that_was_skipped(crew: Crew) -> None
     crew.fill(10, 10)
     assert lost(first) == (5, 14)
     first.deactivate()
-    assert lost(second) == (5, 14)  # it was not skipped, and who comes next is told too
+    assert lost(second) == (5, 14)  # not skipped, so the next member gets it too
     second.skip_gap()
     second.deactivate()
     first.reactivate()
     assert check_values(first.poll(5)) == list(range(15, 25))
 
 
-def test_records_before_a_gap_are_not_confirmed_by_skipping_it(crew: Crew) -> None:
+def test_skipping_a_gap_does_not_confirm_records_before_it(crew: Crew) -> None:
     crew.fill(5)
     sub = crew.subscriber(lease_ttl=60)
     assert drain(sub) == [0, 1, 2, 3, 4]
-    sub.confirm(2).result(5)  # 3 and 4 are at work
+    sub.confirm(2).result(5)  # 3 and 4 are being processed
     crew.fill(10, 10)
     assert lost(sub) == (5, 14)
     sub.skip_gap()
@@ -83,7 +83,7 @@ def test_records_before_a_gap_are_not_confirmed_by_skipping_it(crew: Crew) -> No
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_gap_is_not_confirmed_under_a_lost_lease(crew: Crew, known: bool) -> None:
+def test_gap_is_not_confirmed_under_a_lost_lease(crew: Crew, known: bool) -> None:
     crew.fill(5)
     sub = crew.subscriber(lease_ttl=0.5 if known else 60)
     sub.poll(5)
@@ -99,7 +99,7 @@ def test_a_gap_is_not_confirmed_under_a_lost_lease(crew: Crew, known: bool) -> N
     assert len(sub.poll(0)) == 0
 
 
-def test_without_a_gap_there_is_nothing_to_skip(crew: Crew) -> None:
+def test_skip_gap_without_a_gap_does_nothing(crew: Crew) -> None:
     crew.fill(5)
     sub = crew.subscriber()
     sub.skip_gap()
@@ -108,7 +108,7 @@ def test_without_a_gap_there_is_nothing_to_skip(crew: Crew) -> None:
     assert (sub.position, sub.skipped, crew.confirmed) == (2, 0, None)
 
 
-def test_gaps_are_skipped_confirmed_and_counted_if_that_is_wanted(crew: Crew) -> None:
+def test_on_gap_skip_confirms_and_counts_gaps(crew: Crew) -> None:
     crew.fill(5)
     skipped: list[tuple[int, int]] = []
     sub = crew.subscriber(
@@ -124,10 +124,10 @@ def test_gaps_are_skipped_confirmed_and_counted_if_that_is_wanted(crew: Crew) ->
     assert check_values(sub.poll(5)) == list(range(35, 45))
     assert (sub.skipped, skipped[1:]) == (20, [(25, 34)])
     sub.close()
-    assert crew.confirmed == 15  # 15 to 24 were handed out, and are not confirmed by that
+    assert crew.confirmed == 15  # 15 to 24 were handed out, but not confirmed
 
 
-def test_a_member_that_skips_gaps_confirms_none_under_a_lost_lease(crew: Crew) -> None:
+def test_on_gap_skip_confirms_nothing_under_a_lost_lease(crew: Crew) -> None:
     crew.fill(5)
     sub = crew.subscriber(lease_ttl=60, on_gap="skip")
     sub.poll(5)
@@ -140,7 +140,7 @@ def test_a_member_that_skips_gaps_confirms_none_under_a_lost_lease(crew: Crew) -
     assert len(sub.poll(0)) == 0
 
 
-def test_a_group_from_the_earliest_finds_a_start_while_the_ring_moves_on(crew: Crew) -> None:
+def test_group_from_earliest_starts_while_the_ring_moves(crew: Crew) -> None:
     crew.fill(10, 10)
 
     def publish(stop: threading.Event) -> None:
@@ -154,12 +154,12 @@ def test_a_group_from_the_earliest_finds_a_start_while_the_ring_moves_on(crew: C
                 assert sub.poll(10).first_offset > 0
 
 
-def test_the_first_record_of_a_wrapped_ring_is_not_thrown_away(crew: Crew) -> None:
+def test_first_record_of_a_wrapped_ring_is_handed_out(crew: Crew) -> None:
     crew.fill(10, 10)
     assert check_values(crew.subscriber(initial_offset="earliest").poll(5)) == list(range(10, 20))
 
 
-def test_who_follows_the_first_member_is_told_of_what_that_one_left_unconfirmed(
+def test_next_member_learns_of_lost_unconfirmed_records(
     crew: Crew,
 ) -> None:
     crew.fill(5)
@@ -173,7 +173,7 @@ def test_who_follows_the_first_member_is_told_of_what_that_one_left_unconfirmed(
 # The server has lost records
 
 
-def test_a_group_ahead_of_a_replica_that_lagged_is_told_and_goes_on_with_what_it_has(
+def test_group_ahead_of_a_lagging_replica_gets_log_truncated_and_continues(
     pair: Pair,
 ) -> None:
     bench = pair.bench
@@ -192,16 +192,16 @@ def test_a_group_ahead_of_a_replica_that_lagged_is_told_and_goes_on_with_what_it
         assert truncated(sub) == (10, 19)
     with pytest.raises(meteor.LogTruncated):
         sub.confirm().result(10)
-    assert _confirmed(bench) == 6  # the new branch is not confirmed by who has read the old
+    assert _confirmed(bench) == 6  # a reader of the old branch cannot confirm the new one
     sub.skip_gap()
     batch = sub.poll(20)
-    assert list(batch.offsets) == list(range(6, 30))  # from what is confirmed there
+    assert list(batch.offsets) == list(range(6, 30))  # from the offset confirmed there
     assert batch.values()[4:] == [b"b%d" % offset for offset in range(10, 30)]
     assert sub.confirm().result(10) == 30
     assert _confirmed(bench) == 30
 
 
-def test_a_group_level_with_a_replica_that_lagged_does_not_notice(pair: Pair) -> None:
+def test_group_level_with_a_lagging_replica_continues(pair: Pair) -> None:
     bench = pair.bench
     fill(bench.stream, 10)
     sub = bench.subscriber(group=GROUP, lease_ttl=60)
@@ -221,10 +221,10 @@ def test_a_group_level_with_a_replica_that_lagged_does_not_notice(pair: Pair) ->
     assert sub.confirm().result(10) == 15
 
 
-# The stream is gone, or another has its name
+# The stream was deleted or recreated
 
 
-def test_members_of_a_stream_that_was_deleted_are_told_so(crew: Crew) -> None:
+def test_members_of_a_deleted_stream_get_stream_not_found(crew: Crew) -> None:
     crew.fill(5)
     owner, waiter = crew.subscriber(lease_ttl=0.5), crew.subscriber(lease_ttl=0.5)
     owner.poll(5)
@@ -238,7 +238,7 @@ def test_members_of_a_stream_that_was_deleted_are_told_so(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("noticed_by", ["reader", "session"])
-def test_members_of_a_stream_that_was_created_anew_are_told_and_join_its_group(
+def test_members_of_a_recreated_stream_get_log_truncated_and_join_its_group(
     crew: Crew, noticed_by: str
 ) -> None:
     crew.fill(5)
@@ -264,7 +264,7 @@ def test_members_of_a_stream_that_was_created_anew_are_told_and_join_its_group(
     assert check_values(waiter.poll(5)) == [3]
 
 
-def test_a_group_left_by_an_earlier_stream_of_that_name_is_not_taken_over(crew: Crew) -> None:
+def test_group_of_an_earlier_incarnation_is_not_taken_over(crew: Crew) -> None:
     crew.fill(5)
     old = crew.subscriber(lease_ttl=60)
     old.poll(5)
@@ -273,7 +273,7 @@ def test_a_group_left_by_an_earlier_stream_of_that_name_is_not_taken_over(crew: 
     lease = crew.redis.get(keys.lease(STREAM, GROUP))
     crew.stream.delete()
     crew.stream = crew.client.stream(STREAM, capacity=10)
-    # As after a delete that another client has crossed: keys of the old one are still there.
+    # As after a delete during another client's call: keys of the old group remain.
     crew.redis.hset(keys.group(STREAM, GROUP), mapping=left)  # type: ignore[arg-type]
     crew.redis.set(keys.lease(STREAM, GROUP), lease)  # type: ignore[arg-type]
     crew.redis.sadd(keys.groups(STREAM), GROUP)
@@ -286,7 +286,7 @@ def test_a_group_left_by_an_earlier_stream_of_that_name_is_not_taken_over(crew: 
     discard(old)
 
 
-def test_a_member_that_cannot_join_the_new_group_is_told_so_until_it_can(crew: Crew) -> None:
+def test_member_that_cannot_join_the_new_group_gets_an_error_until_it_can(crew: Crew) -> None:
     crew.fill(5)
     with crew.subscriber(lease_ttl=60) as first:
         first.poll(5)

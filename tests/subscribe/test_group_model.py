@@ -1,8 +1,8 @@
-"""Whatever members do in whatever order, a group is what a simple model says.
+"""A group matches a simple model under any sequence of operations.
 
-Hypothesis drives the scripts of groups: members that open, acquire with and without patience,
-renew, lapse, release and confirm, with credentials of present and former terms; leases that run
-out; seeks and deletions by others. A failure is shrunk to the shortest story.
+Hypothesis drives the scripts of groups: members open, acquire before and after the grace period,
+renew, lapse, release and confirm with credentials of current and former terms. Leases expire, and
+other clients move and delete the group. Hypothesis shrinks a failure to the shortest sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 import meteor_py as meteor
-from tests.client.test_scripts import LIFE
+from tests.client.test_scripts import INCARNATION
 from tests.support.group_scripts import GroupBench
 
 members = st.sampled_from(["a", "b", "c"])
@@ -33,7 +33,7 @@ names = count()
 
 
 class Credential(NamedTuple):
-    """What entitles a member: it had the lease in this term."""
+    """Term and nonce of a member that has or had the lease."""
 
     term: int
     nonce: str
@@ -41,7 +41,7 @@ class Credential(NamedTuple):
 
 @dataclass
 class Group:
-    """What a group must look like."""
+    """The expected state of a group."""
 
     start: int
     floating: str
@@ -51,10 +51,16 @@ class Group:
     owner: str | None = None
     holder: str | None = None
     sought: str | None = None
+    ended: str | None = None
 
     @property
     def position(self) -> int:
         return self.start if self.confirmed is None else self.confirmed
+
+    def end_term(self, nonce: str) -> None:
+        """The owner has not released the lease, and another nonce replaces its own."""
+        if self.nonce and self.nonce != nonce:
+            self.ended = f"{self.nonce}:{self.position},{self.ended or ''}"[:256]
 
     def admits(self, credential: Credential) -> bool:
         return credential == (self.term, self.nonce)
@@ -72,7 +78,7 @@ class Machine(RuleBasedStateMachine):
         self.nonces = {name: f"{name}0" for name in "abc"}
         self.numbers = count(1)
         self.ever: list[Credential] = []
-        #: What may not be undercut: by the position except after a seek, by the next term.
+        #: Lower bounds of the position, except after a seek, and of the next term.
         self.floor = 0
         self.highest = 0
 
@@ -120,6 +126,7 @@ class Machine(RuleBasedStateMachine):
             floating = "floating" if group.floating == "floating" else ""
             assert answer == ("OK", term, group.position, 1, self.end, floating)
             group.floating = str(term) if floating else ""
+            group.end_term(nonce)
             group.term, group.nonce, group.owner = term, nonce, name
             group.holder = f"{name} {term}"
             self.ever.append(Credential(term, nonce))
@@ -148,7 +155,7 @@ class Machine(RuleBasedStateMachine):
             assert answer == ("FENCED",)
             return
         if lapse and self.group.holder is None:
-            assert answer == ("FENCED",)  # there is nothing to let go
+            assert answer == ("FENCED",)  # there is no lease to release
             return
         assert answer == ("OK",)
         self.group.owner, self.group.holder = "", None
@@ -197,7 +204,7 @@ class Machine(RuleBasedStateMachine):
         group, request = self.group, f"r{next(self.numbers)}"
         if again and group is not None and group.sought is not None:
             assert self.bench.seek(offset, force=force, request=group.sought) == ("OK",)
-            return  # and nothing has changed
+            return  # nothing has changed
         answer = self.bench.seek(offset, floating=floating, force=force, request=request)
         if group is not None and group.holder is not None and not force:
             assert answer == ("ACTIVE", self.bench.lease_text())
@@ -207,7 +214,10 @@ class Machine(RuleBasedStateMachine):
             assert answer == ("OK",)
             term = self.begins(int(self.bench.field("term") or 0))
             words = "floating" if floating else ""
-            self.group = Group(offset, words, offset, term, "", "", None, request)
+            if group is not None:
+                group.end_term("")
+            ended = None if group is None else group.ended
+            self.group = Group(offset, words, offset, term, "", "", None, request, ended)
             self.floor = offset
 
     @rule(force=st.booleans(), really=sometimes)
@@ -225,16 +235,16 @@ class Machine(RuleBasedStateMachine):
             self.group = None
             self.floor = self.highest = 0
 
-    # -- what must hold ------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------
 
     def draw(self, data: st.DataObject) -> tuple[Credential, str]:
-        """Somebody who had the lease once, more often the last one, and his name."""
+        """Draw the credential of a present or former owner, preferably the last, and its name."""
         index = data.draw(st.one_of(st.just(-1), st.integers(0, len(self.ever) - 1)))
         credential = self.ever[index]
         return credential, credential.nonce[0]
 
     def refused(self, credential: Credential, answer: tuple[Any, ...]) -> bool:
-        """Whether it had to be refused, as it was."""
+        """Return whether the call had to be refused; check that it was."""
         if self.group is None:
             assert answer == ("NOGROUP",)
         elif not self.group.admits(credential):
@@ -249,7 +259,7 @@ class Machine(RuleBasedStateMachine):
         return term
 
     @invariant()
-    def the_group_is_as_the_model_says(self) -> None:
+    def group_matches_the_model(self) -> None:
         bench, group = self.bench, self.group
         stored = bench.fields()
         holder = bench.holder()
@@ -260,7 +270,7 @@ class Machine(RuleBasedStateMachine):
             return
         assert listed == {b"g"}
         fields = {
-            "incarnation": LIFE,
+            "incarnation": INCARNATION,
             "start": group.start,
             "confirmed": group.confirmed,
             "term": group.term or None,
@@ -268,10 +278,11 @@ class Machine(RuleBasedStateMachine):
             "owner": group.owner,
             "floating": group.floating,
             "sought": group.sought,
+            "ended": group.ended,
         }
         assert stored == {k: str(v) for k, v in fields.items() if v is not None}
-        # The same once more without the model.
-        assert int(stored.get("confirmed", stored["start"])) >= self.floor, "it went back by itself"
+        # Bounds that do not depend on the model.
+        assert int(stored.get("confirmed", stored["start"])) >= self.floor, "position went back"
         present = (stored.get("term"), stored.get("nonce"))
         entitled = {c for c in self.ever if (str(c.term), c.nonce) == present}
         assert len(entitled) <= 1
@@ -280,13 +291,13 @@ class Machine(RuleBasedStateMachine):
             assert holder == f"{only.nonce[0]} {only.term}"
 
 
-@pytest.mark.timeout(600)  # to shrink a failure; else seconds
-def test_a_group_is_what_a_simple_model_says(any_url: str) -> None:
+@pytest.mark.timeout(600)  # enough to shrink a failure
+def test_group_matches_its_model(any_url: str) -> None:
     Machine.url = any_url
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=40,
+            max_examples=25,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

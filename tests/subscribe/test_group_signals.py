@@ -1,4 +1,4 @@
-"""Groups and signals: a handler that closes in the middle of anything, Ctrl-C, forks, the end."""
+"""Groups with signal handlers that close, Ctrl-C, forks, and interpreter exit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.completion import SESSION_PREFIX
+from meteor_py.runtime.threads import JoinableThread
 from meteor_py.subscribe import fetcher
 from meteor_py.subscribe.group_session import GroupSession
 from tests.conftest import ServerFactory
+from tests.support.forking import exit_code, fork
 from tests.support.group_members import GROUP, STREAM, Crew, discard
 from tests.support.proxied_stream import Bench
 from tests.support.readers import background, fill
@@ -43,7 +45,7 @@ def bench(private_server: ServerFactory) -> Iterator[Bench]:
 
 
 class Closing:
-    """A signal handler that closes a subscriber, as a program's for SIGTERM does."""
+    """A signal handler that closes a subscriber, as programs do on SIGTERM."""
 
     def __init__(self, sub: meteor.Subscriber) -> None:
         self._sub = sub
@@ -70,12 +72,12 @@ class Closing:
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def when(self, condition: Callable[[], bool]) -> Callable[[threading.Event], None]:
-        """Work for a thread: send the signal to the main thread when that is true."""
+        """Return work for a thread: signal the main thread once the condition holds."""
 
         def wait(stop: threading.Event) -> None:
             until = time.monotonic() + 15
             while not condition() and time.monotonic() < until:
-                pass  # without a pause: these moments are short
+                pass  # no pause: these moments are short
             ident = threading.main_thread().ident
             assert ident is not None
             signal.pthread_kill(ident, signal.SIGALRM)
@@ -93,14 +95,14 @@ def session_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith(SESSION_PREFIX)]
 
 
-# A handler that closes
+# Signal handlers that close
 
 
-def test_a_handler_may_close_at_any_moment_of_a_loop_that_confirms(
+def test_signal_handler_may_close_at_any_moment_of_a_confirming_loop(
     crew: Crew, rng: random.Random
 ) -> None:
     crew.fill(100_000)
-    for number in range(25):
+    for number in range(12):
         group = f"g{number}"
         sub = crew.stream.subscriber(group=group)
         acks: list[meteor.Ack] = []
@@ -109,24 +111,24 @@ def test_a_handler_may_close_at_any_moment_of_a_loop_that_confirms(
             try:
                 acks.extend(sub.confirm(record) for record in sub)
             except meteor.MeteorError:
-                pass  # it is closed
+                pass  # the subscriber is closed
             eventually(lambda closing=closing: closing.took_s is not None)  # type: ignore[misc]
         assert closing.took_s is not None
         assert closing.took_s < 3
         assert closing.error is None or isinstance(closing.error, meteor.MeteorError)
         assert all(ack.done() for ack in acks)
-        eventually(lambda: not session_threads(), message="the thread goes on")
+        eventually(lambda: not session_threads(), message="the thread is still running")
         assert crew.redis.get(keys.lease(STREAM, group)) is None
 
 
-def test_a_handler_may_close_in_a_poll_that_asks_a_server_which_does_not_answer(
+def test_signal_handler_may_close_in_a_poll_of_a_server_that_does_not_reply(
     bench: Bench,
 ) -> None:
     sub = bench.subscriber(group=GROUP, lease_ttl=1.5)
     sub.poll(5)
     session = session_of(sub)
     bench.proxy.stall()
-    eventually(lambda: not sub.is_assigned)  # so that the poll itself asks
+    eventually(lambda: not sub.is_assigned)  # so that the poll itself asks the server
     begun = time.monotonic()
     with Closing(sub) as closing, background(closing.when(session_is_asked_here(session))):
         with contextlib.suppress(meteor.MeteorError):
@@ -135,7 +137,7 @@ def test_a_handler_may_close_in_a_poll_that_asks_a_server_which_does_not_answer(
         assert closing.error is None
         bench.proxy.resume()
     assert sub.closed
-    eventually(lambda: not session_threads(), message="the thread goes on")
+    eventually(lambda: not session_threads(), message="the thread is still running")
     eventually(lambda: not bench.direct.exists(keys.lease(STREAM, GROUP)))
 
 
@@ -144,11 +146,11 @@ def session_is_asked_here(session: GroupSession) -> Callable[[], bool]:
     return lambda: session.connection._user == main
 
 
-def test_a_handler_may_close_in_the_middle_of_a_confirm(
+def test_signal_handler_may_close_in_the_middle_of_a_confirm(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crew.fill(5)
-    for offset in (None, 1):  # with another on its way, and without
+    for offset in (None, 1):  # without another confirm in flight, and with one
         with crew.stream.subscriber(group=f"{GROUP}{offset}") as sub:
             sub.poll(5)
             state, confirming = session_of(sub).condition, session_of(sub).confirms
@@ -178,7 +180,7 @@ def test_a_handler_may_close_in_the_middle_of_a_confirm(
         assert crew.redis.get(keys.lease(STREAM, f"{GROUP}{offset}")) is None
 
 
-def test_a_handler_may_close_in_a_confirm_while_the_lease_is_renewed(
+def test_signal_handler_may_close_in_a_confirm_during_a_renewal(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crew.fill(5)
@@ -207,7 +209,7 @@ def test_a_handler_may_close_in_a_confirm_while_the_lease_is_renewed(
     assert closing.error is None
     assert closing.took_s is not None
     assert closing.took_s < 3
-    eventually(lambda: not session_threads(), message="the thread goes on")
+    eventually(lambda: not session_threads(), message="the thread is still running")
     assert crew.owner is None
 
 
@@ -231,13 +233,13 @@ def test_ctrl_c_while_closing_leaves_neither_a_thread_nor_a_lease(bench: Bench) 
         sub.close()
     timer.join()
     bench.proxy.resume()
-    eventually(lambda: not session_threads(), message="the thread goes on")
+    eventually(lambda: not session_threads(), message="the thread is still running")
     eventually(lambda: not bench.direct.exists(keys.lease(STREAM, GROUP)), 2)
     with contextlib.suppress(meteor.MeteorError):  # the confirm may have been too late
         sub.close()
 
 
-def test_ctrl_c_in_a_poll_leaves_nobody_reading(crew: Crew) -> None:
+def test_ctrl_c_in_a_poll_ends_polling(crew: Crew) -> None:
     crew.fill(5)
     sub = crew.subscriber(lease_ttl=30)
     sub.poll(5)
@@ -261,7 +263,7 @@ def test_ctrl_c_in_a_poll_leaves_nobody_reading(crew: Crew) -> None:
             sub.poll(0)
             break
         except KeyboardInterrupt as error:
-            kept = error  # as a prompt does: what it holds is not freed
+            kept = error  # as an interactive prompt does, so that its frames stay alive
         finally:
             sys.settrace(before)
         assert not session.polling, f"interrupted at call {interrupts}: {kept!r}"
@@ -270,19 +272,20 @@ def test_ctrl_c_in_a_poll_leaves_nobody_reading(crew: Crew) -> None:
     assert not session.polling
 
 
-@pytest.mark.parametrize("work", ["confirm", "poll"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets
+@pytest.mark.parametrize("work", ["confirm", "poll", "deactivate"])
 def test_ctrl_c_at_any_moment_leaves_nothing_locked(crew: Crew, work: str) -> None:
     crew.fill(10_000)
     sub = crew.subscriber(lease_ttl=30)
-    sub.poll(5, 5_000)  # so that the polls below have something without asking
-    state = session_of(sub).condition
+    sub.poll(5, 5_000)  # so that the polls below find fetched records
+    state, connection = session_of(sub).condition, session_of(sub).connection
     interrupts = 0
     while True:
         left = interrupts
 
         def profile(frame: FrameType, event: str, arg: object) -> None:
             nonlocal left
-            if event in ("call", "c_return"):  # where Python looks for signals
+            if event in ("call", "c_return"):  # where Python checks for signals
                 left -= 1
                 if left < 0:
                     raise KeyboardInterrupt
@@ -291,40 +294,68 @@ def test_ctrl_c_at_any_moment_leaves_nothing_locked(crew: Crew, work: str) -> No
         sys.setprofile(profile)
         try:
             if work == "confirm":
-                sub.confirm(interrupts)  # another each time: one that is confirmed changes nothing
-            else:
+                sub.confirm(interrupts)  # another offset each time: a confirmed one does nothing
+            elif work == "poll":
                 sub.poll(0, 1)
+            else:
+                sub.deactivate()
             break
         except KeyboardInterrupt:
             pass
         finally:
             sys.setprofile(before)
-        assert not state._is_owned(), f"interrupted at {interrupts}"  # type: ignore[attr-defined]
+        locks: tuple[Any, ...] = (state._lock, connection._lock)
+        assert not any(lock._is_owned() for lock in locks), f"interrupted at {interrupts}"
+        assert connection._user is None
+        if work == "deactivate":
+            sub.reactivate()
+            sub.poll(5, 1)
+            assert sub.is_assigned
         interrupts += 1
     assert interrupts > 5
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_ctrl_c_while_a_receiver_starts_leaves_nothing_to_wait_for(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
+    sub = crew.subscriber(lease_ttl=30)
+    start = JoinableThread.start
+
+    def interrupted(thread: JoinableThread) -> None:
+        is_receiver = thread.name.startswith("meteor-receiver")
+        if starts or not is_receiver:
+            start(thread)
+        if is_receiver:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JoinableThread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sub.attach_receiver(print)
+    sub.close()
+    eventually(
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("meteor-receiver")]
+    )
+    assert crew.owner is None
 
 
 # Forks
 
 
 def in_child(work: Callable[[], str]) -> str:
-    """What ``work`` returns in a forked child, which must end soon."""
+    """Return the result of ``work`` in a forked child, which must end soon."""
     reading, writing = os.pipe()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         try:
-            told = work()
+            result = work()
         except BaseException as error:
-            told = f"{type(error).__name__}: {error}"
-        os.write(writing, told.encode())
+            result = f"{type(error).__name__}: {error}"
+        os.write(writing, result.encode())
         os._exit(0)
     os.close(writing)
-    try:
-        eventually(lambda: os.waitpid(pid, os.WNOHANG)[0], 10, "the child hangs")
-    except AssertionError:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-        raise
+    assert exit_code(pid) == 0
     with os.fdopen(reading) as pipe:
         return pipe.read()
 
@@ -334,7 +365,7 @@ FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning
 
 @FORKS
 @pytest.mark.parametrize("dropped", [False, True])
-def test_an_ack_of_the_parent_is_an_error_in_a_forked_child(bench: Bench, dropped: bool) -> None:
+def test_ack_of_the_parent_raises_in_a_forked_child(bench: Bench, dropped: bool) -> None:
     subs = [bench.through.stream(STREAM, create=False).subscriber(group=GROUP, lease_ttl=30)]
     subs[0].poll(5)
     bench.proxy.stall()
@@ -349,7 +380,9 @@ def test_an_ack_of_the_parent_is_an_error_in_a_forked_child(bench: Bench, droppe
 
 
 @FORKS
-def test_a_loop_that_goes_on_in_a_forked_child_is_refused_whoever_has_the_lock(crew: Crew) -> None:
+def test_loop_is_refused_in_a_forked_child_even_if_a_parent_thread_held_the_lock(
+    crew: Crew,
+) -> None:
     crew.fill(5)
     sub = crew.subscriber(lease_ttl=30, auto_confirm=True)
     session = sub._fetcher.session
@@ -369,7 +402,7 @@ def test_a_loop_that_goes_on_in_a_forked_child_is_refused_whoever_has_the_lock(c
     assert next(loop).offset == 1
 
 
-# The end of the interpreter
+# Interpreter exit
 
 LEAVE = """
 import sys
@@ -392,7 +425,7 @@ if sys.argv[2] == "poll":
 
 
 @pytest.mark.parametrize("how", ["poll", "receiver"])
-def test_leaving_takes_seconds_though_the_server_does_not_answer(bench: Bench, how: str) -> None:
+def test_exit_ends_in_time_if_the_server_does_not_reply(bench: Bench, how: str) -> None:
     with Crew(bench.proxy.url) as crew:
         program = crew.program(LEAVE, how)
         assert program.read() == "ready"
@@ -405,7 +438,7 @@ def test_leaving_takes_seconds_though_the_server_does_not_answer(bench: Bench, h
         bench.proxy.resume()
 
 
-def test_leaving_gives_up_the_leases_of_all_and_confirms(url: str) -> None:
+def test_exit_sends_confirms_and_releases_all_leases(url: str) -> None:
     with Crew(url) as crew:
         crew.fill(5)
         program = crew.program(LEAVE, "poll")
@@ -417,7 +450,7 @@ def test_leaving_gives_up_the_leases_of_all_and_confirms(url: str) -> None:
             assert crew.redis.hget(keys.group(STREAM, f"g{n}"), "confirmed") == b"5"
 
 
-def test_a_poll_in_a_signal_handler_during_acquire_does_not_release_the_lease(
+def test_poll_in_a_signal_handler_during_acquire_does_not_release_the_lease(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with crew.stream.subscriber(group="nested") as sub:

@@ -1,11 +1,9 @@
-"""Terms: how they begin and end while everybody is in good health, or merely slow."""
+"""Terms: how they begin and end while members are healthy, slow or hung."""
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +18,7 @@ from tests.support.waiting import eventually
 # on_assigned
 
 
-def test_on_assigned_is_called_once_for_each_term(crew: Crew) -> None:
+def test_on_assigned_is_called_once_per_term(crew: Crew) -> None:
     crew.fill(4)
     terms: list[int | None] = []
     sub = crew.subscriber(lease_ttl=60, on_assigned=lambda sub: terms.append(sub.term))
@@ -38,7 +36,7 @@ def test_on_assigned_is_called_once_for_each_term(crew: Crew) -> None:
     assert terms[0] != terms[1]
 
 
-def test_a_term_starts_where_on_assigned_says(crew: Crew) -> None:
+def test_term_starts_where_on_assigned_says(crew: Crew) -> None:
     crew.fill(10)
     starts = iter([7, 2, None])
     sub = crew.subscriber(lease_ttl=60, on_assigned=lambda sub: next(starts))
@@ -58,7 +56,7 @@ def test_on_assigned_that_raises_is_called_again_at_the_next_poll(crew: Crew) ->
     def on_assigned(sub: meteor.Subscriber) -> int:
         calls.append(sub.term)
         if len(calls) < 3:
-            raise KeyError("the database is away")
+            raise KeyError("the database is down")
         return 1
 
     sub = crew.subscriber(lease_ttl=60, on_assigned=on_assigned)
@@ -83,7 +81,7 @@ def test_on_assigned_must_name_an_offset_that_exists(
     assert crew.confirmed is None
 
 
-def test_a_consumer_that_keeps_its_own_offsets_sees_each_record_once(crew: Crew) -> None:
+def test_consumer_that_stores_its_own_offsets_sees_each_record_once(crew: Crew) -> None:
     crew.fill(30)
     output: list[int] = []
     subs = [crew.subscriber(lease_ttl=60, on_assigned=lambda sub: len(output)) for _ in range(2)]
@@ -95,10 +93,10 @@ def test_a_consumer_that_keeps_its_own_offsets_sees_each_record_once(crew: Crew)
     assert output == list(range(30))
 
 
-# The same subscriber again
+# Regaining the lease
 
 
-def test_who_regains_the_lease_starts_at_what_is_confirmed(crew: Crew) -> None:
+def test_member_that_regains_the_lease_starts_at_the_confirmed_offset(crew: Crew) -> None:
     crew.fill(10)
     first, second = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
     assert check_values(first.poll(5, max_records=5)) == [0, 1, 2, 3, 4]
@@ -106,12 +104,12 @@ def test_who_regains_the_lease_starts_at_what_is_confirmed(crew: Crew) -> None:
     assert check_values(second.poll(5, max_records=8)) == list(range(8))
     second.confirm(6).result(5)
     second.deactivate()
-    first.reactivate()  # it has not polled in between, so it has seen nothing of all that
+    first.reactivate()  # not polled since, so it has not seen the other term
     assert check_values(first.poll(5)) == [7, 8, 9]
     assert first.confirm().result(5) == 10
 
 
-def test_who_gives_up_and_regains_the_lease_reads_again_what_was_not_confirmed(crew: Crew) -> None:
+def test_deactivated_member_reads_unconfirmed_records_again(crew: Crew) -> None:
     crew.fill(10)
     sub = crew.subscriber(lease_ttl=60)
     sub.poll(5, max_records=5)
@@ -121,7 +119,7 @@ def test_who_gives_up_and_regains_the_lease_reads_again_what_was_not_confirmed(c
     assert check_values(sub.poll(5)) == list(range(2, 10))
 
 
-def test_terms_only_rise_also_when_the_clock_of_the_server_went_back(crew: Crew) -> None:
+def test_terms_increase_even_if_the_server_clock_moved_back(crew: Crew) -> None:
     sub = crew.subscriber(lease_ttl=60)
     sub.poll(0)
     assert sub.term is not None
@@ -133,32 +131,22 @@ def test_terms_only_rise_also_when_the_clock_of_the_server_went_back(crew: Crew)
     assert sub.term == future + 1
 
 
-# Slow, and hung
+# Slow and hung members
 
 
-def test_a_poll_longer_than_the_lease_keeps_it(crew: Crew) -> None:
-    sub = crew.subscriber(lease_ttl=0.8, max_poll_interval=0.3)
-    other = crew.subscriber(lease_ttl=0.8)
+def test_poll_longer_than_lease_and_max_poll_interval_keeps_the_lease(crew: Crew) -> None:
+    sub = crew.subscriber(lease_ttl=0.6, max_poll_interval=0.3)
+    other = crew.subscriber(lease_ttl=0.6)
     sub.poll(0)
     term = sub.term
     with background(lambda stop: _poll_until(other, stop)):
-        assert len(sub.poll(2)) == 0
+        assert len(sub.poll(1.2)) == 0
         assert sub.term == term
         assert crew.owner == sub.member
     assert len(crew.events()) == 1
 
 
-def test_work_longer_than_the_lease_keeps_it(crew: Crew) -> None:
-    crew.fill(3)
-    sub, other = crew.subscriber(lease_ttl=0.8), crew.subscriber(lease_ttl=0.8)
-    sub.poll(5)
-    assert len(other.poll(2)) == 0
-    assert crew.owner == sub.member
-    assert sub.confirm().result(5) == 3
-    assert len(crew.events()) == 1
-
-
-def test_a_hung_member_loses_the_lease_and_does_not_compete_before_it_polls(crew: Crew) -> None:
+def test_hung_member_loses_the_lease_and_does_not_compete_before_it_polls(crew: Crew) -> None:
     crew.fill(3)
     hung = crew.subscriber(lease_ttl=60, max_poll_interval=0.3)
     other = crew.subscriber(lease_ttl=60, max_poll_interval=60)
@@ -167,7 +155,7 @@ def test_a_hung_member_loses_the_lease_and_does_not_compete_before_it_polls(crew
     with pytest.raises(meteor.LeaseLost):
         hung.confirm().result(5)
     assert crew.confirmed is None
-    other.deactivate()  # free again, but the hung one does not want it
+    other.deactivate()  # free again, but the hung member does not compete
     eventually(lambda: len(crew.events()) == 4)
     assert [(event.what, event.member) for event in crew.events()] == [
         ("assigned", hung.member),
@@ -180,7 +168,7 @@ def test_a_hung_member_loses_the_lease_and_does_not_compete_before_it_polls(crew
     assert crew.owner == hung.member
 
 
-def test_a_hung_member_goes_on_in_its_term_if_nobody_wanted_the_lease(crew: Crew) -> None:
+def test_hung_member_continues_its_term_if_no_other_wanted_the_lease(crew: Crew) -> None:
     crew.fill(4)
     calls: list[int | None] = []
     sub = crew.subscriber(
@@ -190,13 +178,13 @@ def test_a_hung_member_goes_on_in_its_term_if_nobody_wanted_the_lease(crew: Crew
     term = sub.term
     eventually(lambda: crew.owner is None)
     assert not sub.is_assigned
-    assert sub.confirm(0).result(5) == 1  # nobody has read it since
+    assert sub.confirm(0).result(5) == 1  # no other member has read it since
     assert check_values(sub.poll(5)) == [2, 3]
     assert (sub.term, calls, crew.owner) == (term, [term], sub.member)
     assert sub.confirm().result(5) == 4
 
 
-def test_a_loop_whose_work_is_slow_goes_on_where_it_was(crew: Crew) -> None:
+def test_slow_loop_continues_where_it_left_off(crew: Crew) -> None:
     crew.fill(4)
     sub = crew.subscriber(lease_ttl=60, max_poll_interval=0.1)
     seen: list[int] = []
@@ -209,7 +197,7 @@ def test_a_loop_whose_work_is_slow_goes_on_where_it_was(crew: Crew) -> None:
     assert {event.term for event in crew.events()} == {sub.term}
 
 
-def test_a_loop_that_has_lost_the_lease_hands_out_nothing_more(crew: Crew) -> None:
+def test_loop_without_the_lease_hands_out_nothing(crew: Crew) -> None:
     crew.fill(10)
     first = crew.subscriber(lease_ttl=60, max_poll_interval=0.2)
     second = crew.subscriber(lease_ttl=60)
@@ -245,7 +233,7 @@ def test_deactivate_takes_the_lease_from_a_poll_in_another_thread(
     if not holding:
         other.poll(0)
     got: list[int] = []
-    with background(lambda stop: got.extend(sub.poll(2.5).offsets)):
+    with background(lambda stop: got.extend(sub.poll(1.2).offsets)):
         blocked(crew.redis)
         sub.deactivate()
         assert not sub.is_assigned
@@ -262,7 +250,7 @@ def test_deactivate_takes_the_lease_from_a_poll_in_another_thread(
 def test_close_ends_a_wait_in_another_thread_at_once(crew: Crew, holding: bool, how: str) -> None:
     other = crew.subscriber(lease_ttl=60)
     began = time.monotonic()
-    for _ in range(10):
+    for _ in range(5):
         sub = crew.subscriber(lease_ttl=60)
         if not holding:
             other.poll(0)
@@ -276,18 +264,18 @@ def test_close_ends_a_wait_in_another_thread_at_once(crew: Crew, holding: bool, 
         assert crew.owner == (None if holding else other.member)
         with pytest.raises(meteor.MeteorError, match="closed"):
             sub.poll(0)
-    assert time.monotonic() - began < 12  # a wait in the server lasts two seconds
+    assert time.monotonic() - began < 8  # a blocking read lasts two seconds
 
 
 def test_members_come_and_go_quickly(crew: Crew) -> None:
-    for number in range(150):
+    for number in range(50):
         crew.fill(1)
         with crew.stream.subscriber(group=crew.group, lease_ttl=60) as sub:
             assert check_values(sub.poll(5)) == [number]
             sub.confirm()
 
 
-def test_a_session_that_is_stopped_while_it_looks_for_work_does_not_wait_for_more(
+def test_session_stopped_while_choosing_a_job_ends_at_once(
     crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look = GroupSession.next_job
@@ -302,37 +290,10 @@ def test_a_session_that_is_stopped_while_it_looks_for_work_does_not_wait_for_mor
     assert crew.owner is None
 
 
-# The end without a goodbye
+# Closed
 
 
-@pytest.mark.parametrize("how", ["close", "deactivate", "client", "drop"])
-def test_who_leaves_lets_the_next_have_the_lease_at_once(crew: Crew, how: str) -> None:
-    crew.fill(2)
-    client = meteor.connect(crew.url)
-    subs = [client.stream(crew.stream.name).subscriber(group=crew.group, lease_ttl=60)]
-    subs[0].poll(5)
-    second = crew.subscriber(lease_ttl=60)
-    leave: dict[str, Callable[[], object]] = {
-        "close": subs[0].close,
-        "deactivate": subs[0].deactivate,
-        "client": client.close,
-        "drop": subs.clear,
-    }
-
-    def go(stop: threading.Event) -> None:
-        blocked(crew.redis)
-        leave.pop(how)()
-        leave.clear()  # bound methods: they keep it alive
-        subs.clear()
-        gc.collect()
-
-    with background(go):
-        assert check_values(second.poll(50)) == [0, 1]  # less than the lease
-    assert [event.what for event in crew.events()] == ["assigned", "released", "assigned"]
-    client.close()
-
-
-def test_a_closed_member_leaves_no_connection_behind(crew: Crew) -> None:
+def test_closed_member_leaves_no_connection_behind(crew: Crew) -> None:
     holder = crew.subscriber(lease_ttl=60)
     holder.poll(0)
     before = _connections(crew)
@@ -360,7 +321,7 @@ def _poll_until(sub: meteor.Subscriber, stop: threading.Event) -> None:
 
 
 def drain_after(sub: meteor.Subscriber) -> list[int]:
-    """What is there once the lease is had."""
+    """Wait for the lease, then return the offsets of all records."""
     deadline = time.monotonic() + 20
     while not sub.is_assigned and time.monotonic() < deadline:
         batch = sub.poll(1)

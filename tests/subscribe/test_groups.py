@@ -1,6 +1,6 @@
-"""Subscriber groups: what Meteor's own tests say of them, on each kind of server.
+"""Subscriber groups as in Meteor's own tests, on each kind of server.
 
-One process suffices here; the tests with several are in test_failover.py.
+One process suffices here; ``test_failover.py`` uses several.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def crew(any_url: str) -> Iterator[Crew]:
 
 @pytest.fixture
 def served(url: str) -> Iterator[Crew]:
-    """On one kind of server, for tests with receivers: a wait in fake:// cannot be interrupted."""
+    """A crew on one kind of server, for receivers: a wait in fake:// cannot be interrupted."""
     with Crew(url) as crew:
         yield crew
 
@@ -34,13 +34,13 @@ def served(url: str) -> Iterator[Crew]:
 # SubscriberGroupedTest
 
 
-def test_a_subscriber_of_a_group_cannot_seek(crew: Crew) -> None:
+def test_subscriber_of_a_group_cannot_seek(crew: Crew) -> None:
     sub = crew.subscriber()
     with pytest.raises(meteor.GroupError, match="seek_group"):
         sub.seek(0)
 
 
-def test_an_empty_stream_gives_empty_batches_to_the_member_that_polls(crew: Crew) -> None:
+def test_poll_of_an_empty_stream_acquires_the_lease(crew: Crew) -> None:
     sub = crew.subscriber()
     assert (sub.is_assigned, sub.term) == (False, None)
     assert len(sub.poll(0)) == 0
@@ -49,7 +49,7 @@ def test_an_empty_stream_gives_empty_batches_to_the_member_that_polls(crew: Crew
     assert (crew.owner, crew.field("term")) == (sub.member, str(sub.term))
 
 
-def test_to_confirm_without_having_read_changes_nothing(crew: Crew) -> None:
+def test_confirm_before_the_first_read_changes_nothing(crew: Crew) -> None:
     sub = crew.subscriber()
     assert sub.confirm().result(5) == 0
     sub.poll(0)
@@ -58,10 +58,10 @@ def test_to_confirm_without_having_read_changes_nothing(crew: Crew) -> None:
     assert crew.confirmed is None
 
 
-def test_a_long_poll_returns_the_records_once_the_lease_of_another_is_gone(crew: Crew) -> None:
+def test_waiting_poll_returns_records_once_the_lease_is_free(crew: Crew) -> None:
     crew.fill(2)
     sub = crew.subscriber(lease_ttl=0.3)
-    crew.take_away()  # a lease without an end, and without an owner who would give it up
+    crew.take_away()  # a lease without an expiry, and without an owner that would release it
     assert len(sub.poll(0.2)) == 0
     assert not sub.is_assigned
 
@@ -74,10 +74,29 @@ def test_a_long_poll_returns_the_records_once_the_lease_of_another_is_gone(crew:
     assert sub.is_assigned
 
 
-def test_an_expired_lease_of_another_is_taken_over_renewed_and_confirmed_under(crew: Crew) -> None:
+def test_polls_without_a_timeout_get_a_released_lease_promptly(crew: Crew) -> None:
+    crew.fill(2)
+    owner, waiter = crew.subscriber(lease_ttl=60), crew.subscriber(lease_ttl=60)
+    assert check_values(owner.poll(5)) == [0, 1]
+    assert not waiter.poll(0)
+    owner.close()
+    found = eventually(lambda: waiter.poll(0), 5, "the lease is free, and was not taken")
+    assert check_values(found) == [0, 1]
+    assert waiter.is_assigned
+
+
+def test_poll_without_a_timeout_replaces_a_dead_connection_while_it_waits(served: Crew) -> None:
+    owner, waiter = served.subscriber(lease_ttl=60), served.subscriber(lease_ttl=60)
+    owner.poll(0)
+    assert not waiter.poll(0)
+    served.redis.client_kill_filter(_type="normal", skipme=True)
+    assert not waiter.poll(0)
+
+
+def test_expired_lease_is_taken_over_and_renewed(crew: Crew) -> None:
     crew.fill(2)
     sub = crew.subscriber(lease_ttl=0.6)
-    crew.set_fields(term=7, owner="somebody who is dead", nonce="his nonce")
+    crew.set_fields(term=7, owner="dead member", nonce="old nonce")
     assert check_values(sub.poll(10)) == [0, 1]
     assert crew.field("confirmed") is None
     assert sub.term is not None
@@ -108,21 +127,7 @@ def test_polling_often_does_not_renew_often(crew: Crew) -> None:
     eventually(polled_until_it_is_older)
 
 
-@pytest.mark.parametrize("offset", [-1, 0, 1])
-def test_what_was_not_handed_out_cannot_be_confirmed(crew: Crew, offset: int) -> None:
-    crew.fill(2)
-    sub = crew.subscriber()
-    with pytest.raises(ValueError, match=r"offset must be|not handed out"):
-        sub.confirm(offset)
-    sub.poll(5, max_records=1)
-    if offset != 0:
-        with pytest.raises(ValueError, match=r"offset must be|not handed out"):
-            sub.confirm(offset)
-        sub.deactivate()
-        assert crew.confirmed is None
-
-
-def test_a_confirm_under_a_lost_lease_changes_nothing_and_is_raised_once(crew: Crew) -> None:
+def test_confirm_under_a_lost_lease_changes_nothing_and_raises_once(crew: Crew) -> None:
     crew.fill(1)
     sub = crew.subscriber(lease_ttl=60)
     assert check_values(sub.poll(5)) == [0]
@@ -139,7 +144,7 @@ def test_a_confirm_under_a_lost_lease_changes_nothing_and_is_raised_once(crew: C
     assert crew.owner == "somebody"
 
 
-def test_a_lost_confirm_that_was_looked_at_is_not_raised_by_poll_too(crew: Crew) -> None:
+def test_checked_refusal_of_a_confirm_is_not_raised_by_poll(crew: Crew) -> None:
     crew.fill(1)
     sub = crew.subscriber(lease_ttl=60)
     sub.poll(5)
@@ -150,7 +155,7 @@ def test_a_lost_confirm_that_was_looked_at_is_not_raised_by_poll_too(crew: Crew)
     sub.close()
 
 
-def test_a_poll_that_fails_keeps_the_lease_until_its_renewal_is_refused(crew: Crew) -> None:
+def test_failing_poll_keeps_the_lease_until_a_renewal_is_refused(crew: Crew) -> None:
     crew.fill(1)
     ((entry_id, _),) = entries(crew.redis, STREAM)
     replace_frame(crew.redis, STREAM, entry_id, b"not a frame", b"0kv")
@@ -167,7 +172,7 @@ def test_a_poll_that_fails_keeps_the_lease_until_its_renewal_is_refused(crew: Cr
 
 
 @pytest.mark.parametrize(("initial_offset", "seen"), [("earliest", [0, 1]), ("latest", [])])
-def test_a_new_group_starts_where_it_was_told(
+def test_new_group_starts_at_its_initial_offset(
     crew: Crew, initial_offset: str, seen: list[int]
 ) -> None:
     crew.fill(2)
@@ -177,19 +182,14 @@ def test_a_new_group_starts_where_it_was_told(
     assert check_values(sub.poll(5)) == [2]
 
 
-def test_a_group_starts_at_the_earliest_unless_told_otherwise(crew: Crew) -> None:
-    crew.fill(2)
-    assert drain(crew.subscriber()) == [0, 1]
-
-
-def test_none_needs_something_confirmed(crew: Crew) -> None:
+def test_initial_offset_none_needs_a_confirmed_offset(crew: Crew) -> None:
     crew.fill(3)
     with pytest.raises(meteor.NoConfirmedOffset):
         crew.subscriber(initial_offset="none")
-    assert crew.stream.groups() == []  # nothing was begun by that
+    assert crew.stream.groups() == []  # no group was created
     with crew.subscriber() as sub:
         sub.poll(5, max_records=2)
-        with pytest.raises(meteor.NoConfirmedOffset):  # read is not confirmed
+        with pytest.raises(meteor.NoConfirmedOffset):  # read, but not confirmed
             crew.subscriber(initial_offset="none")
         sub.confirm()
     assert check_values(crew.subscriber(initial_offset="none").poll(5)) == [2]
@@ -206,14 +206,14 @@ def test_two_members_take_turns_by_deactivating(crew: Crew) -> None:
     assert (first.is_assigned, second.is_assigned) == (True, False)
     first.deactivate()
     assert (first.is_assigned, len(first.poll(0))) == (False, 0)
-    assert check_values(second.poll(5)) == [2, 3]  # they were not confirmed
+    assert check_values(second.poll(5)) == [2, 3]  # the first member did not confirm them
     second.confirm(2)
     second.deactivate()
     first.reactivate()
     assert check_values(first.poll(5)) == [3]
 
 
-def test_two_groups_are_given_everything(crew: Crew) -> None:
+def test_each_of_two_groups_gets_every_record(crew: Crew) -> None:
     crew.fill(3)
     first, second = crew.subscriber(group="first"), crew.subscriber(group="second")
     assert [drain(first), drain(second)] == [[0, 1, 2]] * 2
@@ -223,8 +223,8 @@ def test_two_groups_are_given_everything(crew: Crew) -> None:
     assert [first.lag, second.lag] == [0, 3]
 
 
-def test_groups_of_one_name_on_two_streams_have_nothing_to_do_with_each_other(crew: Crew) -> None:
-    other = crew.client.stream("other")
+def test_groups_with_the_same_name_on_two_streams_are_independent(crew: Crew) -> None:
+    other = crew.client.stream("other", create=True)
     crew.fill(2)
     fill(other, 3)
     first = crew.subscriber()
@@ -239,7 +239,7 @@ def test_groups_of_one_name_on_two_streams_have_nothing_to_do_with_each_other(cr
 # PubSubTest, and the ledger test of Blackstrom
 
 
-def test_three_receivers_without_a_group_are_each_given_all_in_order(served: Crew) -> None:
+def test_each_receiver_without_a_group_gets_every_record_in_order(served: Crew) -> None:
     seen: list[list[int]] = [[], [], []]
     for offsets in seen:
         sub = served.subscriber(group=None)
@@ -249,7 +249,7 @@ def test_three_receivers_without_a_group_are_each_given_all_in_order(served: Cre
     assert seen == [[0, 1, 2, 3, 4]] * 3
 
 
-def test_of_three_receivers_of_a_group_one_is_given_all_in_order(served: Crew) -> None:
+def test_one_receiver_of_a_group_gets_every_record_in_order(served: Crew) -> None:
     seen: list[list[int]] = [[], [], []]
     subs = [served.subscriber() for _ in seen]
     for sub, offsets in zip(subs, seen, strict=True):
@@ -259,7 +259,7 @@ def test_of_three_receivers_of_a_group_one_is_given_all_in_order(served: Crew) -
     assert sorted(seen) == [[], [], [0, 1, 2, 3, 4]]
 
 
-def test_members_that_join_later_are_given_nothing_while_the_first_lives(served: Crew) -> None:
+def test_later_members_get_nothing_while_the_first_is_alive(served: Crew) -> None:
     seen: list[list[int]] = [[], [], []]
     subs = [served.subscriber(lease_ttl=60)]
     subs[0].attach_receiver(_note(seen[0], subs[0]))
@@ -277,7 +277,7 @@ def test_members_that_join_later_are_given_nothing_while_the_first_lives(served:
     for sub in subs[1:]:
         sub.close()
     assert seen[0] == [0, 1, 2, 3, 4]
-    assert sorted(seen[1:]) == [[], [5]]  # nothing twice: all was confirmed
+    assert sorted(seen[1:]) == [[], [5]]  # no record twice: all were confirmed
 
 
 def _note(
@@ -295,7 +295,7 @@ def _note(
 
 
 class Candidate:
-    """One who asks for the lease without a subscriber around it."""
+    """A member that asks for the lease without a subscriber."""
 
     def __init__(self, crew: Crew, name: str, nonce: str = "") -> None:
         self.name = name
@@ -314,28 +314,28 @@ class Candidate:
 
 @pytest.fixture
 def candidates(crew: Crew) -> Iterator[tuple[Candidate, Candidate]]:
-    crew.subscriber()  # the group begins
+    crew.subscriber()  # creates the group
     pair = Candidate(crew, "one"), Candidate(crew, "two")
     yield pair
     for candidate in pair:
         candidate.link.close()
 
 
-def test_a_member_that_never_polls_does_not_take_the_lease(crew: Crew) -> None:
+def test_member_that_never_polls_does_not_take_the_lease(crew: Crew) -> None:
     sub = crew.subscriber()
     assert (crew.events(), crew.owner, sub.is_assigned) == ([], None, False)
 
 
-def test_a_member_that_is_deactivated_does_not_take_an_expired_lease(crew: Crew) -> None:
+def test_deactivated_member_does_not_take_an_expired_lease(crew: Crew) -> None:
     sub = crew.subscriber(lease_ttl=0.2)
-    crew.set_fields(term=7, owner="somebody who is dead", nonce="his nonce")
+    crew.set_fields(term=7, owner="dead member", nonce="old nonce")
     sub.deactivate()
     assert len(sub.poll(0.5)) == 0
     assert (crew.events(), crew.owner) == ([], None)
-    assert crew.field("owner") == "somebody who is dead"
+    assert crew.field("owner") == "dead member"
 
 
-def test_a_vacant_lease_is_won_renewed_and_given_up(
+def test_free_lease_is_acquired_renewed_and_released(
     crew: Crew, candidates: tuple[Candidate, Candidate]
 ) -> None:
     one, _ = candidates
@@ -352,29 +352,7 @@ def test_a_vacant_lease_is_won_renewed_and_given_up(
     ]
 
 
-def test_asking_again_with_the_same_nonce_is_the_same_term(
-    crew: Crew, candidates: tuple[Candidate, Candidate]
-) -> None:
-    one, _ = candidates
-    assert one.win() == one.win()
-    assert len(crew.events()) == 1
-
-
-def test_of_two_who_ask_one_wins_and_the_other_changes_nothing(
-    crew: Crew, candidates: tuple[Candidate, Candidate]
-) -> None:
-    one, two = candidates
-    term = one.win()
-    answer = two.acquire()
-    assert isinstance(answer, LeaseUnavailable)
-    assert answer.owner == "one"
-    assert isinstance(
-        two.acquire(term.number), LeaseUnavailable
-    )  # though he says that it has ended
-    assert (crew.owner, crew.field("nonce"), len(crew.events())) == ("one", one.nonce, 1)
-
-
-def test_an_expired_lease_is_taken_over_by_who_has_waited_it_out(
+def test_expired_lease_is_taken_over_after_the_grace_period(
     crew: Crew, candidates: tuple[Candidate, Candidate]
 ) -> None:
     one, two = candidates
@@ -383,38 +361,15 @@ def test_an_expired_lease_is_taken_over_by_who_has_waited_it_out(
     first_answer = two.acquire()
     assert isinstance(first_answer, LeaseUnavailable)
     assert first_answer.expired == old.number
-    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # of another term
+    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # waited for another term
     new = two.acquire(first_answer.expired)
     assert isinstance(new, Term)
     assert new.number > old.number
     assert crew.owner == "two"
 
 
-def test_who_comes_back_in_time_keeps_an_expired_lease(
-    crew: Crew, candidates: tuple[Candidate, Candidate]
-) -> None:
-    one, two = candidates
-    term = one.win()
-    crew.redis.delete(keys.lease(STREAM, GROUP))
-    assert isinstance(two.acquire(), LeaseUnavailable)
-    one.lease.renew(one.link, term)
-    assert isinstance(two.acquire(term.number), LeaseUnavailable)
-    assert crew.owner == "one"
-
-
-def test_a_confirm_below_what_is_confirmed_is_answered_with_that(
-    crew: Crew, candidates: tuple[Candidate, Candidate]
-) -> None:
-    crew.fill(10)
-    one, _ = candidates
-    term = one.win()
-    for offset, confirmed in ((6, 6), (4, 6), (6, 6), (9, 9)):
-        assert one.lease.confirm(one.link, term, term.start.epoch, offset) == confirmed
-        assert crew.confirmed == confirmed
-
-
-@pytest.mark.parametrize("how", ["given up", "taken over", "sought", "never had"])
-def test_who_does_not_hold_the_lease_can_neither_renew_it_nor_give_it_up(
+@pytest.mark.parametrize("how", ["released", "taken over", "sought", "never owner"])
+def test_former_owner_can_neither_renew_nor_release_the_lease(
     crew: Crew, candidates: tuple[Candidate, Candidate], how: str
 ) -> None:
     one, two = candidates
@@ -426,13 +381,13 @@ def test_who_does_not_hold_the_lease_can_neither_renew_it_nor_give_it_up(
         owner = "two"
     elif how == "sought":
         crew.stream.seek_group(GROUP, 0)
-    elif how == "never had":
-        old = old._replace(number=two.win().number)  # the term of another, with his own nonce
+    elif how == "never owner":
+        old = old._replace(number=two.win().number)  # another member's term with its own nonce
         owner = "two"
     events = crew.events()
     with pytest.raises(meteor.LeaseLost):
         one.lease.renew(one.link, old)
     with pytest.raises(meteor.LeaseLost):
-        one.lease.confirm(one.link, old, 1, 0)
+        one.lease.confirm(one.link, old, old.start._replace(offset=0))
     one.lease.release(one.link, old.nonce)
     assert (crew.owner, crew.events()) == (owner, events)

@@ -1,7 +1,7 @@
-"""A subscriber survives what gets in its way, and gets in nobody's way itself.
+"""A subscriber survives interruptions and outages, and does not disturb other clients.
 
-Ctrl-C at any moment, a server that is killed and comes back or stays away, a stream that is deleted
-or created anew, a fork, other readers and publishers.
+Ctrl-C at any moment, a server that is killed and restarted or stays down, a stream that is deleted
+or recreated, a fork, other readers and publishers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import meteor_py as meteor
 from meteor_py.log.log_reader import LogReader
 from meteor_py.redis.connection import Connection
 from tests.conftest import ServerFactory
+from tests.support.forking import exit_code, fork
 from tests.support.proxy import Proxy
 from tests.support.readers import background, blocked, check_values, drain, everything, fill, value
 from tests.support.servers import HOST, plain_client
@@ -37,7 +38,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 @pytest.fixture
 def stream(client: meteor.Client) -> meteor.Stream:
-    return client.stream("s")
+    return client.stream("s", create=True)
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def plain(url: str) -> Iterator[redis.Redis]:
         yield p
 
 
-def test_a_closed_subscriber_says_so(stream: meteor.Stream) -> None:
+def test_closed_subscriber_raises(stream: meteor.Stream) -> None:
     sub = stream.subscriber()
     sub.close()
     sub.close()
@@ -72,7 +73,7 @@ def test_closing_from_another_thread_ends_a_wait(stream: meteor.Stream, plain: r
 
 
 def interrupted_poll(sub: meteor.Subscriber, plain: redis.Redis) -> None:
-    """Poll, and get a Ctrl-C while waiting."""
+    """Poll, and interrupt the wait with Ctrl-C."""
     main = threading.get_ident()
 
     def interrupt(_: threading.Event) -> None:
@@ -83,7 +84,7 @@ def interrupted_poll(sub: meteor.Subscriber, plain: redis.Redis) -> None:
         sub.poll(timeout=20)
 
 
-def test_after_ctrl_c_in_a_waiting_poll_the_subscriber_goes_on(
+def test_subscriber_continues_after_ctrl_c_in_a_waiting_poll(
     stream: meteor.Stream, plain: redis.Redis
 ) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -97,8 +98,8 @@ def test_after_ctrl_c_in_a_waiting_poll_the_subscriber_goes_on(
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("place", ["before the answer is read", "after all is read"])
-def test_ctrl_c_at_the_worst_moment_neither_loses_nor_mixes_up_anything(
+@pytest.mark.parametrize("place", ["before the reply is read", "after all is read"])
+def test_ctrl_c_during_a_read_neither_loses_nor_mixes_up_records(
     stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     end = fill(stream, *[40] * 3)
@@ -123,31 +124,31 @@ def test_ctrl_c_at_the_worst_moment_neither_loses_nor_mixes_up_anything(
         assert drain(sub) == list(range(end))
 
 
-def test_ctrl_c_in_a_command_does_not_mix_up_the_next_ones(
+def test_ctrl_c_in_a_command_does_not_mix_up_later_replies(
     client: meteor.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["a", "b"]
     for name in names:
-        client.stream(name)
+        client.stream(name, create=True)
     read = Connection.read
 
     def interrupted_read(*_: Any, **__: Any) -> Any:
         monkeypatch.setattr(Connection, "read", read)
         raise KeyboardInterrupt
 
-    for use in (client.streams, lambda: client.stream("a").describe()):
+    for use in (client.streams, lambda: client.stream("a", create=True).describe()):
         monkeypatch.setattr(Connection, "read", interrupted_read)
         with pytest.raises(KeyboardInterrupt):
             use()
         assert client.streams() == names
 
 
-def test_a_server_killed_and_restarted_under_a_poll_is_waited_for(
+def test_poll_waits_for_a_server_that_is_killed_and_restarted(
     private_server: ServerFactory,
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
     with meteor.connect(server.url) as m:
-        stream = m.stream("s")
+        stream = m.stream("s", create=True)
         fill(stream, 3)
 
         def restart(_: threading.Event) -> None:
@@ -162,11 +163,11 @@ def test_a_server_killed_and_restarted_under_a_poll_is_waited_for(
                 assert check_values(sub.poll(timeout=20)) == [3, 4]
 
 
-def test_a_server_that_stays_away_is_an_error_at_the_timeout(
+def test_unreachable_server_raises_at_the_timeout(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
-    with meteor.connect(server.url) as m, m.stream("s").subscriber() as sub:
+    with meteor.connect(server.url) as m, m.stream("s", create=True).subscriber() as sub:
         server.kill()
         start = time.monotonic()
         with pytest.raises(meteor.ConnectionFailed, match=server.url):
@@ -174,10 +175,10 @@ def test_a_server_that_stays_away_is_an_error_at_the_timeout(
         assert 0.4 < time.monotonic() - start < 5
 
 
-def test_a_loop_over_an_idle_stream_waits_its_full_time_for_a_server_that_goes_away(
+def test_loop_over_an_idle_stream_waits_the_full_time_for_an_unreachable_server(
     stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long it was idle before: a short restart must not end a loop by bad luck."""
+    """The hazard: a short restart ends a loop because it was idle for some time before."""
     clock = {"now": 0.0, "down_from": 0.0, "down_until": 0.0}
     monkeypatch.setattr("meteor_py.subscribe.fetcher.time.monotonic", lambda: clock["now"])
 
@@ -190,7 +191,7 @@ def test_a_loop_over_an_idle_stream_waits_its_full_time_for_a_server_that_goes_a
     def fetch_from_afar(log: LogReader, offset: int, block_s: float = 0.0, **options: Any) -> Any:
         if clock["down_from"] <= clock["now"] < clock["down_until"]:
             pass_time(0.1)
-            raise meteor.ConnectionFailed("The server is away.")
+            raise meteor.ConnectionFailed("The server is down.")
         if clock["now"] > clock["down_until"]:
             return fetch(log, offset, 0.0, **options)
         pass_time(block_s)
@@ -208,9 +209,7 @@ def test_a_loop_over_an_idle_stream_waits_its_full_time_for_a_server_that_goes_a
     assert 29 < clock["now"] < 40
 
 
-def test_a_deleted_stream_is_told_to_who_waits_for_it(
-    stream: meteor.Stream, plain: redis.Redis
-) -> None:
+def test_waiting_poll_of_a_deleted_stream_raises(stream: meteor.Stream, plain: redis.Redis) -> None:
     def delete(_: threading.Event) -> None:
         blocked(plain)
         stream.delete()
@@ -223,24 +222,24 @@ def test_a_deleted_stream_is_told_to_who_waits_for_it(
 
 
 @pytest.mark.parametrize("read", [0, 5])
-def test_a_stream_created_anew_is_not_taken_for_the_old_one(
+def test_recreated_stream_is_not_taken_for_the_old_one(
     client: meteor.Client, stream: meteor.Stream, read: int
 ) -> None:
     if read:
         fill(stream, read)
     with stream.subscriber() as sub:
         stream.delete()
-        again = client.stream("s")
+        again = client.stream("s", create=True)
         fill(again, 10)
         for _ in range(2):
-            with pytest.raises(meteor.LogTruncated, match="deleted and created anew") as caught:
+            with pytest.raises(meteor.LogTruncated, match="deleted and created again") as caught:
                 sub.poll()
             assert (caught.value.first, caught.value.last) == (0, read - 1)
         sub.skip_gap()
         assert drain(sub) == list(range(10))
 
 
-def test_a_slow_reader_slows_nobody(client: meteor.Client) -> None:
+def test_slow_reader_slows_no_other_client(client: meteor.Client) -> None:
     stream = client.stream("busy", capacity=1000)
     with stream.subscriber() as slow, stream.subscriber() as fast, stream.publisher() as pub:
         for i in range(50):
@@ -268,22 +267,22 @@ def test_reading_never_changes_a_stream(stream: meteor.Stream, plain: redis.Redi
     assert everything(plain) == before
 
 
-def test_in_a_forked_child_a_subscriber_goes_on_by_itself(stream: meteor.Stream) -> None:
+def test_subscriber_continues_independently_in_a_forked_child(stream: meteor.Stream) -> None:
     fill(stream, 10)
     with stream.subscriber(initial_offset="earliest") as sub:
         sub.poll(max_records=3)
-        child = os.fork()
+        child = fork()
         if child == 0:
             try:
                 os._exit(0 if drain(sub) == list(range(3, 10)) else 1)
             finally:
                 os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert exit_code(child) == 0
         fill(stream, 1)
         assert drain(sub) == list(range(3, 11))
 
 
-def test_whatever_happens_to_the_answers_on_their_way_each_record_comes_once_in_order(
+def test_records_arrive_once_and_in_order_over_a_faulty_connection(
     url: str, rng: random.Random
 ) -> None:
     with meteor.connect(url) as m:
@@ -310,14 +309,14 @@ def test_whatever_happens_to_the_answers_on_their_way_each_record_comes_once_in_
                 assert got == list(range(end))
 
 
-def test_an_answer_that_never_comes_is_given_up_and_asked_for_again(url: str) -> None:
+def test_missing_reply_times_out_and_is_requested_again(url: str) -> None:
     with meteor.connect(url) as m:
-        fill(m.stream("s"), 3)
+        fill(m.stream("s", create=True), 3)
     port = int(url.rpartition(":")[2].partition("/")[0])
     with (
         Proxy(HOST, port) as proxy,
         meteor.connect(proxy.url, timeout=0.5) as m,
-        m.stream("s").subscriber(initial_offset="earliest") as sub,
+        m.stream("s", create=True).subscriber(initial_offset="earliest") as sub,
     ):
         proxy.stall("replies")
         with pytest.raises(meteor.ConnectionFailed):

@@ -1,7 +1,7 @@
-"""Signals, finalizers and second tries: what interrupts a call leaves whole books behind.
+"""Signals, finalizers and retries leave the state intact.
 
-Ctrl-C can come between any two steps of a call in the main thread, and a signal handler or a
-finalizer can call the library in the middle of a call of the same thread.
+Ctrl-C can interrupt a call of the main thread between any two steps, and a signal handler or a
+finalizer can call the library in the middle of another call of the same thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def stream(url: str) -> Iterator[meteor.Stream]:
 
 @pytest.fixture
 def no_finalizers() -> Iterator[None]:
-    """Python swallows what is raised in one, and pytest complains: they are not what is tested."""
+    """Disable finalizers: Python swallows exceptions raised in one, and pytest complains."""
     gc.collect()
     gc.disable()
     yield
@@ -48,13 +48,13 @@ def no_finalizers() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_finalizers")
 @pytest.mark.parametrize("many", [False, True])
-def test_ctrl_c_in_publishing_neither_spoils_a_frame_nor_moves_an_ack(
+def test_ctrl_c_in_publish_neither_damages_a_frame_nor_shifts_an_ack(
     stream: meteor.Stream, rng: random.Random, many: bool
 ) -> None:
     acks: list[tuple[int, meteor.Ack | meteor.ManyAck]] = []
     number = interrupts = 0
     with stream.publisher() as pub:
-        for _ in range(100):
+        for _ in range(50):
             timer = threading.Timer(rng.uniform(0.0005, 0.004), interrupt_main)
             try:
                 timer.start()
@@ -83,7 +83,7 @@ def interrupt_main() -> None:
     signal.pthread_kill(ident, signal.SIGINT)
 
 
-def test_ctrl_c_between_question_and_answers_leaves_none_for_the_next(
+def test_ctrl_c_between_request_and_replies_leaves_no_reply_for_the_next_request(
     stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(connection: Connection, count: int, timeout_s: float) -> list[object]:
@@ -98,10 +98,10 @@ def test_ctrl_c_between_question_and_answers_leaves_none_for_the_next(
     assert m._connector.call("ECHO", "three") == b"three"
 
 
-# Calls within calls
+# Reentrant calls
 
 
-def test_a_signal_handler_that_publishes_in_the_middle_of_publishing_is_told(
+def test_signal_handler_that_publishes_during_a_publish_gets_an_error(
     stream: meteor.Stream,
 ) -> None:
     outcomes: list[object] = []
@@ -117,7 +117,7 @@ def attempt(pub: meteor.Publisher) -> object:
         return error
 
 
-def test_a_finalizer_that_publishes_does_not_hang(stream: meteor.Stream) -> None:
+def test_finalizer_that_publishes_does_not_hang(stream: meteor.Stream) -> None:
     class Cycle:
         def __init__(self) -> None:
             self.me = self
@@ -139,7 +139,7 @@ def test_a_finalizer_that_publishes_does_not_hang(stream: meteor.Stream) -> None
     assert stream.describe().next > 3_000
 
 
-def test_a_signal_handler_that_closes_what_is_being_closed_does_not_hang(
+def test_signal_handler_that_closes_a_closing_publisher_does_not_hang(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -156,7 +156,7 @@ def test_a_signal_handler_that_closes_what_is_being_closed_does_not_hang(
         server.resume()
 
 
-def test_a_signal_handler_that_uses_the_client_in_a_call_gets_its_own_answer(
+def test_signal_handler_that_uses_the_client_in_a_call_gets_its_own_reply(
     stream: meteor.Stream,
 ) -> None:
     m = stream.client
@@ -166,8 +166,8 @@ def test_a_signal_handler_that_uses_the_client_in_a_call_gets_its_own_answer(
     assert set(inner) == {b"inner"}
 
 
-class alarms:  # used like a function
-    """Call something from a signal handler, again and again."""
+class alarms:  # lower case: used like a function
+    """Call something from a signal handler, repeatedly."""
 
     def __init__(self, action: Callable[[], object], first_s: float = 0.001) -> None:
         self._action = action
@@ -184,15 +184,15 @@ class alarms:  # used like a function
 
     def _handle(self, *_: object) -> None:
         self._action()
-        if self._first_s < 0.1:  # not periodic: the next only when this one is done
+        if self._first_s < 0.1:  # not periodic: the next one starts only when this one is done
             signal.setitimer(signal.ITIMER_REAL, self._first_s)
 
 
-# What a failed call must not hide
+# Losses and failures
 
 
 def lose_tail(stream: meteor.Stream) -> None:
-    """As after a fail-over: 50 of 150 records are gone, and others got their offsets."""
+    """Simulate a failover: replace the last 50 of 150 records with others."""
     plain = stream.client.redis
     plain.delete(keys.log(stream.name), *plain.keys(keys.producer(stream.name, "*")))
     plain.hset(keys.meta(stream.name), mapping={"next": 100, "history": "f" * 40})
@@ -202,7 +202,7 @@ def lose_tail(stream: meteor.Stream) -> None:
 
 @pytest.fixture
 def ahead(stream: meteor.Stream) -> Iterator[meteor.Subscriber]:
-    """A subscriber that has seen 50 records which are gone."""
+    """A subscriber that has read 50 records that are gone."""
     with stream.publisher() as pub:
         pub.publish_many([b"old %d" % n for n in range(150)]).result()
     with stream.subscriber() as sub:
@@ -210,7 +210,7 @@ def ahead(stream: meteor.Stream) -> Iterator[meteor.Subscriber]:
         yield sub
 
 
-def test_a_seek_that_fails_does_not_hide_a_loss(ahead: meteor.Subscriber) -> None:
+def test_failed_seek_does_not_hide_a_loss(ahead: meteor.Subscriber) -> None:
     with pytest.raises(ValueError, match="beyond the end"):
         ahead.seek(10**6)
     with pytest.raises(meteor.LogTruncated) as loss:
@@ -218,11 +218,11 @@ def test_a_seek_that_fails_does_not_hide_a_loss(ahead: meteor.Subscriber) -> Non
     assert (loss.value.first, loss.value.last) == (100, 149)
 
 
-def test_skip_gap_that_fails_can_be_repeated(
+def test_failed_skip_gap_can_be_repeated(
     ahead: meteor.Subscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(log: LogReader, offset: int) -> None:
-        raise meteor.ConnectionFailed("It is gone just now.")
+        raise meteor.ConnectionFailed("The server is unreachable.")
 
     with pytest.raises(meteor.LogTruncated):
         ahead.poll()
@@ -235,7 +235,7 @@ def test_skip_gap_that_fails_can_be_repeated(
     assert ahead.skipped == 50
 
 
-def test_a_failure_does_not_hide_a_loss() -> None:
+def test_publish_failure_does_not_hide_a_loss() -> None:
     accumulator = Accumulator(
         stream="s",
         records_max=10,
@@ -251,13 +251,13 @@ def test_a_failure_does_not_hide_a_loss() -> None:
     assert [accumulator.take_failure() for _ in range(3)] == [unknown, loss, None]
 
 
-def test_an_epoch_that_the_server_does_not_know_is_a_lost_one() -> None:
-    # The clock of the server had gone back, so that the new epoch has the lower number.
+def test_epoch_unknown_to_the_server_was_lost() -> None:
+    # The server's clock was set back, so the new epoch has the lower number.
     assert diverged_at(Position("i", 2_000, 200), "1:0,1500:100", 300) == 100
     assert diverged_at(Position("i", 2_000, 100), "1:0,1500:100", 300) is None
 
 
-def test_a_server_demoted_and_promoted_under_an_idle_publisher_is_noticed(
+def test_demotion_and_promotion_under_an_idle_publisher_are_noticed(
     private_server: ServerFactory,
 ) -> None:
     first = private_server()
@@ -274,7 +274,7 @@ def test_a_server_demoted_and_promoted_under_an_idle_publisher_is_noticed(
             make_replica(first, second)
             with first.client() as client:
                 client.replicaof("NO", "ONE")
-            eventually(lambda: idle._sender._idle_s() > 1.1, message="it was not idle")
+            eventually(lambda: idle._sender._idle_s() > 1.1, message="the publisher was not idle")
             with pytest.raises(meteor.LogTruncated):
                 sub.poll()
             idle.publish_many([b"new"] * 150).result()

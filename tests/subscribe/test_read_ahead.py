@@ -1,7 +1,7 @@
-"""Reading ahead: what was asked for in advance is handed out in order, or not at all.
+"""Reading ahead: records requested in advance are handed out in order, or not at all.
 
-After a few fetches in a row the reader asks for the next records before these were looked at. The
-answer then waits in the connection: whatever happens meanwhile must not mix it up with another.
+After a few fetches in a row, the reader requests the next records before the caller has processed
+the last. The hazard: the reply waits in the connection, and must not be taken for another.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def read(sub: meteor.Subscriber) -> None:
 
 
 def read_straight(sub: meteor.Subscriber) -> None:
-    """Read on until something was asked for in advance."""
+    """Read until the reader has requested records in advance."""
     for _ in range(10):
         read(sub)
         if sub._fetcher.buffer._log._ring._ahead is not None:
             return
-    pytest.fail("Nothing was asked for in advance, so this test shows nothing.")
+    pytest.fail("Nothing was requested in advance, so this test proves nothing.")
 
 
 def read_all(sub: meteor.Subscriber, stop: int) -> None:
@@ -53,14 +53,14 @@ def read_all(sub: meteor.Subscriber, stop: int) -> None:
         read(sub)
 
 
-def test_everything_is_read_once_and_in_order(stream: meteor.Stream) -> None:
+def test_all_records_are_read_once_and_in_order(stream: meteor.Stream) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
         read_straight(sub)
         read_all(sub, RECORDS)
         assert len(sub.poll(timeout=0)) == 0
 
 
-def test_a_seek_is_not_answered_with_what_was_asked_before(stream: meteor.Stream) -> None:
+def test_seek_does_not_return_records_requested_before_it(stream: meteor.Stream) -> None:
     with stream.subscriber() as sub:
         for target in (3, RECORDS - 5, 0, 777):
             sub.seek(0)
@@ -69,7 +69,7 @@ def test_a_seek_is_not_answered_with_what_was_asked_before(stream: meteor.Stream
             assert sub.poll(max_records=1).values() == [b"%d" % target]
 
 
-def test_jumping_about_asks_for_nothing_in_advance(stream: meteor.Stream) -> None:
+def test_random_seeks_request_nothing_in_advance(stream: meteor.Stream) -> None:
     with stream.subscriber() as sub:
         for target in range(0, RECORDS, 500):
             sub.seek(target)
@@ -77,7 +77,7 @@ def test_jumping_about_asks_for_nothing_in_advance(stream: meteor.Stream) -> Non
             assert sub._fetcher.buffer._log._ring._ahead is None
 
 
-def test_the_ring_moving_on_behind_what_was_asked_is_a_gap(stream: meteor.Stream) -> None:
+def test_ring_that_overtakes_the_requested_records_causes_a_gap(stream: meteor.Stream) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
         read_straight(sub)
         fill(stream, 2 * CAPACITY)
@@ -88,7 +88,7 @@ def test_the_ring_moving_on_behind_what_was_asked_is_a_gap(stream: meteor.Stream
         assert gap.value.last == end - CAPACITY - 1
 
 
-def test_a_lost_connection_takes_nothing_with_it(stream: meteor.Stream, server: Server) -> None:
+def test_lost_connection_loses_no_record(stream: meteor.Stream, server: Server) -> None:
     with (
         Proxy(HOST, server.port) as proxy,
         meteor.connect(proxy.url) as m,
@@ -100,7 +100,7 @@ def test_a_lost_connection_takes_nothing_with_it(stream: meteor.Stream, server: 
         read_all(sub, RECORDS)
 
 
-def test_a_stream_deleted_meanwhile_is_noticed(stream: meteor.Stream) -> None:
+def test_deleted_stream_is_noticed(stream: meteor.Stream) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
         read_straight(sub)
         stream.delete()

@@ -1,4 +1,4 @@
-"""A receiver hands over every record in order, keeps its lease, and never ends unseen."""
+"""Receivers pass every record in order, keep their lease, and never end without an error."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from tests.support.receivers import (
 )
 from tests.support.waiting import eventually
 
-#: Settings of a member whose lease must be kept, or is soon lost. For use with a rival.
+#: Settings of a member that soon loses its lease to a rival unless it shows that it is alive.
 QUICK: dict[str, Any] = {"group": "g", "lease_ttl": 0.6, "max_poll_interval": 0.6}
 
 
 @pytest.fixture
 def stream(url: str) -> Iterator[meteor.Stream]:
     with meteor.connect(url) as client:
-        yield client.stream("s")
+        yield client.stream("s", create=True)
 
 
-# What it is given
+# Records
 
 
 @pytest.mark.parametrize("group", [None, "g"])
-def test_every_record_comes_in_order(any_url: str, group: str | None) -> None:
+def test_receiver_gets_every_record_in_order(any_url: str, group: str | None) -> None:
     with meteor.connect(any_url) as client:
-        stream = client.stream("s")
+        stream = client.stream("s", create=True)
         fill(stream, 1, 50, 1)
         handler = Handler(right_values)
         with stream.subscriber(group=group, initial_offset="earliest") as sub:
@@ -55,7 +55,7 @@ def test_every_record_comes_in_order(any_url: str, group: str | None) -> None:
         assert receiver.failed == 0
 
 
-def test_the_codec_of_the_subscriber_decodes_the_values(url: str) -> None:
+def test_receiver_decodes_values_with_the_codec(url: str) -> None:
     with meteor.connect(url) as client:
         stream = client.stream("s", codec="json")
         with stream.publisher() as pub:
@@ -67,10 +67,10 @@ def test_the_codec_of_the_subscriber_decodes_the_values(url: str) -> None:
         assert (found[0].value, found[0].key, found[0].headers) == ({"a": [1]}, b"k", {"h": b"1"})
 
 
-# What is confirmed
+# Confirms
 
 
-def test_confirm_means_the_record_in_hand_and_not_its_batch(stream: meteor.Stream) -> None:
+def test_confirm_in_a_handler_confirms_the_current_record(stream: meteor.Stream) -> None:
     fill(stream, 10)
     gate = Gate(4)
     with stream.subscriber(group="g") as sub:
@@ -85,14 +85,14 @@ def test_confirm_means_the_record_in_hand_and_not_its_batch(stream: meteor.Strea
         eventually(lambda: confirmed(stream) == 10)
 
 
-def test_auto_confirm_does_not_confirm_the_record_in_hand(stream: meteor.Stream) -> None:
+def test_auto_confirm_does_not_confirm_the_current_record(stream: meteor.Stream) -> None:
     fill(stream, 10)
     gate = Gate(4)
     with stream.subscriber(group="g", auto_confirm=True) as sub:
         sub.attach_receiver(Handler(gate))
         with gate.hold():
             eventually(lambda: confirmed(stream) == 4)
-            fill(stream, 1)  # a wait in which more might be confirmed
+            fill(stream, 1)  # gives a wrong confirm time to be sent
             assert confirmed(stream) == 4
         eventually(lambda: confirmed(stream) == 11)
 
@@ -102,8 +102,8 @@ import os, signal, sys
 import meteor_py as meteor
 from meteor_py.testing import eventually
 
-stream = meteor.connect(sys.argv[1]).stream("s")
-sub = stream.subscriber(group="g", lease_ttl=1, auto_confirm=sys.argv[2] == "auto")
+stream = meteor.connect(sys.argv[1]).stream("s", create=True)
+sub = stream.subscriber(group="g", lease_ttl=0.5, auto_confirm=sys.argv[2] == "auto")
 
 def handle(record):
     if record.offset == 7:
@@ -118,7 +118,7 @@ sub.attach_receiver(handle).join(60)
 
 
 @pytest.mark.parametrize("how", ["manual", "auto", "never"])
-def test_a_crash_in_a_batch_gives_the_rest_of_it_to_the_next(
+def test_crash_in_a_batch_leaves_the_rest_to_the_next_member(
     url: str, stream: meteor.Stream, how: str
 ) -> None:
     fill(stream, 10)
@@ -128,13 +128,11 @@ def test_a_crash_in_a_batch_gives_the_rest_of_it_to_the_next(
     assert next_of(stream) == list(range(start, 10))
 
 
-# How it is closed
+# Closing
 
 
 @pytest.mark.parametrize("auto", [False, True])
-def test_closing_waits_for_the_record_in_hand_and_no_other(
-    stream: meteor.Stream, auto: bool
-) -> None:
+def test_close_waits_for_the_current_record_only(stream: meteor.Stream, auto: bool) -> None:
     fill(stream, 10)
     gate = Gate(2)
     handler = Handler(gate)
@@ -144,7 +142,7 @@ def test_closing_waits_for_the_record_in_hand_and_no_other(
         closing = threading.Thread(target=sub.close, args=(20,))
         closing.start()
         closing.join(0.2)
-        assert closing.is_alive(), "it did not wait for the handler"
+        assert closing.is_alive(), "close() did not wait for the handler"
     closing.join(20)
     assert not closing.is_alive()
     assert not receiver.alive
@@ -153,7 +151,7 @@ def test_closing_waits_for_the_record_in_hand_and_no_other(
     assert confirmed(stream) == (3 if auto else 0)
 
 
-def test_closing_again_is_fine(stream: meteor.Stream) -> None:
+def test_closing_twice_is_harmless(stream: meteor.Stream) -> None:
     with stream.subscriber(group="g") as sub:
         receiver = sub.attach_receiver(Handler())
         receiver.close()
@@ -165,7 +163,7 @@ def test_closing_again_is_fine(stream: meteor.Stream) -> None:
 
 
 @pytest.mark.parametrize("group", [None, "g"])
-def test_the_handler_may_close_the_subscriber(stream: meteor.Stream, group: str | None) -> None:
+def test_handler_may_close_the_subscriber(stream: meteor.Stream, group: str | None) -> None:
     fill(stream, 10)
     sub = stream.subscriber(group=group, initial_offset="earliest", lease_ttl=30)
 
@@ -187,7 +185,7 @@ def test_the_handler_may_close_the_subscriber(stream: meteor.Stream, group: str 
         assert next_of(stream) == list(range(4, 10))
 
 
-def test_the_handler_may_close_the_receiver_and_its_record_counts(stream: meteor.Stream) -> None:
+def test_handler_may_close_the_receiver_and_its_record_counts(stream: meteor.Stream) -> None:
     fill(stream, 10)
     attached = threading.Event()
     with stream.subscriber(group="g", auto_confirm=True) as sub:
@@ -204,7 +202,7 @@ def test_the_handler_may_close_the_receiver_and_its_record_counts(stream: meteor
     assert confirmed(stream) == 4
 
 
-def test_a_hanging_handler_does_not_keep_lease_and_connections(stream: meteor.Stream) -> None:
+def test_hanging_handler_does_not_keep_lease_and_connections(stream: meteor.Stream) -> None:
     fill(stream, 10)
     plain = stream.client.redis
     connections = len(plain.client_list())
@@ -228,7 +226,7 @@ def test_a_hanging_handler_does_not_keep_lease_and_connections(stream: meteor.St
 
 
 @pytest.mark.parametrize("state", ["deactivated", "waiting", "reading", "ungrouped"])
-def test_closing_takes_no_time_when_nothing_is_in_hand(stream: meteor.Stream, state: str) -> None:
+def test_close_returns_at_once_without_a_current_record(stream: meteor.Stream, state: str) -> None:
     group = None if state == "ungrouped" else "g"
     with stream.subscriber(group="g", lease_ttl=60) as rival:
         if state == "waiting":
@@ -245,9 +243,9 @@ def test_closing_takes_no_time_when_nothing_is_in_hand(stream: meteor.Stream, st
         assert not receiver.alive
 
 
-def test_a_client_closes_all_its_receivers_and_raises_what_ended_one(url: str) -> None:
+def test_client_closes_all_receivers_and_raises_the_error_of_one(url: str) -> None:
     client = meteor.connect(url)
-    stream = client.stream("s")
+    stream = client.stream("s", create=True)
     fill(stream, 5)
     receivers = []
     for number in range(6):
@@ -258,12 +256,12 @@ def test_a_client_closes_all_its_receivers_and_raises_what_ended_one(url: str) -
         client.close()
     assert not any(receiver.alive for receiver in receivers)
     with meteor.connect(url) as other:
-        assert all(is_free(other.stream("s"), f"g{number}") for number in range(6))
+        assert all(is_free(other.stream("s", create=True), f"g{number}") for number in range(6))
 
 
-def test_an_error_in_the_block_is_not_hidden_by_that_of_a_receiver(url: str) -> None:
+def test_error_in_the_block_is_not_hidden_by_the_receivers(url: str) -> None:
     with pytest.raises(KeyError) as caught, meteor.connect(url) as client:  # noqa: PT012
-        stream = client.stream("s")
+        stream = client.stream("s", create=True)
         fill(stream, 1)
         receiver = stream.subscriber(group="g").attach_receiver(fails_for(0))
         assert receiver.join(20)
@@ -271,10 +269,10 @@ def test_an_error_in_the_block_is_not_hidden_by_that_of_a_receiver(url: str) -> 
     assert caught.value.__notes__ == ["While closing the client: no 0"]
 
 
-# What is refused
+# Invalid calls
 
 
-def test_a_subscriber_has_one_reader(stream: meteor.Stream) -> None:
+def test_subscriber_has_one_reader(stream: meteor.Stream) -> None:
     with stream.subscriber() as sub:
         sub.attach_receiver(Handler())
         for refused in (
@@ -291,7 +289,7 @@ def test_a_subscriber_has_one_reader(stream: meteor.Stream) -> None:
         sub.attach_receiver(Handler())
 
 
-def test_wrong_arguments_are_refused_and_attach_nothing(stream: meteor.Stream) -> None:
+def test_invalid_arguments_are_refused_and_attach_nothing(stream: meteor.Stream) -> None:
     fill(stream, 3)
     handler: Any = Handler()
     with stream.subscriber(initial_offset="earliest") as sub:
@@ -304,29 +302,29 @@ def test_wrong_arguments_are_refused_and_attach_nothing(stream: meteor.Stream) -
                 sub.attach_receiver(handler, tries=wrong)
         with pytest.raises(TypeError, match="handler"):
             sub.attach_receiver(None)  # type: ignore[arg-type]
-        assert len(sub.poll(timeout=0, max_records=1)) == 1  # has none yet
+        assert len(sub.poll(timeout=0, max_records=1)) == 1  # sub still has no receiver
         sub.attach_receiver(handler)
         handler.wait_for(1, 2)
 
 
-# Its lease
+# The lease
 
 
-def test_many_records_that_are_short_each_keep_the_lease(stream: meteor.Stream) -> None:
-    fill(stream, 20)
+def test_many_short_records_keep_the_lease(stream: meteor.Stream) -> None:
+    fill(stream, 12)
     pause = threading.Event()
-    handler = Handler(lambda record: pause.wait(0.1))  # in all three times what is allowed
+    handler = Handler(lambda record: pause.wait(0.1))  # all records take twice max_poll_interval
     with stream.subscriber(**QUICK) as sub, stream.subscriber(**QUICK) as rival:
         sub.attach_receiver(handler)
         term = eventually(lambda: sub.term)
         waiting = Handler()
         rival.attach_receiver(waiting)
-        handler.wait_for(*range(20))
+        handler.wait_for(*range(12))
         assert sub.term == term
         assert waiting.given == []
 
 
-def test_a_hung_handler_loses_the_lease_and_its_receiver_waits_for_it(
+def test_hung_handler_loses_the_lease_and_its_receiver_waits_for_it(
     stream: meteor.Stream,
 ) -> None:
     fill(stream, 6)
@@ -348,7 +346,7 @@ def test_a_hung_handler_loses_the_lease_and_its_receiver_waits_for_it(
 
 
 @pytest.mark.parametrize("looks", [True, False])
-def test_a_lease_lost_in_a_handler_does_not_end_the_receiver(
+def test_lease_lost_in_a_handler_does_not_end_the_receiver(
     stream: meteor.Stream, looks: bool
 ) -> None:
     fill(stream, 6)
@@ -370,22 +368,20 @@ def test_a_lease_lost_in_a_handler_does_not_end_the_receiver(
         eventually(lambda: confirmed(stream) == 6)
         assert receiver.alive
         assert handler.done[-2:] == [4, 5]
-        if looks:  # who does not, goes on until the server has refused
+        if looks:  # otherwise the handler continues until the server has refused
             assert handler.done == [0, 1, 4, 5]
         assert term is not None
         assert (sub.term or 0) > term
 
 
-# What it survives, and what it does not
+# Failures
 
 
 @pytest.mark.parametrize("group", [None, "g"])
-def test_a_server_that_is_away_for_a_while_is_waited_for(
-    private_server: ServerFactory, group: str | None
-) -> None:
+def test_receiver_outlasts_an_outage(private_server: ServerFactory, group: str | None) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")
     with meteor.connect(server.url) as client:
-        stream = client.stream("s")
+        stream = client.stream("s", create=True)
         fill(stream, 5)
         auto = group is not None
         handler = Handler(right_values)
@@ -396,7 +392,7 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(
             if auto:
                 eventually(lambda: confirmed(stream) == 5)
             server.kill()
-            assert not receiver.join(1.5), "it ended with the server"
+            assert not receiver.join(0.4), "the receiver ended with the server"
             server.restart()
             fill(stream, 5)
             handler.wait_for(*range(10))
@@ -404,7 +400,7 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(
 
 
 @pytest.mark.parametrize("group", [None, "g"])
-def test_lost_records_end_it_visibly(url: str, group: str | None) -> None:
+def test_lost_records_end_the_receiver_with_an_error(url: str, group: str | None) -> None:
     with meteor.connect(url) as client:
         stream = client.stream("s", capacity=5)
         handler = Handler()
@@ -421,7 +417,7 @@ def test_lost_records_end_it_visibly(url: str, group: str | None) -> None:
 
 
 @pytest.mark.parametrize("what", ["stream", "group"])
-def test_a_stream_or_group_that_is_deleted_ends_it_visibly(
+def test_deleted_stream_or_group_ends_the_receiver_with_an_error(
     stream: meteor.Stream, what: str
 ) -> None:
     sub = stream.subscriber(group="g", lease_ttl=0.5)
@@ -438,7 +434,7 @@ def test_a_stream_or_group_that_is_deleted_ends_it_visibly(
         sub.close()
 
 
-def test_on_assigned_that_raises_ends_it_visibly(stream: meteor.Stream) -> None:
+def test_on_assigned_that_raises_ends_the_receiver_with_an_error(stream: meteor.Stream) -> None:
     fill(stream, 3)
 
     def on_assigned(sub: meteor.Subscriber) -> int:
@@ -461,7 +457,7 @@ class _Unusual(BaseException):
 
 @pytest.mark.parametrize("error", [SystemExit(3), _Unusual("!")])
 @pytest.mark.parametrize("on_error", ["stop", "skip", "retry"])
-def test_what_is_not_an_exception_ends_it_whatever_the_policy(
+def test_base_exception_ends_the_receiver_under_any_policy(
     stream: meteor.Stream, error: BaseException, on_error: Any
 ) -> None:
     fill(stream, 3)

@@ -1,4 +1,4 @@
-"""Services as the documents advise to write them: they end by SIGTERM, and count exactly once."""
+"""Services as the documentation recommends: they end on SIGTERM, and count exactly once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ for record in sub:
 """
 _RECEIVER = "sub.attach_receiver(handle).join()"
 
-# How it ends, and says what it has done.
+# Ends the service, and prints the last processed offset.
 _WITH = """
 try:
     with m, sub:
@@ -79,29 +79,32 @@ BODIES = pytest.mark.parametrize("body", [_LOOP, _RECEIVER], ids=["loop", "recei
 FRAMES = pytest.mark.parametrize("frame", [_WITH, _BARE], ids=["with", "bare"])
 
 
-def check_given_up(crew: Crew, program: Process, at_least: int) -> int:
-    """It has ended as it should; returns what is confirmed."""
+def check_released(crew: Crew, program: Process, at_least: int) -> int:
+    """Check that the service has ended cleanly; return the confirmed offset."""
     assert program.wait() == 0
-    assert (crew.owner, crew.field("owner")) == (None, "")  # given up: the lease had a long life
+    assert (crew.owner, crew.field("owner")) == (
+        None,
+        "",
+    )  # released, not expired
     assert [event.what for event in crew.events()] == ["assigned", "released"]
     confirmed = crew.confirmed
     assert confirmed is not None
-    # What was in its hands when the signal came may be confirmed too; a thread works on meanwhile.
+    # The record in progress may be confirmed too; the receiver's thread continues meanwhile.
     assert confirmed >= at_least
     return confirmed
 
 
 @BODIES
 @FRAMES
-def test_a_service_that_waits_gives_up_its_lease_at_sigterm_with_all_confirmed(
+def test_waiting_service_confirms_and_releases_its_lease_at_sigterm(
     crew: Crew, body: str, frame: str
 ) -> None:
     crew.fill(10)
     program = service(crew, body, frame)
     assert [program.read(), program.read()] == ["0", "9"]
-    program.terminate()  # a moment after the last confirm: not sent yet, as a rule
+    program.terminate()  # just after the last confirm, which is usually not sent yet
     program.read()
-    assert check_given_up(crew, program, 10) == 10
+    assert check_released(crew, program, 10) == 10
     crew.fill(1)
     with crew.subscriber() as sub:
         assert list(sub.poll(5).offsets) == [10]
@@ -109,10 +112,10 @@ def test_a_service_that_waits_gives_up_its_lease_at_sigterm_with_all_confirmed(
 
 @BODIES
 @FRAMES
-def test_a_service_at_work_gives_up_its_lease_at_sigterm_with_its_last_confirm(
+def test_busy_service_confirms_and_releases_its_lease_at_sigterm(
     crew: Crew, body: str, frame: str
 ) -> None:
-    end = crew.fill(*[10_000] * 50)
+    end = crew.fill(*[10_000] * 30)
     program = service(crew, body, frame)
     assert program.read() == "0"
     eventually(lambda: (crew.confirmed or 0) > 1000)
@@ -120,8 +123,8 @@ def test_a_service_at_work_gives_up_its_lease_at_sigterm_with_its_last_confirm(
     line = program.read()
     if line == "9":
         line = program.read()
-    confirmed = check_given_up(crew, program, int(line) + 1)
-    assert confirmed < end, "it was not at work any more"
+    confirmed = check_released(crew, program, int(line) + 1)
+    assert confirmed < end, "the service had already finished"
     with crew.subscriber() as sub:
         assert sub.poll(5, max_records=1).first_offset == confirmed
 
@@ -160,7 +163,7 @@ def pause(place):
 
 with meteor.connect(url) as m:
     stream = m.stream("amounts", create=False)
-    with stream.subscriber(group=GROUP, lease_ttl=1, on_assigned=where_we_are) as sub:
+    with stream.subscriber(group=GROUP, lease_ttl=0.7, on_assigned=where_we_are) as sub:
         print("ready", flush=True)
         sys.stdin.readline()
         while where_we_are(sub) < int(end):
@@ -179,14 +182,14 @@ print("end", flush=True)
 )
 
 _GUARD = "WHERE next = ?3"
-#: The same number of parameters, and no guard.
+#: The same number of parameters, but no guard.
 _NO_GUARD = "WHERE next >= 0 AND ?3 >= 0"
 
 TOTAL = sum(range(100))
 
 
 def count(crew: Crew, path: Path, guard: str, stop: str) -> tuple[int, int]:
-    """Sum up 100 amounts with two processes, of which the owner is stopped once, and too long."""
+    """Sum up 100 amounts in two processes; the owner is stopped for longer than its lease."""
     with closing(sqlite3.connect(path)) as db:
         with db:
             db.execute("CREATE TABLE total (amount INT, next INT)")
@@ -208,21 +211,19 @@ def count(crew: Crew, path: Path, guard: str, stop: str) -> tuple[int, int]:
         words = [one.read()]
         while words[-1] != "end":
             words.append(one.read())
-        # A member whose commit counts learns by its confirm that it was replaced; the others by 0.
+        # A member whose commit took effect learns from its confirm that it was replaced.
         assert ("lost" in words) is (stop == "after" or guard == _NO_GUARD)
         amount, following = db.execute("SELECT amount, next FROM total").fetchone()
         return amount, following
 
 
 @pytest.mark.parametrize("stop", ["before", "after"])
-def test_amounts_are_summed_once_though_the_owner_is_stopped_around_its_commit(
+def test_amounts_are_summed_once_if_the_owner_is_stopped_around_its_commit(
     crew: Crew, tmp_path: Path, stop: str
 ) -> None:
     assert count(crew, tmp_path / "db", _GUARD, stop) == (TOTAL, 100)
 
 
-def test_without_a_look_at_the_offset_in_the_database_amounts_are_summed_twice(
-    crew: Crew, tmp_path: Path
-) -> None:
+def test_amounts_are_summed_twice_without_the_offset_guard(crew: Crew, tmp_path: Path) -> None:
     amount, _ = count(crew, tmp_path / "db", _NO_GUARD, "before")
-    assert amount > TOTAL, "the test above cannot fail"
+    assert amount > TOTAL, "the test above proves nothing"

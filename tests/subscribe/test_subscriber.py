@@ -1,8 +1,8 @@
-"""An ungrouped subscriber reads a stream from anywhere, in order, and disturbs nobody.
+"""A subscriber without a group reads a stream from any position, in order.
 
-First what Meteor's own tests show of its ungrouped subscribers, then polling, iterating, seeking
-and waiting in detail. ``test_interference.py`` has what gets in a subscriber's way, and
-``test_gaps.py`` what it does when records are missing or unreadable.
+The first tests follow Meteor's own; the others cover polling, iterating, seeking and waiting in
+detail. ``test_interference.py`` has outages, deletions and forks, and ``test_gaps.py`` records that
+are missing or unreadable.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ import redis
 
 import meteor_py as meteor
 from meteor_py import InitialOffset
-from tests.support.readers import background, blocked, check_values, drain, fill, value
+from meteor_py.records.config import Start
+from tests.support.readers import (
+    background,
+    blocked,
+    check_values,
+    drain,
+    fill,
+    later_than_all,
+    value,
+)
 from tests.support.servers import plain_client
 from tests.support.waiting import eventually
 
@@ -32,7 +41,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 @pytest.fixture
 def stream(client: meteor.Client) -> meteor.Stream:
-    return client.stream("s")
+    return client.stream("s", create=True)
 
 
 @pytest.fixture
@@ -41,10 +50,10 @@ def plain(url: str) -> Iterator[redis.Redis]:
         yield p
 
 
-# What Meteor's tests show
+# As in Meteor's tests
 
 
-def test_polling_an_empty_stream_gives_an_empty_batch(stream: meteor.Stream) -> None:
+def test_poll_of_an_empty_stream_returns_an_empty_batch(stream: meteor.Stream) -> None:
     with stream.subscriber() as sub:
         batch = sub.poll(timeout=0.01)
         assert not batch
@@ -53,7 +62,7 @@ def test_polling_an_empty_stream_gives_an_empty_batch(stream: meteor.Stream) -> 
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_is_published_is_read(stream: meteor.Stream, n: int) -> None:
+def test_published_records_are_read(stream: meteor.Stream, n: int) -> None:
     with stream.subscriber() as sub:
         fill(stream, n)
         assert check_values(sub.poll()) == list(range(n))
@@ -68,7 +77,7 @@ def test_seek_reads_again(stream: meteor.Stream) -> None:
         assert drain(sub) == [1]
 
 
-def test_seek_to_a_negative_offset_is_refused_and_moves_nothing(stream: meteor.Stream) -> None:
+def test_negative_seek_is_refused_and_moves_nothing(stream: meteor.Stream) -> None:
     fill(stream, 2)
     with stream.subscriber(initial_offset="earliest") as sub:
         with pytest.raises(ValueError, match="must be from 0"):
@@ -76,25 +85,14 @@ def test_seek_to_a_negative_offset_is_refused_and_moves_nothing(stream: meteor.S
         assert drain(sub) == [0, 1]
 
 
-def test_seek_beyond_the_end_is_refused_at_once_and_moves_nothing(stream: meteor.Stream) -> None:
+def test_seek_beyond_the_end_is_refused_and_moves_nothing(stream: meteor.Stream) -> None:
     end = fill(stream, 5)
     with stream.subscriber(initial_offset="earliest") as sub:
         with pytest.raises(ValueError, match="beyond the end of stream 's', which is 5"):
             sub.seek(end + 1)
         assert drain(sub) == [0, 1, 2, 3, 4]
-        sub.seek(end)  # the end itself is a place to wait
+        sub.seek(end)  # the end itself is a valid position
         assert drain(sub) == []
-
-
-def test_a_stale_read_is_told_and_then_gives_the_newest(client: meteor.Client) -> None:
-    """Meteor gave the newest without a word."""
-    stream = client.stream("tiny", capacity=1)
-    with stream.subscriber() as sub:
-        fill(stream, 1, 1)
-        with pytest.raises(meteor.RecordsLost):
-            sub.poll()
-        sub.skip_gap()
-        assert drain(sub) == [1]
 
 
 @pytest.mark.parametrize(
@@ -107,20 +105,41 @@ def test_a_stale_read_is_told_and_then_gives_the_newest(client: meteor.Client) -
         ("latest", []),
     ],
 )
-def test_the_initial_offset_says_where_reading_starts(
-    stream: meteor.Stream, where: InitialOffset | str, expected: list[int]
+def test_initial_offset_decides_where_reading_starts(
+    stream: meteor.Stream, where: Start, expected: list[int]
 ) -> None:
     fill(stream, 2)
     with stream.subscriber(initial_offset=where) as sub:
         assert drain(sub) == expected
 
 
-def test_without_a_place_to_start_there_is_no_subscriber(stream: meteor.Stream) -> None:
+@pytest.mark.parametrize("group", [None, "g"])
+def test_initial_offset_may_be_an_offset_or_a_time(
+    stream: meteor.Stream, group: str | None
+) -> None:
+    fill(stream, 2)
+    since = datetime.fromtimestamp(eventually(lambda: later_than_all(stream)) / 1000, UTC)
+    fill(stream, 3)
+    with stream.subscriber(group=group, initial_offset=since) as sub:
+        assert check_values(sub.poll(5)) == [2, 3, 4]
+    other = None if group is None else "another"
+    with stream.subscriber(group=other, initial_offset=4) as sub:
+        assert check_values(sub.poll(5)) == [4]
+    beyond = None if group is None else "beyond"
+    with pytest.raises(ValueError, match="Offset 6 is beyond the end of stream 's', which is 5"):
+        stream.subscriber(group=beyond, initial_offset=6)
+    assert "beyond" not in [found.name for found in stream.groups()]
+    if group is not None:  # the group already has a start
+        with stream.subscriber(group=group, initial_offset=4) as sub:
+            assert check_values(sub.poll(5)) == [2, 3, 4]
+
+
+def test_initial_offset_none_is_refused_without_a_group(stream: meteor.Stream) -> None:
     with pytest.raises(meteor.InvalidInitialOffset, match="EARLIEST"):
         stream.subscriber(initial_offset=InitialOffset.NONE)
 
 
-def test_a_ring_of_ten_holds_the_last_ten_of_twenty_five(client: meteor.Client) -> None:
+def test_ring_of_ten_keeps_the_last_ten_records(client: meteor.Client) -> None:
     stream = client.stream("ring", capacity=10)
     with stream.publisher() as pub:
         acks = [pub.publish(value(i)) for i in range(5)]
@@ -131,12 +150,12 @@ def test_a_ring_of_ten_holds_the_last_ten_of_twenty_five(client: meteor.Client) 
         assert drain(sub) == list(range(15, 25))
 
 
-def test_three_subscribers_of_two_clients_each_get_everything(
+def test_subscribers_of_several_clients_each_get_every_record(
     client: meteor.Client, url: str
 ) -> None:
     stream = client.stream("all", capacity=5)
     with meteor.connect(url) as other:
-        handles = [stream, stream, other.stream("all")]
+        handles = [stream, stream, other.stream("all", create=True)]
         subs = [handle.subscriber() for handle in handles]
         fill(stream, 1, 2, 2)
         for sub in subs:
@@ -147,9 +166,7 @@ def test_three_subscribers_of_two_clients_each_get_everything(
 # Polling
 
 
-def test_every_way_of_slicing_gives_all_records_once(
-    client: meteor.Client, rng: random.Random
-) -> None:
+def test_any_batch_sizes_return_each_record_once(client: meteor.Client, rng: random.Random) -> None:
     stream = client.stream("mixed", capacity=100_000)
     end = fill(stream, *(rng.choice([1, 1, 2, 31, 32, 33, 500]) for _ in range(60)))
     for _ in range(10):
@@ -173,36 +190,36 @@ def test_one_poll_merges_small_frames(stream: meteor.Stream) -> None:
         assert check_values(sub.poll(timeout=0)) == list(range(12))
 
 
-def test_timeout_zero_only_looks(stream: meteor.Stream) -> None:
+def test_timeout_zero_does_not_wait(stream: meteor.Stream) -> None:
     with stream.subscriber() as sub:
         start = time.monotonic()
         assert not sub.poll(timeout=0)
         assert time.monotonic() - start < 0.5
 
 
-def test_poll_waits_as_long_as_it_is_told(stream: meteor.Stream) -> None:
+def test_poll_waits_for_its_timeout(stream: meteor.Stream) -> None:
     with stream.subscriber() as sub:
         start = time.monotonic()
         assert not sub.poll(timeout=0.3)
         assert 0.3 <= time.monotonic() - start < 2
 
 
-def test_a_wait_may_be_longer_than_the_timeout_of_the_connection(url: str) -> None:
-    with meteor.connect(url, timeout=0.5) as m, m.stream("s").subscriber() as sub:
-        assert not sub.poll(timeout=1.0)
+def test_poll_may_wait_longer_than_the_connection_timeout(url: str) -> None:
+    with meteor.connect(url, timeout=0.2) as m, m.stream("s", create=True).subscriber() as sub:
+        assert not sub.poll(timeout=0.6)
 
 
-def test_a_wait_longer_than_redis_py_allows_by_default_works(stream: meteor.Stream) -> None:
-    """redis-py 8 gives up on any answer after five seconds unless told otherwise."""
+def test_poll_may_wait_longer_than_one_blocking_read(stream: meteor.Stream) -> None:
+    """A blocking read lasts two seconds: redis-py 8 abandons a reply after five."""
     with stream.subscriber() as sub:
         start = time.monotonic()
-        assert not sub.poll(timeout=6)
-        assert time.monotonic() - start >= 6
+        assert not sub.poll(timeout=2.3)
+        assert time.monotonic() - start >= 2.3
         fill(stream, 1)
         assert drain(sub) == [0]
 
 
-def test_a_waiting_poll_is_woken_at_once_by_a_publish(
+def test_waiting_poll_is_woken_at_once_by_a_publish(
     stream: meteor.Stream, plain: redis.Redis
 ) -> None:
     published: list[float] = []
@@ -219,7 +236,7 @@ def test_a_waiting_poll_is_woken_at_once_by_a_publish(
     assert woken - published[0] < 0.5
 
 
-def test_latest_starts_behind_the_last_record_and_misses_none_after_it(
+def test_latest_starts_after_the_last_record_and_misses_none(
     stream: meteor.Stream,
 ) -> None:
     with stream.publisher() as pub:
@@ -231,7 +248,7 @@ def test_latest_starts_behind_the_last_record_and_misses_none_after_it(
                 assert drain(sub) == [2 * i + 1]
 
 
-def test_earliest_on_a_ring_that_moves_fast_never_raises(client: meteor.Client) -> None:
+def test_earliest_on_a_fast_ring_never_raises(client: meteor.Client) -> None:
     stream = client.stream("fast", capacity=20)
 
     def publish(stop: threading.Event) -> None:
@@ -247,12 +264,12 @@ def test_earliest_on_a_ring_that_moves_fast_never_raises(client: meteor.Client) 
                 assert sub.skipped == 0
 
 
-def test_earliest_means_the_first_record_when_it_is_read(client: meteor.Client) -> None:
+def test_earliest_means_the_first_record_at_the_time_of_reading(client: meteor.Client) -> None:
     stream = client.stream("ring", capacity=10)
     fill(stream, 10)
     with stream.subscriber(initial_offset="earliest") as sub:
         assert sub.position == 0
-        fill(stream, 10, 10)  # all that was there is gone
+        fill(stream, 10, 10)  # the ring drops everything before
         assert drain(sub) == list(range(20, 30))
         sub.seek("earliest")
         fill(stream, 10, 10)
@@ -262,7 +279,7 @@ def test_earliest_means_the_first_record_when_it_is_read(client: meteor.Client) 
 # Iterating
 
 
-def test_iterating_gives_records_and_the_position_follows(stream: meteor.Stream) -> None:
+def test_iteration_yields_records_and_moves_the_position(stream: meteor.Stream) -> None:
     fill(stream, 3, 40, 1)
     with stream.subscriber(initial_offset="earliest") as sub:
         for i, record in zip(range(44), sub, strict=False):
@@ -282,7 +299,7 @@ def test_breaking_out_of_a_loop_loses_nothing(stream: meteor.Stream) -> None:
 
 
 @pytest.mark.parametrize("to", [0, 3, 4, 5, 20, 59, "earliest"])
-def test_seeking_inside_a_loop_goes_on_from_there(stream: meteor.Stream, to: int | str) -> None:
+def test_seek_inside_a_loop_continues_from_there(stream: meteor.Stream, to: int | str) -> None:
     fill(stream, 10, 50)
     with stream.subscriber(initial_offset="earliest") as sub:
         seen = []
@@ -297,7 +314,7 @@ def test_seeking_inside_a_loop_goes_on_from_there(stream: meteor.Stream, to: int
         assert drain(sub) == []
 
 
-def test_polling_inside_a_loop_takes_its_records_out_of_the_loop(stream: meteor.Stream) -> None:
+def test_poll_inside_a_loop_takes_its_records_out_of_the_loop(stream: meteor.Stream) -> None:
     fill(stream, 10, 50)
     with stream.subscriber(initial_offset="earliest") as sub:
         looped, polled = [], []
@@ -322,7 +339,7 @@ def test_closing_inside_a_loop_ends_it(stream: meteor.Stream) -> None:
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_lists_taken_from_a_batch_may_grow_without_being_read_again(
+def test_changing_the_values_of_a_batch_does_not_affect_reading(
     stream: meteor.Stream,
 ) -> None:
     fill(stream, 3)
@@ -337,9 +354,7 @@ def test_lists_taken_from_a_batch_may_grow_without_being_read_again(
 # Seeking
 
 
-def test_seek_by_offset_time_and_word_all_lead_to_the_same_log(
-    client: meteor.Client, rng: random.Random
-) -> None:
+def test_seek_by_offset_time_and_keyword_agree(client: meteor.Client, rng: random.Random) -> None:
     stream = client.stream("times", capacity=50)
     end = fill(stream, *[7] * 12)
     first = stream.describe().first
@@ -364,7 +379,7 @@ def test_seek_by_offset_time_and_word_all_lead_to_the_same_log(
         assert sub.position == end
 
 
-def test_lag_counts_what_lies_ahead(stream: meteor.Stream) -> None:
+def test_lag_counts_the_records_ahead(stream: meteor.Stream) -> None:
     fill(stream, 10)
     with stream.subscriber(initial_offset="earliest") as sub:
         assert sub.lag == 10

@@ -1,4 +1,4 @@
-"""A server with the roles of docs/acl.md, for the tests of what each may do.
+"""A server with the roles of docs/acl.md, for tests of their permissions.
 
 with connect(guarded, "subscriber") as m, pytest.raises(meteor.AccessDenied):
     m.stream("orders", create=False).configure(capacity=1)
@@ -20,24 +20,31 @@ PAGE = Path(__file__).parents[2] / "docs" / "acl.md"
 
 
 def roles() -> dict[str, list[str]]:
-    """The rules of each role in the page."""
+    """Returns the ACL rules of each role in docs/acl.md."""
     block = re.search(r"```acl\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert block is not None
     lines = [line.split() for line in block[1].splitlines()]
     return {words[1]: words[2:] for words in lines}
 
 
+def dead_letter_rules() -> list[str]:
+    """Returns the rules that the page adds for dead letters."""
+    block = re.search(r"`(\([^`]*\{dead\}[^`]*\))`", PAGE.read_text())
+    assert block is not None
+    return re.findall(r"\([^)]*\)", block[1])
+
+
 @pytest.fixture(params=["valkey", "redis"])
 def guarded(request: pytest.FixtureRequest, private_server: ServerFactory) -> Server:
-    """A server with these roles, a stream that the admin made, and the scripts loaded."""
+    """A server with these roles, streams that the admin created, and loaded scripts."""
     server = private_server(kind=request.param)
     with server.client() as client:
         for name, rules in roles().items():
-            if name != "default":  # left on, for the tests' own client
+            if name != "default":  # stays enabled for the tests' own client
                 client.execute_command("ACL", "SETUSER", name, "reset", *rules)
     with connect(server, "admin") as admin:
         admin.stream("orders", capacity=100)
-        admin.stream("other")
+        admin.stream("other", create=True)
     with connect(server, "loader") as loader:
         loader.load_scripts()
     return server

@@ -1,4 +1,4 @@
-"""A stream with a store, and archivers: in this process, or in one that fails on cue.
+"""A stream with a store, and archivers in this process or in one that fails on cue.
 
     with Depot(url, tmp_path) as depot:
         end = depot.fill(1000)
@@ -6,9 +6,9 @@
         depot.archiver()
         depot.check(end)
 
-A fault says what a process does to itself, and when: "kill" (SIGKILL) or "stop" (SIGSTOP), "before"
-or "after", the name of a step of the commit and, from the second on, which of its calls. The steps
-are functions of the library, wrapped in that process alone.
+A fault names what a process does to itself, and when: "kill" (SIGKILL) or "stop" (SIGSTOP),
+"before" or "after", a step of the commit, and optionally the number of the call. The steps are
+functions of the library, wrapped only in that process.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ import meteor_py as meteor
 from meteor_py.archive.archive_term import ArchiveTerm
 from meteor_py.redis import keys
 from meteor_py.store import segment_log
+from tests.support.forking import exit_code, fork
 from tests.support.group_members import ANSWER_S, STREAM, Crew, Process, Refused, answer, serve
 from tests.support.readers import check_values, value
 from tests.support.waiting import eventually
 
-#: A lease that a test waits out, and one that it cannot have waited out.
+#: A lease that expires during a test, and one that does not.
 SHORT_S = 0.4
 LONG_S = 60.0
 
-#: The steps of a commit that a fault can name, by the functions that take them.
+#: The steps of a commit that a fault can name, and their functions.
 STEPS: dict[str, tuple[Any, str]] = {
     "append": (meteor.ParquetStore, "append"),
+    "state": (meteor.ParquetStore, "save_state"),
     "write": (segment_log, "write"),
     "fsync": (os, "fsync"),
     "rename": (os, "rename"),
@@ -50,11 +52,11 @@ STEPS: dict[str, tuple[Any, str]] = {
 
 
 def _may_mount() -> bool:
-    """Root may, but not in every container."""
+    """Returns whether this process may mount. Root may, except in some containers."""
     try:
         tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=10)
     except OSError:
-        return False  # there is no such program
+        return False  # unshare is not installed
     return tried.returncode == 0
 
 
@@ -62,7 +64,7 @@ needs_mounts = pytest.mark.skipif(not _may_mount(), reason="This user may not mo
 
 
 class Depot(Crew):
-    """A crew whose group is that of the archivers; it starts none by itself."""
+    """A crew for the group of archivers. It starts no archiver by itself."""
 
     def __init__(self, url: str, root: Path, **settings: Any) -> None:
         defaults = {"capacity": 100, "archive": False}
@@ -70,23 +72,23 @@ class Depot(Crew):
         self.root = root
 
     def open(self, **options: Any) -> None:
-        """Open the stream again; what is asked for afterwards is asked of this one."""
+        """Open the stream again, and use this handle from now on."""
         self.stream = self.client.stream(STREAM, **self._settings | options)
 
     def archiver(self, **options: Any) -> meteor.Archiver:
-        """One in this process, started; it writes what it finds without waiting for more."""
+        """Start an archiver in this process that writes records without waiting for more."""
         settings = {"segment_age": 0.0, "lease_ttl": LONG_S} | options
         archiver = self.stream.archiver(**settings)
         self._stack.callback(archiver.close)
         return archiver.start()
 
     def archive(self) -> None:
-        """Archive all that there is, and end."""
+        """Archive all records."""
         with self.archiver():
             self.stream.store.flush()
 
     def process(self, fault: str = "", **options: Any) -> ArchiverProcess:
-        """One in a process of its own; ``_Child`` has options that are not the library's."""
+        """Start an archiver in another process. For options see ``_Child``."""
         process = ArchiverProcess(self.url, self.root, fault, **options)
         self._stack.callback(process.close)
         return process
@@ -94,10 +96,10 @@ class Depot(Crew):
     def another_client(self) -> meteor.Client:
         return self._stack.enter_context(meteor.connect(self.url))
 
-    # -- what there is -------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------
 
     def fields(self, *names: str) -> list[bytes | None]:
-        """Of the meta of the stream."""
+        """Returns fields of the stream's meta."""
         found: Any = self.redis.hmget(keys.meta(STREAM), names)
         return list(found)
 
@@ -115,16 +117,16 @@ class Depot(Crew):
         return [int(last) - int(count) + 1 for last, count in ids]
 
     def files(self) -> list[str]:
-        """Whatever lies in the store, by its path in it."""
+        """Returns the paths of all files in the store."""
         return files_in(self.root)
 
     def segments(self) -> list[str]:
-        """The names of all segments that can be seen."""
+        """Returns the names of all visible segments."""
         names = (name.rpartition("/")[2] for name in self.files())
         return sorted(name for name in names if name.endswith(".parquet"))
 
     def stored(self) -> list[int]:
-        """The offsets in the files that count, whose values are checked."""
+        """Returns the offsets in the files that count, after checking their values."""
         offsets: list[int] = []
         for path in self.stream.store.files():
             table = pq.ParquetFile(path).read()
@@ -140,7 +142,7 @@ class Depot(Crew):
         return harm_of(self.stream)
 
     def check(self, end: int) -> None:
-        """Archive all that there is; then each record is in the store once, and read once."""
+        """Archive all records, and check that each is stored once and read once."""
         assert self.stream.store.flush() == end
         assert self.read() == self.stored() == list(range(end))
         assert self.harm() == []
@@ -148,12 +150,12 @@ class Depot(Crew):
 
 
 def offsets_of(stream: meteor.Stream) -> list[int]:
-    """The offsets of all records, whose values are checked."""
+    """Returns the offsets of all records, after checking their values."""
     return [offset for batch in stream.read() for offset in check_values(batch)]
 
 
 def harm_of(stream: meteor.Stream) -> list[meteor.Flaw]:
-    """What is wrong with a store, but for what does no harm."""
+    """Returns the harmful flaws of a store."""
     return [flaw for flaw in stream.store.verify() if not flaw.harmless]
 
 
@@ -166,7 +168,7 @@ def archiver_threads() -> list[threading.Thread]:
 
 
 class ArchiverProcess(Process):
-    """One archiver, started at once."""
+    """A process with one archiver."""
 
     def __init__(self, url: str, root: Path, fault: str, **options: Any) -> None:
         orders = {"url": url, "root": str(root), "fault": fault} | options
@@ -174,17 +176,17 @@ class ArchiverProcess(Process):
         self._ready = False
 
     def ready(self) -> None:
-        """Wait until it archives.
+        """Wait until the process is archiving.
 
         Raises:
-            Refused: The library did not let it.
+            Refused: The library raised.
         """
         if not self._ready:
             self._ready = True
             self._answer()
 
     def ask(self, command: str, /, *args: Any) -> Any:
-        """Have something done, and return the answer.
+        """Execute a command and return the reply.
 
         Raises:
             Refused: The library raised.
@@ -200,11 +202,11 @@ class ArchiverProcess(Process):
         return answer["value"]
 
     def wait_killed(self) -> None:
-        """Wait until it has killed itself."""
+        """Wait until the process has killed itself."""
         assert self.wait() == -signal.SIGKILL
 
     def wait_stopped(self) -> None:
-        """Wait until it has stopped itself."""
+        """Wait until the process has stopped itself."""
         self._process.wait_stopped(ANSWER_S)
 
 
@@ -212,12 +214,12 @@ class ArchiverProcess(Process):
 
 
 class _Child:
-    """What a process does when it is told so: one method for each command.
+    """The commands of a process, one method each.
 
     Args:
-        bind: Directories to mount over others, as seen by this process: it is another host.
-        background: Let the client archive by itself, as it does for who opens the stream.
-        archiver: The settings of the archiver.
+        bind: Directories to mount over others in this process, as on another host.
+        background: Let the client archive in the background, instead of an explicit archiver.
+        archiver: Settings of the archiver.
     """
 
     def __init__(
@@ -231,7 +233,7 @@ class _Child:
     ) -> None:
         for place, other in (bind or {}).items():
             self.mount(other, place)
-        self.refusals: list[str] = []  # of the commit
+        self.refusals: list[str] = []  # error names of refused commits
         self._note_refusals()
         if fault:
             plant(fault)
@@ -252,13 +254,13 @@ class _Child:
                 self.refusals.append(type(error).__name__)
                 raise
 
-        setattr(ArchiveTerm, "_advance", noting)  # noqa: B010 - mypy does not like the other way
+        setattr(ArchiveTerm, "_advance", noting)  # noqa: B010 - mypy rejects an assignment
 
     def refused(self) -> list[str]:
         return self.refusals
 
     def error(self) -> str | None:
-        """What went wrong last, by its kind."""
+        """Returns the kind of the last error."""
         assert self.archiver is not None
         return type(self.archiver.error).__name__ if self.archiver.error else None
 
@@ -266,7 +268,7 @@ class _Child:
         return bool(archiver_threads())
 
     def mount(self, directory: str, place: str) -> None:
-        """Let another directory be in a place, for this process alone."""
+        """Mount a directory over another, in this process only."""
         subprocess.run(["mount", "--bind", directory, place], check=True, timeout=ANSWER_S)
 
     def read(self) -> list[int]:
@@ -278,23 +280,22 @@ class _Child:
             self.archiver.close()
 
     def fork(self) -> list[str]:
-        """Fork, and have the child end as a program does; the archivers in it, and its code."""
+        """Fork a child that exits; returns the archivers in it, and its exit code."""
         reading, writing = os.pipe()
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             os.close(reading)
             os.write(writing, "".join(each.name for each in archiver_threads()).encode())
             self.client.close()
             raise SystemExit(0)
         os.close(writing)
+        code = exit_code(pid)
         with os.fdopen(reading) as pipe:
-            names = pipe.read()
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return [names, str(code)]
+            return [pipe.read(), str(code)]
 
 
 def plant(fault: str) -> None:
-    """Let this process fail as described."""
+    """Make this process fail as ``fault`` describes."""
     what, when, step, number = (*fault.split(), "1")[:4]
     owner, name = STEPS[step]
     taken: Callable[..., Any] = getattr(owner, name)
@@ -315,17 +316,17 @@ def plant(fault: str) -> None:
 
 
 def _fail(what: str) -> None:
-    # To this thread: another would stop in its place first, and this one go on for a moment.
+    # Signal this thread: if another one stopped first, this one would keep running.
     how = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what]
     signal.pthread_kill(threading.get_ident(), how)
 
 
 def main() -> None:
     orders = json.loads(sys.argv[1])
-    if "bind" in orders and "unshared" not in sys.argv:  # mounts of our own, from the beginning
+    if "bind" in orders and "unshared" not in sys.argv:  # private mounts, before anything is opened
         program = [sys.executable, "-m", "tests.support.archivers", sys.argv[1], "unshared"]
         os.execvp("unshare", ["unshare", "--mount", *program])
-    logging.basicConfig(level=logging.INFO)  # to be seen when a test fails
+    logging.basicConfig(level=logging.INFO)  # shown when a test fails
     try:
         child = _Child(**orders)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The ``meteor`` command as a process, as a user at a shell runs it, but with the imports done."""
+"""The ``meteor`` command as a process, as in a shell, but with its modules already imported."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import msgspec
 from tests.support.preloaded_process import PreloadedProcess, run
 
 METEOR = Path(sys.executable).parent / "meteor"
-#: Seconds after which a command hangs; generous, for a loaded machine.
+#: Seconds after which a command counts as hung; generous, for loaded machines.
 PATIENCE_S = 60.0
 
 
 class Done(NamedTuple):
-    """What a command has left."""
+    """The result of a command."""
 
     code: int
     out: bytes
@@ -38,7 +38,7 @@ class Done(NamedTuple):
 
     @property
     def objects(self) -> list[Any]:
-        """What ``--json`` printed."""
+        """The parsed output of ``--json``."""
         return [msgspec.json.decode(line) for line in self.out.splitlines()]
 
 
@@ -55,7 +55,7 @@ def meteor(
     patience_s: float = PATIENCE_S,
     preloaded: bool = True,
 ) -> Done:
-    """Run a command to its end; it finds the server by $METEOR_URL."""
+    """Run a command to its end, with $METEOR_URL set."""
     command = [str(METEOR), *arguments]
     env = environment(url, environ)
     if preloaded:
@@ -68,14 +68,14 @@ def meteor(
 
 
 def succeed(url: str | None, *arguments: str, given: bytes = b"") -> Done:
-    """The same, for a command that must succeed."""
+    """Run a command that must succeed."""
     done = meteor(url, *arguments, given=given)
     assert done.code == 0, done
     return done
 
 
 class Running:
-    """A command at work, with pipes at its ends."""
+    """A running command, with pipes for its input and output."""
 
     def __init__(self, url: str | None, *arguments: str) -> None:
         self.process = PreloadedProcess(
@@ -101,12 +101,12 @@ class Running:
         self.process.stdin.flush()
 
     def line(self, source: str = "stdout") -> str:
-        """The next line that it prints."""
+        """Returns the next line of its output."""
         pipe = getattr(self.process, source)
         deadline = time.monotonic() + PATIENCE_S
         while b"\n" not in self._seen[source]:
             ready, _, _ = select.select([pipe], [], [], max(deadline - time.monotonic(), 0.0))
-            assert ready, f"nothing came on {source}: {self._seen}"
+            assert ready, f"no output on {source}: {self._seen}"
             data = os.read(pipe.fileno(), 65536)
             assert data, f"{source} was closed: {self._seen}"
             self._seen[source] += data
@@ -114,7 +114,7 @@ class Running:
         return line.decode()
 
     def end(self, how: signal.Signals | None = None) -> Done:
-        """Send a signal, or close its input; and wait for the end."""
+        """Send a signal or close the input, and wait for the exit."""
         if how is not None:
             self.process.send_signal(how)
         out, err = self.process.communicate(timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""The process that forks each `PreloadedProcess`: it has done the imports, and no more."""
+"""The process that forks each `PreloadedProcess`. It imports the modules and does nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from meteor_cli.main import COMMANDS
 
-#: Files that arrive with a request: connection, stdin, stdout, stderr.
+#: File descriptors sent with a request: connection, stdin, stdout, stderr.
 _FILES = 4
 
 
@@ -38,7 +38,7 @@ class _Request:
             os.close(file)
 
     def apply(self) -> None:
-        """Take over files, folder and environment, like a process that was just started."""
+        """Apply files, folder and environment, as in a newly started process."""
         if self._options["session"]:
             os.setsid()
         for number, file in enumerate(self._files):
@@ -57,7 +57,7 @@ class _Request:
         _set_file("stderr", open(2, "w", 1, "utf-8", escaped, closefd=False))  # noqa: SIM115
 
     def run(self) -> None:
-        """As ``python ARGUMENTS`` does."""
+        """Run like ``python ARGUMENTS``."""
         arguments = self.arguments
         while arguments[0] == "-W":
             warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ class _ForkServer:
             connection = socket.socket(fileno=files[0])
             try:
                 request = _Request(connection, files[1:])
-            except (OSError, ValueError):  # the requester has given up
+            except (OSError, ValueError):  # the requester is gone
                 for file in (connection.detach(), *files[1:]):
                     os.close(file)
                 continue
@@ -117,7 +117,7 @@ class _ForkServer:
         """Return True in the child. The parent waits until the child is set up, or has ended."""
         settled, settling = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # a thread of pyarrow's
+            warnings.simplefilter("ignore", DeprecationWarning)  # pyarrow runs a thread
             pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)
@@ -131,7 +131,7 @@ class _ForkServer:
             return True
         request.close()
         os.close(settling)
-        os.read(settled, 1)  # the end of it
+        os.read(settled, 1)  # returns when the child has closed it
         os.close(settled)
         self._children[pid] = connection
         _report(connection, pid)

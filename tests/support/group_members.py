@@ -1,4 +1,4 @@
-"""Members of a group in processes of their own, and a look at the group from outside.
+"""Group members in other processes, and the group as the server sees it.
 
     with Crew(url) as crew:
         crew.fill(3)
@@ -7,9 +7,8 @@
         first.kill()
         assert second.poll(10) == [0, 1, 2]
 
-A `Member` is a child process with one subscriber. It does what it is told, one thing after the
-other, and answers; every answer is waited for with a deadline. It ends with the test, however that
-comes about.
+A `Member` is a child process with one subscriber. It executes commands one after the other and
+replies; every wait for a reply has a deadline. It ends with the test, whatever the outcome.
 """
 
 from __future__ import annotations
@@ -34,20 +33,21 @@ import redis
 import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.testing.watchdog import Watchdog
+from tests.support.forking import exit_code, fork
 from tests.support.preloaded_process import PreloadedProcess
 from tests.support.readers import check_values, fill
 
 STREAM = "orders"
 GROUP = "billing"
 
-#: Seconds for an answer, besides what the command itself may take: only a failing test waits.
+#: Seconds to wait for a reply, in addition to the command's own timeout.
 ANSWER_S = 30.0
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 class Refused(Exception):
-    """A member was told to do something, and the library raised ``kind``."""
+    """A command failed in a member: the library raised ``kind``."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 class State(NamedTuple):
-    """What a member says of itself."""
+    """The state that a member reports."""
 
     assigned: bool
     term: int | None
@@ -64,7 +64,7 @@ class State(NamedTuple):
 
 
 class Process:
-    """A child process that is talked to by lines. It ends with the test at the latest."""
+    """A child process that exchanges lines with the test. It ends with the test at the latest."""
 
     def __init__(self, *args: str) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="meteor-member-"))
@@ -76,7 +76,7 @@ class Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # a Ctrl-C is for the tests
+                start_new_session=True,  # Ctrl-C is for the tests
             )
         self._watchdog = Watchdog(self._directory)
         self._watchdog.guard(self._process.pid)
@@ -87,13 +87,13 @@ class Process:
         self._process.stdin.write(line.encode() + b"\n")
 
     def read(self, within_s: float = ANSWER_S) -> str:
-        """The next line that it prints."""
+        """Returns the next line of its output."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + within_s
         while b"\n" not in self._received:
             left = max(deadline - time.monotonic(), 0.0)
             if not select.select([self._process.stdout], [], [], left)[0]:
-                raise AssertionError(f"No answer within {within_s:g} s; its log: {self._words()}")
+                raise AssertionError(f"No reply within {within_s:g} s; its log: {self._words()}")
             part = self._process.stdout.read(65_536)
             if not part:
                 raise AssertionError(f"The member has ended; its log: {self._words()}")
@@ -102,27 +102,27 @@ class Process:
         return line.decode()
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is dead."""
+        """Send SIGKILL and wait for the exit."""
         self._process.kill()
         self._process.wait(ANSWER_S)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         self._process.terminate()
 
     def pause(self) -> None:
-        """SIGSTOP, in force when this returns."""
+        """Send SIGSTOP and wait until it takes effect."""
         self._process.pause(ANSWER_S)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
     def wait(self) -> int:
-        """Wait for its end, and return the code of its exit."""
+        """Wait for the exit and return the exit code."""
         return self._process.wait(ANSWER_S)
 
     def close(self) -> None:
-        """Kill it if it still runs. Twice is fine."""
+        """Kill it if it still runs. Idempotent."""
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -135,7 +135,7 @@ class Process:
 
 
 class Member(Process):
-    """One subscriber, started at once; the first command waits until it is ready."""
+    """A process with one subscriber. The first command waits until it is ready."""
 
     def __init__(self, url: str, stream: str, group: str, **options: Any) -> None:
         orders = {"url": url, "stream": stream, "group": group, "options": options}
@@ -145,13 +145,13 @@ class Member(Process):
 
     @property
     def name(self) -> str:
-        """Its name as the owner of a lease; waits until it is ready."""
+        """The member's name as owner of a lease; waits until it is ready."""
         if self._name is None:
             self._name = json.loads(self.read())["value"]
         return self._name
 
     def ask(self, command: str, /, *args: Any, within_s: float = ANSWER_S) -> Any:
-        """Have something done, and return the answer.
+        """Execute a command and return the reply.
 
         Raises:
             Refused: The library raised.
@@ -160,9 +160,9 @@ class Member(Process):
         return self.answer(within_s)
 
     def tell(self, command: str, /, *args: Any) -> None:
-        """The same without waiting: ``answer`` gets the answer."""
+        """Send a command without waiting; ``answer`` returns the reply."""
         assert self.name
-        assert not self._unanswered, "it does one thing after the other"
+        assert not self._unanswered, "a member executes one command at a time"
         self.write(json.dumps([command, *args]))
         self._unanswered += 1
 
@@ -174,17 +174,17 @@ class Member(Process):
         return answer["value"]
 
     def poll(self, timeout: float = 5.0, max_records: int = 10_000) -> list[int]:
-        """The offsets of the batch, whose values it has checked."""
+        """Returns the offsets of a batch, whose values the member has checked."""
         offsets: list[int] = self.ask("poll", timeout, max_records, within_s=timeout + ANSWER_S)
         return offsets
 
     def step(self, number: int = 1) -> list[int]:
-        """The offsets of so many turns of its loop, which goes on where it was."""
+        """Returns the offsets of the next ``number`` records of its loop."""
         offsets: list[int] = self.ask("step", number)
         return offsets
 
     def confirm(self, offset: int | None = None) -> int:
-        """What the Ack says."""
+        """Confirm, and return the result of the Ack."""
         confirmed: int = self.ask("confirm", offset)
         return confirmed
 
@@ -194,7 +194,7 @@ class Member(Process):
 
 
 class Event(NamedTuple):
-    """A change of the group, at a time of the server's clock."""
+    """A change of the group, timed by the server's clock."""
 
     ms: int
     what: str
@@ -203,7 +203,7 @@ class Event(NamedTuple):
 
 
 class Crew:
-    """A stream, its one group, and who reads for it; closes whatever it opened."""
+    """A stream, its one group, and the group's members; closes everything it opened."""
 
     def __init__(self, url: str, group: str = GROUP, **settings: Any) -> None:
         self.url = url
@@ -213,7 +213,7 @@ class Crew:
 
     def __enter__(self) -> Self:
         self.client = self._stack.enter_context(meteor.connect(self.url))
-        self.stream = self.client.stream(STREAM, **self._settings)
+        self.stream = self.client.stream(STREAM, create=True, **self._settings)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -223,35 +223,35 @@ class Crew:
     def redis(self) -> redis.Redis:
         return self.client.redis
 
-    # -- who reads -----------------------------------------------------------------------------
+    # -- members -------------------------------------------------------------------------------
 
     def member(self, *, url: str = "", group: str = "", **options: Any) -> Member:
-        """One in a process of its own."""
+        """Start a member in another process."""
         member = Member(url or self.url, STREAM, group or self.group, **options)
         self._stack.callback(member.close)
         return member
 
     def members(self, number: int, **options: Any) -> list[Member]:
-        """Several, started at once and ready."""
+        """Start several members at once, and wait until they are ready."""
         members = [self.member(**options) for _ in range(number)]
         assert len({member.name for member in members}) == number
         return members
 
     def program(self, text: str, *args: str) -> Process:
-        """A program in a process of its own, whose first argument is the address."""
+        """Start a program in another process; its first argument is the URL."""
         process = Process("-c", text, self.url, *args)
         self._stack.callback(process.close)
         return process
 
     def subscriber(self, **options: Any) -> meteor.Subscriber:
-        """One in this process."""
+        """Open a subscriber in this process."""
         settings: dict[str, Any] = {"group": self.group} | options
         subscriber = self.stream.subscriber(**settings)
         self._stack.callback(discard, subscriber)
         return subscriber
 
     def fill(self, *sizes: int) -> int:
-        """Append frames of so many records each; return the next offset."""
+        """Append frames of these sizes; returns the next offset."""
         return fill(self.stream, *sizes)
 
     # -- the group as the server sees it -------------------------------------------------------
@@ -265,26 +265,26 @@ class Crew:
 
     @property
     def confirmed(self) -> int | None:
-        """None if nothing was ever confirmed."""
+        """The confirmed offset; None if nothing was ever confirmed."""
         found = self.field("confirmed")
         return None if found is None else int(found)
 
     @property
     def owner(self) -> str | None:
-        """Who holds the lease."""
+        """The member that holds the lease."""
         found: Any = self.redis.get(keys.lease(STREAM, self.group))
         return None if found is None else found.decode().partition(" ")[0]
 
     @property
     def lease_left_ms(self) -> int:
-        """What is left of the lease: -2 if nobody has it."""
+        """The remaining time of the lease; -2 if it is free."""
         left: Any = self.redis.pttl(keys.lease(STREAM, self.group))
         return int(left)
 
     def take_away(self, member: str = "somebody") -> None:
-        """Give the lease to somebody else, behind the back of all: as if another had won it."""
+        """Give the lease to another member in Redis, as if it had acquired it."""
         term = int(self.field("term") or 0) + 1
-        self.set_fields(term=term, owner=member, nonce="a nonce of his own")
+        self.set_fields(term=term, owner=member, nonce="another nonce")
         self.redis.set(keys.lease(STREAM, self.group), f"{member} {term}")
 
     def server_ms(self) -> int:
@@ -292,7 +292,7 @@ class Crew:
         return int(seconds * 1000 + micros // 1000)
 
     def events(self, *what: str) -> list[Event]:
-        """What happened to this group, or only events of these kinds."""
+        """Returns the events of this group, or only those of these kinds."""
         found: Any = self.redis.xrange(keys.events(STREAM))
         events: list[Event] = []
         for entry_id, raw in found:
@@ -305,7 +305,7 @@ class Crew:
 
 
 def discard(subscriber: meteor.Subscriber) -> None:
-    """Close a subscriber whose confirms are of no interest any more."""
+    """Close a subscriber, ignoring errors."""
     try:
         subscriber.close()
     except meteor.MeteorError:
@@ -316,7 +316,7 @@ def discard(subscriber: meteor.Subscriber) -> None:
 
 
 class _Child:
-    """What a member does when it is told so: one method for each command."""
+    """The commands of a member, one method each."""
 
     def __init__(self, url: str, stream: str, group: str, options: dict[str, Any]) -> None:
         self.client = meteor.connect(url)
@@ -339,7 +339,7 @@ class _Child:
         return State(sub.is_assigned, sub.term, sub.position, sub.confirmed)
 
     def take(self, number: int, pause_s: float) -> list[int]:
-        """Iterate over so many records, confirming each after a while of work."""
+        """Iterate over ``number`` records, confirming each after ``pause_s`` of work."""
         offsets: list[int] = []
         for record in self.subscriber:
             time.sleep(pause_s)
@@ -347,10 +347,10 @@ class _Child:
             offsets.append(record.offset)
             if len(offsets) == number:
                 return offsets
-        raise RuntimeError("The records came to an end.")
+        raise RuntimeError("The loop over the records ended.")
 
     def step(self, number: int) -> list[int]:
-        """Some turns of a loop, which ends only by an error."""
+        """Take records from an endless loop; only an error ends it."""
         loop = self.loop or iter(self.subscriber)
         self.loop = None
         offsets = [next(loop).offset for _ in range(number)]
@@ -358,7 +358,7 @@ class _Child:
         return offsets
 
     def receive(self, fails: int) -> str:
-        """Have a receiver work until its handler raises; return what it says of that."""
+        """Run a receiver until its handler raises; returns the receiver's error."""
 
         def handle(record: meteor.Record) -> None:
             if record.offset == fails:
@@ -369,7 +369,7 @@ class _Child:
         return repr(receiver.error)
 
     def hang(self, seconds: float) -> None:
-        """Do not poll: the work of a slow or stuck application."""
+        """Do not poll, like a slow or stuck application."""
         time.sleep(seconds)
 
     def close(self) -> None:
@@ -385,12 +385,12 @@ class _Child:
         self.client.close()
 
     def drop(self) -> None:
-        """Forget the subscriber without closing it."""
+        """Drop the subscriber without closing it."""
         del self.subscriber
         gc.collect()
 
     def leave(self) -> NoReturn:
-        """End as a program does that closes nothing."""
+        """Exit without closing anything."""
         raise SystemExit(0)
 
     def leave_with_confirm(self) -> NoReturn:
@@ -398,9 +398,9 @@ class _Child:
         raise SystemExit(0)
 
     def fork(self) -> list[str]:
-        """Fork, and have the child try everything and end as a program does; what it was told."""
+        """Fork a child that tries everything and exits; returns its errors and its exit code."""
         reading, writing = os.pipe()
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             os.close(reading)
             sub = self.subscriber
@@ -410,10 +410,9 @@ class _Child:
             sub.close()
             raise SystemExit(0)
         os.close(writing)
+        code = exit_code(pid)
         with os.fdopen(reading) as pipe:
-            told = pipe.read()
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return [*told.split(), str(code)]
+            return [*pipe.read().split(), str(code)]
 
 
 def _error_of(call: Any) -> str:
@@ -431,7 +430,7 @@ def main() -> None:
 
 
 def serve(child: object) -> None:
-    """Do what each line says, and answer, until there are no more."""
+    """Execute the command of each input line and reply, until the input ends."""
     for line in sys.stdin:
         command, *args = json.loads(line)
         try:

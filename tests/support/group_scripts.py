@@ -1,4 +1,4 @@
-"""The scripts of subscriber groups at hand, for tests that call them without the library."""
+"""The scripts of subscriber groups, for tests that call them directly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import meteor_py as meteor
 from meteor_py.redis import keys, scripts
-from tests.client.test_scripts import HISTORY, LIFE, Bench
+from tests.client.test_scripts import HISTORY, INCARNATION, Bench
 
 TTL_MS = 60_000
 
@@ -14,7 +14,7 @@ Answer = tuple[Any, ...]
 
 
 class GroupBench(Bench):
-    """A stream ``s`` with a group ``g``, and each script as a method that returns its answer."""
+    """A stream ``s`` with a group ``g``, and each script as a method that returns its reply."""
 
     def __init__(self, client: meteor.Client, name: str = "s", group: str = "g") -> None:
         super().__init__(client, name)
@@ -23,10 +23,21 @@ class GroupBench(Bench):
         self.events, self.groups = keys.events(name), keys.groups(name)
 
     def open(
-        self, start: int | str = 0, *, create: bool = True, floating: bool = False, life: str = LIFE
+        self,
+        start: int | str = 0,
+        *,
+        create: bool = True,
+        floating: bool = False,
+        incarnation: str = INCARNATION,
     ) -> Answer:
         script_keys = [self.meta, self.group, self.lease, self.groups]
-        args = (life, self.g, "create" if create else "", start, "floating" if floating else "")
+        args = (
+            incarnation,
+            self.g,
+            "create" if create else "",
+            start,
+            "floating" if floating else "",
+        )
         return self.answer(scripts.OPEN_GROUP, script_keys, *args)
 
     def acquire(
@@ -36,19 +47,25 @@ class GroupBench(Bench):
         *,
         ttl_ms: int = TTL_MS,
         expired: int | str = "",
-        life: str = LIFE,
+        incarnation: str = INCARNATION,
     ) -> Answer:
-        args = (life, self.g, member or f"m-{nonce}", nonce, ttl_ms, expired)
+        args = (incarnation, self.g, member or f"m-{nonce}", nonce, ttl_ms, expired)
         return self.answer(scripts.ACQUIRE_LEASE, self.owned, *args, 0)
 
     def renew(
-        self, nonce: str, term: int, *, ttl_ms: int = TTL_MS, life: str = LIFE, member: str = ""
+        self,
+        nonce: str,
+        term: int,
+        *,
+        ttl_ms: int = TTL_MS,
+        incarnation: str = INCARNATION,
+        member: str = "",
     ) -> Answer:
-        args = (life, self.g, member or f"m-{nonce}", nonce, ttl_ms, term, 1)
+        args = (incarnation, self.g, member or f"m-{nonce}", nonce, ttl_ms, term, 1)
         return self.answer(scripts.RENEW_LEASE, self.owned, *args)
 
     def release(self, nonce: str, *, lapse: bool = False, lease: str = "") -> Answer:
-        """Give up the lease; ``lapse``: as it is now, or as ``lease`` says."""
+        """Release the lease. With ``lapse``, pass its current value, or ``lease`` if given."""
         script_keys = [self.group, self.lease, self.events]
         known = (lease or self.lease_text() or "expired") if lapse else ""
         args = (self.g, f"m-{nonce}", nonce, known)
@@ -62,9 +79,9 @@ class GroupBench(Bench):
         *,
         epoch: int = 1,
         history: str = HISTORY,
-        life: str = LIFE,
+        incarnation: str = INCARNATION,
     ) -> Answer:
-        args = (life, history, nonce, term, epoch, offset)
+        args = (incarnation, history, nonce, term, epoch, offset)
         return self.answer(scripts.CONFIRM_OFFSET, [self.meta, self.group], *args)
 
     def seek(
@@ -74,18 +91,20 @@ class GroupBench(Bench):
         floating: bool = False,
         force: bool = False,
         request: str = "r",
-        life: str = LIFE,
+        incarnation: str = INCARNATION,
     ) -> Answer:
         script_keys = [self.meta, self.group, self.lease, self.events, self.groups]
         flags = ("floating" if floating else "", "force" if force else "")
-        return self.answer(scripts.SEEK_GROUP, script_keys, life, self.g, offset, *flags, request)
+        return self.answer(
+            scripts.SEEK_GROUP, script_keys, incarnation, self.g, offset, *flags, request
+        )
 
-    def delete(self, *, force: bool = False, life: str = LIFE) -> Answer:
+    def delete(self, *, force: bool = False, incarnation: str = INCARNATION) -> Answer:
         script_keys = [self.meta, self.group, self.lease, self.events, self.groups]
-        args = (life, self.g, "force" if force else "")
+        args = (incarnation, self.g, "force" if force else "")
         return self.answer(scripts.DELETE_GROUP, script_keys, *args)
 
-    # -- looks ---------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------
 
     @property
     def owned(self) -> list[str]:
@@ -96,7 +115,7 @@ class GroupBench(Bench):
         return tuple(x.decode() if isinstance(x, bytes) else x for x in answer)
 
     def expire(self) -> None:
-        """Let the lease run out."""
+        """Let the lease expire."""
         self.plain.delete(self.lease)
 
     def field(self, name: str) -> str | None:
@@ -126,7 +145,7 @@ class GroupBench(Bench):
         return [{k.decode(): v.decode() for k, v in fields.items()} for _, fields in found]
 
     def snapshot(self) -> dict[bytes, Any]:
-        """All that is stored, but for times to live."""
+        """Returns the contents of all keys, without their times to live."""
         looks: dict[Any, Any] = {
             b"hash": self.plain.hgetall,
             b"stream": self.plain.xrange,

@@ -1,4 +1,4 @@
-"""Java, without which there is no Spark."""
+"""Java, which Spark needs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-#: For a Spark in a test: it starts sooner, and asks nobody for the machine's name.
+#: Environment of Spark in tests: it starts faster, and does not look up the host name.
 SPARK_ENVIRONMENT = {
     "SPARK_LOCAL_IP": "127.0.0.1",
     "JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
 }
-#: For one that we start ourselves: its Python starts sooner, too.
+#: Environment that makes Spark's Python start faster too.
 SPARK_PYTHON = {
     "PYSPARK_PYTHON": str(Path(__file__).with_name("spark_python.sh")),
     "METEOR_TEST_PYTHON": sys.executable,
@@ -22,7 +22,7 @@ SPARK_PYTHON = {
 
 
 def require_java() -> None:
-    """Skip without a Java, but never where the whole suite is meant to run."""
+    """Skip without Java, except in CI, where the whole suite must run."""
     if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
         missing = "Java is not installed (Debian: apt-get install openjdk-17-jre-headless)."
         if os.environ.get("CI") == "true":

@@ -1,11 +1,11 @@
-"""Handles of one peer group, each on a client of its own, as in processes of their own.
+"""Handles of one peer group, each with its own client, as in separate processes.
 
     with Post(url) as post:
         group, other = post.group(), post.group()
         me = other.join("me")
         ...
 
-`Record` is a handler that notes what it gets, and `Gate` one that waits until it is let go.
+`Record` is a handler that records its messages; `Gate` blocks in its handler until it is opened.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.peering import on_key
 from tests.support.waiting import eventually
 
 NAME = "workers"
-#: Seconds for what is to happen: only a failing test waits for so long.
+#: Seconds to wait for an event: only a failing test waits that long.
 SOON_S = 20.0
 VERBS = ("tell", "send", "ask")
 
@@ -63,7 +63,7 @@ def say(group: PeerGroup, to: str, verb: str, *args: Any, **options: Any) -> Fut
 
 
 class Record:
-    """A handler that notes the messages, and answers with what ``answer`` makes of them."""
+    """A handler that records messages, and replies with ``answer(message)``."""
 
     def __init__(self, answer: Callable[[Message], Any] = lambda message: None) -> None:
         self.messages: list[Message] = []
@@ -78,12 +78,12 @@ class Record:
         return [message.body for message in self.messages]
 
     def wait_for(self, count: int) -> list[Message]:
-        eventually(lambda: len(self.messages) >= count, SOON_S, f"not {count} messages came")
+        eventually(lambda: len(self.messages) >= count, SOON_S, f"fewer than {count} messages")
         return self.messages
 
 
 class Gate(Record):
-    """One that is in the middle of its work until it is let go."""
+    """A handler that blocks until ``open`` is set."""
 
     def __init__(self, answer: Callable[[Message], Any] = lambda message: None) -> None:
         super().__init__(answer)
@@ -96,20 +96,20 @@ class Gate(Record):
         return super().__call__(message)
 
     def wait_until_entered(self) -> None:
-        assert self.entered.wait(SOON_S), "no message came"
+        assert self.entered.wait(SOON_S), "no message arrived"
 
 
 def abandon(group: PeerGroup) -> None:
-    """As if its process had died: its members are heard of no more, and take no more messages."""
+    """Stop heartbeats and inboxes, as if the process had died."""
     for membership in group._handle.local_members():
         membership.stop_inbox()
     group._handle.heartbeat.stop()
 
 
 def failure(future: Future[Any]) -> BaseException:
-    """The error of a future, which must have one."""
+    """Returns the error of a future, which must have failed."""
     error = future.exception(SOON_S)
-    assert error is not None, "it did not fail"
+    assert error is not None, "the request did not fail"
     return error
 
 
@@ -122,7 +122,7 @@ def inbox_length(group: PeerGroup, member: str) -> int:
 
 
 def wait_until_expired(group: PeerGroup, member: str) -> None:
-    """Return when the first message in an inbox is over, for this handle too."""
+    """Wait until the first message in an inbox has expired, by this handle's clock too."""
     (first,) = on_key(group, "XRANGE", f"inbox:{member}", "-", "+", "COUNT", 1)
     fields = dict(zip(first[1][::2], first[1][1::2], strict=True))
     until = int(fields[b"until"]) / 1000

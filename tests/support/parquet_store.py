@@ -1,4 +1,4 @@
-"""A Parquet store with three segments of three row groups, for tests that look into its folder."""
+"""A Parquet store with three segments of three row groups, for tests that inspect its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meteor_py.store import maintenance
 from meteor_py.store.parquet import ParquetStore
 from meteor_py.testing.store_contract import INCARNATION, records
 
-#: Where the segments begin, and the last one ends.
+#: The offsets at which the segments begin, and the end of the last.
 EDGES = (0, 40, 80, 120)
 END = EDGES[-1]
 #: The records of a row group, for `segment_file.GROUP_RECORDS`.
@@ -36,7 +36,7 @@ def filled(root: Path) -> ParquetStore:
 
 
 def names(root: Path) -> set[str]:
-    """What lies in the folder, whether it counts or not."""
+    """Returns all names in the folder, including files that do not count."""
     return set(os.listdir(root / "s" / INCARNATION))
 
 
@@ -54,7 +54,7 @@ def make_old(path: Path, seconds: float = maintenance.GRACE_S + 60) -> None:
 
 
 def readable(store: ParquetStore, start: int = 0, stop: int = END) -> set[int]:
-    """The offsets that can be read, each of them right; damage is passed over as users do."""
+    """Returns the readable offsets, after checking them; skips damage as users would."""
     found: set[int] = set()
     while start < stop:
         try:
@@ -66,10 +66,10 @@ def readable(store: ParquetStore, start: int = 0, stop: int = END) -> set[int]:
         except CorruptSegment as error:
             damaged = range(error.first, error.last + 1)
             start = damaged.stop if start in damaged else stop + 1
-    assert start == stop, "damage is named that is elsewhere"
+    assert start == stop, "the error names the wrong offsets"
     return found
 
 
 def everything_said(error: BaseException) -> str:
-    """All that may come into a log: the messages of the causes, too."""
+    """Returns all text that a log could show, including the causes."""
     return "".join(traceback.format_exception(error, chain=True)) + repr(error)

@@ -17,7 +17,7 @@ def group(post: Post) -> PeerGroup:
 
 @pytest.fixture
 def crew(group: PeerGroup) -> list[Membership]:
-    """Two members: one leads, one fails what it gets on the queue "hard"."""
+    """Two members: one leads, the other fails every message on the queue "hard"."""
     members = [group.join("w1", metadata={"host": HOSTILE}, priority=5), group.join("w2")]
     for member in members:
         member.on("jobs")(lambda message: {"did": message.body, "by": message.member})

@@ -1,12 +1,12 @@
-"""Processes that take part in peer groups: in several of them, with several members, as one
-who looks on, or coming and going under load.
+"""Processes that take part in peer groups: with several groups or members, as observers, or joining
+and leaving under load.
 
     with Nodes(url) as nodes:
         one, two = nodes.start(2, "workers", ttl=60)
         member = one.ask("join", "workers")
         two.ask("watch", "workers")
 
-What happened comes back as plain lists: the tests compare it with what others saw.
+They report what happened as plain lists, which tests compare between processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import meteor_py as meteor
 from meteor_py.errors import MembershipLost, MeteorError
 from meteor_py.peers.event import Event
 from meteor_py.peers.group import PeerGroup
-from meteor_py.peers.leadership import Term
 from meteor_py.peers.membership import Membership
 from meteor_py.peers.messaging.message import Message
 from meteor_py.peers.messaging.replies import Replies
@@ -36,17 +35,15 @@ from tests.support.group_members import Process, answer, serve
 from tests.support.mailing import SOON_S
 from tests.support.peering import Peer, step_clocks
 
-#: The queue that every member has a handler for, and the one whose messages it also answers by one
-#: of its own, to the sender.
+#: The queue for which every member has a handler.
 BOX = "box"
-QUESTIONS = "questions"
-#: Seconds that a question may take. Nobody is to need them.
+#: Timeout of a request in seconds. No test should need all of it.
 PATIENCE_S = 30.0
-#: Whom questions under load are for.
+#: Targets of requests under load.
 TARGETS = ("leader", "any", "all", "member")
-#: Seconds for the answer to a command that takes its time: only a failing test waits so long.
+#: Seconds for the reply to a slow command: only a failing test waits that long.
 STORM_S = 90.0
-#: Questions of one process that are open at a time.
+#: Concurrent requests of one process.
 _OPEN = 8
 
 
@@ -66,7 +63,7 @@ class Node(Peer):
 
 
 class Nodes:
-    """Starts processes, several at once, and ends them."""
+    """Starts processes, several at once, and stops them at the end."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -81,11 +78,10 @@ class Nodes:
     def start(
         self, number: int, group: str = "", *, stepped: bool = False, **settings: Any
     ) -> list[Node]:
-        """Some that have opened a group.
+        """Start processes that have opened a group.
 
         Args:
-            stepped: Their scripts add the key ``step`` of a group to the clock, as after
-                ``step_clocks`` here.
+            stepped: Call ``step_clocks`` in each process.
         """
         nodes = [Node(self._url, stepped=stepped) for _ in range(number)]
         for node in nodes:
@@ -104,10 +100,10 @@ def nodes(url: str) -> Iterator[Nodes]:
 def ask_all(
     nodes: list[Node], command: str, *args: Any, each: list[Any] | None = None
 ) -> list[Any]:
-    """Have all do the same at once; their answers.
+    """Send all processes the same command at once, and return their replies.
 
     Args:
-        each: One more argument, another for each of them.
+        each: An additional argument per process.
     """
     for number, node in enumerate(nodes):
         node.tell(command, *args, *([] if each is None else [each[number]]))
@@ -115,7 +111,7 @@ def ask_all(
 
 
 def plain(event: Event) -> dict[str, Any]:
-    """An event as it can be compared over processes."""
+    """Returns an event in a form that can be compared between processes."""
     found = asdict(event)
     found["fields"] = {name: value.decode() for name, value in event.fields.items()}
     return found
@@ -125,23 +121,19 @@ def plain(event: Event) -> dict[str, Any]:
 
 
 class _Child:
-    """What a process does when it is told so: one method for each command."""
+    """The commands of a process, one method each."""
 
     def __init__(self, url: str, *, stepped: bool) -> None:
         if stepped:
-            step_clocks(pytest.MonkeyPatch())  # for as long as the process lives
+            step_clocks(pytest.MonkeyPatch())  # until the process ends
         self.client = meteor.connect(url)
         self.groups: dict[str, PeerGroup] = {}
         self.mine: dict[str, Membership] = {}
         self.seen: list[Event] = []
         self.got: list[dict[str, Any]] = []
-        #: The ids of members that have left, and what they got afterwards.
+        #: The ids of members that have left, and messages that they got afterwards.
         self.gone: set[str] = set()
         self.too_late: list[Any] = []
-        self.term: Term | None = None
-        self.campaigns: list[Any] = []
-        self.office_ends = threading.Event()
-        self.office_fails = False
 
     # -- members and observers
 
@@ -159,13 +151,7 @@ class _Child:
             self.got.append(facts | {"group": group, "sent_ms": round(message.sent_at * 1000)})
             return {"by": message.member, "body": message.body}
 
-        def write_back(message: Message) -> Any:
-            assert message.sender is not None
-            me.member(message.sender).tell(BOX, {"answer": message.body})
-            return note(message)
-
         me.on(BOX)(note)
-        me.on(QUESTIONS)(write_back)
         return me.id
 
     def leave(self, group: str) -> None:
@@ -174,7 +160,7 @@ class _Child:
         self.gone.add(me.id)
 
     def watch(self, group: str, how: str = "callback") -> None:
-        """See all events from now on."""
+        """Record all events from now on."""
         if how == "callback":
             self.groups[group].on_event(self.seen.append)
         else:
@@ -196,43 +182,6 @@ class _Child:
             "lost": bool(me and me.lost.is_set()),
         }
 
-    def hold_term(self, group: str) -> int:
-        """Keep the term that it has."""
-        self.term = self.mine[group].term
-        assert self.term is not None
-        return self.term.number
-
-    def held_term(self) -> list[bool]:
-        """Whether that is valid, and was ever lost."""
-        assert self.term is not None
-        return [self.term.valid, self.term.lost.is_set()]
-
-    # -- leading
-
-    def campaign(self, group: str, timeout: float | None = None) -> None:
-        """Wait to lead, in a thread, and lead until ``end_office``."""
-        me = self.mine[group]
-
-        def run() -> None:
-            try:
-                with me.leadership(timeout):
-                    self.campaigns.append("leads")
-                    self.office_ends.wait(PATIENCE_S)
-                    if self.office_fails:
-                        raise ZeroDivisionError
-                self.campaigns.append("ended")
-            except Exception as error:
-                self.campaigns.append(type(error).__name__)
-
-        threading.Thread(target=run, daemon=True).start()
-
-    def end_office(self, *, fails: bool = False) -> None:
-        self.office_fails = fails
-        self.office_ends.set()
-
-    def came_of_it(self) -> list[str]:
-        return self.campaigns
-
     # -- messages
 
     def heard(self) -> list[dict[str, Any]]:
@@ -245,16 +194,10 @@ class _Child:
         for body in bodies:
             self.mine[group].all.tell(BOX, body).result(SOON_S)
 
-    def ask_leader(self, group: str, bodies: list[Any]) -> list[Any]:
-        """All of them at once; the answers."""
-        target = self.mine[group].leader_proxy
-        futures = [target.ask(QUESTIONS, body, timeout=PATIENCE_S) for body in bodies]
-        return [future.result(PATIENCE_S) for future in futures]
-
-    # -- coming and going
+    # -- joining and leaving
 
     def storm(self, group: str, members: int, times: int, seed: float) -> None:
-        """Members that join and leave so many times each, in two threads."""
+        """Let members join and leave ``times`` times each, in two threads."""
         with ThreadPoolExecutor(2) as threads:
             halves = [
                 threads.submit(self._toggle, group, f"{seed}-{half}", members // 2, times)
@@ -276,14 +219,16 @@ class _Child:
                 here[place] = self.groups[group].join(name)
 
     def roam(self, group: str, turns: int, seed: float) -> dict[str, list[Any]]:
-        """Join, leave, tell all, resign, at random; what it told, and the ids that it had. In the
-        end it is a member."""
+        """Join, leave, tell all and resign at random, ending as a member.
+
+        Returns the messages that were sent, and the ids of the members.
+        """
         return self._roam(group, turns, seed, lambda: False)
 
     def roam_and_ask(
         self, group: str, turns: int, questions: int, seed: float
     ) -> dict[str, list[Any]]:
-        """The same, while another thread asks; also what became of each question."""
+        """Like ``roam``, while another thread sends requests; also returns their outcomes."""
         with ThreadPoolExecutor(1) as threads:
             asking = threads.submit(self._ask, group, questions, seed)
             found = self._roam(group, turns, seed, lambda: not asking.done())
@@ -309,17 +254,17 @@ class _Child:
             else:
                 told.append(f"{seed}-{turn}")
                 me.all.tell(BOX, told[-1]).result(SOON_S)
-        raise AssertionError  # it counts for ever
+        raise AssertionError  # count() never ends
 
     def _ask(self, group: str, questions: int, seed: float) -> list[list[Any]]:
-        """Ask; for each question whom, what, and the answers or the name of the error."""
+        """Send requests; returns target, body, and replies or error name of each."""
         rng = random.Random(-seed)
         asked: list[tuple[str, str, Future[Any]]] = []
         for number in range(questions):
             to, body = rng.choice(TARGETS), f"{seed}?{number}"
             try:
                 future = self._target(group, to, rng).ask(BOX, body, timeout=PATIENCE_S)
-            except MembershipLost as error:  # it left between looking and asking
+            except MembershipLost as error:  # the member left just before
                 future = Future()
                 future.set_exception(error)
             asked.append((to, body, future))
@@ -336,12 +281,12 @@ class _Child:
         return sender.leader_proxy if to == "leader" else getattr(sender, to)
 
 
-#: What is noted of a message.
+#: The recorded fields of a message.
 _FACTS = ("member", "body", "sender", "from_leader", "queue")
 
 
 def outcome(future: Future[Any]) -> tuple[str, Any]:
-    """How a question ended: by answers, by member, or by an error, by its name."""
+    """Returns the outcome of a request: replies by member, or the name of the error."""
     try:
         value = future.result(2 * PATIENCE_S)
     except MeteorError as error:

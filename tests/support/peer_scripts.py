@@ -1,4 +1,4 @@
-"""Calls of the scripts of peer groups by hand: messages and votes, and what they left."""
+"""Direct calls of the scripts of peer groups: messages, votes, and leftovers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def send(
 
 
 def inbox(peers: Peers, member: str) -> list[str]:
-    """The ids of the messages of a member, in order."""
+    """Returns the ids of a member's messages, in order."""
     return [fields[b"id"].decode() for fields in entries(peers, f"inbox:{member}")]
 
 
@@ -76,5 +76,5 @@ def commands(peers: Peers, name: str) -> int:
 
 
 def leftovers(peers: Peers) -> list[str]:
-    """What the group has in keys that are not the clock of the test."""
+    """Returns the names of the group's keys, except for the clock."""
     return sorted(name.removeprefix(peers.prefix) for name in peers.everything())

@@ -1,4 +1,4 @@
-"""Members of a peer group that vote and act, here or in processes of their own.
+"""Members of a peer group that vote and act, in this or other processes.
 
 with Panel(url) as panel:
     first, second = panel.processes(2)
@@ -28,14 +28,14 @@ from tests.support.group_members import Member, Process, serve
 from tests.support.group_members import answer as say
 
 GROUP = "panel"
-#: Seconds for an outcome: only a failing test waits that long.
+#: Seconds to wait for an outcome: only a failing test waits that long.
 RESULT_S = 20.0
-#: Longer than any test: a vote that does not end by itself.
+#: Longer than any test: such a vote does not end by itself.
 LONG_S = 60.0
 
 
 class Voters(Member):
-    """One member of a group, in a process of its own; ``name`` is its id."""
+    """One member of a group, in another process; ``name`` is its id."""
 
     def __init__(self, url: str, **options: Any) -> None:
         Process.__init__(
@@ -46,7 +46,7 @@ class Voters(Member):
 
 
 class Panel:
-    """A group, watched from here, and its members; closes whatever it opened."""
+    """A group, observed from here, and its members; closes everything it opened."""
 
     def __init__(self, url: str, **settings: Any) -> None:
         self.url = url
@@ -66,11 +66,11 @@ class Panel:
         return self.client.redis
 
     def handle(self) -> PeerGroup:
-        """Another handle of the group, as another process would have it."""
+        """Open another handle of the group, as another process would."""
         return self._stack.enter_context(self.client.peer_group(GROUP))
 
     def members(self, number: int) -> list[Membership]:
-        """Some in this process, on one handle."""
+        """Let members join in this process, on one handle."""
         return [self.peer_group.join() for _ in range(number)]
 
     def process(self, *, url: str = "", **options: Any) -> Voters:
@@ -79,7 +79,7 @@ class Panel:
         return process
 
     def processes(self, number: int, **options: Any) -> list[Voters]:
-        """Some in processes of their own, started at once; in the order in which they joined."""
+        """Start members in other processes at once; returns them in the order of joining."""
         started = [self.process(**options) for _ in range(number)]
         assert len({process.name for process in started}) == number
         places = {
@@ -89,11 +89,11 @@ class Panel:
         return sorted(started, key=lambda process: places[process.name])
 
     def run(self, script: Any, *args: Any) -> list[Any]:
-        """Run a script of the group, by hand."""
+        """Run a script of the group directly."""
         return self.peer_group._handle.protocol.run(script, list(args))
 
     def votes(self) -> str:
-        """The votes in the one poll that is open, as the server has them."""
+        """Returns the votes of the only open poll."""
         found: Any = self.redis.hvals(self.key(f"votes:{self.open_poll()}"))
         return b"".join(found).decode()
 
@@ -107,7 +107,7 @@ class Panel:
 
 
 class Hold:
-    """A vote that is asked for, and not given until ``go``."""
+    """A voter that withholds its vote until ``go()``."""
 
     def __init__(self, answer: bool | None = True) -> None:
         self.asked = threading.Event()
@@ -139,7 +139,7 @@ def outcome_of(future: Future[Outcome]) -> Outcome:
 
 
 class _Child:
-    """What a member does when it is told so: one method for each command."""
+    """The commands of a member, one method each."""
 
     def __init__(self, url: str, name: str | None = None) -> None:
         self.client = meteor.connect(url)
@@ -159,7 +159,7 @@ class _Child:
             return answer
 
     def hold(self) -> None:
-        """Be asked, and never answer."""
+        """Register a voter that never votes."""
 
         @self.me.on_vote
         def vote(proposal: Proposal) -> bool | None:
@@ -173,7 +173,7 @@ class _Child:
     def act(self, name: str, late: Any = "skip") -> None:
         @self.me.on_action(name, late=late)
         def run(action: Action) -> None:
-            # The server's clock is this machine's: here its time is known exactly.
+            # The server runs on this machine, so its time is known exactly.
             self.done.append(_facts(action) | {"true": time.time()})
 
     def actions(self) -> list[dict[str, Any]]:

@@ -1,10 +1,9 @@
-"""Peer groups for tests: the scripts by hand under a clock of the test's own, and members
-in processes of their own.
+"""Peer groups for tests: direct script calls with a fake clock, and members in other processes.
 
-    with Peers(client) as peers:
-        peers.join("a")
-        peers.pass_ms(400)
-        assert peers.events() == [("joined", "a"), ("elected", "a")]
+with Peers(client) as peers:
+    peers.join("a")
+    peers.pass_ms(400)
+    assert peers.events() == [("joined", "a"), ("elected", "a")]
 """
 
 from __future__ import annotations
@@ -32,19 +31,20 @@ from meteor_py.peers.protocol import PARTS
 from meteor_py.redis import keys, scripts
 from meteor_py.redis.scripts import PEERS_GUARDED_WRITE, Script
 from meteor_py.runtime.clock import now
+from tests.support.forking import exit_code, fork
 from tests.support.group_members import ANSWER_S, Process, Refused, answer, serve
 from tests.support.waiting import eventually
 
 GROUP = "workers"
-#: The ttl of `Peers` that is not told another.
+#: The default ttl of `Peers`.
 TTL_MS = 1000
 HOUR_MS = 3_600_000
-#: A ttl that no test can have waited out.
+#: A ttl that does not expire during a test.
 LONG_S = 60.0
 
 Open = Callable[..., PeerGroup]
 
-#: The clock of the server in a build for tests: a key that the test sets, or adds to the real one.
+#: Clocks for scripts in tests: a key that the test sets, or a key that is added to the real clock.
 _SET = b"""(function()
   local ms = tonumber(call('GET', P .. 'clock'))
   return {format('%.0f', math.floor(ms / 1000)), format('%.0f', ms % 1000 * 1000)}
@@ -62,18 +62,18 @@ PEERS_SCRIPTS = [
 
 
 def rebuilt(script: Script, clock: bytes) -> Script:
-    """The same script with another clock."""
+    """Returns a script with another clock."""
     build = object.__new__(Script)
     build.name, build.read_only = script.name, script.read_only
     build.source = script.source.replace(b"call('TIME')", clock)
-    assert build.source != script.source, "it has no clock to replace"
+    assert build.source != script.source, "the script has no clock to replace"
     build.sha = hashlib.sha1(build.source, usedforsecurity=False).hexdigest()
     build.plain_source = build.source.split(b"\n", 1)[1]
     return build
 
 
 def step_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the library adds the key ``step`` of a group, in seconds, to the clock."""
+    """Make scripts add the key ``step`` of a group, in seconds, to the clock."""
     for script in PEERS_SCRIPTS:
         build = rebuilt(script, _STEPPED)
         for attribute in ("source", "sha", "plain_source"):
@@ -81,7 +81,7 @@ def step_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Peers:
-    """One group, whose scripts are called by hand."""
+    """One group whose scripts the test calls directly."""
 
     def __init__(self, client: meteor.Client, **settings: Any) -> None:
         self.client = client
@@ -99,7 +99,7 @@ class Peers:
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
     def pass_ms(self, ms: int) -> None:
-        """Let time pass, or step the clock."""
+        """Advance the clock, or set it back."""
         self.clock += ms
         self.client._connector.call("SET", self.prefix + "clock", self.clock)
 
@@ -123,7 +123,7 @@ class Peers:
         return self.run("join", member, session, kind, priority, metadata, how, most)
 
     def heartbeat(self, *members: str, session: str = "") -> list[int]:
-        """What it is told of its members."""
+        """Send heartbeats; returns the replies about the members."""
         sessions = [session or "s-" + member for member in members] or [""]
         found: list[int] = []
         for one, member in zip(sessions, members or ("",), strict=True):
@@ -142,7 +142,7 @@ class Peers:
         return self.run("guarded_write", term, session, "set", "x", value)
 
     def live(self, ms: int, *members: str) -> list[int]:
-        """Let time pass in which these are heard of; the last answers."""
+        """Advance the clock with heartbeats of these members; returns the last replies."""
         here = self.heartbeat(*members)
         for _ in range(ms // 100):
             self.pass_ms(100)
@@ -168,7 +168,7 @@ class Peers:
         ]
 
     def events(self, since: int = 0) -> list[tuple[str, str]]:
-        """Kind and member of the events after so many."""
+        """Returns kind and member of the events from index ``since`` on."""
         return [(fields["kind"], fields["member"]) for _, fields in self.entries()[since:]]
 
     def members(self) -> set[str]:
@@ -176,7 +176,7 @@ class Peers:
         return {name.decode() for name in flat}
 
     def everything(self) -> dict[str, bytes]:
-        """All keys of the group but the clock, as they are."""
+        """Returns the contents of all keys of the group, except for the clock."""
         client = self.client.redis
         names: Any = client.keys("meteor:*")
         kinds: dict[bytes, Any] = {
@@ -213,7 +213,7 @@ def peers(build: Build) -> Peers:
 
 @pytest.fixture
 def open_group(url: str) -> Iterator[Open]:
-    """Handles of one group, each of a client of its own; the first chooses the settings."""
+    """Opens handles of one group, each with its own client. The first chooses the settings."""
     with ExitStack() as stack:
 
         def opened(at: str = "", name: str = GROUP, **settings: Any) -> PeerGroup:
@@ -224,7 +224,7 @@ def open_group(url: str) -> Iterator[Open]:
 
 
 def peer_groups(group: PeerGroup) -> list[str]:
-    """The names of all peer groups on the server of one."""
+    """Returns the names of all peer groups on a group's server."""
     connector = group._handle.protocol.connector
     return list_names(connector, keys.PEERS, lambda name: keys.peers(name, "config"))
 
@@ -240,7 +240,7 @@ def on_key(group: PeerGroup, command: str, part: str, *args: Any) -> Any:
 
 
 def await_heartbeat(group: PeerGroup, me: Membership) -> None:
-    """Return when a heartbeat of a member was sent and processed."""
+    """Wait until a heartbeat of a member was sent and processed."""
     for _ in range(2):  # the effects of the first are complete before the second
         before = me._handle.valid_until
         group._handle.heartbeat.hurry()
@@ -248,7 +248,7 @@ def await_heartbeat(group: PeerGroup, me: Membership) -> None:
 
 
 def expel(group: PeerGroup, *members: str) -> None:
-    """Have the server drop members, as if they had been silent for too long."""
+    """Make the server drop members, as if their ttl had expired."""
     client = group._handle.protocol.connector
     for member in members:
         client.call("ZADD", group._handle.protocol.key("deadlines"), 1, member)
@@ -256,7 +256,7 @@ def expel(group: PeerGroup, *members: str) -> None:
 
 
 class Heard:
-    """What the callbacks of a group were called with, in order."""
+    """The calls of a group's callbacks, in order."""
 
     def __init__(self, group: PeerGroup) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -280,7 +280,7 @@ class Heard:
 
 @contextmanager
 def watching(group: PeerGroup) -> Iterator[list[Event]]:
-    """The events from here on, as they come."""
+    """Yields a list that receives all events from now on."""
     events: list[Event] = []
     group.on_event(events.append)
     yield events
@@ -290,7 +290,7 @@ def watching(group: PeerGroup) -> Iterator[list[Event]]:
 
 
 class Peer(Process):
-    """A child process with one handle of a group; it does what it is told."""
+    """A child process with one handle of a group, controlled by commands."""
 
     def __init__(self, url: str, **settings: Any) -> None:
         super().__init__(
@@ -336,7 +336,7 @@ class _Child:
         }
 
     def lead(self, ttl_s: float) -> list[Any]:
-        """Lead until a stop; what is known right after it, and what may be written then."""
+        """Lead until the process is paused for a ttl; returns its view of the term and writes."""
         with self.me.leadership(timeout=ANSWER_S) as term:
             session = self.me._handle.session
             last = at = now()
@@ -344,10 +344,9 @@ class _Child:
             while at - last < ttl_s:
                 last, at = at, now()
             found = [term.valid, term.lost.is_set(), term.remaining, self._write(term)]
-            args = [term.number, session, "set", "config", b"of a zombie"]
-            code = self.peer_group._handle.protocol.run(PEERS_GUARDED_WRITE, args)[
-                0
-            ]  # as one who does not look
+            args = [term.number, session, "set", "config", b"from a zombie"]
+            # Bypass the local check, like a write that was already sent.
+            code = self.peer_group._handle.protocol.run(PEERS_GUARDED_WRITE, args)[0]
             return [*found, code.decode()]
 
     def write(self, name: str, value: str) -> str:
@@ -361,7 +360,7 @@ class _Child:
         return "written"
 
     def hold(self) -> None:
-        """A callback that never ends, and one that raises before it."""
+        """Register a callback that raises, and one that never returns."""
 
         def fail(*_: object) -> NoReturn:
             raise ValueError("no")
@@ -370,10 +369,10 @@ class _Child:
         self.peer_group.on_join(lambda *_: threading.Event().wait())
 
     def fork(self) -> list[str]:
-        """Fork, and have the child try everything; what it was told, and how it ended."""
+        """Fork a child that tries everything; returns its errors and its exit code."""
         reading, writing = os.pipe()
         term = self.me.term
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             os.close(reading)
             tries = (
@@ -385,7 +384,7 @@ class _Child:
                 self.me.resign,
                 lambda: self.me.as_leader(print),
                 lambda: self.me.leadership(1).__enter__(),
-                lambda: term.guard.set("x", "of the child"),
+                lambda: term.guard.set("x", "from the child"),
             )
             told = [_error_of(each) for each in tries] + [str(term.valid), str(self.me.term)]
             self.me.leave()
@@ -398,13 +397,12 @@ class _Child:
             os.close(writing)
             raise SystemExit(0)
         os.close(writing)
+        code = exit_code(pid)
         with os.fdopen(reading) as pipe:
-            found = pipe.read()
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return [*found.split("\n"), str(code)]
+            return [*pipe.read().split("\n"), str(code)]
 
     def serve_until_terminated(self) -> None:
-        """As a service does: SIGTERM ends it, and nothing is closed by hand."""
+        """Run like a service that exits on SIGTERM without closing anything."""
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         answer({"value": "serving"})
         while True:

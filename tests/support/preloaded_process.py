@@ -1,4 +1,4 @@
-"""Python processes that start in milliseconds: forked from a process that has done the imports.
+"""Python processes that start in milliseconds, forked from one that has done the imports.
 
     with PreloadedProcess(["-m", "tests.support.group_members"], stdout=subprocess.PIPE) as process:
         process.send_signal(signal.SIGTERM)
@@ -6,9 +6,9 @@
 
 The tests start a thousand processes, and each would spend half a second of a processor on the same
 imports. A `PreloadedProcess` has its own standard files, signals, exit handlers and exit code, like
-any other process. Only the imports are done already, and /proc shows the command line and the
-environment of its parent, the fork server (tests/support/fork_server.py). Tests that depend on a
-fresh interpreter, such as those that set PYTHON... in its environment, use `subprocess`.
+any other process. Only its imports are done, and /proc shows the command line and the environment
+of its parent, the fork server (tests/support/fork_server.py). Tests that depend on a fresh
+interpreter, such as those that set PYTHON... variables, use `subprocess`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PATIENCE_S = 60.0
 class PreloadedProcess:
     """``python ARGUMENTS``, or a script, with some of the options of `subprocess.Popen`.
 
-    ``terminal``: its standard input is its controlling terminal. For one thread at a time.
+    With ``terminal``, its standard input is its controlling terminal. Not thread-safe.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class PreloadedProcess:
         self.wait(_PATIENCE_S)
 
     def poll(self) -> int | None:
-        """Its exit code, if it has ended; minus the signal, if that ended it."""
+        """Returns its exit code if it has ended; for a signal, the negative number."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, at most so many seconds, and return its exit code."""
+        """Wait up to `timeout` seconds for the exit, and return the exit code."""
         if self.returncode is None:
             self._codes.settimeout(timeout)
             try:
@@ -105,7 +105,7 @@ class PreloadedProcess:
         try:
             os.kill(self.pid, number)
         except ProcessLookupError:
-            pass  # it has just ended, and the fork server knew first
+            pass  # the process has just ended: the fork server noticed first
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -114,21 +114,21 @@ class PreloadedProcess:
         self.send_signal(signal.SIGTERM)
 
     def pause(self, timeout: float) -> None:
-        """SIGSTOP, in force when this returns."""
+        """Send SIGSTOP and wait until it takes effect."""
         self.send_signal(signal.SIGSTOP)
         self.wait_stopped(timeout)
 
     def wait_stopped(self, timeout: float) -> None:
-        """Wait until all its threads were stopped, by whomever."""
+        """Wait until all its threads are stopped."""
         threads = Path("/proc", str(self.pid), "task")
         eventually(
             lambda: all(") T " in (each / "stat").read_text() for each in threads.iterdir()),
             timeout,
-            "it did not stop",
+            "the process did not stop",
         )
 
     def communicate(self, input: bytes = b"", timeout: float | None = None) -> tuple[bytes, bytes]:
-        """Write to it, read until it has closed its files, and wait for its end."""
+        """Write the input, read all output, and wait for the exit."""
         deadline = None if timeout is None else time.monotonic() + timeout
         read = {"stdout": bytearray(), "stderr": bytearray()}
         left = memoryview(input)
@@ -168,7 +168,7 @@ class PreloadedProcess:
 def run(
     arguments: Sequence[str | Path], *, input: bytes, timeout: float, **options: Any
 ) -> subprocess.CompletedProcess[bytes]:
-    """As `subprocess.run`; the output is captured."""
+    """Like `subprocess.run` with captured output."""
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with PreloadedProcess(arguments, **pipes, **options) as process:
         try:
@@ -181,13 +181,13 @@ def run(
 
 def _write(file: int, data: memoryview) -> int:
     try:
-        return os.write(file, data[: select.PIPE_BUF])  # so much does not block
+        return os.write(file, data[: select.PIPE_BUF])  # this much does not block
     except BrokenPipeError:
-        return len(data)  # it has closed its input, and reads no more
+        return len(data)  # the process has closed its input
 
 
 def _pipe(wanted: int | IO[Any] | None, number: int) -> tuple[IO[bytes] | None, int]:
-    """Our end of a pipe, if it is to be one, and what is given to the child."""
+    """Returns our end of a new pipe, or None, and the file descriptor for the child."""
     if wanted is None:
         return None, number
     if wanted == subprocess.DEVNULL:
@@ -203,7 +203,7 @@ def _pipe(wanted: int | IO[Any] | None, number: int) -> tuple[IO[bytes] | None, 
 def _line(connection: socket.socket) -> bytes:
     received = b""
     while not received.endswith(b"\n"):
-        part = connection.recv(1)  # the next line may be there, too
+        part = connection.recv(1)  # more would read into the next line
         assert part, "the fork server has ended"
         received += part
     return received
@@ -220,11 +220,11 @@ class _ForkServer:
                 [sys.executable, "-m", "tests.support.fork_server", str(inside.fileno())],
                 cwd=_ROOT,
                 pass_fds=[inside.fileno()],
-                start_new_session=True,  # a Ctrl-C is for the tests
+                start_new_session=True,  # Ctrl-C is for the tests
             )
 
     def start(self, request: str, files: list[int]) -> socket.socket:
-        """Start a process; its pid can be read from the result, and at its end the exit code."""
+        """Start a process; its pid, and later its exit code, can be read from the result."""
         ours, theirs = socket.socketpair()
         ours.settimeout(_PATIENCE_S)
         with theirs, self._lock:
@@ -234,14 +234,14 @@ class _ForkServer:
         return ours
 
     def close(self) -> None:
-        """The server ends with the stream of requests; processes that it forked continue."""
+        """Stop the server; processes that it forked continue."""
         self._requests.close()
         self._process.wait(_PATIENCE_S)
 
 
 @cache
 def _fork_server() -> _ForkServer:
-    """One for each process of the tests."""
+    """Returns the fork server of this test process."""
     server = _ForkServer()
     atexit.register(server.close)
     return server

@@ -1,4 +1,4 @@
-"""State that an earlier version left behind: dump it as readable JSON, and load it into any server.
+"""State of an earlier version: dump it as readable JSON, and load it into any server.
 
 The JSON lists every key with its type, content and remaining time to live. Unlike RDB files and
 DUMP payloads it does not depend on the server's version. Bytes that are not UTF-8 are written as
@@ -23,7 +23,7 @@ from tests.support.servers import plain_client
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
-#: Stands for the address of the store, which is an absolute path wherever the state is in use.
+#: Placeholder for the URI of the store, an absolute path that differs on each machine.
 STORE_MARK = "file:///STORE"
 STORE_FIELD = b"store_uri"
 
@@ -63,7 +63,7 @@ class PreviousVersion:
     def load(self, url: str, *, store: Path) -> None:
         """Fill an empty server, and copy the store's files to ``store``, which must not exist.
 
-        Times to live count from now. Times in the content stay: they lie in the past.
+        Times to live count from now. Times in the content stay in the past.
         """
         shutil.copytree(self._store, store)
         with plain_client(url) as client:
@@ -75,7 +75,7 @@ class PreviousVersion:
 
 
 def dump(client: redis.Redis, *, store_uri: str) -> list[Json]:
-    """All keys of a server, by name; the address of the store is replaced by a mark."""
+    """Returns all keys of a server by name, with a placeholder for the URI of the store."""
     found: list[Json] = []
     names: Any = client.keys("*")
     for name in sorted(names):
@@ -142,7 +142,7 @@ def to_json(data: bytes) -> Json:
 
 
 def restore(client: redis.Redis, key: Json, *, store_uri: str) -> None:
-    """Create one key; its store, if it names one, is at ``store_uri`` now."""
+    """Create one key, replacing the placeholder with ``store_uri``."""
     name, content = to_bytes(key["name"]), key["content"]
     match key["type"]:
         case "string":
@@ -162,13 +162,13 @@ def restore(client: redis.Redis, key: Json, *, store_uri: str) -> None:
         case "stream":
             _restore_stream(client, name, content)
         case other:
-            raise ValueError(f"The dump has a key of the unknown type {other!r}.")
+            raise ValueError(f"The dump contains a key of unknown type {other!r}.")
     if key["ttl_ms"] is not None:
         client.pexpire(name, key["ttl_ms"])
 
 
 def _restore_stream(client: redis.Redis, name: bytes, content: Json) -> None:
-    if not content["entries"]:  # an empty stream can only be made for a consumer group
+    if not content["entries"]:  # only XGROUP can create an empty stream
         client.execute_command("XGROUP", "CREATE", name, "x", "0", "MKSTREAM")
         client.execute_command("XGROUP", "DESTROY", name, "x")
     for entry, fields in content["entries"]:

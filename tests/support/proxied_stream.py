@@ -1,7 +1,4 @@
-"""A stream that is published to through a fault proxy and looked at without it.
-
-What the tests of publishers, faults and histories share.
-"""
+"""A stream that clients use through a fault proxy, while tests inspect it directly."""
 
 from __future__ import annotations
 
@@ -19,18 +16,18 @@ from tests.support.servers import HOST, Replica, Server, plain_client
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from tests.conftest import ServerFactory  # which imports this module
+    from tests.conftest import ServerFactory  # circular at run time
 
 NAME = "orders"
 
 
 class Bench:
-    """One stream, its server, and a proxy before it; closes whatever it opened.
+    """One stream, its server, and a proxy in front of it; closes everything it opened.
 
     with Bench(server) as bench:
         pub = bench.publisher()
         bench.proxy.stall("replies")
-        ack = pub.publish(b"done, not answered")
+        ack = pub.publish(b"executed, no reply")
         bench.wait_for_next(1)
     """
 
@@ -47,8 +44,8 @@ class Bench:
             self.through = stack.enter_context(meteor.connect(url))
             self._stack = stack.pop_all()
         try:
-            self._look_at(self.server)
-            self.stream = self.client.stream(NAME, **self._settings)
+            self._connect_to(self.server)
+            self.stream = self.client.stream(NAME, create=True, **self._settings)
         except BaseException:
             self._stack.close()
             raise
@@ -57,17 +54,17 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _look_at(self, server: Server) -> None:
+    def _connect_to(self, server: Server) -> None:
         self.server = server
         self.direct: redis.Redis = self._stack.enter_context(plain_client(server.url))
         self.client = self._stack.enter_context(meteor.connect(server.url))
 
     def move_to(self, server: Server) -> None:
-        """Fail over: whoever goes through the proxy finds another server there."""
+        """Fail over: clients of the proxy reach another server from now on."""
         self.proxy.retarget(HOST, server.port)
         self.proxy.heal()
         self.proxy.cut()
-        self._look_at(server)
+        self._connect_to(server)
         self.stream = self.client.stream(NAME, create=False)
 
     def publisher(self, **options: Any) -> meteor.Publisher:
@@ -77,7 +74,7 @@ class Bench:
         return publisher
 
     def warm_publisher(self, **options: Any) -> meteor.Publisher:
-        """The same, connected and known to the server: record 0 is its first."""
+        """A publisher that has published record 0, so it is connected and known to the server."""
         publisher = self.publisher(**options)
         publisher.publish(b"first").result(10)
         return publisher
@@ -109,7 +106,7 @@ class Bench:
         self.direct.delete(*self.producer_keys())
 
     def producer(self) -> dict[bytes, bytes]:
-        """What the server remembers of the only publisher."""
+        """The server's state of the only publisher."""
         (key,) = self.producer_keys()
         return dict(self.direct.hgetall(key))  # type: ignore[arg-type]
 
@@ -121,17 +118,17 @@ class Bench:
         return [list(fields)[1] for _, fields in self.entries()]
 
     def frames(self) -> list[int]:
-        """How many records each frame has."""
+        """The number of records of each frame."""
         return [int(entry_id.split(b"-")[1]) for entry_id, _ in self.entries()]
 
     def values(self) -> list[bytes]:
         return [value for batch in self.stream.read() for value in batch.values()]
 
     def queue_behind_one(self, publisher: meteor.Publisher, batches: Sequence[Any]) -> list[Any]:
-        """Publish a record, and lists behind it, such that the lists are sent together.
+        """Publish a record, then lists that are sent together.
 
-        Leaves the replies of the proxy stalled and the record unanswered: what is called next
-        decides. Returns the acks of the record and of the lists.
+        The proxy's replies stay stalled, so the record has no reply yet. Returns the acks of the
+        record and of the lists.
         """
         self.proxy.stall("replies")
         begun = self.next
@@ -153,7 +150,7 @@ class Pair:
         link = self._stack.enter_context(Proxy(HOST, primary.port))
         replica = self._stack.enter_context(Replica(primary, port=link.port))
         replica.wait_in_sync()
-        with plain_client(primary.url) as client:  # Redis counts it only after its first word
+        with plain_client(primary.url) as client:  # Redis counts it only after its first ACK
             eventually(
                 lambda: client.set("x", 1) and client.wait(1, 1_000),
                 timeout_s=40,
@@ -162,7 +159,7 @@ class Pair:
         return link, replica
 
     def lag(self) -> None:
-        """From now on the replica gets nothing."""
+        """Cut the replica off from further writes."""
         self.replica.wait_in_sync()
         self.link.stall()
 
@@ -173,7 +170,7 @@ class Pair:
 
 
 def discard(publisher: meteor.Publisher) -> None:
-    """Close a publisher whose records are of no interest any more."""
+    """Close a publisher, ignoring errors."""
     try:
         publisher.close(timeout=0)
     except meteor.MeteorError:
@@ -181,16 +178,16 @@ def discard(publisher: meteor.Publisher) -> None:
 
 
 def failure(ack: meteor.Ack | meteor.ManyAck, timeout: float = 10) -> Exception:
-    """The error of an ack, which must have one."""
+    """Returns the error of an ack, which must have failed."""
     error = ack.exception(timeout)
-    assert error is not None, f"It did not fail: {ack!r}"
+    assert error is not None, f"The ack did not fail: {ack!r}"
     return error
 
 
 def poll_until(
     subscriber: meteor.Subscriber, enough: Callable[[list[bytes]], bool], timeout_s: float = 20
 ) -> list[bytes]:
-    """The values that a subscriber hands out until there are enough of them."""
+    """Polls until there are enough values, and returns them."""
     values: list[bytes] = []
 
     def more() -> bool:
@@ -212,6 +209,6 @@ def bench(server: Server, url: str) -> Iterator[Bench]:
 
 @pytest.fixture(params=["valkey", "redis"])
 def private(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iterator[Bench]:
-    """A bench whose server is its own, of each kind."""
+    """A bench with a private server; runs once for each kind of server."""
     with Bench(private_server(kind=request.param)) as running:
         yield running

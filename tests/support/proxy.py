@@ -1,15 +1,15 @@
 """A TCP proxy that injects faults between a client and a server, or in a replication link.
 
-One thread moves all bytes, under a lock that every control takes too: a fault falls between two
-steps and never inside one, and it is in force when the control returns. Requests and replies are
-counted by their boundaries in the protocol, so "the third request" means the same in a pipeline
-and in single calls. A replication link is plain bytes after PSYNC: there cut, stall, delay, chunk
-and chaos work, and the faults that count requests do nothing. On a connection in SUBSCRIBE,
-MONITOR or CLIENT REPLY OFF requests and replies do not pair: do not count them there. With
-`plain=True` every connection is plain bytes: for servers that speak something else.
+One thread moves all bytes, under a lock that every control takes too. A fault thus happens between
+two steps, never inside one, and is in force when the control returns. Requests and replies are
+counted by their boundaries in the protocol, so "the third request" means the same in a pipeline and
+in single calls. After PSYNC a replication link is plain bytes: cut, stall, delay, chunk and chaos
+work there, and faults that count requests do nothing. Do not count requests on a connection in
+SUBSCRIBE, MONITOR or CLIENT REPLY OFF, where requests and replies do not pair. With `plain=True`
+every connection is plain bytes, for servers with another protocol.
 
     with Proxy(HOST, server.port) as proxy:
-        proxy.cut_after_request()          # the next command is done, its reply is lost
+        proxy.cut_after_request()          # the next command is executed, its reply is lost
         plain_client(proxy.url).incr("n")  # raises ConnectionError; n is 1
 """
 
@@ -43,7 +43,7 @@ CONNECT_S = 2.0
 
 
 class Proxy:
-    """Listens on a port of its own and forwards each connection to `host:port`."""
+    """Listens on a free port and forwards each connection to `host:port`."""
 
     def __init__(self, host: str, port: int, *, plain: bool = False) -> None:
         self._counters = Counters()
@@ -71,19 +71,14 @@ class Proxy:
 
     @property
     def counters(self) -> Counters:
-        """What has happened so far, taken between two steps."""
+        """A consistent copy of the counters."""
         with self._lock:
             return replace(self._counters)
 
-    @property
-    def open_connections(self) -> int:
-        with self._lock:
-            return sum(not link.ended for link in self._links)
-
-    # The controls. Each may be called from any thread.
+    # Controls, which any thread may call.
 
     def cut(self) -> None:
-        """End all connections now; bytes that are held are lost."""
+        """End all connections now, losing held bytes."""
         with self._control():
             for link in self._links:
                 if not link.ended:
@@ -91,36 +86,36 @@ class Proxy:
                     link.close()
 
     def cut_before_request(self, n: int = 1, match: bytes = b"") -> None:
-        """Cut in place of the n-th next request that contains `match`: it is never done.
+        """Cut before the n-th next request that contains `match`, which is never executed.
 
-        Those before it on its connection are done and answered.
+        Earlier requests of its connection are executed and get their replies.
         """
         self._arm("before", n, match)
 
     def cut_after_request(self, n: int = 1, match: bytes = b"") -> None:
-        """The n-th next request that contains `match` is done, its reply swallowed; then cut.
+        """Cut after the n-th next request that contains `match`, losing its reply.
 
-        What was sent behind it on its connection is never done.
+        Later requests of its connection are never executed.
         """
         self._arm("after", n, match)
 
     def cut_mid_reply(self, after_bytes: int) -> None:
-        """On the next connection with a reply let `after_bytes` bytes pass, then cut."""
+        """Cut the next connection that gets a reply after `after_bytes` bytes of it."""
         with self._control():
             self._faults.mid_reply = after_bytes
 
     def stall(self, direction: Direction = "both") -> None:
-        """Hold the bytes of a direction, unread; connections stay open, new ones are accepted."""
+        """Hold the bytes of a direction. Connections stay open; new ones are accepted."""
         with self._control():
             self._faults.stalled.update(_sides(direction))
 
     def resume(self, direction: Direction = "both") -> None:
-        """End a stall: what was held goes on its way."""
+        """End a stall and forward the held bytes."""
         with self._control():
             self._faults.stalled.difference_update(_sides(direction))
 
     def refuse(self) -> None:
-        """Reset each new connection; the present ones stay."""
+        """Reset new connections; existing ones stay."""
         with self._control():
             self._faults.refusing = True
 
@@ -130,7 +125,7 @@ class Proxy:
             self._faults.refusing = False
 
     def delay(self, seconds: float, direction: Direction = "both") -> None:
-        """Forward the bytes that come from now on `seconds` later; 0 ends it."""
+        """Delay all bytes that arrive from now on; 0 ends it."""
         with self._control():
             self._faults.delay_s.update(dict.fromkeys(_sides(direction), seconds))
 
@@ -142,11 +137,11 @@ class Proxy:
     def chaos(
         self, rng: Random, probability: float, faults: Sequence[Fault] = ("lost_reply",)
     ) -> None:
-        """On each piece of reply, with this probability, one of `faults`; 0 ends it.
+        """Cause one of `faults` on each piece of reply with this probability; 0 ends it.
 
-        lost_reply: it is swallowed and the connection cut. torn_reply: a part of it passes, then
-        the cut. late_reply: it waits up to 50 ms. lost_request: the connection is cut in place of
-        its next request. The seed fixes the choices; the clients' timing stays their own.
+        lost_reply: drop it and cut the connection. torn_reply: forward a part of it, then cut.
+        late_reply: delay it by up to 50 ms. lost_request: cut before the connection's next request.
+        The seed fixes the choices, but not the timing of clients.
         """
         with self._control():
             self._faults.rng = rng
@@ -162,12 +157,12 @@ class Proxy:
                 link.reply_bytes_left = None
 
     def retarget(self, host: str, port: int) -> None:
-        """Send new connections to another server, as a fail-over does."""
+        """Forward new connections to another server, as after a failover."""
         with self._control():
             self._target = (host, port)
 
     def close(self) -> None:
-        """End all connections and stop listening; twice is fine."""
+        """End all connections and stop listening. Idempotent."""
         if self._closed:
             return
         with self._control():
@@ -212,12 +207,12 @@ class Proxy:
                         self._connect()
                     elif descriptor in readers:
                         link, half = readers[descriptor]
-                        # Since the poll a control may have ended it, or begun a stall.
+                        # A control may have ended the link or begun a stall since the poll.
                         if not link.ended and half.side not in self._faults.stalled:
                             link.read(half, self._faults)
 
     def _interests(self) -> tuple[select.poll, dict[int, tuple[Link, Half]]]:
-        """What to wait for, and which direction of which connection a descriptor feeds."""
+        """Returns a poll object, and the link and direction of each descriptor."""
         readers: dict[int, tuple[Link, Half]] = {}
         events = {self._bell.fileno(): select.POLLIN, self._listener.fileno(): select.POLLIN}
         for link in self._links:
@@ -247,7 +242,7 @@ class Proxy:
             server = socket.create_connection(self._target, timeout=CONNECT_S)
         except OSError:
             self._counters.refused += 1
-            # To linger for 0 seconds makes close() a reset instead of an orderly end.
+            # With a linger time of 0, close() sends a reset instead of an orderly end.
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.close()
             return

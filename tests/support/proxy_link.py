@@ -1,6 +1,6 @@
-"""One connection through the fault proxy, and the faults that may befall it.
+"""One connection through the fault proxy, and its faults.
 
-Nothing here locks or waits: the proxy's thread calls it, one step at a time.
+Nothing here locks or waits: the proxy's thread calls it step by step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LATE_REPLY_S = 0.05
 
 @dataclass
 class Faults:
-    """What is switched on; shared by all connections of a proxy."""
+    """Active faults, shared by all connections of a proxy."""
 
     stalled: set[Side] = field(default_factory=set)
     delay_s: dict[Side, float] = field(default_factory=lambda: {"requests": 0.0, "replies": 0.0})
@@ -41,7 +41,7 @@ class Faults:
     chaos: tuple[Fault, ...] = ()
 
     def on_request(self, request: bytes) -> Literal["before", "after"] | None:
-        """Whether this request is the one that `cut_before/after_request` waits for."""
+        """Returns where to cut if `cut_before/after_request` waits for this request."""
         if self.cut_request is None or self.match not in request:
             return None
         self.countdown -= 1
@@ -51,7 +51,7 @@ class Faults:
         return cut
 
     def on_reply(self) -> Fault | None:
-        """What chaos has in store for this piece of reply."""
+        """Returns the random fault of this piece of reply, if any."""
         if self.chaos and self.rng.random() < self.probability:
             return self.rng.choice(self.chaos)
         return None
@@ -62,7 +62,7 @@ class Counters:
     connections: int = 0  # forwarded since the start
     refused: int = 0
     cuts: int = 0  # connections ended by a fault
-    requests: int = 0  # complete requests let through
+    requests: int = 0  # complete requests that were forwarded
     request_bytes: int = 0
     reply_bytes: int = 0
 
@@ -75,11 +75,11 @@ class Half:
         self.source = source
         self.sink = sink
         self.reading = True
-        self.blocked = False  # the sink takes no more for the moment
+        self.blocked = False  # the sink accepts no more for now
         self.held_bytes = 0
         self.pause_until = 0.0
         self.splitter = Splitter()
-        # When to send what. None: here the connection ends.
+        # Data and when to send it. None ends the connection.
         self.queue: deque[tuple[float, memoryview | None]] = deque()
 
     def put(self, data: bytes, delay_s: float) -> None:
@@ -88,12 +88,12 @@ class Half:
             self.held_bytes += len(data)
 
     def end(self) -> None:
-        """Once the queue is sent, the connection is over."""
+        """End the connection once the queue is sent."""
         self.reading = False
         self.queue.append((0.0, None))
 
     def send(self, limit: int) -> int:
-        """Send the first of the queue, at most `limit` bytes of it; how many went."""
+        """Send at most `limit` bytes of the first item; returns how many were sent."""
         due, data = self.queue.popleft()
         assert data is not None
         try:
@@ -108,7 +108,7 @@ class Half:
 
 
 class Link:
-    """A client's connection and the one to the server that belongs to it."""
+    """A client's connection, paired with one to the server."""
 
     def __init__(
         self, client: socket.socket, server: socket.socket, counters: Counters, plain: bool = False
@@ -117,7 +117,7 @@ class Link:
         self.replies = Half("replies", server, client)
         self.halves = (self.requests, self.replies)
         self.ended = False
-        self.cut = False  # its end is the work of a fault
+        self.cut = False  # a fault ended it
         self.lose_next_request = False
         self.reply_bytes_left: int | None = None
         self._counters = counters
@@ -125,7 +125,7 @@ class Link:
         self._partial = bytearray()  # the beginning of an incomplete request
         self._sent = 0
         self._answered = 0
-        # With a fault on request n: how many replies pass, and after how many the cut comes.
+        # After a fault on request n: how many replies pass, and after how many to cut.
         self._replies_passing = math.inf
         self._replies_until_cut = math.inf
 
@@ -144,7 +144,7 @@ class Link:
             self._take_replies(data, faults)
 
     def flush(self, faults: Faults) -> float:
-        """Send what is due; in how many seconds there is more to do."""
+        """Send due items; returns the seconds until the next is due."""
         wait_s = math.inf
         for half in self.halves:
             half.blocked = False
@@ -175,14 +175,14 @@ class Link:
         self._counters.cuts += self.cut
         for half in self.halves:
             try:
-                # The peer learns it now, even while the proxy's thread waits on this socket.
+                # Tells the peer now, even while the proxy's thread polls this socket.
                 half.source.shutdown(socket.SHUT_RDWR)
             except OSError:
-                pass  # the peer was first
+                pass  # the peer closed it first
             half.source.close()
 
     def _take_requests(self, data: bytes, faults: Faults) -> None:
-        """Let complete requests through, up to the one that a fault is waiting for."""
+        """Forward complete requests, up to the one that a fault waits for."""
         known = len(self._partial)
         self._partial += data
         passing = 0
@@ -232,12 +232,12 @@ class Link:
             self._cut_after_replies()
 
     def _count_replies(self, data: bytes) -> int:
-        """Count the replies that end in `data`; how many of its bytes may pass."""
+        """Count the replies that end in `data`; returns how many of its bytes may pass."""
         ends = self._ends(self.replies, data)
         may_pass = self._replies_passing - self._answered
         self._answered += len(ends)
         if may_pass > len(ends):
-            return len(data)  # the last, incomplete one included
+            return len(data)  # including the last, incomplete one
         return ends[int(may_pass) - 1] if may_pass > 0 else 0
 
     def _cut_after_replies(self) -> None:

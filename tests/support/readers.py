@@ -1,4 +1,4 @@
-"""Helpers for tests that read: streams with known frames, and a look behind the scenes."""
+"""Helpers for tests that read: streams with known frames, and raw keys."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from tests.support.waiting import eventually
 
 
 def value(offset: int) -> bytes:
-    """The value of this offset in all streams here."""
+    """Returns the value at an offset, the same in all streams here."""
     return b"value %d" % offset
 
 
 def fill(stream: meteor.Stream, *sizes: int) -> int:
-    """Append frames of so many records each; return the next offset."""
-    end = stream.describe().next
-    with stream.publisher() as pub:
+    """Append frames of these sizes; returns the next offset."""
+    with stream.publisher() as pub:  # creates the stream if it does not exist
+        end = stream.describe().next
         for size in sizes:
             first = pub.publish_many([value(end + i) for i in range(size)]).result()
-            assert first == end, "somebody else publishes"
+            assert first == end, "another publisher is active"
             end += size
     return end
 
 
 def later_than_all(stream: meteor.Stream) -> int:
-    """A time in ms after all records that there are; 0 as long as the server's clock has none."""
+    """Returns a time in ms after all records; 0 if the clock has not advanced yet."""
     now = int(datetime.now(UTC).timestamp() * 1000)
     is_later = stream.offset_at(datetime.fromtimestamp(now / 1000, UTC)) == stream.bounds()[1]
     return now if is_later else 0
 
 
 def check_values(batch: meteor.RecordBatch) -> list[int]:
-    """Check that each record is the one of its offset, and return the offsets."""
+    """Check the value of each record, and return the offsets."""
     assert batch.values() == [value(offset) for offset in batch.offsets]
     return list(batch.offsets)
 
 
 def drain(sub: meteor.Subscriber, **options: Any) -> list[int]:
-    """Read until nothing is left, checking values; return the offsets."""
+    """Read until nothing is left, checking values; returns the offsets."""
     offsets: list[int] = []
     while batch := sub.poll(timeout=0, **options):
         offsets += check_values(batch)
@@ -53,26 +53,26 @@ def drain(sub: meteor.Subscriber, **options: Any) -> list[int]:
 
 
 def everything(client: redis.Redis) -> dict[bytes, tuple[Any, ...]]:
-    """All keys of a server with their whole contents and times to live."""
+    """Returns all keys of a server, with their contents and whether they expire."""
     found: Any = client.keys("*")
     return {key: (client.dump(key), client.pttl(key) >= 0) for key in sorted(found)}
 
 
 def entries(client: redis.Redis, stream: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """The log of a stream."""
+    """Returns the log of a stream."""
     answer: Any = client.xrange(keys.log(stream))
     return list(answer)
 
 
 def frame_name(fields: dict[bytes, bytes]) -> bytes:
-    """The format of an entry's frame."""
+    """Returns the format of an entry's frame."""
     return next(name for name in fields if name not in (b"t", b"crc"))
 
 
 def replace_frame(
     client: redis.Redis, stream: str, entry_id: bytes, payload: bytes, name: bytes | None = None
 ) -> None:
-    """Put other bytes into one frame of the log, all else as it was."""
+    """Replace the payload of one frame of the log, and keep everything else."""
     found = entries(client, stream)
     client.delete(keys.log(stream))
     for each, fields in found:
@@ -85,13 +85,13 @@ def replace_frame(
 
 
 def blocked(client: redis.Redis, number: int = 1) -> None:
-    """Wait until so many readers wait inside the server."""
+    """Wait until `number` readers are blocked in the server."""
     eventually(lambda: client.info("clients")["blocked_clients"] == number)
 
 
 @contextmanager
 def background(work: Callable[[threading.Event], object]) -> Iterator[threading.Thread]:
-    """Run ``work(stop)`` in a thread meanwhile, and raise here what it raises."""
+    """Run ``work(stop)`` in a thread during the block, and re-raise its error."""
     stop = threading.Event()
     failures: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Helpers for tests of receivers: handlers that note what they get, and programs that die."""
+"""Helpers for tests of receivers: recording handlers, and programs that die."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.support.waiting import eventually
 
 
 class Handler:
-    """Notes the records that it is given, after ``work`` was done on them without an error."""
+    """A handler that records its calls, and those in which ``work`` raised no error."""
 
     def __init__(self, work: Callable[[meteor.Record], object] = lambda record: None) -> None:
         self.work = work
-        #: What it was called with, and what of that was done.
+        #: Offsets of all calls, and of those that succeeded.
         self.given: list[int] = []
         self.done: list[int] = []
 
@@ -30,13 +30,13 @@ class Handler:
         self.done.append(record.offset)
 
     def wait_for(self, *offsets: int) -> None:
-        """Wait until exactly these were done, in this order."""
-        eventually(lambda: len(self.done) >= len(offsets), 20, f"only {self.done} were done")
+        """Wait until exactly these records are done, in this order."""
+        eventually(lambda: len(self.done) >= len(offsets), 20, f"only {self.done} are done")
         assert self.done == list(offsets)
 
 
 class Gate:
-    """A handler that stops before one record, until it is opened."""
+    """A handler that blocks on one record until it is opened."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -46,20 +46,20 @@ class Gate:
     def __call__(self, record: meteor.Record) -> None:
         if record.offset == self.offset:
             self.reached.set()
-            assert self.opened.wait(60), "nobody has opened the gate"
+            assert self.opened.wait(60), "the gate was not opened"
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Wait until it is reached; open it behind the block, whatever comes of that."""
+        """Wait until the record is reached; open the gate after the block, even on an error."""
         try:
-            assert self.reached.wait(20), "the record never came"
+            assert self.reached.wait(20), "the record never arrived"
             yield
         finally:
             self.opened.set()
 
 
 def fails_for(*offsets: int) -> Callable[[meteor.Record], None]:
-    """What raises ``ValueError`` for these records."""
+    """Returns a handler that raises ``ValueError`` for these records."""
 
     def work(record: meteor.Record) -> None:
         if record.offset in offsets:
@@ -69,36 +69,36 @@ def fails_for(*offsets: int) -> Callable[[meteor.Record], None]:
 
 
 def right_values(record: meteor.Record) -> None:
-    """A handler that checks that each record is the one of its offset."""
+    """A handler that checks the value of each record."""
     assert record.value == value(record.offset)
 
 
 def confirmed(stream: meteor.Stream, group: str = "g") -> int:
-    """What the server has as confirmed of a group."""
+    """Returns a group's confirmed offset on the server."""
     (found,) = (each for each in stream.groups() if each.name == group)
     return found.confirmed
 
 
 def owner(stream: meteor.Stream, group: str = "g") -> str | None:
-    """Who has the lease of a group."""
+    """Returns the owner of a group's lease."""
     (found,) = (each for each in stream.groups() if each.name == group)
     return found.owner
 
 
 def is_free(stream: meteor.Stream, group: str = "g") -> bool:
-    """Whether the lease was given up, and not only ran out."""
+    """Returns whether the lease was released, rather than expired."""
     plain = stream.client.redis
-    given_up = plain.hget(keys.group(stream.name, group), "owner") == b""
-    return given_up and not plain.exists(keys.lease(stream.name, group))
+    released = plain.hget(keys.group(stream.name, group), "owner") == b""
+    return released and not plain.exists(keys.lease(stream.name, group))
 
 
 def next_of(stream: meteor.Stream, group: str = "g") -> list[int]:
-    """What the next member of a group is given."""
+    """Returns the offsets that the next member of a group gets."""
     with stream.subscriber(group=group) as sub:
         return list(sub.poll(timeout=20).offsets)
 
 
 def dies(program: str, *args: str) -> None:
-    """Run a program that is to kill itself."""
+    """Run a program that must kill itself."""
     command = [sys.executable, "-W", "ignore", "-c", program, *args]
     assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL

@@ -1,20 +1,20 @@
-"""Where the messages of the Redis protocol end in a stream of bytes, for the proxy."""
+"""Message boundaries of the Redis protocol in a stream of bytes, for the proxy."""
 
 
 class Splitter:
-    """Finds the ends of requests or replies, fed in pieces of any size; RESP2 and RESP3.
+    """Finds the ends of requests or replies in pieces of any size; RESP2 and RESP3.
 
-    Raises ValueError on bytes that are not the protocol.
+    Raises ValueError on bytes that violate the protocol.
     """
 
     def __init__(self) -> None:
         self._line = b""  # the beginning of an unfinished header line
-        self._payload = 0  # bytes still to come of a bulk string, its CRLF included
-        self._open: list[int] = []  # for each open aggregate, how many values it still lacks
-        self._out_of_band = False  # inside a push message, which answers no request
+        self._payload = 0  # bytes still missing from a bulk string, including its CRLF
+        self._open: list[int] = []  # number of missing values of each open aggregate
+        self._out_of_band = False  # inside a push message, which is not a reply
 
     def feed(self, data: bytes) -> list[int]:
-        """The positions in `data` just behind each message that ends in it."""
+        """Returns the positions in `data` just after each message that ends in it."""
         ends = []
         position = 0
         while position < len(data):
@@ -39,7 +39,7 @@ class Splitter:
         return ends
 
     def _header(self, line: bytes) -> bool:
-        """Take in one line; whether it is a complete value by itself."""
+        """Parse one line; returns whether it is a complete value by itself."""
         if not line:
             return False  # an empty line between messages is a keep-alive
         kind = line[:1]
@@ -50,7 +50,7 @@ class Splitter:
         if kind in b"*~>%|":
             self._out_of_band = self._out_of_band or (kind == b">" and not self._open)
             values = int(line[1:]) * (2 if kind in b"%|" else 1)
-            # Attributes stand before the value they describe: both together are one message.
+            # Attributes precede the value they describe: both together are one message.
             values += kind == b"|"
             if values > 0:
                 self._open.append(values)
@@ -58,7 +58,7 @@ class Splitter:
         return True  # a simple reply, or a request typed as a line
 
     def _close_aggregates(self) -> bool:
-        """A value is complete: whether the whole message is, too."""
+        """Count a complete value; returns whether the whole message is complete."""
         while self._open:
             self._open[-1] -= 1
             if self._open[-1]:

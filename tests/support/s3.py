@@ -1,4 +1,4 @@
-"""An S3 of our own: moto's, in a thread of this process, on a port of loopback.
+"""A local S3 server: moto's, in a thread of this process.
 
     with S3() as s3:
         store = ParquetStore(s3.uri(), "orders")
@@ -6,19 +6,21 @@
     with S3() as s3, s3.proxy() as proxy:          # uploads can be cut in the middle
         store = ParquetStore(s3.uri(proxy.port), "orders")
 
-pyarrow is a client of its own (in C++), so nothing here stands in for the code under test. It asks
-again three times, which takes six seconds if nobody answers; `filesystem()` is one that does not.
+pyarrow has its own client, in C++, so nothing here replaces code under test. It retries three
+times, which takes six seconds without a server; `filesystem()` does not retry.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import urllib.request
 from typing import Self
 
 import pyarrow.fs as fs
 
+from meteor_py.store.endpoints import ENDPOINTS_VARIABLE
 from tests.support.proxy import Proxy
 
 HOST = "127.0.0.1"
@@ -31,14 +33,14 @@ class S3:
     """A server with one empty bucket. Each `uri()` is another folder in it."""
 
     def __init__(self) -> None:
-        from moto.server import ThreadedMotoServer  # half a second
+        from moto.server import ThreadedMotoServer  # takes half a second
 
-        # It has a line for each request, and a traceback for each that was cut.
+        # It logs a line for each request, and a traceback for each that was cut.
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
         self._server = ThreadedMotoServer(HOST, 0, verbose=False)
         self._server.start()
         self.port: int = self._server.get_host_and_port()[1]
-        # Without a client library, and without a signature: moto looks at none.
+        # moto checks no signatures, so no client library is needed.
         bucket = f"http://{HOST}:{self.port}/{BUCKET}"
         with urllib.request.urlopen(urllib.request.Request(bucket, method="PUT"), timeout=10):
             pass
@@ -50,15 +52,16 @@ class S3:
         self._server.stop()
 
     def uri(self, port: int | None = None, folder: str | None = None) -> str:
-        """The address of a folder of its own, by way of a proxy if its port is given."""
+        """Returns the address of a new folder, through a proxy if its port is given."""
         endpoint = f"{HOST}:{port or self.port}"
+        os.environ[ENDPOINTS_VARIABLE] = endpoint  # streams that are opened by name find it there
         return (
             f"s3://{ACCESS_KEY}:{SECRET}@{BUCKET}/{folder or secrets.token_hex(8)}"
             f"?endpoint_override={endpoint}&scheme=http&region=us-east-1"
         )
 
     def filesystem(self, port: int | None = None) -> fs.FileSystem:
-        """A client that gives up at the first failure."""
+        """Returns a client that does not retry."""
         return fs.S3FileSystem(
             access_key=ACCESS_KEY,
             secret_key=SECRET,
@@ -69,5 +72,5 @@ class S3:
         )
 
     def proxy(self) -> Proxy:
-        """Something to inject faults with. Close it."""
+        """Returns a fault proxy, which the caller closes."""
         return Proxy(HOST, self.port, plain=True)

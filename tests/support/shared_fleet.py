@@ -1,4 +1,4 @@
-"""A fleet of consumers in processes of their own, what happens to them, and a check of the rest."""
+"""A fleet of consumers in other processes, their kills and pauses, and a final check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STUCK_S = 60.0
 
 
 class Fleet:
-    """Consumers, restarted when they die, on a stream whose records have a key and a number."""
+    """Consumers, restarted when they die, of a stream with keyed and numbered records."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Fleet:
         self.plain: Any = self._stack.enter_context(plain_client(url))
         self.client = self._stack.enter_context(meteor.connect(url))
         self.stream = self.client.stream(STREAM, ordering_key="key", capacity=10_000_000)
-        self.client.stream(LETTERS)
+        self.client.stream(LETTERS, create=True)
         self.stream.shared_subscriber(
             GROUP, lease_ttl=lease_ttl, max_deliveries=max_deliveries, dead_letter=LETTERS
         ).close()
@@ -59,7 +59,7 @@ class Fleet:
         for member in self._members:
             assert member.read() == READY
         self.done: Counter[str] = Counter()
-        self._paused: dict[int, float] = {}  # members, and until when
+        self._paused: dict[int, float] = {}  # members, and when to resume them
         self._next: list[Callable[[int], None]] = []
 
     def __enter__(self) -> Self:
@@ -74,7 +74,7 @@ class Fleet:
         return Process("-m", "tests.support.shared_worker", json.dumps(self._options))
 
     def publish(self, records: int, *, poison: int | None = None) -> None:
-        """In frames of various sizes."""
+        """Publish in frames of various sizes."""
         left = records
         while left:
             size = min(left, self.rng.choice([1, 7, 100, 1_000, 4_096]))
@@ -87,7 +87,7 @@ class Fleet:
             left -= size
         self._publisher.flush()
 
-    # -- what happens --------------------------------------------------------------------------
+    # -- faults --------------------------------------------------------------------------------
 
     def kill(self, number: int) -> None:
         self._members[number].close()
@@ -96,13 +96,13 @@ class Fleet:
         self.done["killed"] += 1
 
     def restart_dead(self) -> None:
-        """As a supervisor does."""
+        """Restart dead consumers, like a supervisor."""
         for number, member in enumerate(self._members):
             if member._process.poll() is not None:
                 self.kill(number)
 
     def trouble(self) -> None:
-        """Kill or pause one, and wake those whose time has come."""
+        """Kill or pause one consumer, and resume those that are due."""
         for number, until in list(self._paused.items()):
             if time.monotonic() > until:
                 self._members[number].resume()
@@ -110,7 +110,7 @@ class Fleet:
         number = self.rng.randrange(len(self._members))
         if number in self._paused:
             return
-        if not self._next:  # at random, but some of each
+        if not self._next:  # random, but both kinds occur
             self._next = self.rng.sample([self.kill, self._pause] * 2, 4)
         self._next.pop()(number)
 
@@ -128,7 +128,7 @@ class Fleet:
         yield
 
     def work_off(self, *, every_s: float | None = None) -> None:
-        """Wait until everything is settled, with trouble now and then."""
+        """Wait until all records are settled, causing faults meanwhile."""
         end = self.stream.end().offset
         seen, seen_at, next_at = -1, time.monotonic(), time.monotonic()
 
@@ -145,11 +145,11 @@ class Fleet:
                 next_at = time.monotonic() + self.rng.uniform(0.5, 1.5) * every_s
             return state.confirmed == end and not state.dying
 
-        eventually(finished, 900, "it takes too long")
+        eventually(finished, 900, "the group takes too long")
         with self.all_awake():
             self.plain.set(STOP, 1)
 
-    # -- what must be true then ----------------------------------------------------------------
+    # -- the final check -----------------------------------------------------------------------
 
     def letters(self) -> list[int]:
         found: list[int] = []
@@ -161,19 +161,19 @@ class Fleet:
         state = self.shared.describe()
         letters, total = self.letters(), len(self.key_of)
         assert state.confirmed == self.stream.end().offset == total
-        assert len(set(letters)) == len(letters) == state.dead, "one letter for each"
-        assert state.acked + state.dead == total, "each is settled once"
+        assert len(set(letters)) == len(letters) == state.dead, "each dead record has one letter"
+        assert state.acked + state.dead == total, "each record is settled once"
         assert state.lost == state.purged == state.waiting == 0
         assert self.shared.fsck() == []
         history = [int(offset) for offset in self.plain.lrange(HISTORY, 0, -1)]
-        assert {*history, *letters} == set(range(total)), "each is processed, or a dead letter"
+        assert {*history, *letters} == set(range(total)), "each record is processed or buried"
         last: dict[bytes, int] = {}
-        dead = {*letters}  # one who was paused, and taken for dead, may process such a one later
+        dead = {*letters}  # a paused consumer that was fenced may process a dead record late
         for offset in dict.fromkeys(history):  # where each was processed first
             if offset in dead:
                 continue
             key = self.key_of[offset]
-            assert offset > last.get(key, -1), f"{offset} comes after {last[key]}"
+            assert offset > last.get(key, -1), f"{offset} was processed after {last[key]}"
             last[key] = offset
         print(
             f"{total} records, {len(history) - len(set(history))} repeated, {len(letters)} dead "

@@ -1,4 +1,4 @@
-"""What becomes of the records of a shared group, by the rules of its documentation."""
+"""A model of the records of a shared group, by the rules of its documentation."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 
 class Model:
-    """The fate of every record, who holds it, and how often it has failed."""
+    """The fate, the holder and the number of failures of every record."""
 
     def __init__(self, *, tries: int, parks: bool, letters: bool) -> None:
         self.tries, self.parks, self.letters = tries, parks, letters
         self.key_of: dict[int, bytes] = {}
-        self.fate: dict[int, str] = {}  # of those that are settled
+        self.fate: dict[int, str] = {}  # by offset, of settled records
         self.failures: Counter[int] = Counter()
-        self.holder: dict[int, str] = {}  # consumers of what is held
-        self.suspects: set[int] = set()  # were with a consumer that died
+        self.holder: dict[int, str] = {}  # the consumer of each held record
+        self.suspects: set[int] = set()  # held by a consumer that died
         self.dying: set[int] = set()
-        self.stopped: dict[bytes, str] = {}  # keys, "d" or "p"
+        self.stopped: dict[bytes, str] = {}  # keys: "d" (delayed) or "p" (parked)
 
     def tell(self, consumer: str, kind: str, offset: int, how: dict[str, Any]) -> None:
-        """What was said has reached the state."""
+        """Apply a settlement that the server has accepted."""
         key = self.key_of[offset]
         assert self.holder.pop(offset) == consumer
         if kind == "ack":
@@ -61,13 +61,13 @@ class Model:
             if died:
                 self.suspects.add(offset)
             del self.holder[offset]
-        if died:  # only what can have been at work is suspected
-            for offset in heads.values():  # and not given up before it has travelled alone
+        if died:  # only the first record of a key can have been in progress
+            for offset in heads.values():  # and its last try is delivered alone
                 if offset in known or self.failures[offset] + 1 != self.tries:
                     self.fail(offset)
 
     def close_record(self, offset: int, fate: str) -> None:
-        assert offset not in self.fate, f"{offset} was {self.fate[offset]}, and is now {fate}"
+        assert offset not in self.fate, f"{offset} was {self.fate[offset]}, now {fate}"
         self.fate[offset] = fate
         self.suspects.discard(offset)
         self.failures.pop(offset, None)

@@ -1,7 +1,7 @@
 """Qpid's stress program for message groups, msg_group_test: generator, checker, stall detector.
 
-A record carries the name of its key, its number in it, and whether it is the last. The checker is
-shared by all receivers: in each key the numbers must come in order, each once, to the last.
+A record has its key, its number within the key, and whether it is the last. All receivers share the
+checker: within each key, the numbers must arrive in order, each once, up to the last.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 import meteor_py as meteor
 from tests.support.sharing import GROUP, STREAM
 
-#: Seconds for which nothing may come while something is left.
+#: Seconds without a record after which the receivers count as stalled.
 STALL_S = 10.0
 
 
 class Row(NamedTuple):
     """A row of ``run_msg_group_tests``."""
 
-    messages: int  # of each sender
+    messages: int  # per sender
     group_size: int
     prefetch: int
     ack_every: int
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 class Checker:
-    """What has come, in all receivers together."""
+    """Checks the records of all receivers together."""
 
     def __init__(self, total: int) -> None:
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class Checker:
             self.heard_at = time.monotonic()
             expected = self._expected.get(key, 0)
             if key in self._finished or int(number) != expected:
-                self.failures.append(f"{key!r}: {number!r} came, {expected} was expected")
+                self.failures.append(f"{key!r}: got {number!r}, expected {expected}")
             self._expected[key] = expected + 1
             self._receivers.setdefault(key, set()).add(receiver)
             self.left -= 1
@@ -73,7 +73,7 @@ class Checker:
 
 
 def generate(row: Row, sender: int, rng: random.Random) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values, ``interleave`` keys in turn."""
+    """Yields keys and values, alternating between ``interleave`` keys."""
     left, made = row.messages, 0
     turns: list[Iterator[tuple[bytes, bytes]]] = []
 
@@ -102,21 +102,21 @@ def send(stream: meteor.Stream, row: Row, sender: int, rng: random.Random) -> No
 
 
 def receive(stream: meteor.Stream, row: Row, receiver: int, checker: Checker) -> None:
-    """Acknowledge each, and have that known every ``ack_every`` records only.
+    """Acknowledge each record, but flush only every ``ack_every`` records.
 
-    That may be more than it may hold: what is acknowledged must be said when the window is full.
+    If that exceeds the prefetch window, the subscriber must send the acks when the window is full.
     """
     try:
         with stream.shared_subscriber(GROUP, prefetch=row.prefetch) as sub:
-            unsaid = 0
+            unsent = 0
             while not checker.done:
                 for record in sub.poll(0.2, 1):
                     checker.hear(receiver, record.ordering_key, record.value)
                     record.ack()
-                    unsaid += 1
-                    if unsaid >= row.ack_every:
+                    unsent += 1
+                    if unsent >= row.ack_every:
                         sub.flush()
-                        unsaid = 0
+                        unsent = 0
                 if time.monotonic() - checker.heard_at > STALL_S:
                     checker.failures.append(f"stalled, with {checker.left} left")
     except BaseException as error:

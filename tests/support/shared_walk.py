@@ -1,8 +1,8 @@
-"""A random walk over a shared group, and a model that says after each step what must be true.
+"""A random walk over a shared group, compared with a model after each step.
 
-Consumers are desks without threads: nothing happens that the walk has not chosen, so a seed repeats
-it. The model knows the fate of every record; the state in Redis are compared with it, and checked
-by themselves, after every step.
+Consumers have no threads: the walk chooses every event, so a seed repeats the whole walk. The
+model knows the fate of every record. After every step, the walk compares the state in Redis with
+the model, and runs fsck.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tests.support.shared_model import Model
 
 STREAM, GROUP, LETTERS = "orders", "billing", "letters"
 
-#: Steps without any progress after which a group counts as stuck: letters are told a few at a time.
+#: Steps without progress after which a group counts as stuck: a step reports only a few letters.
 IDLE_STEPS = 30
 _OF_CONSUMERS = (b"consumers", b"leases", b"dying")
 
 
 class Hand:
-    """One consumer: it does what the walk says."""
+    """One consumer, controlled by the walk."""
 
     def __init__(self, shared: SharedGroup, settings: Any, name: str) -> None:
         ordering_rule = shared.stream.config.ordering_rule
@@ -54,7 +54,7 @@ class Hand:
 
 
 class Walk(Model):
-    """``run()`` takes the steps; then everything must come to an end."""
+    """``run()`` takes random steps, then drains the group."""
 
     def __init__(self, client: meteor.Client, plain: redis.Redis, seed: object) -> None:
         self.rng = rng = random.Random(str(seed))
@@ -70,7 +70,7 @@ class Walk(Model):
         capacity = rng.choice([60, 400, 10_000_000, 10_000_000])
         self.stream = client.stream(STREAM, ordering_key="key", capacity=capacity)
         if self.letters:
-            client.stream(LETTERS)
+            client.stream(LETTERS, create=True)
         asked: dict[str, Any] = {
             "max_per_key": self.cap,
             "lease_ttl": 600.0,
@@ -87,7 +87,7 @@ class Walk(Model):
         self.next = 0
         self.confirmed = 0
         self.hands: list[Hand] = []
-        self.ghosts: list[Hand] = []  # dead, and not found out yet
+        self.ghosts: list[Hand] = []  # dead, but not detected yet
         self.done: list[str] = []
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Walk(Model):
         if len(self.hands) < 5:
             hand = Hand(self.shared, self.settings, f"hand-{len(self.done)}")
             self.hands.append(hand)
-            self.see_to_the_dead()
+            self.detect_the_dead()
 
     def some_hand(self) -> Hand:
         if not self.hands:
@@ -166,7 +166,7 @@ class Walk(Model):
                 self.settle(hand, hand.held[offset])
 
     def settle(self, hand: Hand, record: SharedRecord) -> None:
-        """Settle it here; the model learns of it when the server does."""
+        """Settle a record locally; the model learns of it when the server does."""
         what = self.rng.random()
         if what < 0.75:
             record.ack()
@@ -199,7 +199,7 @@ class Walk(Model):
         hand.close()
 
     def crash(self) -> None:
-        """It is gone, and nobody knows before its lease has ended."""
+        """Let a consumer die; its death is detected when its lease expires."""
         hand = self.some_hand()
         self.hands.remove(hand)
         hand.said.clear()
@@ -208,11 +208,11 @@ class Walk(Model):
         self.plain.zadd(self.shared._protocol.key("leases"), {hand.id: 1})
 
     def expire(self) -> None:
-        """Its lease ends, and it lives: what it settles later must not count."""
+        """The lease of a live consumer expires: its later settlements must not count."""
         if len(self.hands) < 2:
             return
         late, other = self.rng.sample(self.hands, 2)
-        while self.ghosts:  # one is found out at each step
+        while self.ghosts:  # each step detects one
             self.exchange(other, 0)
         self.plain.zadd(self.shared._protocol.key("leases"), {late.id: 1})
         self.exchange(other, self.rng.choice([0, 16]))
@@ -224,9 +224,9 @@ class Walk(Model):
         late.deliveries.exchange()
         late.held.clear()
         refused = late.deliveries.take_refused()
-        assert set(refused) == said, "late settlements must be refused, each"
+        assert set(refused) == said, "every late settlement must be refused"
         after = self.state()
-        for found in (before, after):  # it joins anew, and may be given letters to publish
+        for found in (before, after):  # late rejoins, and may get letters
             found[b"state"].pop(b"last")
             for part in list(found):
                 fields = found[part] if isinstance(found[part], dict) else {}
@@ -274,13 +274,13 @@ class Walk(Model):
         assert {state.key: state.count for state in states if state.count} == dict(open_now)
 
     def publish_letters(self) -> None:
-        """Letters that somebody was given come again, for whoever was given them may have died."""
+        """Letters are handed out again, in case the consumer that got them has died."""
         for offset in self.letters_in_state():
             self.plain.zadd(self.shared._protocol.key("dying"), {offset: 0})
         self.exchange(self.some_hand(), 0, bury_letters=True)
 
     def drain(self) -> None:
-        """One of those who are there settles everything, alone; no step may be in vain."""
+        """Let one remaining consumer settle everything; steps must make progress."""
         for hand in self.hands[1:]:
             self.exchange(hand, 0, leave=True)
             hand.close()
@@ -302,7 +302,7 @@ class Walk(Model):
             self.publish_letters()
             self.exchange(hand, 500)
             idle = 0 if len(self.open()) < left else idle + 1
-            assert idle < IDLE_STEPS, f"nothing comes, and {sorted(self.open())[:9]} are open"
+            assert idle < IDLE_STEPS, f"no progress; still open: {sorted(self.open())[:9]}"
         self.check()
         assert self.shared.confirmed == len(self.key_of) == self.stream.end().offset
         self.check_letters()
@@ -316,12 +316,12 @@ class Walk(Model):
         said, hand.said = hand.said, []
         looked = self.next
         reply = hand.deliveries.exchange(want, leave=leave)
-        assert not reply.refused, "it was held"
-        for step in sorted(said, key=lambda one: one[0] != "ack"):  # these are said first
+        assert not reply.refused, "the consumer held these records"
+        for step in sorted(said, key=lambda one: one[0] != "ack"):  # acks are sent first
             self.tell(consumer, *step)
         if leave:
             self.give_back(consumer, died=False)
-        self.see_to_the_dead()
+        self.detect_the_dead()
         if want and not leave:
             self.check_lost(reply, looked)
         self.check_grants(hand, reply)
@@ -340,14 +340,14 @@ class Walk(Model):
             hand.held[record.offset] = record
         if lost:
             first = self.stream.bounds()[0]
-            assert max(lost) < first, "only what the ring has dropped is lost"
+            assert max(lost) < first, "only records that the ring dropped are lost"
             hand.said += [("gone", offset, {}) for offset in lost]
             self.exchange(hand, 0)
         while hand.deliveries.take_lost():
             pass
         return reply
 
-    def see_to_the_dead(self) -> None:
+    def detect_the_dead(self) -> None:
         there = self.consumers()
         for consumer in {*self.holder.values()} - there:
             self.give_back(consumer, died=True)
@@ -356,13 +356,13 @@ class Walk(Model):
     def check_lost(self, reply: StepReply, looked: int) -> None:
         first = self.stream.bounds()[0]
         for low, high in reply.lost:
-            assert looked <= low <= high < first, "only what the ring has dropped is lost"
+            assert looked <= low <= high < first, "only records that the ring dropped are lost"
             for offset in range(low, high + 1):
                 self.close_record(offset, "lost")
         self.next = reply.next
 
     def lose_unseen(self, looked: int) -> None:
-        """Who has looked ahead has found out what the ring had dropped before anybody looked."""
+        """Looking ahead finds records that the ring dropped before any consumer scanned them."""
         for offset in range(looked, min(self.shared.describe().looked, self.stream.bounds()[0])):
             self.close_record(offset, "lost")
 
@@ -379,18 +379,18 @@ class Walk(Model):
                 if other in self.fate or other in self.dying:
                     continue
                 owner = self.holder.get(other)
-                assert owner == hand.id, f"{offset} is given to {hand.name}, and {other} is open"
+                assert owner == hand.id, f"{hand.name} gets {offset}, but {other} is open"
             later = [o for o in self.holder if self.key_of[o] == key]
             assert {self.holder[o] for o in later} <= {hand.id}, "a key has one owner"
             assert len(later) < self.cap
-            assert not later or offset not in self.suspects, "a suspect waits for those before it"
+            assert not later or offset not in self.suspects, "a suspect waits for earlier records"
             assert reply.failures.get(offset, 0) == self.failures[offset]
             if offset in self.suspects and self.tries:
                 last_tries += self.failures[offset] >= self.tries - 1
             self.holder[offset] = hand.id
         if last_tries:
             held = [o for o, c in self.holder.items() if c == hand.id]
-            assert len(held) == 1, "the last try travels alone"
+            assert len(held) == 1, "the last try is delivered alone"
 
     def bury(self, hand: Hand, letters: list[Any]) -> None:
         for letter in letters:
@@ -403,18 +403,19 @@ class Walk(Model):
                     self.stream._handle,
                     GROUP,
                     record,
+                    epoch=1,
                     reason="x",
                     tries=letter.failures,
                 )
                 self.buried.append(letter.offset)
                 if self.rng.random() < 0.2:
-                    continue  # dies before it is known: somebody will do it again
-            hand.deliveries.dead_letter_published(letter)
+                    continue  # the consumer dies before it reports: another repeats it
+            hand.deliveries.dead_letter_settled(letter, "")
             self.dying.discard(letter.offset)
             self.close_record(letter.offset, "dead" if letter.offset in found else "lost")
         self.exchange(hand, 0)
 
-    # -- what must be true ---------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------
 
     def waiting_seen(self, key: bytes) -> list[int]:
         looked = self.shared.describe().looked
@@ -443,7 +444,7 @@ class Walk(Model):
         self.next = found.looked
         expected = min(self.open(), default=len(self.key_of))
         assert found.confirmed == expected, f"confirmed is {found.confirmed}, not {expected}"
-        assert found.confirmed >= self.confirmed, "confirmed went back"
+        assert found.confirmed >= self.confirmed, "confirmed decreased"
         self.confirmed = found.confirmed
         fates = Counter(self.fate.values())
         assert found.acked == fates["acked"]
@@ -468,5 +469,5 @@ class Walk(Model):
         if self.letters:
             for batch in self.client.stream(LETTERS, create=False).read():
                 found += [int((record.headers or {})[OFFSET_HEADER]) for record in batch]
-        assert sorted(found) == sorted({*self.buried}), "one letter for each, and no other"
+        assert sorted(found) == sorted({*self.buried}), "one letter per dead record"
         assert {o for o, fate in self.fate.items() if fate == "dead"} <= {*found}

@@ -1,8 +1,7 @@
-"""A consumer of a shared group in a process of its own:
-``python -m tests.support.shared_worker JSON``.
+"""A consumer of a shared group as a process: ``python -m tests.support.shared_worker JSON``.
 
-What it has processed it appends to the list ``history``, before it acknowledges: so that stands
-whatever becomes of the process. It ends when there is a key ``stop``.
+It appends processed offsets to the list ``history`` before it acknowledges them, so the history
+survives the process. It ends when the key ``stop`` exists.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ def main() -> None:
                 try:
                     work(sub, plain, rng, options["trouble"])
                 except meteor.Fenced:
-                    pass  # others have it
+                    pass  # other consumers got its records
 
 
 def work(sub: meteor.SharedSubscriber, plain: Any, rng: random.Random, trouble: float) -> None:
-    """Process what one poll brings; with some luck, otherwise."""
+    """Process the records of one poll; release or reject some at random."""
     processed: list[meteor.SharedRecord] = []
     for record in sub.poll(0.5, rng.choice([1, 10, 100, 1000])):
         if record.standing is not Standing.HELD:
-            continue  # returned with one before it
+            continue  # returned with an earlier record
         luck = rng.random()
         if luck < trouble:
             record.release(rng.choice([0.0, 0.0, 0.05]))
         elif luck < 1.5 * trouble:
             record.reject("bad luck")
-            # What follows in its key is only in order if this counts.
+            # Later records of its key are in order only if the server accepts the rejection.
             sub.flush()
         else:
             processed.append(record)
@@ -63,7 +62,7 @@ def work(sub: meteor.SharedSubscriber, plain: Any, rng: random.Random, trouble: 
 
 
 def run(sub: meteor.SharedSubscriber, plain: Any) -> None:
-    """As an application would; one record is the end of it."""
+    """Run like an application; the poison record kills it."""
 
     def handle(record: meteor.SharedRecord) -> None:
         if record.value == POISON:

@@ -1,13 +1,12 @@
-"""Shared groups at hand: Qpid's queue with its consumers, deaths on cue, and a check of the state.
+"""Shared groups for tests: Qpid's queue with its consumers, deaths on cue, and state checks.
 
     with Queue(any_url, "AAB") as queue:
         c1, c2 = queue.consumers(2)
         assert queue.get(c1) == "A-0"
         queue.ack(c1, "A-0")
 
-A record is named as in Qpid's tests: its group, and its offset. ``get`` is their fetch of one,
-without prefetch: the consumer may hold exactly one more than it does. Whatever happened, the state
-are checked at the end.
+Records are named as in Qpid's tests, by key and offset. ``get`` fetches one record without
+prefetch: the consumer's limit is one more than it holds. At the end, the state is checked.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from meteor_py.shared.record import Standing
 STREAM = "orders"
 GROUP = "billing"
 
-#: A lease that no test waits out.
+#: A lease that does not expire during a test.
 LONG_S = 60.0
 
 
 class Queue:
-    """A stream with groups, a shared group of it, and its consumers; closes what it opened."""
+    """A stream, a shared group of it, and its consumers; closes everything it opened."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class Queue:
                 self.check()
 
     def publish(self, records: Iterable[str], *, frame: int = 1) -> None:
-        """Publish a record for each letter, its key; ``frame`` of them at a time."""
+        """Publish a record for each letter, which is its key, in frames of ``frame`` records."""
         names = list(records)
         with self.stream.publisher() as pub:
             for start in range(0, len(names), frame):
@@ -85,7 +84,7 @@ class Queue:
         return [self.consumer(**options) for _ in range(number)]
 
     def get(self, consumer: meteor.SharedSubscriber) -> str | None:
-        """Fetch one, and return its name; None if there is none for this consumer."""
+        """Fetch one record and return its name; None if none is available to this consumer."""
         record = get(consumer)
         if record is None:
             return None
@@ -94,11 +93,11 @@ class Queue:
         return name
 
     def record(self, consumer: meteor.SharedSubscriber, name: str) -> meteor.SharedRecord:
-        """The one of that name that it was given last."""
+        """Returns the consumer's last record of that name."""
         return self._held[consumer][name]
 
     def ack(self, consumer: meteor.SharedSubscriber, *names: str) -> None:
-        """Acknowledge these, all that it holds if none is named, and have the server know."""
+        """Acknowledge these records, by default all that it holds, and flush."""
         for name in names or self._names_held(consumer):
             self.record(consumer, name).ack()
         consumer.flush()
@@ -129,11 +128,11 @@ class Queue:
         return {state.key.decode(): state for state in self.shared.keys(look_ahead=True)}
 
     def browse(self) -> list[str]:
-        """What a plain reader sees, from the beginning."""
+        """Returns the records that a plain reader sees, from the beginning."""
         return [self._names[record.offset] for batch in self.stream.read() for record in batch]
 
     def check(self) -> None:
-        """The state must not contradict themselves."""
+        """Check that the state is consistent."""
         check(self.stream, GROUP)
 
     def key(self, part: str) -> str:
@@ -141,7 +140,7 @@ class Queue:
 
 
 def check(stream: meteor.Stream, *groups: str) -> None:
-    """The state of these shared groups, of all if none is named, must be in order, if there are."""
+    """Check the state of the given shared groups (default: all); deleted ones pass."""
     try:
         found = groups or [each.name for each in stream.groups() if each.kind == "shared"]
         for name in found:
@@ -151,7 +150,7 @@ def check(stream: meteor.Stream, *groups: str) -> None:
 
 
 def get(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> meteor.SharedRecord | None:
-    """Fetch one record, beside those that it holds."""
+    """Fetch one record, in addition to those that it holds."""
     prefetcher = consumer._prefetcher
     prefetcher.config = replace(prefetcher.config, prefetch=len(prefetcher.deliveries.holdings) + 1)
     records = consumer.poll(timeout, 1)
@@ -159,7 +158,7 @@ def get(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> meteor.Share
 
 
 def die(consumer: meteor.SharedSubscriber) -> None:
-    """End without a word, as if its process was killed, and have its lease run out."""
+    """End without leaving, like a killed process, and let the lease expire."""
     expire(consumer)
     consumer._closed = True
     consumer._prefetcher.halt()
@@ -171,14 +170,14 @@ def die(consumer: meteor.SharedSubscriber) -> None:
 
 
 def expire(consumer: meteor.SharedSubscriber) -> None:
-    """Have its lease run out now: whoever comes next takes it for dead."""
+    """Let its lease expire now: the next consumer treats it as dead."""
     consumer.stream.client._connector.call(
         "ZADD", consumer._shared._protocol.key("leases"), "XX", 1, consumer._deliveries._consumer
     )
 
 
 def discard(consumer: meteor.SharedSubscriber) -> None:
-    """Close one whose settlements are of no interest any more."""
+    """Close a consumer, ignoring errors."""
     try:
         consumer.close()
     except meteor.MeteorError:
@@ -190,7 +189,7 @@ def offsets(records: Iterable[meteor.SharedRecord]) -> list[int]:
 
 
 def drain(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> list[meteor.SharedRecord]:
-    """Take and acknowledge all that there is."""
+    """Take and acknowledge all available records."""
     found: list[meteor.SharedRecord] = []
     while records := consumer.poll(timeout):
         for record in records:
@@ -200,7 +199,7 @@ def drain(consumer: meteor.SharedSubscriber, timeout: float = 0.0) -> list[meteo
 
 
 def rest(queue: Queue, consumer: meteor.SharedSubscriber) -> list[str]:
-    """All that a consumer is given."""
+    """Returns the names of all records that a consumer gets."""
     found: list[str] = []
     while name := queue.get(consumer):
         found.append(name)
@@ -208,7 +207,7 @@ def rest(queue: Queue, consumer: meteor.SharedSubscriber) -> list[str]:
 
 
 class Runner:
-    """``run(handler)`` in a thread; ends with the block."""
+    """Runs ``run(handler)`` in a thread during the block."""
 
     def __init__(
         self,
@@ -242,7 +241,7 @@ class Runner:
 
 
 class Steps:
-    """Notes what the steps of a consumer say and ask for."""
+    """Records the settlements and requests in the steps of a consumer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, consumer: meteor.SharedSubscriber) -> None:
         protocol = consumer._deliveries.protocol

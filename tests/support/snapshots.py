@@ -1,4 +1,4 @@
-"""Made-up looks at streams, for what `top` draws and `watch` tells."""
+"""Hand-made snapshots of streams, for tests of `top` and `watch`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""One Spark for the tests of a worker, and queries on it.
+"""A Spark session that the tests of a worker share, and queries on it.
 
     query = start(stream_of(spark, url, stream="orders"), tmp_path)
     assert offsets(spark, tmp_path) == [...]
 
-Results are written to Parquet files, by which a query can be restarted from its checkpoint.
+Queries write their rows to Parquet files, so that they can restart from a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from tests.support.java import SPARK_PYTHON
 
-#: Seconds in which a query has to end: many times what it takes.
+#: Seconds for a query to end: many times what it needs.
 END_S = 100
-#: The processes of the source inherit the environment that Java was started with.
+#: Spark's Python processes inherit the environment in which Java was started.
 PASSWORD_ENV = "METEOR_TEST_SPARK_PASSWORD"
 PASSWORD = "geheim-4711"
 
 
 @contextmanager
 def session() -> Iterator[SparkSession]:
-    """A Spark in a process of its own, which ends with it."""
+    """A Spark session with two cores, whose tasks are tried twice."""
     os.environ |= SPARK_PYTHON
     os.environ[PASSWORD_ENV] = PASSWORD
-    builder = SparkSession.builder.master("local[2]").appName("meteor tests")
+    builder = SparkSession.builder.master("local[2,2]").appName("meteor tests")
     settings = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
@@ -42,32 +42,32 @@ def session() -> Iterator[SparkSession]:
         "spark.sql.shuffle.partitions": "2",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.codegen.wholeStage": "false",  # compiling costs more than the tests' records
-        # Nor does Java live long enough for its best compiler to pay.
+        # Java does not run long enough here for its optimising compiler to pay off.
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
         "spark.sql.streaming.stopTimeout": "30s",
     }
     for name, value in settings.items():
         builder = builder.config(name, value)
     spark = builder.getOrCreate()
-    spark.sparkContext.setLogLevel("OFF")  # queries fail on purpose here, at great length
+    spark.sparkContext.setLogLevel("OFF")  # queries that fail on purpose would log a lot
     gateway = spark.sparkContext._gateway
     try:
         yield spark
     finally:
         with warnings.catch_warnings():
-            # py4j leaves its sockets to the collector.
+            # py4j leaves its sockets to the garbage collector.
             warnings.simplefilter("ignore", ResourceWarning)
             spark.stop()
             if gateway is not None:
                 gateway.shutdown()
-                # Java ends when its input does: that of a worker of pytest-xdist ends late.
+                # Java exits when its input is closed; pytest-xdist would close it too late.
                 gateway.proc.stdin.close()
                 gateway.proc.wait(30)
         del os.environ[PASSWORD_ENV]
 
 
 def stream_of(spark: SparkSession, url: str, **options: str | int) -> DataFrame:
-    """A stream as Spark sees it, from its beginning unless told otherwise."""
+    """Returns a stream as a streaming DataFrame, by default from its beginning."""
     defaults: dict[str, str | int] = {"url": url, "startingOffsets": "earliest"}
     if "startingTimestamp" in options:
         del defaults["startingOffsets"]
@@ -75,32 +75,32 @@ def stream_of(spark: SparkSession, url: str, **options: str | int) -> DataFrame:
 
 
 def start(frame: DataFrame, folder: Path, *, follow: bool = False) -> StreamingQuery:
-    """Begin, or go on from the folder's checkpoint; ends with what is there unless it follows."""
+    """Start a query or continue from the folder's checkpoint. It ends unless ``follow`` is set."""
     writer = frame.writeStream.format("parquet").option("path", str(folder / "rows"))
     writer = writer.option("checkpointLocation", str(folder / "checkpoint"))
     return (writer if follow else writer.trigger(availableNow=True)).start()
 
 
 def run(frame: DataFrame, folder: Path) -> StreamingQuery:
-    """Have all read that is there now."""
+    """Run a query that reads all records that exist now."""
     query = start(frame, folder)
     assert query.awaitTermination(END_S), "the query does not end"
     return query
 
 
 def failure(query: StreamingQuery) -> str:
-    """What a query says that has to fail."""
+    """Returns the error of a query that must fail."""
     with pytest.raises(StreamingQueryException) as caught:
         query.awaitTermination(END_S)
     return str(caught.value)
 
 
 def offsets(spark: SparkSession, folder: Path) -> list[int]:
-    """What the queries of a folder have brought there, sorted."""
+    """Returns the offsets that the queries of a folder have written, sorted."""
     rows = spark.read.parquet(str(folder / "rows")).select("offset").collect()
     return sorted(row.offset for row in rows)
 
 
 def batches(query: StreamingQuery) -> list[int]:
-    """How many rows each micro-batch had, of those that had any."""
+    """Returns the number of rows of each micro-batch that had any."""
     return [each["numInputRows"] for each in query.recentProgress if each["numInputRows"]]

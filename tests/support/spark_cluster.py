@@ -1,11 +1,11 @@
-"""A Spark cluster on loopback whose workers have hosts of their own, and a driver that uses it.
+"""A Spark cluster on loopback whose workers have different hosts, and a driver that uses it.
 
     with Cluster(folder) as cluster, Driver(cluster, url, folder) as driver:
         driver.wait()
         assert driver.attempts == [Attempt(0, "127.0.0.2", speculative=False), ...]
 
-Spark starts a second attempt of a slow task (speculation) neither in ``local[...]`` nor on a host
-that runs the first one, and all workers of ``local-cluster[...]`` are on the same: it takes this.
+Spark speculates (starts a second attempt of a slow task) neither in ``local[...]`` nor on the host
+of the first attempt, and all workers of ``local-cluster[...]`` are on one host.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from tests.support.waiting import eventually
 
 SOURCE, TARGET = "source", "target"
 TASKS = 4
-#: Rows of a task, and what each takes: so much that some are sent before all are there.
+#: Rows of a task and their size, large enough that some are sent before the last is produced.
 TASK_ROWS, ROW_BYTES = 1000, 2000
-#: Many times what it takes, on a machine that has other things to do.
+#: Seconds for the program to end: many times what it needs, for loaded machines.
 END_S = 250
 
 _ROOT = Path(__file__).parents[2]
 _MASTER = "org.apache.spark.deploy.master.Master"
 _WORKER = "org.apache.spark.deploy.worker.Worker"
-#: All of 127/8 is loopback on Linux; on macOS it is not, without further ado.
+#: On Linux all of 127/8 is loopback; macOS needs configuration for that.
 _HOSTS = ("127.0.0.2", "127.0.0.3")
 
 
 class Attempt(NamedTuple):
-    """One attempt of a task, as Spark has noted it."""
+    """One attempt of a task, from Spark's event log."""
 
     partition: int
     host: str
@@ -50,11 +50,11 @@ class Attempt(NamedTuple):
 
 
 class _Process:
-    """A process with all that it starts in a session of its own; ends with it."""
+    """A process in its own session, so that kill() ends its children too."""
 
     def __init__(self, log: Path, command: Sequence[str], **environment: str) -> None:
         self.log = log
-        # Executors run elsewhere, and need what is here.
+        # Executors run in other directories, but need these packages.
         environment = {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": str(_ROOT)} | environment
         with log.open("wb") as file:
             self._popen = subprocess.Popen(
@@ -74,18 +74,18 @@ class _Process:
         self._popen.wait()
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Wait until the log says so."""
+        """Wait until the log matches."""
 
         def found() -> re.Match[str] | None:
             assert self._popen.poll() is None, self.tail
             return re.search(pattern, self.log.read_text())
 
-        said = eventually(found, END_S, f"the log does not say {pattern}")
+        said = eventually(found, END_S, f"{pattern} is not in the log")
         assert said is not None
         return said
 
     def wait(self) -> None:
-        """Wait until it has ended well."""
+        """Wait until the process succeeds."""
         assert self._popen.wait(END_S) == 0, self.tail
 
     @property
@@ -127,7 +127,7 @@ class Cluster:
 
 
 class Driver:
-    """A program that copies a stream, and writes a table, with tasks that are slow at first."""
+    """A program that copies a stream and writes a table, with tasks that are slow at first."""
 
     def __init__(self, cluster: Cluster, url: str, folder: Path) -> None:
         self._marks, self._events = folder / "marks", folder / "events"
@@ -144,28 +144,28 @@ class Driver:
         self._process.kill()
 
     def wait(self) -> None:
-        """Wait until it has ended well."""
+        """Wait until the process succeeds."""
         self._process.wait()
 
     @property
     def marks(self) -> set[str]:
-        """Which attempts of the slow tasks came to their last rows: job, partition, number."""
+        """The attempts of slow tasks that reached their last rows: job, partition, number."""
         return {path.name for path in self._marks.iterdir()}
 
     @property
     def attempts(self) -> list[Attempt]:
-        """All attempts of tasks, in the order of their beginning."""
+        """All attempts of tasks, in the order of their start."""
         (file,) = self._events.iterdir()
         events = [json.loads(line) for line in file.read_text().splitlines()]
         started = [e["Task Info"] for e in events if e["Event"] == "SparkListenerTaskStart"]
         return [Attempt(task["Index"], task["Host"], task["Speculative"]) for task in started]
 
 
-# In the process
+# The driver process
 
 
 def main(master: str, url: str, folder: str) -> None:
-    """Copy the source in two batches, then write as many rows again as a table, with a txnId."""
+    """Copy the source in two batches, then write a table of a third as many rows with a txnId."""
     from pyspark.sql import SparkSession
     from pyspark.sql.functions import udf
 
@@ -183,7 +183,7 @@ def main(master: str, url: str, folder: str) -> None:
         "spark.eventLog.rolling.enabled": "false",
         "spark.sql.codegen.wholeStage": "false",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "100",
-        # Both workers have to be there: none of them alone would do.
+        # Wait for both workers.
         "spark.scheduler.minRegisteredResourcesRatio": "1.0",
         "spark.scheduler.maxRegisteredResourcesWaitingTime": f"{END_S}s",
         "spark.cores.max": str(TASKS),
@@ -211,10 +211,10 @@ def main(master: str, url: str, folder: str) -> None:
 
 
 class _Slow:
-    """The first task of each job is slow, in its first attempt, when some of it is staged.
+    """Slows down the first attempt of the first task of each job, after some rows are staged.
 
-    In the second job the first attempt never gets on, and is killed; in the others both wait for
-    each other, and go on: which of them is counted is for Spark to say.
+    In the second job the first attempt never continues, and Spark kills it. In the others both
+    attempts wait for each other and continue, and Spark decides which one counts.
     """
 
     def __init__(self, url: str, marks: str) -> None:
@@ -236,7 +236,7 @@ class _Slow:
         Path(self._marks, f"{job}.{partition}.{attempt}").touch()
         if attempt:
             first = Path(self._marks, f"{job}.{partition}.0")
-            eventually(first.exists, END_S, "the first attempt does not get on")
+            eventually(first.exists, END_S, "the first attempt makes no progress")
             return
         with plain_client(self._url) as plain:
             pattern = keys.stage(TARGET, f"*.{partition}.*")

@@ -1,8 +1,8 @@
-"""Spark's engine as a streaming source or a task of a sink sees it, without Spark.
+"""A stand-in for Spark's engine, as a streaming source or a task of a sink sees it.
 
-It does what the notes and the bytecode say that Spark's does: it asks for the initial offset again
-and again, plans twice, reads with a reader that was pickled before the run, confirms late, and
-compares offsets as JSON. A test may let it crash between any two of these.
+Like Spark's, it asks for the initial offset repeatedly, plans twice, reads with a reader that was
+pickled before the run, commits late, and compares offsets as JSON. A test may let it crash between
+any two of these steps.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pyspark.sql.datasource import CaseInsensitiveDict, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from pyspark_meteor import server
+from pyspark_meteor.readers import StreamReader
 from pyspark_meteor.source import MeteorDataSource
-from pyspark_meteor.stream_reader import StreamReader
 
-#: As Spark pickles what it sends to other processes.
+#: Spark's pickler.
 dumps: Callable[[object], bytes] = cloudpickle.dumps
 
 
 @contextmanager
 def own_process() -> Iterator[None]:
-    """The source lives in processes of its own, and leaves these to their end."""
+    """Clean up resources that the source releases only when its process ends."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -41,7 +41,7 @@ def own_process() -> Iterator[None]:
 
 
 class Checkpoint:
-    """What Spark keeps: the batches that were planned, and how many of them are done."""
+    """Spark's checkpoint: the planned batches, and how many of them are done."""
 
     def __init__(self) -> None:
         self.planned: list[str] = []
@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 class Engine:
-    """One run of a query, in this process; `stop` ends it, and dropping it is a crash."""
+    """One run of a query in this process. `stop` ends it; dropping it is a crash."""
 
     def __init__(self, checkpoint: Checkpoint, **given: str) -> None:
         self.kept = checkpoint
@@ -74,8 +74,20 @@ class Engine:
         (same,) = answers
         return same
 
+    def begin(self) -> None:
+        """Run the first batch of a query, which only puts its start into the checkpoint."""
+        if not self.kept.planned:
+            assert self._plan(), "the first batch is always planned"
+        if not self.kept.done:
+            assert self.read() == [], "the first batch reads nothing"
+            self.kept.done = 1
+
     def plan(self) -> bool:
-        """Plan the next batch, and note it; or find that there is nothing for one."""
+        """Plan the next batch with records; returns False if there is nothing for one."""
+        self.begin()
+        return self._plan()
+
+    def _plan(self) -> bool:
         done = self.kept.done
         start = self.kept.planned[done - 1] if done else self.initial()
         found = json.dumps(self.reader.latestOffset(json.loads(start), self.limit))
@@ -89,7 +101,7 @@ class Engine:
         return True
 
     def read(self) -> list[tuple[str, int]]:
-        """Read the batch that is planned, twice: a task may be repeated."""
+        """Read the planned batch twice, since a task may be repeated."""
         done = self.kept.done
         start = self.kept.planned[done - 1] if done else self.initial()
         end = self.kept.planned[done]
@@ -105,14 +117,15 @@ class Engine:
         batches: list[pa.RecordBatch] = list(pickle.loads(self.pickled).read(part))
         rows: list[tuple[str, int]] = []
         for batch in batches:
-            assert batch.schema.equals(self.arrow_schema), "Spark refuses anything else"
+            assert batch.schema.equals(self.arrow_schema), "Spark refuses any other schema"
             assert batch.num_rows
             rows += zip(batch["stream"].to_pylist(), batch["offset"].to_pylist(), strict=True)
         return rows
 
     def batch(self) -> list[int]:
-        """One micro-batch, from the plan that a run before left if there is one: its offsets."""
-        if self.kept.done == len(self.kept.planned) and not self.plan():
+        """Run a micro-batch, planned by an earlier run or now; returns its offsets."""
+        self.begin()
+        if self.kept.done == len(self.kept.planned) and not self._plan():
             return []
         rows = self.read()
         self.kept.done += 1
@@ -120,20 +133,21 @@ class Engine:
 
 
 class Task:
-    """What a task knows of itself: the same for each of its attempts, after a restart even."""
+    """A TaskContext. It is the same for all attempts of a task, even after a restart."""
 
-    def __init__(self, batch: int, partition: int = 0) -> None:
+    def __init__(self, batch: int, partition: int = 0, run: str = "run") -> None:
         self._partition = partition
-        self._known = {"sql.streaming.queryId": "q", "streaming.sql.batchId": str(batch)}
+        self._known = {
+            "sql.streaming.queryId": "q",
+            "streaming.sql.batchId": str(batch),
+            "spark.jobGroup.id": run,
+        }
 
     def getLocalProperty(self, name: str) -> str | None:
         return self._known.get(name)
 
     def partitionId(self) -> int:
         return self._partition
-
-    def taskAttemptId(self) -> int:
-        return 0
 
     def get(self) -> Task:
         return self

@@ -18,14 +18,14 @@ NAME = "kept"
 
 
 def kept(client: meteor.Client, root: Path, **settings: Any) -> meteor.Stream:
-    """A stream with a store in files; nobody archives it by himself."""
+    """Open a stream with a store in files and without a background archiver."""
     defaults: dict[str, Any] = {"capacity": 10, "store": root, "archive": False}
     return client.stream(NAME, **defaults | settings)
 
 
 @contextmanager
 def archiving(stream: meteor.Stream, **options: Any) -> Iterator[meteor.Archiver]:
-    """Let an archiver run meanwhile, that writes what it finds at once."""
+    """During the block, run an archiver that writes records at once."""
     archiver = stream.archiver(**{"segment_age": 0.0} | options)
     archiver.start()
     try:
@@ -35,13 +35,13 @@ def archiving(stream: meteor.Stream, **options: Any) -> Iterator[meteor.Archiver
 
 
 def archive(stream: meteor.Stream) -> int:
-    """Have all that there is archived, as one segment if it is not much; return the end."""
+    """Archive all records, in one segment if they are few; returns the end."""
     with archiving(stream, segment_age=1e6):
         return stream.store.flush()
 
 
 def fill_segments(stream: meteor.Stream, *sizes: int) -> int:
-    """Append frames of so many records each, and have each archived as a segment of its own."""
+    """Append frames of these sizes, and archive each as a segment."""
     end = 0
     with archiving(stream):
         for size in sizes:
@@ -51,7 +51,7 @@ def fill_segments(stream: meteor.Stream, *sizes: int) -> int:
 
 
 def read_all(stream: meteor.Stream, *span: Any) -> list[int]:
-    """The offsets that ``stream.read`` gives, whose values are checked."""
+    """Returns the offsets of ``stream.read``, after checking the values."""
     return list(chain.from_iterable(check_values(batch) for batch in stream.read(*span)))
 
 
@@ -60,30 +60,30 @@ def records_of(stream: meteor.Stream, *span: Any) -> list[meteor.Record]:
 
 
 def segments(root: Path) -> list[Path]:
-    """The files with records, in order of the offsets."""
+    """Returns the files with records, in the order of offsets."""
     return sorted(root.rglob("*.parquet"))
 
 
 def read_ahead_of(sub: meteor.Subscriber) -> StoreReadAhead:
-    """What reads the store for a subscriber."""
+    """Returns the reader of a subscriber's store."""
     store = sub._fetcher.buffer._log._store
-    assert store is not None, "its stream has no store"
+    assert store is not None, "the stream has no store"
     return store._batches
 
 
 def read_straight(sub: meteor.Subscriber) -> list[int]:
-    """Read on until a batch of the store is fetched in advance, and has come; the offsets."""
+    """Read until a batch of the store was fetched in advance; returns the offsets."""
     offsets: list[int] = []
     for _ in range(10):
         offsets += check_values(sub.poll(timeout=5))
         if (ahead := read_ahead_of(sub)._ahead) is not None:
             ahead.join(30)
             return offsets
-    raise AssertionError("Nothing was fetched in advance, so this test shows nothing.")
+    raise AssertionError("No batch was fetched in advance, so this test proves nothing.")
 
 
 class Watched(meteor.ParquetStore):
-    """Tells of each batch, after it was read and before it is handed over."""
+    """A store that reports each batch after reading it, before returning it."""
 
     def __init__(self, root: Path, stream: str = NAME) -> None:
         super().__init__(root, stream)

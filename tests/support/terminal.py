@@ -1,4 +1,4 @@
-"""A terminal with a command in it, and what somebody who sits there would see."""
+"""A terminal that runs a command, and its screen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.preloaded_process import PreloadedProcess
 
 
 class Terminal:
-    """A command that runs in a terminal of its own.
+    """A command that runs in its own terminal.
 
     >>> with Terminal(["meteor", "tail", "orders"]) as terminal:  # doctest: +SKIP
     ...     terminal.wait_for("hello")
@@ -40,7 +40,7 @@ class Terminal:
     ) -> None:
         self._screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self._screen)
-        #: All that was written, as it came.
+        #: The raw output.
         self.output = b""
         self._fd, inside = pty.openpty()
         self.resize(columns, rows)
@@ -49,7 +49,7 @@ class Terminal:
             "env": os.environ | {"TERM": "xterm-256color"} | dict(environment or {}),
             "start_new_session": True,
         }
-        # A terminal of its own, so that Ctrl-C and a new size reach it as signals.
+        # A controlling terminal, so that Ctrl-C and a new size reach the command as signals.
         self.process: PreloadedProcess | subprocess.Popen[bytes] = (
             PreloadedProcess(command, terminal=True, **options)
             if preloaded and command[0] == METEOR
@@ -68,7 +68,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """The screen as it is now."""
+        """The lines of the screen."""
         return [line.rstrip() for line in self._screen.display]
 
     @property
@@ -80,12 +80,12 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def resize(self, columns: int, rows: int) -> None:
-        """Make the window larger or smaller."""
+        """Change the size of the window."""
         self._screen.resize(rows, columns)
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def wait_for(self, what: str | Callable[[Terminal], bool]) -> None:
-        """Wait until a text is on the screen, or something holds of it."""
+        """Wait until the screen shows a text, or a condition on the terminal holds."""
         deadline = time.monotonic() + PATIENCE_S
         while not (what in self.text if isinstance(what, str) else what(self)):
             if time.monotonic() > deadline or not self._read(deadline):
@@ -95,11 +95,11 @@ class Terminal:
         """Wait until the command has ended, and return its exit code."""
         deadline = time.monotonic() + PATIENCE_S
         while self._read(deadline):
-            assert time.monotonic() < deadline, f"It does not end:\n{self.text}"
+            assert time.monotonic() < deadline, f"The command does not end:\n{self.text}"
         return self.process.wait(PATIENCE_S)
 
     def _read(self, deadline: float) -> bool:
-        """Take what was written next; False once nothing more can come."""
+        """Read more output; returns False at its end."""
         if not select.select([self._fd], [], [], max(deadline - time.monotonic(), 0.0))[0]:
             return True
         try:

@@ -1,4 +1,4 @@
-"""Stages, commits and their remains, as the tests of transactions need them."""
+"""Stages, commits and their leftovers, for tests of transactions."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import Any
 
 import meteor_py as meteor
 from meteor_py.publish import transaction
-from meteor_py.publish.transaction import Stage, Staged
+from meteor_py.publish.transaction import Stage, Staged, StageOwner
 from meteor_py.records.frame import Columns
 from meteor_py.redis import keys
 
 
-def stage(stream: meteor.Stream, name: str, *frames: str) -> Staged:
-    """Stage frames, each the values between spaces: ``stage(stream, "a", "1 2", "3")``."""
-    stage = Stage(stream._handle, name)
+def stage(
+    stream: meteor.Stream, name: str, *frames: str, owner: StageOwner | None = None
+) -> Staged:
+    """Stage frames of space-separated values: ``stage(stream, "a", "1 2", "3")``."""
+    stage = Stage(stream._handle, name, owner=owner)
     for values in frames:
         stage.write(Columns([value.encode() for value in values.split()]))
     return stage.finish()
 
 
 def contents(stream: meteor.Stream) -> str:
-    """All values, whose offsets follow each other from 0."""
+    """Returns all values, after checking that their offsets are dense from 0."""
     batches = list(stream.read())
     assert [offset for batch in batches for offset in batch.offsets] == list(
         range(stream.end().offset)
@@ -35,7 +37,7 @@ def numbers(count: int) -> str:
 
 
 def begin(stream: meteor.Stream, version: int, *stages: Staged, moves: int = 0) -> None:
-    """What a committer of the writer w does that dies after its plan and some moves."""
+    """Act as a committer of writer w that dies after its plan and some moves."""
     answer = transaction._plan(stream._handle, "w", version, stages)
     assert answer == [b"OK", 0, sum(each.frames for each in stages)]
     spans = [(each.name, i, each.frames) for each in stages for i in range(each.frames)]
@@ -45,7 +47,7 @@ def begin(stream: meteor.Stream, version: int, *stages: Staged, moves: int = 0) 
 
 
 def lasting(stream: meteor.Stream) -> set[bytes]:
-    """The keys that do not expire by themselves."""
+    """Returns the keys that do not expire."""
     plain = stream.client.redis
     found: Any = plain.keys("*")
     return {key for key in found if plain.pttl(key) == -1}
@@ -57,7 +59,7 @@ def fence(stream: meteor.Stream, writer: str = "w") -> bytes | None:
 
 
 def in_threads(*works: Callable[[], None]) -> None:
-    """Do all at once; raise the first error."""
+    """Run all concurrently; raises the first error."""
     errors: list[BaseException] = []
 
     def guarded(work: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for a condition with a deadline: what tests do instead of sleeping."""
+"""Waiting for a condition with a deadline, instead of sleeping."""
 
 from meteor_py.testing import eventually
 

@@ -1,8 +1,8 @@
-"""Which process of `make test` runs what.
+"""The assignment of tests to the processes of `make test`.
 
-A Spark takes seconds to start, and all processors. So one process runs all tests that share one,
-another those that start their own, one at a time; both begin at once, and end before the rest does.
-(The marks of pytest-xdist for that, with ``--dist loadgroup``, have no effect on pytest 9.)
+A Spark session takes seconds to start and uses all processors. One process runs all tests that
+share a session; another runs those that start their own, one at a time. Both start first and end
+before the rest. (The marks of pytest-xdist for ``--dist loadgroup`` have no effect on pytest 9.)
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def workers(config: pytest.Config, log: Any) -> Any:
-    """The scheduler of pytest-xdist. It takes the largest groups first."""
+    """Returns the scheduler for pytest-xdist, which starts with the largest groups."""
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
-        """Goes on when a process has died, as one does whose test hangs.
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # untyped
+        """Continues after the death of a process, such as one whose test hangs.
 
-        That of pytest-xdist 3.8 runs the test again that it died of, and waits for ever for groups
-        that have none left.
+        The scheduler of pytest-xdist 3.8 repeats the test that caused the death, and waits forever
+        for groups that have no tests left.
         """
 
         def _split_scope(self, nodeid: str) -> str:
@@ -45,15 +45,16 @@ def workers(config: pytest.Config, log: Any) -> Any:
 
         def _reschedule(self, node: Any) -> None:
             if node not in self.registered_collections:
-                return  # it took the place of one that died, and does not know the tests yet
-            super()._reschedule(node)
-            super()._reschedule(node)  # it begins with a test when it knows the next, or the end
+                return  # a replacement that has not collected the tests yet
+            # A process starts a test only once it knows the next test, or that there is none.
+            for _ in range(2):
+                super()._reschedule(node)
 
     return Scheduling(config, log)
 
 
 def group_of(nodeid: str, root: Path) -> str:
-    """What has to be run by one process; most tests are a group by themselves."""
+    """Returns the group of a test, which one process runs; most tests are groups of one."""
     if "spark" not in nodeid:
         return nodeid
     return "shared" if shares(root / nodeid.partition("::")[0]) else "own"
@@ -61,5 +62,5 @@ def group_of(nodeid: str, root: Path) -> str:
 
 @cache
 def shares(path: Path) -> bool:
-    """Whether the tests of a file use the fixture ``spark``."""
+    """Returns whether the tests of a file use the fixture ``spark``."""
     return path.exists() and "spark: SparkSession" in path.read_text()

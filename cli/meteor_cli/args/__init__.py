@@ -1,1 +1,1 @@
-"""What people write on the command line, and what it means: positions, times, ids, sizes."""
+"""Parsing of the command line: positions, times, keys, sizes, input."""

@@ -1,4 +1,4 @@
-"""Names that a shell offers: streams, groups, members."""
+"""Shell completion of the names of streams, groups and members."""
 
 from __future__ import annotations
 
@@ -18,39 +18,22 @@ if TYPE_CHECKING:
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
-#: What names are made of. On a server there may be others, and a shell would do what they say.
+#: Valid names. A server may hold others, which a shell would execute as part of a command.
 _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
-#: Words for whom a message is for, and what stands before the id of a member named like them.
+#: Targets of a message, and the prefix that marks a member id that equals one of them.
 _TARGETS = ("any", "all", "leader")
 BY_ID = "member:"
-#: Seconds after which the shell gets its prompt back.
+#: Seconds to wait for a server.
 _PATIENCE_S = 1.0
 
 
 def _completer(find: Callable[[Client, str | None], list[str]], parent: str | None) -> Completer:
-    """Offer what ``find`` returns.
+    """Returns a completer that offers the names that ``find`` returns.
 
     Args:
-        find: Gets a client, and what was given for ``parent``.
-        parent: The argument before, on which it depends; without it nothing is offered.
+        find: Called with a client and the value of ``parent``.
+        parent: The argument on which the names depend; while it is missing, nothing is offered.
     """
-
-    def complete(
-        context: click.Context, option: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        above = None
-        if parent is not None:
-            # Behind an option that has no value yet, as -g, click has not looked at the rest.
-            above = context.params.get(parent) or next(iter(context.args), None)
-            if above is None:
-                return []
-        session = context.find_object(Session) or Session()
-        try:
-            names = find_names(session, above)
-        except Exception:
-            return []  # a shell is no place for errors
-        fitting = [name for name in names if name.startswith(incomplete) and _NAME.fullmatch(name)]
-        return [CompletionItem(name) for name in fitting]
 
     def find_names(session: Session, above: str | None) -> list[str]:
         import meteor_py
@@ -59,9 +42,23 @@ def _completer(find: Callable[[Client, str | None], list[str]], parent: str | No
         warnings.simplefilter("ignore")
         has_url = session.url or os.environ.get("METEOR_URL")
         if not has_url and not default_directory().exists():
-            return []  # a server would have to be set up for it
+            return []  # connecting would create the user's server
         with meteor_py.connect(session.url, timeout=_PATIENCE_S) as m:
             return find(m, above)
+
+    def complete(
+        context: click.Context, option: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        # After an option without a value, such as -g, click has not parsed the arguments.
+        above = parent and (context.params.get(parent) or next(iter(context.args), None))
+        if parent and above is None:
+            return []
+        try:
+            names = find_names(context.find_object(Session) or Session(), above)
+        except Exception:
+            return []  # an error message would end up in the user's command line
+        fitting = [name for name in names if name.startswith(incomplete) and _NAME.fullmatch(name)]
+        return [CompletionItem(name) for name in fitting]
 
     return complete
 
@@ -87,7 +84,7 @@ member = _completer(_members, "group")
 def target(
     context: click.Context, option: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Whom a message can be for."""
+    """Completes the target of a message."""
     ids = [item.value for item in member(context, option, "")]
     names = [f"{BY_ID}{name}" if name in _TARGETS else name for name in ids]
     return [CompletionItem(name) for name in (*_TARGETS, *names) if name.startswith(incomplete)]

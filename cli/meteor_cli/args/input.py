@@ -1,4 +1,4 @@
-"""Records as people write them: values, headers, and lines from a pipe, a file or a terminal."""
+"""Parsing of records: values, headers, and lines from a pipe, a file or a terminal."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ import click
 
 if TYPE_CHECKING:
     from meteor_cli.render.jsonl import Columns
+    from meteor_py.records.codec import CodecName
 
-#: Bytes that are gathered at most before they are passed on.
+#: Bytes to read at a time.
 BLOCK = 1024 * 1024
-#: Characters of what was typed that an error shows.
-_SHOWN_MAX = 60
+#: Characters of invalid input that an error message quotes.
+_QUOTED_MAX = 60
 
 
 def read_lines(fd: int, delimiter: bytes, limit: int) -> Iterator[list[bytes]]:
-    """The lines, without their ends; the last one may have none.
-
-    What has come is passed on at once: someone may be typing. What comes faster is gathered.
+    """Yields the lines that are available, without their ends and without waiting for more.
 
     Args:
         fd: A file descriptor.
-        delimiter: What ends a line, one byte.
-        limit: Bytes that a line may have.
+        delimiter: The byte that ends a line; the last line may lack it.
+        limit: The maximum length of a line in bytes.
 
     Raises:
-        ValueError: A line is longer.
+        ValueError: A line is longer than ``limit``.
     """
-    rest = bytearray()  # of a line whose end has not come; a long one comes in many pieces
+    rest = bytearray()  # the incomplete last line
     while block := _read(fd):
         lines = block.split(delimiter)
         if len(lines) > 1:
@@ -43,32 +42,27 @@ def read_lines(fd: int, delimiter: bytes, limit: int) -> Iterator[list[bytes]]:
             yield lines
         if len(rest) > limit:
             raise ValueError(
-                f"A line of more than {limit:,} bytes is too long for a record; --whole takes a "
-                "file as one, and --max-bytes allows for larger ones."
+                f"A line of the input is longer than {limit:,} bytes. Raise --max-bytes, or use "
+                "--whole to publish the input as one record."
             )
     if rest:
         yield [bytes(rest)]
 
 
 def read_whole(fd: int, limit: int) -> bytes:
-    """All there is.
-
-    Raises:
-        ValueError: It is more than ``limit`` bytes.
-    """
+    """Returns the whole input; raises ``ValueError`` if it is longer than ``limit`` bytes."""
     found = bytearray()
     while block := _read(fd):
         found += block
         if len(found) > limit:
             raise ValueError(
-                f"The input has more than {limit:,} bytes, which is too much for a record; "
-                "--max-bytes allows for larger ones."
+                f"The input is longer than {limit:,} bytes. Raise --max-bytes, at most to 32 MiB."
             )
     return bytes(found)
 
 
 def _read(fd: int) -> bytes:
-    """What there is, after waiting for the first of it; nothing at the end."""
+    """Waits for input and returns the available bytes; empty at the end."""
     blocks = [os.read(fd, BLOCK)]
     size = len(blocks[0])
     while blocks[-1] and size < BLOCK and select.select([fd], [], [], 0)[0]:
@@ -78,16 +72,12 @@ def _read(fd: int) -> bytes:
 
 
 def to_bytes(text: str) -> bytes:
-    """An argument as it was typed, be it text or not."""
+    """Returns the bytes of a command-line argument, which may be invalid UTF-8."""
     return text.encode(errors="surrogateescape")
 
 
 def parse_headers(given: Sequence[str]) -> dict[str, bytes] | None:
-    """Headers that are written NAME=VALUE.
-
-    Raises:
-        click.BadParameter: One is not.
-    """
+    """Parses headers written as NAME=VALUE."""
     pairs = [header.partition("=") for header in given]
     for name, equals, _ in pairs:
         if not equals:
@@ -96,10 +86,10 @@ def parse_headers(given: Sequence[str]) -> dict[str, bytes] | None:
 
 
 def parse_body(text: str | None, what: str, *, as_text: bool = False) -> Any:
-    """The body of a message, or a topic, as it is written on the command line.
+    """Parses the body of a message or a topic: JSON if it is valid JSON, otherwise text.
 
     Raises:
-        click.BadParameter: It begins as JSON does, and is none: a slip, as a rule.
+        click.BadParameter: It starts like JSON but is invalid, which is probably a typo.
     """
     import msgspec
 
@@ -116,20 +106,20 @@ def parse_body(text: str | None, what: str, *, as_text: bool = False) -> Any:
         why = "it is nested too deeply"
     if not text.lstrip().startswith(("{", "[", '"')):
         return text
-    shown = text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}\u2026"
+    quoted = text if len(text) <= _QUOTED_MAX else f"{text[:_QUOTED_MAX]}\u2026"
     raise click.BadParameter(
-        f"{shown!r} begins like JSON, but is none: {why}. Nothing was sent; if it is meant as "
-        "text, say --text.",
+        f"{quoted!r} starts like JSON but is invalid: {why}. Nothing was sent. Use --text to send "
+        "it as text.",
         param_hint=what,
     )
 
 
 class RecordParser:
-    """Makes records of what was read, such as readers of the stream will understand."""
+    """Converts input into records that the codec of the stream can decode."""
 
     def __init__(
         self,
-        codec: str,
+        codec: CodecName,
         key: str | None = None,
         separator: str | None = None,
         headers: dict[str, bytes] | None = None,
@@ -146,7 +136,7 @@ class RecordParser:
         self._json = find_codec("json")
 
     def columns(self, lines: list[bytes], number: int) -> Columns:
-        """From values, or lines of which the first has this number."""
+        """Converts values or lines; ``number`` is that of the first, for errors."""
         keys: Sequence[bytes | None] | None = None
         values = lines
         if self._separator is not None:
@@ -161,7 +151,7 @@ class RecordParser:
         return self._jsonl.Columns(values, keys, headers, None)
 
     def records(self, lines: list[bytes], number: int) -> Columns:
-        """From lines of JSON, of which the first has this number."""
+        """Converts lines of ``meteor tail --json``; ``number`` is that of the first."""
         return self._jsonl.decode(lines, number, self._check)
 
     def _encode(self, values: list[bytes], number: int) -> list[bytes]:
@@ -171,12 +161,12 @@ class RecordParser:
                 encoded.append(self._encode_one(value))
             except ValueError as error:
                 raise self._jsonl.Unreadable(
-                    f"Record {number + index} of the input is refused: {error}", index
+                    f"Record {number + index} of the input is invalid: {error}", index
                 ) from None
         return encoded
 
     def _encode_one(self, value: bytes) -> bytes:
-        """As it is, if it can be read; for msgpack, which nobody can type, from JSON."""
+        """Validates a value; for msgpack, which cannot be typed, converts it from JSON."""
         if self._codec != "msgpack":
             self._check(value)
             return value
@@ -185,11 +175,11 @@ class RecordParser:
         try:
             return self._reader.encode(self._json.decode(value))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"For a stream of msgpack it has to be JSON ({error}).") from None
+            raise ValueError(f"For a msgpack stream, values must be JSON ({error}).") from None
 
     def _check(self, value: bytes) -> None:
         try:
             if self._reader is not None:
                 self._reader.decode(value)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"The stream takes {self._codec} ({error}).") from None
+            raise ValueError(f"The stream accepts only {self._codec} ({error}).") from None

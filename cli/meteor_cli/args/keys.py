@@ -1,7 +1,7 @@
-r"""Ordering keys, which are bytes, as people see and write them.
+r"""Ordering keys as text.
 
-Text is written as it is. Other bytes, what a terminal must not get, and the backslash are escapes:
-``\xNN`` and ``\\``. So a key that is shown can be given back, in single quotes for the shell.
+Bytes that are not text or not safe for a terminal are written ``\xNN``, a backslash ``\\``. The
+text of a key can therefore be passed back to a command, in single quotes for the shell.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHORT = {"\\": b"\\", "n": b"\n", "r": b"\r", "t": b"\t"}
 
 
 def show_key(key: bytes) -> str:
-    r"""The key on one line, such that ``parse_key`` gives it back.
+    r"""Formats a key on one line; the inverse of ``parse_key``.
 
     >>> show_key(b"customer 7"), show_key(b"\xff\x00C:\\")
     ('customer 7', '\\xff\\x00C:\\\\')
@@ -35,13 +35,10 @@ def show_key(key: bytes) -> str:
 
 
 def parse_key(text: str) -> bytes:
-    r"""The bytes that are meant.
+    r"""Parses a key; raises ``ValueError`` for a backslash that starts no escape.
 
     >>> parse_key(r"a\x00\\")
     b'a\x00\\'
-
-    Raises:
-        ValueError: A backslash that begins no escape, or an empty key.
     """
     parts: list[bytes] = []
     end = 0
@@ -53,13 +50,13 @@ def parse_key(text: str) -> bytes:
         elif match[2]:
             parts.append(_SHORT[match[2]])
         else:
-            raise ValueError(r"a backslash is written \\, and another byte \xNN")
+            raise ValueError(r"write a backslash as \\, and other bytes as \xNN")
     parts.append(text[end:].encode(errors="surrogateescape"))
     return b"".join(parts)
 
 
 class KeyType(click.ParamType[bytes]):
-    """The argument KEY, with the flag ``--hex`` beside it."""
+    """The argument KEY of commands that have a flag ``--hex``."""
 
     name = "key"
 
@@ -70,7 +67,7 @@ class KeyType(click.ParamType[bytes]):
         try:
             found = bytes.fromhex(value) if as_hex else parse_key(value)
         except ValueError as error:
-            why = "it is not in hexadecimal" if as_hex else str(error)
+            why = "it is not hexadecimal" if as_hex else str(error)
             self.fail(f"{sanitize(value)!r} is not an ordering key: {why}.", param, context)
         if not 1 <= len(found) <= 256:
             self.fail(f"an ordering key has 1 to 256 bytes, not {len(found)}.", param, context)
@@ -78,11 +75,7 @@ class KeyType(click.ParamType[bytes]):
 
 
 def parse_rule(text: str) -> str:
-    """Check the rule by which records of a stream have an ordering key.
-
-    Raises:
-        ValueError: It is none of the two.
-    """
+    """Validates an ``--ordering-key``: "key" or "header:NAME"."""
     if text != "key" and not re.fullmatch(r"header:.+", text, re.DOTALL):
         raise ValueError(f"{sanitize(text)!r} is neither key nor header:NAME.")
     return text

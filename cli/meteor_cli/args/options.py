@@ -1,4 +1,4 @@
-"""Options and arguments that several commands have, and the kinds they are made of."""
+"""Options and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from click.types import OptionHelpExtra
 
 from meteor_cli.args import completion
 from meteor_cli.args.keys import parse_rule
 from meteor_cli.args.sizes import parse_size
+from meteor_cli.args.times import parse_duration
 
 T = TypeVar("T")
 Decorator = Callable[[Any], Any]
 
 
-class Parsed(click.ParamType[T]):
-    """A parameter in a notation of ours.
+class Option(click.Option):
+    """An option whose help does not show the range of a number; errors do."""
 
-    Args:
-        name: What it is.
-        parse: Understands it; the text of its ``ValueError`` is shown to the user.
-    """
+    def get_help_extra(self, context: click.Context) -> OptionHelpExtra:
+        extra = super().get_help_extra(context)
+        extra.pop("range", None)
+        return extra
+
+
+class Parsed(click.ParamType[T]):
+    """A parameter type from a parser, whose ``ValueError`` is shown to the user."""
 
     def __init__(self, name: str, parse: Callable[[str], T]) -> None:
         self.name = name
@@ -39,7 +45,7 @@ class Parsed(click.ParamType[T]):
 
 
 def together(*decorators: Decorator) -> Decorator:
-    """Several options and arguments, in this order."""
+    """Combines options and arguments, in this order."""
 
     def decorate(function: Any) -> Any:
         for each in reversed(decorators):
@@ -50,35 +56,30 @@ def together(*decorators: Decorator) -> Decorator:
 
 
 def flag(*names: str, help: str) -> Decorator:
-    """An option without a value."""
     return click.option(*names, is_flag=True, help=help)
 
 
 def count(
     *names: str, help: str, min: int = 1, max: int | None = None, **settings: Any
 ) -> Decorator:
-    """A whole number."""
-    settings = {"metavar": "N"} | settings
-    return click.option(*names, type=click.IntRange(min, max), help=help, **settings)
+    settings = {"metavar": "N", "type": click.IntRange(min, max), "help": help} | settings
+    return click.option(*names, cls=Option, **settings)
 
 
 def seconds(
     *names: str, help: str, min: float = 0, max: float | None = None, **settings: Any
 ) -> Decorator:
-    """A duration; one that must be more than 0 has ``positive``."""
+    """A duration; ``positive`` excludes 0."""
     kind = click.FloatRange(min, max, min_open=settings.pop("positive", False))
-    return click.option(*names, type=kind, metavar="SECONDS", help=help, **settings)
+    return click.option(*names, cls=Option, type=kind, metavar="SECONDS", help=help, **settings)
 
 
 def interval(default: float) -> Decorator:
-    """The option ``--interval`` of what looks again and again."""
-    help = f"Time between two looks: {default:g}."
+    help = f"Time between two updates. Default: {default:g}."
     return seconds("--interval", min=0.1, max=3600, default=default, help=help)
 
 
 def size(name: str, *, help: str, min: int = 0) -> Decorator:
-    """A number of bytes."""
-
     def parse(text: str) -> int:
         found = parse_size(text)
         if found < min:
@@ -88,21 +89,27 @@ def size(name: str, *, help: str, min: int = 0) -> Decorator:
     return click.option(name, type=Parsed("size", parse), metavar="SIZE", help=help)
 
 
+def duration(name: str, *, help: str) -> Decorator:
+    kind = Parsed("duration", parse_duration)
+    return click.option(name, type=kind, metavar="DURATION", help=help)
+
+
 def json(help: str) -> Decorator:
-    """The option ``--json``."""
     return flag("--json", "as_json", help=help)
 
 
-def confirmation(dry_run: str, yes: str = "Do not ask.") -> Decorator:
-    """The options ``--dry-run`` and ``--yes`` of what is destructive."""
+def confirmation(dry_run: str, yes: str = "Do not ask for confirmation.") -> Decorator:
+    """The options ``--dry-run`` and ``--yes`` of destructive commands."""
     return together(flag("--dry-run", help=dry_run), flag("-y", "--yes", help=yes))
 
 
-json_lines = json("One JSON object on each line.")
-json_object = json("One JSON object.")
+json_lines = json("Print one JSON object per line.")
+json_object = json("Print a JSON object.")
 rule = Parsed("rule", parse_rule)
 compression = click.option(
-    "--compression", type=click.Choice(["none", "lz4", "zstd"]), help="Of frames."
+    "--compression",
+    type=click.Choice(["none", "lz4", "zstd"]),
+    help="Compression of frames. Default: none.",
 )
 
 stream_name = click.argument("stream", shell_complete=completion.stream)

@@ -1,15 +1,15 @@
-"""Positions as people write them: where to start, or from where to where.
+"""A position says where to start; a range says where to start and stop.
 
-    earliest | latest   the first record there is; behind the last
+    earliest | latest   the oldest record; after the newest record
     N                   an offset
-    +N | -N             N behind earliest, N before latest
+    +N | -N             N after earliest, N before latest
     @TIME               the first record appended at that time or later
-    A..B                from A to before B; without A from earliest, without B on
-    @T1..T2             the same by time; T2 may be a span, as in @2026-11-16..1h
+    A..B                from A up to, but excluding B; both are optional
+    @T1..T2             the same by time; T2 may be a duration: @2026-11-16..1h
 
 A TIME is in ms (13 digits) or seconds since 1970, a date, RFC 3339 (``2026-11-16T14:30:00Z``),
-``now``, or so long ago: ``-1h30m`` (of ms, s, m, h, d, w). Without a zone it is local time. What
-counts is when the server appended a record.
+``now``, or a duration before now: ``-1h30m`` (units ms, s, m, h, d, w). Without a zone it is local
+time. Times are compared with the time at which the server appended a record.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _FORMS = "earliest, latest, N, +N, -N or @TIME"
 
 
 @dataclass(frozen=True)
-class Place:
-    """One position. What it means is known when a stream is looked at."""
+class Position:
+    """A parsed position, not yet resolved to an offset."""
 
-    #: "" is an offset; "+" is counted from earliest, "-" from latest; "@" is a time.
+    #: "" is an offset; "+" counts from earliest, "-" from latest; "@" is a time.
     kind: Literal["earliest", "latest", "", "+", "-", "@"]
     number: int = 0
     time: datetime | None = None
 
     def resolve(self, stream: meteor_py.Stream) -> int:
-        """The offset that it means now; +N and -N do not lead out of the stream."""
+        """Returns the offset in a stream. +N and -N stay within its bounds."""
         if self.time is not None:
             return stream.offset_at(self.time)
         first, end = stream.bounds()
@@ -55,52 +55,49 @@ class Place:
 
 @dataclass(frozen=True)
 class Span:
-    """From a position on, or up to before another."""
+    """A position, or a range if ``is_range``; ``stop`` is exclusive."""
 
-    start: Place
-    stop: Place | None = None
+    start: Position
+    stop: Position | None = None
     is_range: bool = False
 
 
 def parse_span(text: str, now: datetime | None = None) -> Span:
-    """Understand a position or a range.
-
-    Raises:
-        ValueError: It is neither.
+    """Parses a position or a range; raises ``ValueError`` for anything else.
 
     >>> parse_span("5..-1").stop
-    Place(kind='-', number=1, time=None)
+    Position(kind='-', number=1, time=None)
     """
     now = now or datetime.now(UTC)
     left, dots, right = text.partition("..")
-    start = _parse_place(left, now) if left or not dots else Place("earliest")
+    start = _parse(left, now) if left or not dots else Position("earliest")
     if not dots or not right:
         return Span(start, None, bool(dots))
     if start.time is not None and not right.startswith("@") and right not in _WORDS:
         right = "@" + right
-    stop = _parse_place(right, now, start.time)
+    stop = _parse(right, now, start.time)
     by_time = start.time and stop.time and start.time > stop.time
     if by_time or (start.kind == stop.kind == "" and start.number > stop.number):
         raise ValueError(f"{text!r} ends before it begins.")
     return Span(start, stop, True)
 
 
-def _parse_place(text: str, now: datetime, since: datetime | None = None) -> Place:
+def _parse(text: str, now: datetime, since: datetime | None = None) -> Position:
     if text in _WORDS:
-        return Place(text)  # type: ignore[arg-type]  # one of two words
+        return Position(text)  # type: ignore[arg-type]  # one of two words
     if text.startswith("@"):
-        return Place("@", time=parse_time(text[1:], now, since))
+        return Position("@", time=parse_time(text[1:], now, since))
     found = _OFFSET.fullmatch(text)
     if not found:
-        meant = f" Is {_guess(text)} meant?" if _guess(text) else ""
+        meant = f" Did you mean {_guess(text)}?" if _guess(text) else ""
         raise ValueError(
-            f"{text!r} is not a position; write {_FORMS}, or two of them with .. between.{meant}"
+            f"{text!r} is not a position; write {_FORMS}, or a range such as 5..9.{meant}"
         )
-    return Place(found[1], int(found[2]))  # type: ignore[arg-type]  # the pattern sees to it
+    return Position(found[1], int(found[2]))  # type: ignore[arg-type]  # see the pattern
 
 
 def _guess(text: str) -> str | None:
-    """What others call it, or what is nearly right."""
+    """Returns the valid spelling of a word of other tools, or of a near miss."""
     if text in _OTHER_WORDS:
         return _OTHER_WORDS[text]
     for candidate in (f"@{text}", text.replace(":", "..", 1)):
@@ -113,13 +110,9 @@ def _guess(text: str) -> str | None:
     return None
 
 
-def parse_place(text: str) -> Place:
-    """Understand a position that must not be a range.
-
-    Raises:
-        ValueError: It is one, or no position.
-    """
+def parse_position(text: str) -> Position:
+    """Parses a position; raises ``ValueError`` for a range or anything else."""
     span = parse_span(text)
     if span.is_range:
-        raise ValueError(f"{text!r} is a range, and one position is meant; write {_FORMS}.")
+        raise ValueError(f"{text!r} is a range; write a single position: {_FORMS}.")
     return span.start

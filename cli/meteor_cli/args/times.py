@@ -1,4 +1,4 @@
-"""Points in time as people write them."""
+"""Parsing of times such as 2026-11-16 and -1h, and of durations such as 30d."""
 
 from __future__ import annotations
 
@@ -17,20 +17,16 @@ _STEP = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|[smhdw])")
 _SPAN = re.compile(rf"(?:{_STEP.pattern})+")
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
-#: The ways to write a time, for errors and help.
-FORMS = "ms (13 digits), seconds, 2026-11-16, 2026-11-16T14:30:00Z, now, or -1h30m"
+_FORMS = "ms (13 digits), seconds, 2026-11-16, 2026-11-16T14:30:00Z, now, or -1h30m"
 
 
 def parse_time(text: str, now: datetime | None = None, since: datetime | None = None) -> datetime:
-    """A time: ms in 13 digits, seconds since 1970, a date, RFC 3339, ``now``, or ``-1h`` (ago).
+    """Parses ms in 13 digits, seconds since 1970, a date, RFC 3339, ``now``, or ``-1h`` (ago).
 
     Args:
-        text: What was written. Without a zone it is local time, as for other commands.
-        now: What ``now`` means; aware.
-        since: Where a span without a minus (``1h``) begins, for the end of a range.
-
-    Raises:
-        ValueError: It is none of these.
+        text: The time; local time if it has no zone.
+        now: The meaning of ``now``; time-zone aware.
+        since: The start of a range, to which a duration without a minus (``1h``) is added.
 
     >>> parse_time("-1h", datetime(2026, 11, 16, 12, tzinfo=UTC)).hour
     11
@@ -48,7 +44,20 @@ def parse_time(text: str, now: datetime | None = None, since: datetime | None = 
             return since + _span(text)
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError, OSError):
-        raise ValueError(f"{text!r} is not a time; write {FORMS}.") from None
+        raise ValueError(f"{text!r} is not a time; write {_FORMS}.") from None
+
+
+def parse_duration(text: str) -> float:
+    """Parses a number of seconds, or a duration such as 90s, 12h or 1d12h, into seconds.
+
+    >>> parse_duration("90"), parse_duration("1d12h")
+    (90.0, 129600.0)
+    """
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    if not _SPAN.fullmatch(text):
+        raise ValueError(f"{text!r} is not a duration; write a number of seconds, 12h or 30d.")
+    return _span(text).total_seconds()
 
 
 def _span(text: str) -> timedelta:

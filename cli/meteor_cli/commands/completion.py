@@ -1,4 +1,4 @@
-"""``meteor completion``: the scripts that switch completion on in a shell."""
+"""``meteor completion``: scripts that enable shell completion."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from meteor_cli.session import Session
 
 
 @command(
-    short_help="Switch on completion in your shell.",
     example="""\
 eval "$(meteor completion bash)"  # in ~/.bashrc
 eval "$(meteor completion zsh)"   # in ~/.zshrc
-meteor completion fish | source   # in ~/.config/fish/config.fish""",
+meteor completion fish | source   # in ~/.config/fish/config.fish"""
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(session: Session, shell: str) -> None:
-    """Print what switches completion on in your shell: commands, options, streams and groups."""
+    """Print a script that enables completion in your shell.
+
+    It completes commands, options, and the names of streams and groups.
+    """
     found = get_completion_class(shell)
     assert found is not None
     root = click.get_current_context().find_root().command

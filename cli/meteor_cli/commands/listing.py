@@ -1,4 +1,4 @@
-"""What the ``ls`` commands share: some things may not be readable, and there may be none."""
+"""Helpers of the ``ls`` commands, which skip items that they cannot read."""
 
 from __future__ import annotations
 
@@ -14,45 +14,47 @@ if TYPE_CHECKING:
     from meteor_py import Client, Stream
 
 T = TypeVar("T")
-#: What was found, and whether that is all.
+#: The results, and whether they are complete.
 Found = tuple[list[T], bool]
 
 
-def look_at_streams(
-    m: Client, look: Callable[[Stream], Iterable[T]], only: str | None = None
+def read_streams(
+    m: Client, read: Callable[[Stream], Iterable[T]], only: str | None = None
 ) -> Found[T]:
-    """What ``look`` finds at each stream of a server, or at the only one that is asked for."""
+    """Returns what ``read`` returns for each stream of a server, or for the stream ``only``."""
     from meteor_py import LogTruncated, StreamNotFound
 
     if only is not None:
-        return list(look(m.stream(only, create=False))), True
+        return list(read(m.stream(only, create=False))), True
 
-    def look_at(name: str) -> Iterable[T]:
+    def read_one(name: str) -> Iterable[T]:
         try:
-            return look(m.stream(name, create=False))
+            return read(m.stream(name, create=False))
         except (StreamNotFound, LogTruncated):
-            return ()  # deleted a moment ago
+            return ()  # deleted meanwhile
 
-    return look_at_all("stream", m.streams(), look_at)
+    return read_all("stream", m.streams(), read_one)
 
 
-def look_at_all(what: str, names: Iterable[str], look: Callable[[str], Iterable[T]]) -> Found[T]:
-    """What ``look`` finds at each; one that cannot be read, because something else has written its
-    keys, is named and does not hide the others."""
+def read_all(what: str, names: Iterable[str], read: Callable[[str], Iterable[T]]) -> Found[T]:
+    """Returns what ``read`` returns for each name.
+
+    If one cannot be read, such as keys that another program wrote, reports it and continues.
+    """
     from meteor_cli.errors import explain
     from meteor_py import ConnectionFailed, MeteorError
 
     found: list[T] = []
-    is_all = True
+    is_complete = True
     for name in names:
         try:
-            found += look(name)
+            found += read(name)
         except ConnectionFailed:
             raise
         except (MeteorError, ValueError) as error:
             say(f"{what} {name!r} is left out: {explain(error)}")
-            is_all = False
-    return found, is_all
+            is_complete = False
+    return found, is_complete
 
 
 def print_list(
@@ -62,19 +64,19 @@ def print_list(
     print_for_people: Callable[[Sequence[T]], None],
     if_none: str,
 ) -> None:
-    """Print what there is; the exit status is 1 if something was left out."""
-    things, is_all = found
+    """Prints the results; exits with 1 if they are incomplete."""
+    things, is_complete = found
     if as_json:
         for thing in things:
             print_json(fields(thing))
     elif things:
         print_for_people(things)
-    elif is_all:
+    elif is_complete:
         say(if_none)
-    if not is_all:
+    if not is_complete:
         raise click.exceptions.Exit(1)
 
 
 def stream_fields(found: tuple[str, Any]) -> dict[str, Any]:
-    """The fields of something that belongs to a stream, whose name is first."""
+    """Returns the JSON fields of a (stream name, description) pair."""
     return to_fields(found[1], stream=found[0])

@@ -1,4 +1,4 @@
-"""``meteor peers send``, ``ask`` and ``propose``: speak to the members of a peer group."""
+"""``meteor peers send``, ``ask`` and ``propose``: messages to a peer group, and votes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from meteor_cli.session import Session
 if TYPE_CHECKING:
     from meteor_py import Outcome, PeerGroup, Replies, Target
 
-#: Seconds that a member has to answer, and a group to vote.
-_ANSWER_S, _VOTE_S = 10.0, 5.0
-#: Seconds after which a vote whose outcome is not known by then is given up.
+#: Default seconds to wait for a reply, and for votes.
+_REPLY_S, _VOTE_S = 10.0, 5.0
+#: Seconds to wait for the outcome after the vote has ended.
 _GRACE_S = 15.0
 
 _BODY = """
-JSON: '{"id": 7}', 7, '"text"', null. Other words are text as they stand, but
-what begins with {, [ or " must be JSON, or --text be given. Without it, null.
+JSON: '{"id": 7}', 7, '"text"', null. Anything else is text, unless it starts
+with {, [ or ", which needs --text. The default is null.
 """.strip("\n")
-_WHOM = """
-any, all, leader, or the id of a member. If one is named like these words:
-member:all.
+_TARGET = """
+any, all, leader, or the id of a member. Write member:all for a member whose
+id is one of these words.
 """.strip("\n")
-_MORE = {"BODY": _BODY, "WHOM": _WHOM}
+_MORE = {"BODY": _BODY, "TARGET": _TARGET}
 
 
 def _text(what: str) -> options.Decorator:
-    return options.flag("--text", "as_text", help=f"{what} is text, even if it could be JSON.")
+    return options.flag("--text", "as_text", help=f"Send {what} as text, even if it is JSON.")
 
 
-#: The arguments of a message, and the first of its options.
+#: The arguments of a message, and its first options.
 _message = options.together(
     options.peer_group_name,
     click.argument("queue"),
@@ -46,33 +46,32 @@ _message = options.together(
     click.option(
         "--to",
         default="any",
-        metavar="WHOM",
+        metavar="TARGET",
         shell_complete=completion.target,
-        help="any member, all, the leader, or the id of one: any.",
+        help="Receiver: any, all, leader, or the id of a member. Default: any.",
     ),
 )
 
 
 def _timeout(help: str, default: float) -> options.Decorator:
-    help = f"{help}: {default:g}."
+    help = f"{help} Default: {default:g}."
     return options.seconds("--timeout", positive=True, max=86_400, default=default, help=help)
 
 
-#: The last of its options.
+#: The last options of a message.
 _handling = options.together(
     options.count(
         "--priority",
         max=256,
         default=128,
-        help="1 to 256; of those that wait, lower ones come first: 128.",
+        help="1 to 256. Lower numbers are handled first. Default: 128.",
     ),
-    _timeout("How long to wait for it", _ANSWER_S),
+    _timeout("How long to wait.", _REPLY_S),
 )
 
 
 @command(
     "send",
-    short_help="Send a message to members, and wait until it is handled.",
     example="""\
 meteor peers send workers jobs '{"id": 7}'  # to any member
 meteor peers send workers reload --to all
@@ -80,15 +79,17 @@ meteor peers send workers jobs hello --to worker-7 --tell""",
     more=_MORE,
 )
 @_message
-@options.flag("--tell", help="Only leave it: do not wait until it is handled.")
+@options.flag("--tell", help="Do not wait until the message is handled.")
 @_handling
 def send(session: Session, group: str, to: str, tell: bool, **message: Any) -> None:
-    """Send a message to members of a group, and wait until it is handled.
+    """Send a message to members, and wait until it is handled.
 
-    QUEUE is the name under which they have a function for it: `@me.on(QUEUE)`.
+    QUEUE is the name of the members' handler: `@me.on(QUEUE)`.
     """
     _deliver(session, group, to, "tell" if tell else "send", **message)
-    say(f"{'left for' if tell else 'handled by'} {_whom(to)}.")
+    words = {"any": "a member", "all": "all members", "leader": "the leader"}
+    receiver = words.get(to) or f"member {to.removeprefix(BY_ID)!r}"
+    say(f"{'sent to' if tell else 'handled by'} {receiver}.")
 
 
 @command(
@@ -101,16 +102,16 @@ meteor peers ask workers price '{"item": "book"}' --to leader --timeout 2""",
 @_message
 @_handling
 def ask(session: Session, group: str, to: str, queue: str, **message: Any) -> None:
-    """Ask members of a group, and print the answer as JSON.
+    """Send a request to members, and print the reply as JSON.
 
-    With `--to all` an object for each member, on a line of its own: member, reply, error. The exit
-    status is 1 if one of them did not answer.
+    With `--to all`, prints an object per member with member, reply and error. The exit status is 1
+    if a member did not reply.
     """
-    answer = _deliver(session, group, to, "ask", queue, **message)
+    reply = _deliver(session, group, to, "ask", queue, **message)
     if to == "all":
-        _print_replies(answer, queue)
+        _print_replies(reply, queue)
     else:
-        print_json(writable(answer))
+        print_json(writable(reply))
 
 
 def _print_replies(replies: Replies, queue: str) -> None:
@@ -121,7 +122,7 @@ def _print_replies(replies: Replies, queue: str) -> None:
     if not replies.ok:
         total = len(replies.values) + len(replies.failed)
         hint = _no_handler(queue) if any(map(_is_silent, replies.failed.values())) else ""
-        say(f"{len(replies.failed)} of {counted(total, 'member')} did not answer.{hint}")
+        say(f"{len(replies.failed)} of {counted(total, 'member')} did not reply.{hint}")
         raise click.exceptions.Exit(1)
 
 
@@ -135,7 +136,7 @@ def _deliver(
     as_text: bool,
     **settings: Any,
 ) -> Any:
-    """The answer. Of silence the error says what may be the reason."""
+    """Delivers a message and returns the reply. If none arrives, the error suggests a reason."""
     from meteor_py import MessageExpired, MeteorError, PartialFailure
 
     value = parse_body(body, "BODY", as_text=as_text)
@@ -152,18 +153,17 @@ def _deliver(
 
 
 def _is_silent(error: Exception) -> bool:
-    """Whether nothing was heard; not that a member looked at the message too late."""
+    """Returns whether no reply arrived; False if a member refused an expired message."""
     from meteor_py import MessageExpired
 
     return isinstance(error, MessageExpired) and error.timeout is not None
 
 
 def _no_handler(queue: str) -> str:
-    return f" Perhaps queue {queue!r} has no handler there."
+    return f" Queue {queue!r} may have no handler there."
 
 
 def _parse_kind(text: str) -> str | int:
-    """Who must say yes."""
     if text in ("majority", "consensus"):
         return text
     if text.isdecimal() and 1 <= int(text) <= 1_000:
@@ -176,7 +176,6 @@ def _parse_kind(text: str) -> str | int:
     example="""\
 meteor peers propose workers '{"limit": 7}' && echo agreed
 meteor peers propose workers upgrade --kind consensus --timeout 30""",
-    short_help="Have the members vote, and print the outcome.",
     more={"TOPIC": _BODY},
 )
 @options.peer_group_name
@@ -187,9 +186,9 @@ meteor peers propose workers upgrade --kind consensus --timeout 30""",
     type=options.Parsed("kind", _parse_kind),
     default="majority",
     metavar="KIND",
-    help="Who must say yes: majority, consensus (all), or so many: majority.",
+    help="Votes needed: majority, consensus (all members), or a number. Default: majority.",
 )
-@_timeout("How long they may take to vote", _VOTE_S)
+@_timeout("Time to vote.", _VOTE_S)
 @options.json_object
 def propose(
     session: Session,
@@ -200,9 +199,9 @@ def propose(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Have all members that are alive vote on something, and print the outcome.
+    """Have all live members vote on a topic, and print the outcome.
 
-    The exit status is 0 if it has passed, else 1.
+    The exit status is 0 if the vote passed, and 1 otherwise.
     """
     value = parse_body(topic, "TOPIC", as_text=as_text)
     with session.peer_group(group) as opened:
@@ -220,21 +219,18 @@ def _print_outcome(outcome: Outcome) -> None:
     why = {
         "passed": "passed",
         "rejected": "did not pass",
-        "left": "did not pass: somebody left whose vote was needed",
-        "timeout": "did not pass: not enough had voted in time",
+        "left": "did not pass: a member left whose vote was needed",
+        "timeout": "did not pass: too few members voted in time",
     }
     facts: dict[str, object] = {"outcome": why[outcome.reason]}
-    asked = len(outcome.voters)
-    if isinstance(outcome.kind, int) and outcome.kind > asked:
-        facts["outcome"] = (
-            f"did not pass: {outcome.kind:,} must say yes, and there "
-            f"{'is' if asked == 1 else 'are'} only {counted(asked, 'member')} to vote"
-        )
+    voters = len(outcome.voters)
+    if isinstance(outcome.kind, int) and outcome.kind > voters:
+        needed = f"{outcome.kind:,} votes needed"
+        facts["outcome"] = f"did not pass: {needed}, but only {counted(voters, 'member')} can vote"
     for name in ("yes", "no", "abstained", "missing"):
         members = getattr(outcome, name)
-        shown = f"{len(members)}: {', '.join(members)}" if members else "0"
         if members or name in ("yes", "no"):
-            facts[name] = shown
+            facts[name] = f"{len(members)}: {', '.join(members)}" if members else "0"
     print_facts(facts)
 
 
@@ -249,13 +245,8 @@ def _target(group: PeerGroup, to: str) -> Target:
     return group.member(to.removeprefix(BY_ID))
 
 
-def _whom(to: str) -> str:
-    words = {"any": "a member", "all": "all members", "leader": "the leader"}
-    return words.get(to) or f"member {to.removeprefix(BY_ID)!r}"
-
-
 def _outcome_fields(group: str, outcome: Outcome) -> dict[str, Any]:
     fields = to_fields(outcome, group=group)
     fields |= {"decided": round(outcome.decided * 1000), "topic": writable(outcome.topic)}
-    del fields["action"], fields["at"]  # what is proposed here is no action
+    del fields["action"], fields["at"]  # only proposals of actions have them
     return fields

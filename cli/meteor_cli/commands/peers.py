@@ -1,4 +1,4 @@
-"""``meteor peers``: look at peer groups, and speak to their members."""
+"""``meteor peers``: inspect and manage peer groups."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import click
 
 from meteor_cli.args import completion, options
 from meteor_cli.command import Group, command
-from meteor_cli.commands.listing import look_at_all, print_list
+from meteor_cli.commands.listing import print_list, read_all
 from meteor_cli.commands.peer_messages import ask, propose, send
 from meteor_cli.live.peer_watch import PeerWatcher, member_fields
 from meteor_cli.render.json import print_json, to_fields, to_json, writable
-from meteor_cli.render.terminal import ask as ask_user
 from meteor_cli.render.terminal import confirm
 from meteor_cli.render.text import counted, print_table, say, show_age
 from meteor_cli.session import Session
@@ -22,38 +21,38 @@ if TYPE_CHECKING:
     from meteor_py import PeerGroup, PeerLetter
     from meteor_py.peers.protocol import Look
 
-#: Members that are named in a sentence.
+#: Number of members to name in an error message.
 _NAMED = 3
 
 
 @click.group(cls=Group)
 def peers() -> None:
-    """Peer groups: members, leaders, messages, votes.
+    """Inspect peer groups, and send messages to their members.
 
-    GROUP is a name, or name/instance. Looking at a group does not begin it, and does not join.
+    GROUP is NAME or NAME/INSTANCE. These commands neither create a group nor join it.
     """
 
 
 @command("ls", example="meteor peers ls")
 @options.json_lines
 def list_peers(session: Session, as_json: bool) -> None:
-    """List the peer groups: members, leader, term."""
+    """List all peer groups, with their leaders."""
     from meteor_py import PeerGroupNotFound
     from meteor_py.peers.protocol import PeerProtocol
 
     with session.connect() as m:
 
-        def look(name: str) -> list[tuple[str, Look, dict[str, Any]]]:
-            books = PeerProtocol(m._connector, name)
+        def read(name: str) -> list[tuple[str, Look, dict[str, Any]]]:
+            protocol = PeerProtocol(m._connector, name)
             try:
-                return [(name, books.look(), to_fields(books.settings()))]
+                return [(name, protocol.look(), to_fields(protocol.settings()))]
             except PeerGroupNotFound:
                 if name in m.peer_groups():
                     raise
-                return []  # deleted a moment ago
+                return []  # deleted meanwhile
 
-        found = look_at_all("group", m.peer_groups(), look)
-    if_none = "there is no peer group yet; `client.peer_group(NAME)` in Python begins one."
+        found = read_all("group", m.peer_groups(), read)
+    if_none = "there are no peer groups yet. In Python, `client.peer_group(NAME)` creates one."
     print_list(found, as_json, lambda one: _group_fields(*one[:2]) | one[2], _print_peers, if_none)
 
 
@@ -83,36 +82,35 @@ def _alive(look: Look) -> int:
 def list_members(session: Session, group: str, as_json: bool) -> None:
     """List the members of a group, in the order in which they joined.
 
-    Who was given a name stays a member when it dies, and can come back.
+    A member that joined with a name stays in the list when it dies, and can come back.
     """
     with session.peer_group(group) as opened:
         _, members, leader, _ = opened.snapshot()
         now_ms = round(opened.now() * 1000)
         elects = opened.config.election != "none"
-    lead = leader.id if leader else None
+    leader_id = leader.id if leader else None
     if as_json:
         for member in members:
-            print_json({"group": group} | member_fields(member, lead))
+            print_json({"group": group} | member_fields(member, leader_id))
         return
     if not members:
         say(f"group {group!r} has no members now.")
         return
     rows = [
         [
-            *(member.id, member.status.value, "yes" if member.id == lead else None),
+            *(member.id, member.status.value, "yes" if member.id == leader_id else None),
             *(member.priority, f"{show_age(member.joined, now_ms)} ago"),
             None if member.metadata is None else to_json(member.metadata),
         ]
         for member in members
     ]
-    print_table("id | status | leads | priority# | joined# | metadata", rows)
-    if lead is None and elects:
+    print_table("id | status | leader | priority# | joined# | metadata", rows)
+    if leader is None and elects:
         say(f"group {group!r} has no leader now.")
 
 
 @command(
     "watch",
-    short_help="Print a line for each event, in the order that all see.",
     example="""\
 meteor peers watch workers  # until Ctrl-C
 meteor peers watch workers --json | jq -c 'select(.event == "elected")'""",
@@ -120,10 +118,10 @@ meteor peers watch workers --json | jq -c 'select(.event == "elected")'""",
 @options.peer_group_name
 @options.json_lines
 def watch_peers(session: Session, group: str, as_json: bool) -> None:
-    """Print how a group stands, and then a line for each event of it.
+    """Print the state of a group, then a line for each event.
 
-    All who watch see the same events in the same order; their numbers rise by one. Members that
-    join, leave, die and come back; leaders; votes. It also tells when the server is away.
+    Reports members that join, leave, die and come back, elections, votes, and a server that goes
+    away. All observers see the same events in the same order, numbered without gaps.
     """
     with session.peer_group(group) as opened:
         watcher = PeerWatcher(opened, as_json=as_json)
@@ -140,28 +138,30 @@ meteor peers leader workers --wait 10 --json""",
 )
 @options.peer_group_name
 @options.seconds(
-    *("--wait", "wait_s"), max=86_400, default=0.0, help="If nobody leads, wait for so long: 0."
+    *("--wait", "wait_s"), max=86_400, default=0.0, help="Time to wait for a leader. Default: 0."
 )
-@options.json("One JSON object, with the term.")
+@options.json("Print a JSON object, with the term.")
 def show_leader(session: Session, group: str, wait_s: float, as_json: bool) -> None:
     """Print the id of the leader.
 
-    The exit status is 1 if nobody leads. Who leads may change at any time: what must not be done
-    by two has to be fenced by the term.
+    The exit status is 1 if there is none. The leader may change at any time: use the term to fence
+    work that two processes must not do at once.
     """
     with session.peer_group(group) as opened:
         if opened.config.election == "none":
-            raise _failed(f"Group {group!r} elects nobody: it was begun with election=None.")
+            raise _failed(f"Group {group!r} has no elections: it was created with election=None.")
         found = opened.snapshot()
         if found.leader is None and wait_s > 0:
             _wait_for_leader(opened, wait_s)
             found = opened.snapshot()
         smallest = opened.config.min_size
-    alive = sum(member.alive for member in found.members)
     if found.leader is None:
-        count = f"{counted(alive, 'member')} {'is' if alive == 1 else 'are'} alive"
-        needed = f", and it needs {smallest} to elect one" if alive < smallest > 1 else ""
-        raise _failed(f"Group {group!r} has no leader now; {count}{needed}.")
+        alive = sum(member.alive for member in found.members)
+        needed = f"; an election needs {smallest}" if alive < smallest > 1 else ""
+        raise _failed(
+            f"Group {group!r} has no leader now. {counted(alive, 'member', 'is', 'are')} alive"
+            f"{needed}."
+        )
     if as_json:
         fields = member_fields(found.leader, found.leader.id)
         print_json({"group": group, "leader": fields.pop("id"), "term": found.term} | fields)
@@ -179,12 +179,12 @@ def _wait_for_leader(group: PeerGroup, wait_s: float) -> None:
 
 @command("dead", example="meteor peers dead workers --json | jq -r .reason")
 @options.peer_group_name
-@options.json("One JSON object on each line, with the body.")
+@options.json("Print one JSON object per line, with the body.")
 def list_dead(session: Session, group: str, as_json: bool) -> None:
-    """List the messages that nobody could take.
+    """List the messages that no member could handle.
 
-    Their type was not known to who got them, or member after member left with them. The last
-    thousand or so are kept.
+    Their type was unknown to the receiver, or one member after another left while handling them.
+    The group keeps the last thousand or so.
     """
     with session.peer_group(group) as opened:
         letters = opened.dead_letters()
@@ -199,7 +199,7 @@ def list_dead(session: Session, group: str, as_json: bool) -> None:
             ]
             for one in found
         ]
-        print_table("buried# | member | queue | verb | sender | type | bytes# | reason", rows)
+        print_table("failed# | member | queue | verb | sender | type | bytes# | reason", rows)
 
     def fields(letter: PeerLetter) -> dict[str, Any]:
         return {"group": group} | _letter_fields(letter)
@@ -216,58 +216,51 @@ def _letter_fields(letter: PeerLetter) -> dict[str, Any]:
 @command("remove", example="meteor peers remove workers worker-7 --dry-run")
 @options.peer_group_name
 @click.argument("member", shell_complete=completion.member)
-@options.confirmation("Only show who would be removed.")
+@options.confirmation("Show which member would be removed, and exit.")
 def remove(session: Session, group: str, member: str, dry_run: bool, yes: bool) -> None:
-    """Take a member out of a group, dead or alive.
+    """Remove a member from a group, dead or alive.
 
-    Its messages fail, but those to any member, which go to another. It is told, and does not join
-    again by itself.
+    Messages to it fail; messages to any member go to another one. A live member is notified and
+    does not rejoin by itself.
     """
-    no_member = _failed(
-        f"There is no member {member!r} in group {group!r}; `meteor peers members {group}` shows "
-        "who is."
-    )
+    from meteor_py import MemberUnknown
+
+    unknown = MemberUnknown(f"There is no member {member!r}.", group=group, member=member)
     with session.peer_group(group) as opened:
         found = opened.find(member)
         if found is None:
-            raise no_member
+            raise unknown
         leads = opened.leader is not None and opened.leader.id == member
-        state = f"{found.status.value}, and leads" if leads else found.status.value
-        if dry_run:
-            say(f"member {member!r} of group {group!r} ({state}) would be removed.")
+        state = f"{found.status.value}, the leader" if leads else found.status.value
+        subject, what = f"member {member!r} ({state})", f"removed from group {group!r}"
+        if not confirm(subject, what, dry_run=dry_run, yes=yes):
             return
-        ask_user(f"Member {member!r} ({state}) will be removed from group {group!r}.", yes=yes)
         if not opened.remove(member):
-            raise no_member
-    say(f"member {member!r} removed from group {group!r}.")
+            raise unknown
+    say(f"member {member!r} {what}.")
 
 
-@command(
-    "delete",
-    short_help="Delete a group with all that it has.",
-    example="meteor peers delete workers --dry-run",
-)
+@command("delete", example="meteor peers delete workers --dry-run")
 @options.peer_group_name
-@options.flag("--force", help="Even if members are alive; they join again, and begin it anew.")
-@options.confirmation("Only show what would be deleted.")
+@options.flag("--force", help="Delete the group even if it has live members. They recreate it.")
+@options.confirmation("Show what would be deleted, and exit.")
 def delete(session: Session, group: str, force: bool, dry_run: bool, yes: bool) -> None:
-    """Delete a group, with its members, their messages, and what is guarded."""
+    """Delete a group with its members, messages and guarded values."""
     with session.peer_group(group) as opened:
         members = opened.snapshot().members
         alive = [member.id for member in members if member.alive]
         if alive and not force:
             more = f" and {len(alive) - _NAMED:,} more" if len(alive) > _NAMED else ""
             raise _failed(
-                f"Group {group!r} has members that are alive: {', '.join(alive[:_NAMED])}{more}. "
-                "End them first, or delete it all the same with --force; they would join again, "
-                "and begin it anew."
+                f"Group {group!r} has live members: {', '.join(alive[:_NAMED])}{more}. Stop them "
+                "first, or delete the group with --force; live members recreate it."
             )
         what = counted(len(members), "member") + (f" ({len(alive):,} alive)" if alive else "")
         what = f"deleted: {what}, all messages, all guarded values"
         if not confirm(f"group {group!r}", what, dry_run=dry_run, yes=yes):
             return
         opened.delete(force=force)
-    say(f"group {group!r} deleted.{' Who is alive joins it again.' if alive else ''}")
+    say(f"group {group!r} deleted.{' Live members will rejoin it.' if alive else ''}")
 
 
 def _failed(text: str) -> Exception:

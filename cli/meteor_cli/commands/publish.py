@@ -1,4 +1,4 @@
-"""``meteor publish``: records from the command line, or from a pipe."""
+"""``meteor publish``: publishes arguments or the standard input."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from meteor_py import ManyAck
 
 _MAX_BYTES = 1024 * 1024
-#: How many times as long as for an answer a record may take, with repeats: 30 s.
+#: How long to retry a record, as a multiple of ``--timeout``: 30 s by default.
 _PATIENCE = 6
 
 
 @command(
-    short_help="Publish records, from arguments or a pipe.",
+    short_help="Publish records from arguments or a pipe.",
     example="""\
 meteor publish orders '{"n": 1}' -k customer-7
 tail -F app.log | meteor publish logs
@@ -38,13 +38,13 @@ meteor tail orders -e --json | meteor publish copy --jsonl""",
 )
 @options.stream_name
 @click.argument("values", nargs=-1, metavar="[VALUE]...")
-@click.option("--lines", "source", flag_value="lines", help="Each line of the input; the default.")
-@click.option("--jsonl", "source", flag_value="jsonl", help="What `meteor tail --json` writes.")
-@click.option("--whole", "source", flag_value="whole", help="The whole input is one record.")
-@options.flag("-0", "--null", help="Lines end with NUL, not newline.")
-@click.option("-k", "--key", metavar="KEY", help="The key of all records.")
+@click.option("--lines", "source", flag_value="lines", help="Publish each line (the default).")
+@click.option("--jsonl", "source", flag_value="jsonl", help="Read the output of `tail --json`.")
+@click.option("--whole", "source", flag_value="whole", help="Publish the input as one record.")
+@options.flag("-0", "--null", help="Lines end with NUL instead of newline.")
+@click.option("-k", "--key", metavar="KEY", help="Key of all records.")
 @click.option(
-    "-K", "--key-separator", metavar="TEXT", help="In a line, what is before it is the key."
+    "-K", "--key-separator", metavar="TEXT", help="Split each line into key and value at TEXT."
 )
 @click.option(
     "-H",
@@ -53,25 +53,25 @@ meteor tail orders -e --json | meteor publish copy --jsonl""",
     multiple=True,
     metavar="NAME=VALUE",
     callback=lambda _context, _option, given: parse_headers(given),
-    help="A header of all records.",
+    help="Header of all records; can be repeated.",
 )
 @options.compression
-@options.count("--acks", min=0, default=0, help="Replicas that must have it.")
+@options.count("--acks", min=0, default=0, help="Wait for N replicas. Default: 0.")
 @options.count(
     "--max-bytes",
     max=32 * _MAX_BYTES,
     default=_MAX_BYTES,
-    help="Of a record, key and headers included: 1 MiB, up to 32 MiB.",
+    help="Largest record, with key and headers. Default: 1 MiB; at most 32 MiB.",
 )
-@click.option("--create/--no-create", default=True, help="Make the stream if there is none.")
-@options.count("--capacity", help="Of a stream that is made: 10,000 records.")
+@click.option("--create/--no-create", default=True, help="Create the stream if it is missing.")
+@options.count("--capacity", help="Capacity of a new stream. Default: 10,000.")
 @click.option(
     "--ordering-key",
     type=options.rule,
     metavar="RULE",
-    help="Of a stream that is made: key or header:NAME.",
+    help="Ordering key of a new stream: key or header:NAME.",
 )
-@options.flag("-q", "--quiet", help="Say nothing if all goes well.")
+@options.flag("-q", "--quiet", help="Print nothing on success.")
 def publish(
     session: Session,
     stream: str,
@@ -88,17 +88,16 @@ def publish(
     quiet: bool,
     **settings: Any,
 ) -> None:
-    """Publish records: the values given, or else the standard input, line by line as it comes.
+    """Publish values and print their offsets, or publish each line of the standard input.
 
-    Of values the offsets are printed. A stream with a codec takes only what that can read; for
-    msgpack, values and lines are JSON.
+    If the stream has a codec, values must be valid for it; for msgpack, write them as JSON.
     """
     if values and source:
-        raise click.UsageError("The records are either values or the input, not both.")
+        raise click.UsageError(f"Pass either values or --{source}, not both.")
     if source == "jsonl" and (key is not None or key_separator or headers):
-        raise click.UsageError("With --jsonl, keys and headers are in the input.")
+        raise click.UsageError("With --jsonl, keys and headers are in the input: omit -k, -K, -H.")
     if key is not None and key_separator:
-        raise click.UsageError("The key is either -k for all, or before -K in each line.")
+        raise click.UsageError("Pass either -k or -K, not both.")
     with session.connect(writing=True) as m:
         opened = m.stream(stream, create=create, capacity=capacity, ordering_key=ordering_key)
         parser = RecordParser(opened.config.codec, key, key_separator, headers)
@@ -126,7 +125,7 @@ def _publish_input(
 ) -> None:
     typed = sys.stdin.isatty()
     if typed:
-        say("type records, one on each line; Ctrl-D ends.")
+        say("type one record per line, and Ctrl-D to finish.")
     tally = Tally(stream, patience_s)
     try:
         with (
@@ -138,7 +137,7 @@ def _publish_input(
                 tally.add(_publish(pub, rows), len(rows.values), at_once=typed)
                 advance(tally.count)
             tally.finish()
-    finally:  # the publisher is closed: what became of each record is known
+    finally:  # the publisher is closed, so the outcome of every record is settled
         tally.report(quiet=quiet)
 
 
@@ -148,7 +147,7 @@ def _publish(pub: meteor_py.Publisher, rows: Columns) -> ManyAck:
 
 @contextmanager
 def _archiving(stream: meteor_py.Stream) -> Iterator[None]:
-    """Let a stream with a store have room for what comes, if the store is within reach."""
+    """Archives a stream that has a store, so that the input cannot fill it."""
     from meteor_py import StoreMismatch, StoreUnavailable
 
     with ExitStack() as stack:
@@ -156,12 +155,12 @@ def _archiving(stream: meteor_py.Stream) -> Iterator[None]:
             if stream.config.store is not None:
                 stack.enter_context(stream.archiver().start())
         except (StoreMismatch, StoreUnavailable):
-            pass  # of another machine: so is its archiver
+            pass  # the store, and so the archiver, is on another machine
         yield
 
 
 def _read(source: str, parser: RecordParser, delimiter: bytes, limit: int) -> Iterator[Columns]:
-    """Records from the standard input, many at a time."""
+    """Yields batches of records from the standard input."""
     from meteor_cli.render.jsonl import Unreadable
 
     fd = sys.stdin.fileno()
@@ -170,11 +169,11 @@ def _read(source: str, parser: RecordParser, delimiter: bytes, limit: int) -> It
         return
     make = parser.columns if source == "lines" else parser.records
     number = 1
-    # A line of JSON is longer than the record: escapes, base64, names.
+    # As JSON, a record is longer: escapes, base64, field names.
     for lines in read_lines(fd, delimiter, limit if source == "lines" else 8 * limit):
         try:
             rows = make(lines, number)
-        except Unreadable as error:  # so that it does not depend on how the input was cut
+        except Unreadable as error:  # publish the lines before it, however the input was read
             if error.index and (rows := make(lines[: error.index], number)).values:
                 yield rows
             raise
@@ -184,8 +183,11 @@ def _read(source: str, parser: RecordParser, delimiter: bytes, limit: int) -> It
 
 
 def _cut(rows: Columns, limit: int) -> Iterator[Columns]:
-    """Apart what comes before a record that is too large: it is published, however the input was
-    cut, and the publisher refuses the rest."""
+    """Splits rows before the first record that is too large.
+
+    The publisher refuses the second part only, so the result does not depend on how the input was
+    read.
+    """
     from meteor_py.publish.validation import headers_size
 
     sizes = list(map(len, rows.values))
@@ -201,12 +203,12 @@ def _cut(rows: Columns, limit: int) -> Iterator[Columns]:
 
 
 class Tally:
-    """Counts what became of the records."""
+    """Counts the outcomes of published records."""
 
     def __init__(self, stream: meteor_py.Stream, patience_s: float) -> None:
         self._stream = stream
         self._patience_s = patience_s
-        #: Each with its number of records; bounded by what the publisher has room for.
+        #: Acks with their numbers of records; bounded by the publisher's memory limit.
         self._waiting: deque[tuple[ManyAck, int]] = deque()
         self._since = time.monotonic()
         self._first: int | None = None
@@ -214,23 +216,23 @@ class Tally:
         self.count = 0
 
     def add(self, ack: ManyAck, records: int, *, at_once: bool) -> None:
-        """Note what was published, and what has become of what was before; raise what failed."""
+        """Adds records and settles earlier ones that are done; raises the error of a failure."""
         self._waiting.append((ack, records))
         while self._waiting and (at_once or self._waiting[0][0].done()):
             self._settle()
 
     def finish(self) -> None:
-        """Wait for the rest."""
+        """Waits for all outcomes."""
         while self._waiting:
             self._settle()
 
     def _settle(self) -> None:
-        # Ctrl-C may come while it waits: it is not taken out yet.
+        # Stays in the queue while we wait, so that report() counts it after Ctrl-C.
         ack = self._waiting[0][0]
         try:
             error = ack.exception(self._patience_s)
         except TimeoutError:
-            say("the server does not answer; waiting for it.")
+            say("the server does not reply; waiting for it.")
             error = ack.exception()
         self._count(self._waiting.popleft()[0])
         if error is not None:
@@ -243,7 +245,7 @@ class Tally:
             self._last = span.stop - 1
 
     def _count_unknown(self, ack: ManyAck, records: int) -> int:
-        """Count what nobody waited for any more; how many have an outcome that is not known."""
+        """Counts a batch that was not settled; returns how many outcomes are unknown."""
         from meteor_py import OutcomeUnknown
 
         before = self.count
@@ -252,7 +254,7 @@ class Tally:
         return 0 if is_known else records - (self.count - before)
 
     def report(self, *, quiet: bool) -> None:
-        """Tell how many there were, also if it ended early."""
+        """Prints how many records were published, also after an error."""
         unknown = sum(self._count_unknown(ack, records) for ack, records in self._waiting)
         if not quiet or sys.exc_info()[0] is not None:
             took_s = max(time.monotonic() - self._since, 1e-6)
@@ -262,12 +264,11 @@ class Tally:
                 f", {self.count / took_s:,.0f}/s."
             )
         if unknown:
-            say(f"of {counted(unknown, 'more record')} it is not known whether they arrived.")
-        capacity = self._stream.config.capacity
+            say(f"the outcome of {counted(unknown, 'more record')} is unknown.")
+        name, capacity = self._stream.name, self._stream.config.capacity
         if self.count > capacity and self._stream.config.store is None:
             say(
-                f"warning: the ring of stream {self._stream.name!r} keeps {capacity:,} records, so "
-                "the first of these are gone already; `meteor streams configure "
-                f"{self._stream.name} --capacity N` makes it larger, and a stream with a --store "
-                "forgets nothing."
+                f"warning: stream {name!r} keeps only {capacity:,} records, so the first ones are "
+                f"already gone. Enlarge it with `meteor streams configure {name} --capacity N`, or "
+                "create it with a --store to keep everything."
             )

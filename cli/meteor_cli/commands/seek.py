@@ -1,4 +1,4 @@
-"""``meteor seek``: let a group go on from somewhere else."""
+"""``meteor seek``: move a group to another position."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from meteor_cli.args import options
-from meteor_cli.args.positions import Place, parse_place
+from meteor_cli.args.positions import Position, parse_position
 from meteor_cli.command import command
 from meteor_cli.commands.groups import active
 from meteor_cli.render.json import print_json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @command(
-    short_help="Let a group go on from somewhere else.",
+    short_help="Move a group to another position.",
     example="""\
 meteor seek orders billing --to @-1h --dry-run
 meteor seek orders billing --to earliest""",
@@ -27,52 +27,51 @@ meteor seek orders billing --to earliest""",
 @options.group_of_stream
 @click.option(
     "--to",
-    "place",
+    "position",
     required=True,
-    type=options.Parsed("position", parse_place),
+    type=options.Parsed("position", parse_position),
     metavar="POSITION",
-    help="earliest, latest, N, +N (behind earliest), -N (before latest) or @TIME.",
+    help="earliest, latest, N, +N (after earliest), -N (before latest) or @TIME.",
 )
-@options.flag("--dry-run", help="Only show what would be done.")
-@options.flag("--force", help="Take the group from a member that is at work.")
-@options.flag("--create", help="Begin the group if there is none of that name.")
+@options.flag("--dry-run", help="Show what would change, and exit.")
+@options.flag("--force", help="Move the group even if a member holds its lease.")
+@options.flag("--create", help="Create the group if it does not exist.")
 @options.json_object
 def seek(
     session: Session,
     stream: str,
     group: str,
-    place: Place,
+    position: Position,
     dry_run: bool,
     force: bool,
     create: bool,
     as_json: bool,
 ) -> None:
-    """Let a group go on from somewhere else: skip records, or have them read again.
+    """Move a group to another position, to skip records or to read them again.
 
-    It shows where the group stood, so that it can be put back.
+    Prints the previous offset, so that you can undo the move.
     """
     with session.stream(stream) as opened:
         found = _find(opened, group, create=create)
-        to = place.resolve(opened)
+        to = position.resolve(opened)
         end = opened.bounds()[1]
         if to > end:
             raise ValueError(f"Offset {to} is beyond the end of stream {stream!r}, which is {end}.")
-        came_from = None if found is None else found.confirmed
-        owner = None if found is None else found.owner
+        before = None if found is None else found.confirmed
         if not dry_run:
-            target = "earliest" if place == Place("earliest") else to
+            target = "earliest" if position == Position("earliest") else to
             opened.seek_group(group, target, force=force)
-    facts: dict[str, object] = {"stream": stream, "group": group, "from": came_from, "to": to}
-    if came_from is not None:
-        facts["records skipped"] = max(to - came_from, 0)
-        facts["records repeated"] = max(came_from - to, 0)
-    facts |= {"owner": owner, "done": not dry_run}
-    if as_json:
-        print_json({name.replace(" ", "_"): value for name, value in facts.items()})
-    else:
-        print_facts(facts)
-    if owner is not None and not force:
-        raise active(stream, group, owner)
+        facts: dict[str, object] = {"stream": stream, "group": group, "from": before, "to": to}
+        if before is not None:
+            facts["records skipped"] = max(to - before, 0)
+            facts["records repeated"] = max(before - to, 0)
+        facts |= {"owner": found and found.owner, "done": not dry_run}
+        if as_json:
+            print_json({name.replace(" ", "_"): value for name, value in facts.items()})
+        else:
+            print_facts(facts)
+        if found and found.owner is not None and not force:
+            raise active(opened, found)
 
 
 def _find(stream: Stream, group: str, *, create: bool) -> GroupDescription | None:
@@ -86,7 +85,7 @@ def _find(stream: Stream, group: str, *, create: bool) -> GroupDescription | Non
         return None
     if found.kind == "shared":
         raise ValueError(
-            f"Group {group!r} of stream {stream.name!r} is a shared one, whose records are settled "
-            "one by one: it cannot be moved; `meteor groups rm` deletes it, and it begins anew."
+            f"Group {group!r} of stream {stream.name!r} is a shared one, which cannot be moved "
+            "because it settles records one by one. To start over, delete it: `meteor groups rm`."
         )
     return found

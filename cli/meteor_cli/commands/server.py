@@ -1,4 +1,4 @@
-"""``meteor server``: a server of one's own, for as long as the command runs."""
+"""``meteor server``: keeps a server running until the command is interrupted."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ import click
 
 from meteor_cli.args import options
 from meteor_cli.command import command
-from meteor_cli.render.text import say, show_bytes
+from meteor_cli.render.text import product_name, say, show_bytes
 from meteor_cli.session import Session
 from meteor_cli.signals import cleaning_up
 
 if TYPE_CHECKING:
-    from meteor_py import ServerDescription
     from meteor_py.server import EmbeddedServer
 
-#: Seconds that a server gets at least to come up: it may have much to load.
+#: Minimum number of seconds to wait for the server to start: it may have to load a lot of data.
 _START_S = 10.0
 _PAUSE_S = 0.5
 
 
 @command(
     example="""\
-meteor server                  # your own, kept: commands without a URL use it
-meteor server --private --tcp  # a fresh one, for programs in other languages"""
+meteor server                  # your personal server, the default
+meteor server --private --tcp  # a temporary server, for any client"""
 )
 @click.option(
     "--dir",
     "directory",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Where the data is kept; default: where commands without a URL keep it.",
+    help="Where to keep the data. Default: the directory of your personal server.",
 )
-@options.flag("--private", help="In memory only, and gone in the end.")
+@options.flag("--private", help="Keep the data in memory only, and discard it at the end.")
 @options.flag(
-    "--tcp", help="Listen on a port of 127.0.0.1, too; the URL then has the password in it."
+    "--tcp", help="Also listen on a port of 127.0.0.1. The URL then contains the password."
 )
 def server(session: Session, directory: Path | None, private: bool, tcp: bool) -> None:
     """Run a server until Ctrl-C, and print its URL.
 
-    The program comes with this package, or is one on PATH. A kept server is shared by all commands
-    and processes that use it, and ends with the last of them.
+    The server program comes with this package or is found on PATH. All processes that use the same
+    directory share one server, which stops when the last of them ends. If it is killed, it is
+    restarted.
     """
     if session.url:
-        raise click.UsageError("This runs a server of your own; say where with --dir, not --url.")
+        raise click.UsageError("This runs your personal server: pass --dir instead of --url.")
     if private and directory:
-        raise click.UsageError("A private server keeps nothing; leave out --dir or --private.")
+        raise click.UsageError("A private server keeps no data: omit --dir or --private.")
     from meteor_py.server import default_directory, open_embedded
 
     home = None if private else directory or default_directory()
@@ -60,14 +60,15 @@ def server(session: Session, directory: Path | None, private: bool, tcp: bool) -
         try:
             is_default = not private and directory is None
             _introduce(session, running, private=private, tcp=tcp, default=is_default)
-            _wait_for_end(running)
-            where = "" if private else f"; server.log in {running.directory} may say why"
-            say(f"the server has ended, and not at our wish{where}.")
-            raise click.exceptions.Exit(1)
+            while True:
+                _wait_for_end(running)
+                say("the server ended unexpectedly." + (" Its data is lost." if private else ""))
+                running.reach(max(session.timeout, _START_S))
+                say(f"restarted it as process {running.pid}.")
         finally:
             running.close()
             if is_alive(running.pid):
-                say("others use the server still; it ends with the last of them.")
+                say("other processes still use the server; it stops with the last of them.")
 
 
 def _introduce(
@@ -75,43 +76,36 @@ def _introduce(
 ) -> None:
     with session.connect(url=running.url) as m:
         found = m.describe()
-    kept = "in memory only" if private else f"kept in {running.directory}"
-    limit = f", at most {show_bytes(found.memory_max)} of memory" if found.memory_max else ""
-    say(f"{product_name(found)}, process {running.pid}, {kept}{limit}; Ctrl-C ends it.")
+    kept = "in memory" if private else f"in {running.directory}"
+    limit = f", at most {show_bytes(found.memory_max)}" if found.memory_max else ""
+    say(f"{product_name(found)}, process {running.pid}. Press Ctrl-C to stop it.")
+    say(f"data is kept {kept}{limit}.")
     if tcp:
-        say("the URL has the password in it: who reads it can use the server.")
+        say("the URL contains the password: keep it secret.")
     if default and not os.environ.get("METEOR_URL"):
-        say("commands without a URL use it; for other programs:")
+        say("commands use this server by default. For other programs:")
     else:
-        say("to have commands use it:")
+        say("to make commands use this server:")
     click.echo(f"  export METEOR_URL={shlex.quote(running.url)}", err=True)
     click.echo(running.url)
 
 
 def _wait_for_end(running: EmbeddedServer) -> None:
-    """Return when the server has ended."""
     while True:
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-                line.connect(running.socket_path)
-                line.recv(1)  # nothing comes but the end of the connection
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.connect(running.socket_path)
+                connection.recv(1)  # returns when the connection ends
         except OSError:
             return
         if not is_alive(running.pid):
             return
-        time.sleep(_PAUSE_S)  # somebody has cut our connection, and may do so again
+        time.sleep(_PAUSE_S)  # a client killed our connection, and may do so again
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process."""
     try:
         os.kill(pid, 0)
     except OSError:
         return False
     return True
-
-
-def product_name(found: ServerDescription) -> str:
-    """What a server is: "Valkey 9.1.0"."""
-    name = (found.product or "server").capitalize()
-    return f"{name} {found.version}" if found.version else name

@@ -1,28 +1,38 @@
-"""``meteor streams``: list, describe, create, change and delete streams."""
+"""``meteor streams``: list, describe, create, change, repair and delete streams."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from meteor_cli.args import completion, options
 from meteor_cli.command import Group, command
-from meteor_cli.commands.listing import look_at_streams, print_list
+from meteor_cli.commands.listing import print_list, read_streams
 from meteor_cli.render.json import print_json, to_fields
 from meteor_cli.render.terminal import confirm
-from meteor_cli.render.text import counted, print_facts, print_table, say, show_age, show_bytes
+from meteor_cli.render.text import (
+    counted,
+    print_facts,
+    print_table,
+    say,
+    show_age,
+    show_bytes,
+    show_exactly,
+)
 from meteor_cli.session import Session
 
 if TYPE_CHECKING:
     from meteor_py import Description
 
+T = TypeVar("T")
+
 
 @click.group(cls=Group)
 def streams() -> None:
-    """List, describe, create and delete streams."""
+    """List, describe, create, change, repair and delete streams."""
 
 
 @command("ls", example="meteor streams ls --json | jq -r .name")
@@ -30,8 +40,8 @@ def streams() -> None:
 def list_streams(session: Session, as_json: bool) -> None:
     """List the streams."""
     with session.connect() as m:
-        found = look_at_streams(m, lambda stream: [stream.describe()])
-    if_none = "there is no stream yet; `meteor publish NAME hello` makes one."
+        found = read_streams(m, lambda stream: [stream.describe()])
+    if_none = "there are no streams yet. `meteor publish NAME hello` creates one."
     print_list(found, as_json, to_fields, _print_streams, if_none)
 
 
@@ -55,7 +65,7 @@ def _print_streams(found: Sequence[Description]) -> None:
 @options.stream_name
 @options.json_object
 def describe_stream(session: Session, stream: str, as_json: bool) -> None:
-    """Show what a stream is like: bounds, size, settings, groups."""
+    """Show the bounds, size, settings and groups of a stream."""
     with session.stream(stream) as opened:
         found = opened.describe()
     if as_json:
@@ -73,31 +83,55 @@ def _facts(found: Description) -> dict[str, object]:
     now_ms, config = int(time.time() * 1000), found.config
     facts: dict[str, object] = {
         "stream": found.name,
-        "records": f"{found.next - found.first:,} (offsets {found.first} to before {found.next})",
+        "records": f"{found.next - found.first:,} (first offset {found.first}, next {found.next})",
         "in ring": f"{found.length:,} of {config.capacity:,}, in {counted(found.frames, 'frame')}",
         "memory": show_bytes(found.bytes),
+        "max age": _limit(config.max_age, show_exactly),
+        "max bytes": _limit(config.max_bytes, show_bytes),
         "last append": f"{show_age(found.appended, now_ms)} ago" if found.appended else "never",
         "codec": config.codec,
         "compression": config.compression,
         "checksum": config.checksum,
-        "group by": config.ordering_key,
+        "ordering key": config.ordering_key,
         "incarnation": found.incarnation,
         "epoch": str(found.epoch),
     }
     if found.archived is not None:
-        facts["store"] = config.store or "of another process"
-        facts["archived"] = f"below {found.archived:,}, {found.next - found.archived:,} wait"
+        facts["store"] = config.store or "in another process"
+        waiting = found.next - found.archived
+        facts["archived"] = f"all records below {found.archived:,}; {waiting:,} waiting"
         facts["max unarchived"] = config.max_unarchived
+        facts["retain"] = _limit(config.retain, show_exactly)
+        facts["retain bytes"] = _limit(config.retain_bytes, show_bytes)
     return facts
 
 
+def _limit(limit: T | None, show: Callable[[T], str]) -> str:
+    return "no limit" if limit is None else show(limit)
+
+
+#: The settings that 0 removes.
+_LIMITS = ("max_age", "max_bytes", "retain", "retain_bytes")
 #: The settings that can be changed later.
 _settings = options.together(
-    options.count("--capacity", help="Records that the ring keeps: 10,000."),
+    options.count("--capacity", help="Records that the ring keeps. Default: 10,000."),
+    options.duration(
+        "--max-age", help="How long the ring keeps a record: 3600, 12h, 7d. 0: no limit (default)."
+    ),
+    options.size(
+        "--max-bytes", help="Bytes of frames that the ring keeps: 500MB. 0: no limit (default)."
+    ),
     options.compression,
-    click.option("--checksum/--no-checksum", default=None, help="A crc32 with each frame."),
+    click.option("--checksum/--no-checksum", default=None, help="Store a CRC-32 with each frame."),
     options.count(
-        "--max-unarchived", help="Records that may wait for the archiver: 10 x capacity."
+        "--max-unarchived",
+        help="Records that may wait for the archiver. Default: 10 times the capacity.",
+    ),
+    options.duration(
+        "--retain", help="How long the store keeps a confirmed record: 30d. 0: no limit (default)."
+    ),
+    options.size(
+        "--retain-bytes", help="Bytes of files that the store keeps: 1TB. 0: no limit (default)."
     ),
 )
 
@@ -106,7 +140,8 @@ _settings = options.together(
     "create",
     example="""\
 meteor streams create orders --capacity 100000 --codec json
-meteor streams create trades --store s3://bucket/meteor
+meteor streams create trades --store s3://bucket/meteor --retain 90d
+meteor streams create logs --capacity 10000000 --max-age 24h --max-bytes 2GB
 meteor streams create carts --ordering-key key""",
 )
 @click.argument("stream")
@@ -114,44 +149,45 @@ meteor streams create carts --ordering-key key""",
 @click.option(
     "--codec",
     type=click.Choice(["bytes", "text", "json", "msgpack"]),
-    help="What values are: bytes. Cannot be changed later.",
+    help="Type of values. Cannot be changed later. Default: bytes.",
 )
 @click.option(
     "--ordering-key",
     type=options.rule,
     metavar="RULE",
-    help="What makes groups for shared subscribers: key or header:NAME. Cannot be changed later.",
+    help="Ordering key of records, for shared groups: key or header:NAME. Cannot be changed later.",
 )
-@click.option("--store", metavar="URI", help="Where records go that the ring drops: DIR, s3://...")
-@options.flag("--resume", help="Go on with the history that is in the store.")
+@click.option("--store", metavar="URI", help="Archive records to this DIR or s3://... address.")
+@options.flag("--resume", help="Continue the stream that is archived in the store.")
 def create_stream(session: Session, stream: str, **settings: Any) -> None:
-    """Create a stream. One that exists with the same settings is left as it is."""
+    """Create a stream. Succeeds if it already exists with the same settings."""
     from meteor_py import StreamNotFound
 
     with session.connect(writing=True) as m:
         try:
             m.stream(stream, create=False)
-            verb = "exists already"
+            verb = "already exists"
         except StreamNotFound:
             verb = "created"
-        opened = m.stream(stream, archive=False, **settings)
+        limits = {name: settings[name] or None for name in _LIMITS}
+        opened = m.stream(stream, archive=False, create=True, **settings | limits)
         capacity = opened.config.capacity
-    say(f"stream {stream!r} {verb}, with a ring of {capacity:,} records.")
+    say(f"stream {stream!r} {verb} with a ring of {capacity:,} records.")
 
 
 @command("configure", example="meteor streams configure orders --capacity 1000000")
 @options.stream_name
 @_settings
 @options.confirmation(
-    "Only show what would be changed, and what dropped.", "Do not ask before records are dropped."
+    "Show what would be changed and dropped, and exit.", "Drop records without asking."
 )
 def configure_stream(
     session: Session, stream: str, dry_run: bool, yes: bool, **settings: Any
 ) -> None:
-    """Change settings of a stream. A smaller ring drops its oldest records at once."""
+    """Change settings of a stream. A smaller ring drops its oldest records immediately."""
     given = {name: value for name, value in settings.items() if value is not None}
     if not given:
-        raise click.UsageError("Nothing to change; name a setting, such as --capacity.")
+        raise click.UsageError("Nothing to change. Pass a setting, such as --capacity.")
     with session.stream(stream, writing=True) as opened:
         found = opened.describe()
         what = ", ".join(
@@ -161,6 +197,9 @@ def configure_stream(
         is_loss = dropped > 0 and found.archived is None
         if is_loss:
             what += f"; the oldest {counted(dropped, 'record')} will be dropped"
+        elif found.archived is None and found.length and _tightens(found, given):
+            is_loss = True
+            what += "; records beyond the limit will be dropped"
         yes |= not is_loss
         if not confirm(f"stream {stream!r}", f"changed: {what}", dry_run=dry_run, yes=yes):
             return
@@ -168,27 +207,76 @@ def configure_stream(
     say(f"stream {stream!r} changed: {what}.")
 
 
+def _tightens(found: Description, given: dict[str, Any]) -> bool:
+    """Returns whether a limit of the ring is new, or lower than before."""
+    return any(
+        0 < (given.get(name) or 0) < (getattr(found.config, name) or float("inf"))
+        for name in ("max_age", "max_bytes")
+    )
+
+
 @command("rm", example="meteor streams rm orders --dry-run")
-@click.argument("streams", nargs=-1, required=True, shell_complete=completion.stream)
-@options.flag("--history", help="Also what is in the store; else the files stay.")
-@options.confirmation("Only show what would be deleted.")
+@click.argument(
+    "streams", nargs=-1, required=True, metavar="STREAM...", shell_complete=completion.stream
+)
+@options.flag("--history", help="Also delete the files in the store.")
+@options.confirmation("Show what would be deleted, and exit.")
 def remove_streams(
     session: Session, streams: tuple[str, ...], history: bool, dry_run: bool, yes: bool
 ) -> None:
     """Delete streams with all their records and groups."""
     with session.connect() as m:
-        opened = [m.stream(name, create=False) for name in streams]  # all, or none is touched
+        opened = [m.stream(name, create=False) for name in streams]  # fails before any is deleted
         for stream in opened:
             found = stream.describe()
             what = f"{counted(found.next - found.first, 'record')}, "
             what += counted(len(found.groups), "group")
             if found.archived is not None:
-                what += ", the files in its store too" if history else "; files in its store stay"
+                what += ", and the files in its store" if history else "; files in its store stay"
             subject = f"stream {stream.name!r}"
             if confirm(subject, f"deleted: {what}", dry_run=dry_run, yes=yes):
                 stream.delete(history=history)
                 say(f"{subject} deleted.")
 
 
-for member in (list_streams, describe_stream, create_stream, configure_stream, remove_streams):
+@command(
+    "repair",
+    example="""\
+meteor streams repair orders
+meteor streams repair orders --apply --yes""",
+)
+@options.stream_name
+@options.flag("--apply", help="Remove the entries. Without it, only report them.")
+@options.flag("-y", "--yes", help="Do not ask for confirmation.")
+def repair_stream(session: Session, stream: str, apply: bool, yes: bool) -> None:
+    """Find entries in the log that no publisher wrote, and remove them with --apply.
+
+    Such an entry stops publishing or reading. Exits with 1 if there is something to repair. The
+    repair copies the ring on the server, which needs memory for both.
+    """
+    with session.stream(stream, writing=apply) as opened:
+        found = opened.repair()
+        kept = counted(found.frames, "frame")
+        if found.healthy:
+            say(f"stream {stream!r}: nothing to repair in {kept}.")
+            return
+        what = "1 foreign entry" if found.foreign == 1 else f"{found.foreign:,} foreign entries"
+        for entry in found.entries:
+            click.echo(entry)
+        if not apply:
+            stops = "Publishing" if found.blocked else "Reading"
+            say(
+                f"stream {stream!r} has {what} beside {kept}. {stops} is stopped; repair it with "
+                f"`meteor streams repair {stream} --apply`."
+            )
+            raise click.exceptions.Exit(1)
+        if confirm(f"stream {stream!r}", f"repaired: {what} removed", dry_run=False, yes=yes):
+            opened.repair(dry_run=False)
+    say(f"stream {stream!r} repaired: {what} removed, {kept} kept.")
+
+
+for member in (
+    *(list_streams, describe_stream, create_stream, configure_stream, remove_streams),
+    repair_stream,
+):
     streams.add_command(member)

@@ -1,4 +1,4 @@
-"""``meteor tail``: print the records of a stream, and go on as they come."""
+"""``meteor tail``: prints the records of a stream and follows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import click
 
 from meteor_cli.args import completion, options, positions
 from meteor_cli.args.input import to_bytes
-from meteor_cli.args.positions import Place, Span, parse_span
+from meteor_cli.args.positions import Position, Span, parse_span
 from meteor_cli.command import command, section
 from meteor_cli.render import records as rendering
 from meteor_cli.render import template
@@ -31,26 +31,25 @@ if TYPE_CHECKING:
 
 Match = Callable[["Record"], bool]
 
-#: Records shown of those that are there already, if nothing else is asked for.
+#: Number of existing records to print by default.
 LAST = 10
 _BATCH = 10_000
-#: Bytes to write at a time, roughly.
-_PORTION_BYTES = 1024 * 1024
-#: Seconds to wait for records before looking whether anybody still reads what is written.
+#: Approximate number of bytes to write at a time.
+_CHUNK_BYTES = 1024 * 1024
+#: Seconds to wait for records before checking that the output still has a reader.
 _POLL_S = 1.0
-#: Records looked at first when the last few that match are searched for, from the end.
-_LOOK_BACK = 10_000
-_LOOK_BACK_MAX = 1_000_000
+#: Records to scan first, and at most at a time, when searching backwards for matching records.
+_SCAN, _SCAN_MAX = 10_000, 1_000_000
 
 
 class CountType(click.IntRange):
-    """A number of records; ``+N`` means something else in tail(1)."""
+    """A number of records. Rejects ``+N``, which has another meaning in tail(1)."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, context: click.Context | None
     ) -> int:
         if isinstance(value, str) and value.startswith("+"):
-            self.fail(f"{value!r} is no number of records; `-o {value}` starts there.", param)
+            self.fail(f"{value!r} is not a count; to start there, use `-o {value}`.", param)
         count: int = super().convert(value, param, context)
         return count
 
@@ -58,52 +57,42 @@ class CountType(click.IntRange):
 @command(
     example="""\
 meteor tail orders                        # the last 10 records, then new ones
-meteor tail orders -e --json | jq .value  # all there are
+meteor tail orders -e --json | jq .value  # all records, then exit
 meteor tail orders -o @-1h..-30m -k me    # half an hour of one customer
-meteor tail orders -g billing --raw       # for a group, confirming""",
+meteor tail orders -g billing --raw       # read for a group, and confirm""",
     more={"Positions": section(positions), "Formats": section(template)},
 )
 @options.stream_name
 @click.option(
-    "-o",
-    "--offset",
-    "span",
+    "-o", "--offset", "span", metavar="POSITION",
     type=options.Parsed("position", parse_span),
-    metavar="POSITION",
-    help="Where to start, or from where to where: earliest, latest, N, +N (behind earliest), -N "
-    "(before latest), @TIME, or two with .. between. Default: the last 10, with -e all.",
-)
+    help="Where to start, or a range; see below. Default: the last 10 records; all with -e.",
+)  # fmt: skip
 @click.option(
-    "-n",
-    "--number",
-    type=CountType(min=0),
-    metavar="N",
-    help="With -o or -g: end after N records. Else: begin with the last N.",
-)
+    "-n", "--number", cls=options.Option, type=CountType(min=0), metavar="N",
+    help="Start with the last N records. With -o or -g: exit after N records.",
+)  # fmt: skip
 @click.option(
-    "-f/-e",
-    "--follow/--no-follow",
-    " /--exit-at-end",
-    default=True,
-    help="Go on as records come, which is the default; or end at the end of the stream.",
-)
+    "-f/-e", "--follow/--no-follow", " /--exit-at-end", default=True,
+    help="Wait for new records (the default), or exit at the end of the stream.",
+)  # fmt: skip
 @click.option(
-    "-g",
-    "--group",
-    shell_complete=completion.group,
-    metavar="GROUP",
-    help="Read as a member of this group, and confirm what was printed.",
-)
-@click.option("-k", "--key", "keys", multiple=True, help="Only records with this key, or these.")
+    "-g", "--group", shell_complete=completion.group, metavar="GROUP",
+    help="Read as a member of this group, and confirm records once they are printed.",
+)  # fmt: skip
+@click.option(
+    "-k", "--key", "keys", multiple=True, metavar="KEY",
+    help="Only records with this key; repeat for several keys.",
+)  # fmt: skip
 @click.option(
     "-H", "--header", "headers", multiple=True, metavar="NAME[=VALUE]",
-    help="Only records with this header; with all, if repeated.",
+    help="Only records with this header; repeat to require several.",
 )  # fmt: skip
 @options.json_lines
-@options.flag("--raw", help="The values as they are.")
-@click.option("--format", "form", metavar="FORMAT", help="As this says, '%o %T %k %v\\n'.")
-@options.flag("-0", "--null", help="With --raw: NUL behind each value, no newline.")
-@options.flag("--force", help="With --raw: even to a terminal.")
+@options.flag("--raw", help="Print unmodified values.")
+@click.option("--format", "form", metavar="FORMAT", help="Print in this format: '%o %T %k %v\\n'.")
+@options.flag("-0", "--null", help="With --raw: end values with NUL instead of newline.")
+@options.flag("--force", help="With --raw: print even to a terminal.")
 def tail(
     session: Session,
     stream: str,
@@ -119,19 +108,19 @@ def tail(
     null: bool,
     force: bool,
 ) -> None:
-    """Print the records of a stream, and go on as they come.
+    """Print the records of a stream, and follow it.
 
-    Whatever is in a record, a terminal is not harmed by it: control characters are escaped. Records
-    that are gone are named on stderr, and the exit code is then 1.
+    Control characters are escaped, so that records cannot harm the terminal. Records that are gone
+    are reported on stderr, and the exit status is then 1.
     """
     if as_json + raw + (form is not None) > 1:
-        raise click.UsageError("Say only one of --json, --raw and --format.")
+        raise click.UsageError("Use only one of --json, --raw and --format.")
     if null and not raw:
-        raise click.UsageError("-0 goes with --raw; in a --format, \\0 is a NUL.")
+        raise click.UsageError("-0 needs --raw; in a --format, write \\0.")
     if group and span and (span.is_range or span.start.kind not in ("earliest", "latest")):
         raise click.UsageError(
-            "A group goes on where it is, and only a new one can be told to start at `earliest` or "
-            "`latest`; move it with `meteor seek`."
+            "With -g, -o can only be `earliest` or `latest`, and applies to a new group. Move an "
+            "existing group with `meteor seek`."
         )
     with session.stream(stream) as opened:
         render = _renderer(opened, form, as_json=as_json, raw=raw, null=null, force=force)
@@ -156,8 +145,8 @@ def _renderer(
             raise click.BadParameter(str(error), param_hint="--format") from None
     if terminal and not force and (raw or (parsed and parsed.raw)):
         raise Refused(
-            "Raw values can do anything to a terminal; send them to a file or a pipe, or say "
-            "--force."
+            "Raw values can contain control sequences that harm a terminal. Write them to a file "
+            "or a pipe, or use --force."
         )
     if parsed:
         return rendering.as_template(parsed)
@@ -170,7 +159,7 @@ def _renderer(
 
 
 def matching(keys: Sequence[str], headers: Sequence[str]) -> Match | None:
-    """Whether a record has one of the keys and all of the headers; None if all records do."""
+    """Returns a filter for records with one of the keys and all headers; None matches all."""
     if not keys and not headers:
         return None
     wanted_keys = set(map(to_bytes, keys))
@@ -195,13 +184,13 @@ def _header(text: str) -> tuple[str, bytes | None]:
 
 @dataclass
 class Bounds:
-    """Where to end: whichever comes first."""
+    """When to stop: at the first of these limits."""
 
-    #: The offset, exclusive.
+    #: Offset, exclusive.
     stop: int | None = None
-    #: The time, if it had not come yet when it was looked at.
+    #: Time, while it is in the future.
     until: datetime | None = None
-    #: Records left to print.
+    #: Number of records left to print.
     number: int | None = None
 
     def stop_at(self, offset: int) -> None:
@@ -209,7 +198,7 @@ class Bounds:
 
 
 class Tailer:
-    """Reads a stream and writes what it reads."""
+    """Reads a stream and prints its records."""
 
     def __init__(
         self, session: Session, stream: meteor_py.Stream, render: Render, match: Match | None
@@ -219,14 +208,14 @@ class Tailer:
         self._render = render
         self._match = match
         self._sink = Sink()
-        self._portion = 1
+        self._chunk = 1
         self._waiting_since: float | None = None
-        self._told_owner = False
-        #: Records that were gone.
+        self._reported_owner = False
+        #: Number of records that were gone.
         self.lost = 0
 
     def read(self, span: Span | None, number: int | None, *, follow: bool) -> None:
-        """Read from anywhere, leaving no trace."""
+        """Reads without a group."""
         end = self._stream.bounds()[1]
         bounds = Bounds(stop=None if follow else end)
         if span is None:
@@ -238,30 +227,33 @@ class Tailer:
         self._loop(bounds, start)
 
     def read_for(self, group: str, span: Span | None, number: int | None, *, follow: bool) -> None:
-        """Read as a member of a group; what was written is confirmed."""
+        """Reads as a member of a group, and confirms printed records."""
         bounds = Bounds(None if follow else self._stream.bounds()[1], number=number)
         initial = "auto" if span is None else span.start.kind
         self._loop(bounds, group=group, initial_offset=initial)
 
     def _start(self, end: int, number: int | None, *, follow: bool) -> int | str:
-        """Where to start if nobody said: with the last few, or with all if it ends there."""
+        """Returns the default start: the last few records, or all if we exit at the end."""
         if number is None and not follow:
             return "earliest"
         number = LAST if number is None else number
         if self._match is None:
-            return self._resolve(Place("-", number))
+            return self._resolve(Position("-", number))
         return self._last_matching(end, number)
 
-    def _resolve(self, place: Place) -> int | str:
-        """Where a position is now. One that leads to the first record there is goes with it: what
-        the ring drops before it is read was not asked for by anybody."""
-        offset = place.resolve(self._stream)
-        is_counted = place.kind not in ("", "@")
-        return "earliest" if is_counted and offset <= self._stream.bounds()[0] else offset
+    def _resolve(self, position: Position) -> int | str:
+        """Returns the offset of a position.
+
+        A relative position that reaches the oldest record becomes "earliest": records that the
+        ring drops before we read them were not asked for, and must not count as lost.
+        """
+        offset = position.resolve(self._stream)
+        is_relative = position.kind not in ("", "@")
+        return "earliest" if is_relative and offset <= self._stream.bounds()[0] else offset
 
     def _last_matching(self, end: int, number: int) -> int | str:
-        """The offset from which on so many records match, found from the end backwards."""
-        start, step, found = end, _LOOK_BACK, 0
+        """Scans backwards for the offset from which ``number`` records match."""
+        start, step, found = end, _SCAN, 0
         while found < number:
             first = self._stream.bounds()[0]
             if start <= first:
@@ -271,11 +263,11 @@ class Tailer:
             if found + len(offsets) >= number:
                 return offsets[found - number]
             found += len(offsets)
-            step = min(step * 2, _LOOK_BACK_MAX)
+            step = min(step * 2, _SCAN_MAX)
         return end
 
     def _matching(self, start: int, stop: int) -> list[int]:
-        """The offsets of the records in a range that match; those that are gone do not."""
+        """Returns the offsets of matching records in a range."""
         assert self._match is not None
         offsets: list[int] = []
         with self._stream.subscriber(codec="bytes", on_gap="skip") as sub:
@@ -285,7 +277,7 @@ class Tailer:
                 offsets += [record.offset for record in batch if self._match(record)]
         return offsets[: bisect_left(offsets, stop)]
 
-    def _limit(self, bounds: Bounds, stop: Place | None) -> None:
+    def _limit(self, bounds: Bounds, stop: Position | None) -> None:
         if stop is None:
             return
         if stop.time is not None and stop.time > datetime.now(stop.time.tzinfo):
@@ -307,8 +299,8 @@ class Tailer:
             if batch is None:
                 continue
             if bounds.until is not None:
-                self._look_at_clock(batch, bounds)
-            if bounds.stop is not None:  # behind a gap there may be more than was asked for
+                self._check_time(batch, bounds)
+            if bounds.stop is not None:  # after a gap, a batch may extend beyond the stop
                 batch = batch[: max(bounds.stop - batch.first_offset, 0)]
             if batch:
                 self._print(sub, batch, bounds)
@@ -318,7 +310,7 @@ class Tailer:
                 return
 
     def _poll(self, sub: meteor_py.Subscriber, bounds: Bounds) -> RecordBatch | None:
-        """Records, perhaps none; None if that failed and may succeed yet."""
+        """Polls; returns None after an error that may be temporary."""
         from meteor_py import ConnectionFailed, LeaseLost
 
         most = _BATCH
@@ -329,21 +321,21 @@ class Tailer:
         try:
             batch = sub.poll(_POLL_S, max(most, 1))
         except LeaseLost:
-            _tell_lease_lost(sub)
+            _report_lost_lease(sub)
             return None
         except ConnectionFailed:
             now = time.monotonic()
             if self._waiting_since is None:
                 self._waiting_since = now
-                say("the server does not answer; waiting for it.")
+                say("the server does not reply; waiting for it.")
             if now - self._waiting_since >= self._session.timeout:
                 raise
             return None
         self._waiting_since = None
         return batch
 
-    def _look_at_clock(self, batch: RecordBatch, bounds: Bounds) -> None:
-        """Once the time at which to end has come, by our clock or the server's, find its offset."""
+    def _check_time(self, batch: RecordBatch, bounds: Bounds) -> None:
+        """Turns the time limit into an offset once it is past, by our clock or the server's."""
         assert bounds.until is not None
         until_ms = int(bounds.until.timestamp() * 1000)
         if time.time() * 1000 >= until_ms or (batch and batch[-1].appended >= until_ms):
@@ -365,28 +357,26 @@ class Tailer:
             self._confirm(sub, done)
 
     def _write(self, records: RecordBatch | list[Record]) -> None:
-        """In portions: as text, with escapes, records may be many times as large."""
+        """Writes in chunks, because escapes can make the text many times larger than records."""
         start = 0
         while start < len(records):
-            part = records[start : start + self._portion]
+            part = records[start : start + self._chunk]
             data = self._render(part)
             self._sink.write(data)
             start += len(part)
-            if len(data) > _PORTION_BYTES:
-                self._portion = max(self._portion // 2, 1)
-            else:
-                self._portion = min(self._portion * 2, _BATCH)
+            is_large = len(data) > _CHUNK_BYTES
+            self._chunk = max(self._chunk // 2, 1) if is_large else min(self._chunk * 2, _BATCH)
 
     def _confirm(self, sub: meteor_py.Subscriber, done: int) -> None:
         from meteor_py import LeaseLost
 
         try:
             sub.confirm(done)
-        except LeaseLost:  # while it was written: whoever reads the pipe took his time
-            _tell_lease_lost(sub)
+        except LeaseLost:  # the reader of the pipe was slow
+            _report_lost_lease(sub)
 
     def _is_done_by_others(self, sub: meteor_py.Subscriber, bounds: Bounds) -> bool:
-        """Tell once for whom we wait; whether others have read up to where we would end."""
+        """Returns whether other members have read up to our stop. Reports the owner once."""
         from meteor_py import ConnectionFailed
 
         if sub.is_assigned:
@@ -394,25 +384,25 @@ class Tailer:
         try:
             groups = {group.name: group for group in self._stream.groups()}
         except ConnectionFailed:
-            return False  # the next poll meets the same, and has patience
+            return False  # the next poll handles it
         found = groups.get(sub.config.group or "")
         if found is None:
             return False
-        if found.owner not in (None, sub.member) and not self._told_owner:
-            self._told_owner = True
-            say(f"{found.owner} reads for group {found.name!r}; waiting for it to end.")
+        if found.owner not in (None, sub.member) and not self._reported_owner:
+            self._reported_owner = True
+            say(f"{found.owner} has the lease of group {found.name!r}; waiting for it.")
         return bounds.stop is not None and found.confirmed >= bounds.stop
 
     def _note_gap(self, first: int, last: int) -> None:
         self.lost += last - first + 1
         say(
-            f"records {first} to {last} of stream {self._stream.name!r} are gone: the ring has "
-            "dropped them, and no store has them."
+            f"records {first} to {last} of stream {self._stream.name!r} are gone: the ring dropped "
+            "them, and no store has them."
         )
 
 
-def _tell_lease_lost(sub: meteor_py.Subscriber) -> None:
+def _report_lost_lease(sub: meteor_py.Subscriber) -> None:
     say(
-        f"another member has taken over group {sub.config.group!r}, or it was moved; records that "
-        "were printed last may be read again."
+        f"another member has taken over group {sub.config.group!r}, or it was moved. The last "
+        "records may be printed again."
     )

@@ -1,4 +1,4 @@
-"""``meteor top``: all streams and groups at a glance, as they change."""
+"""``meteor top``: a live table of all streams and groups."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from meteor_cli.live.top import FIRST_S, Display, Gauge, open_console
 from meteor_cli.render.json import print_json, to_fields
 from meteor_cli.session import Session
 
-#: How many times as long as for an answer to wait for a server that has gone: 30 s.
+#: How long to wait for a server that has gone, as a multiple of ``--timeout``: 30 s by default.
 _PATIENCE = 6
 
 
 @command(
     example="""\
 meteor top                           # all streams, until q or Ctrl-C
-meteor top orders trades --sort lag  # two, the farthest behind first
+meteor top orders trades --sort lag  # two streams, the largest lag first
 meteor top --once --json | jq '{name, rate, unarchived}'"""
 )
 @options.stream_names
@@ -29,11 +29,11 @@ meteor top --once --json | jq '{name, rate, unarchived}'"""
     "--sort",
     type=click.Choice(["name", "rate", "lag", "memory"]),
     default="name",
-    help="What comes first; where there is no room for all, what is shown at all.",
+    help="Order of streams. The last ones are hidden if the screen is too small. Default: name.",
 )
 @options.count("-n", "--number", help="Show at most N streams.")
-@options.flag("--once", help="Print one look, with rates over one second, and end.")
-@options.json("With --once: one JSON object per stream.")
+@options.flag("--once", help="Measure for one second, print the table once, and exit.")
+@options.json("With --once: print one JSON object per stream.")
 def top(
     session: Session,
     streams: tuple[str, ...],
@@ -43,18 +43,18 @@ def top(
     once: bool,
     as_json: bool,
 ) -> None:
-    """Show streams, their groups and their stores as they change.
+    """Show a live table of streams, groups and stores.
 
-    For each stream: records published per second, records in the ring and how many it holds,
-    memory. Beneath it what reads it: records confirmed per second, how many wait (lag), and who
-    has the lease; `(store)` is the archiver. "lost": dropped before the group had read them.
+    For each stream: records published per second, records in the ring and its capacity, memory. For
+    each group below it: records confirmed per second, lag, and the owner of the lease. `(store)` is
+    the archiver. "lost" counts records that were dropped before the group read them.
     """
     if as_json and not once:
-        raise click.UsageError("--json is for one look: say --once, or use `meteor watch --json`.")
+        raise click.UsageError("--json needs --once; for a live feed, use `meteor watch --json`.")
     console = None if once else open_console()
     with session.connect() as m:
         for name in streams:
-            m.stream(name, create=False)  # a name that is wrong is an error now, not an empty table
+            m.stream(name, create=False)  # a wrong name is an error, not an empty table
         gauge = Gauge(m, streams)
         view = gauge.measure()
         if console is not None:
@@ -74,10 +74,9 @@ def _print_text(view: View, sort: Sort, number: int | None) -> None:
 
     console = Console(markup=False, highlight=False)
     width = console.width if console.is_terminal else None
-    lines = draw(view, sort, width=width, height=None, number=number)
-    # By way of click, which tells when nobody reads; rich would end the program.
+    # Printed by click: on a closed pipe, rich would end the process.
     with console.capture() as capture:
-        for line in lines:
+        for line in draw(view, sort, width=width, height=None, number=number):
             console.print(line, soft_wrap=True)
     click.echo(capture.get(), nl=False)
 

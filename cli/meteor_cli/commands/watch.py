@@ -14,7 +14,7 @@ from meteor_cli.session import Session
 @command(
     example="""\
 meteor watch                     # all streams, until Ctrl-C
-meteor watch orders --lag 10000  # also when a group falls behind
+meteor watch orders --lag 10000  # also report groups that fall behind
 meteor watch --json | jq -c 'select(.event == "lease_taken_over")'"""
 )
 @options.stream_names
@@ -22,7 +22,7 @@ meteor watch --json | jq -c 'select(.event == "lease_taken_over")'"""
 @options.count(
     *("--lag", "lag_max"),
     min=0,
-    help="Also tell when a group is more than N records behind, and when it no longer is.",
+    help="Also report when the lag of a group rises above N, and when it falls again.",
 )
 @options.json_lines
 def watch(
@@ -30,9 +30,10 @@ def watch(
 ) -> None:
     """Print a line for each change of streams, groups and leases.
 
-    Streams created, deleted, created anew; records that the server lost, or that the ring dropped
-    before a group had read them; groups begun, deleted, moved back; leases taken, taken over and
-    ended; records that nobody archives. What comes and goes between two looks is not seen.
+    Reports streams that are created or deleted; groups that are created, deleted or moved back;
+    leases that are taken, taken over or end; records that the server lost, or that the ring dropped
+    before a group read them; and streams without an archiver. A change that is undone within one
+    interval is not seen.
     """
     with session.connect() as m:
         watcher = Watcher(Observer(m, streams), lag_max, as_json=as_json)

@@ -1,1 +1,1 @@
-"""Views that follow a server as it changes: ``top``, ``watch`` and ``peers watch``."""
+"""Live views of a server: ``top``, ``watch`` and ``peers watch``."""

@@ -1,4 +1,4 @@
-"""What changed between two looks at the streams: for logs and alerts."""
+"""Changes between two snapshots of the streams, for logs and alerts."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ Fact = int | str | None
 
 @dataclass(frozen=True)
 class Change:
-    """Something that happened."""
+    """An event."""
 
     stream: str | None
     group: str | None
-    #: One word for programs. It does not change from version to version, nor do the facts' names.
+    #: The name of the event for programs; stable across versions, as are the names of the facts.
     event: str
-    #: The same for people; what others have named is in it as it came, and not to be trusted.
+    #: A description for people. It contains untrusted names and is not sanitized.
     text: str
     facts: dict[str, Fact] = field(default_factory=dict)
 
 
 def changes(before: Snapshot | None, after: Snapshot, lag_max: int | None = None) -> list[Change]:
-    """What happened from one look to the next, by stream and group.
+    """Returns the changes between two snapshots, by stream and group.
 
     Args:
-        before: None: there was no look before; only what calls for somebody to act is told.
-        after: The later look.
-        lag_max: Tell of groups that are farther behind than that, and when they no longer are.
+        before: The earlier snapshot; None reports only problems that need attention.
+        after: The later snapshot.
+        lag_max: Report groups whose lag rises above this, or falls back to it.
     """
     if before is None:
-        found = [_troubles(None, seen, lag_max) for seen in after.streams.values()]
-        return [change for part in found for change in part] + _hidden(Snapshot(), after)
+        found = [_problems(None, seen, lag_max) for seen in after.streams.values()]
+        return [change for part in found for change in part] + _unreadable(Snapshot(), after)
     found = [
-        _life(name, before.streams.get(name), after.streams.get(name), lag_max)
+        _stream(name, before.streams.get(name), after.streams.get(name), lag_max)
         for name in sorted(before.streams.keys() | after.streams.keys())
         if name not in before.unreadable and name not in after.unreadable
     ]
-    return [change for part in found for change in part] + _hidden(before, after)
+    return [change for part in found for change in part] + _unreadable(before, after)
 
 
-def _hidden(before: Snapshot, after: Snapshot) -> list[Change]:
-    """Streams that cannot be looked at: whether they have changed is not known."""
+def _unreadable(before: Snapshot, after: Snapshot) -> list[Change]:
+    """Reports streams that became unreadable or readable; their other changes are unknown."""
     found: list[Change] = []
     for name, reason in sorted(after.unreadable.items()):
         if name not in before.unreadable:
@@ -61,17 +61,16 @@ def _hidden(before: Snapshot, after: Snapshot) -> list[Change]:
     return found
 
 
-def _life(
+def _stream(
     name: str, before: StreamSnapshot | None, after: StreamSnapshot | None, lag_max: int | None
 ) -> Iterator[Change]:
-    """What happened to a stream as a whole, and then to its parts."""
     if after is None:
         yield _change(name, "deleted", "deleted")
         return
     if before is None:
         yield _change(name, "created", "created", next=after.stream.next)
     elif before.stream.incarnation != after.stream.incarnation:
-        yield _change(name, "created_anew", "deleted and created anew", next=after.stream.next)
+        yield _change(name, "created_anew", "deleted and created again", next=after.stream.next)
         before = None
     else:
         yield from _history(before.stream, after.stream)
@@ -79,19 +78,19 @@ def _life(
     old_groups, new_groups = _groups(before), _groups(after)
     for group in sorted(old_groups.keys() | new_groups.keys()):
         yield from _group(name, old_groups.get(group), new_groups.get(group))
-    yield from _troubles(before, after, lag_max)
+    yield from _problems(before, after, lag_max)
 
 
 def _history(before: Description, after: Description) -> Iterator[Change]:
-    """Whether the server has forgotten something."""
+    """Reports a restart or failover of the server, and records lost in it."""
     kept = after.next
     if before.epoch != after.epoch:
         kept = min(kept, after.epoch_first)
-        text = "the server was restarted or has failed over"
+        text = "the server was restarted or failed over"
         yield _change(after.name, "epoch_changed", text, epoch=after.epoch, before=before.epoch)
     if kept < before.next:
         last = before.next - 1
-        text = f"the server has lost records {kept} to {last}"
+        text = f"the server lost records {kept} to {last}"
         yield _change(after.name, "records_lost", text, first=kept, last=last)
 
 
@@ -99,7 +98,7 @@ def _archiver(before: StreamSnapshot | None, after: StreamSnapshot) -> Iterator[
     name, now = after.stream.name, after.stream.archiver
     was = before.stream.archiver if before else None
     if now is not None and now != was:
-        text = f"archived by {now}" if was is None else f"archived by {now}, no longer by {was}"
+        text = f"archived by {now}" if was is None else f"archived by {now} instead of {was}"
         yield _change(name, "archiver_taken", text, owner=now, before=was)
     elif now is None and was is not None and not after.unarchived:
         yield _change(name, "archiver_ended", f"no longer archived by {was}", before=was)
@@ -108,7 +107,6 @@ def _archiver(before: StreamSnapshot | None, after: StreamSnapshot) -> Iterator[
 def _group(
     stream: str, before: GroupDescription | None, after: GroupDescription | None
 ) -> Iterator[Change]:
-    """What happened to a group, and to its lease."""
     if after is None:
         if before is not None:
             name, done = before.name, before.confirmed
@@ -117,7 +115,7 @@ def _group(
     name, at, now, term = after.name, after.confirmed, after.owner, after.term
     was = before.owner if before else None
     if before is None:
-        yield _change(stream, "group_begun", f"begun at {at}", name, confirmed=at, lag=after.lag)
+        yield _change(stream, "group_begun", f"created at {at}", name, confirmed=at, lag=after.lag)
     elif at < before.confirmed:
         text = f"moved back from {before.confirmed} to {at}"
         facts = {"confirmed": at, "before": before.confirmed}
@@ -125,12 +123,12 @@ def _group(
     if after.consumers is not None and before is not None and before.consumers is not None:
         count, other = after.consumers, before.consumers
         if count != other:
-            text = f"{counted(count, 'consumer')}, {other:,} before"
+            text = f"{counted(count, 'consumer')}, previously {other:,}"
             facts = {"consumers": count, "before": other}
             yield _change(stream, "consumers_changed", text, name, **facts)
     if now is None:
         if was is not None:
-            # Given up or run out: the lease is gone either way, and does not say.
+            # The server does not tell whether the lease was released or expired.
             text = f"{was} no longer has the lease"
             yield _change(stream, "lease_ended", text, name, before=was, term=term)
     elif was is None or before is None:
@@ -143,39 +141,39 @@ def _group(
         yield _change(stream, "lease_taken", text, name, owner=now, term=term)
 
 
-def _troubles(
+def _problems(
     before: StreamSnapshot | None, after: StreamSnapshot, lag_max: int | None
 ) -> Iterator[Change]:
-    """What calls for somebody to act: told when it begins, not as long as it lasts."""
+    """Reports conditions that need attention, once when they begin."""
     stream, waiting = after.stream.name, after.unarchived
-    if _nobody_archives(after) and not (before and _nobody_archives(before)):
-        text = f"{waiting} {'record waits' if waiting == 1 else 'records wait'}, nobody archives"
+    if _lacks_archiver(after) and not (before and _lacks_archiver(before)):
+        text = f"no archiver, {counted(waiting, 'record')} waiting"
         was = before.stream.archiver if before else None
         if was is not None:
-            text += f" since {was} ended"
+            text += f"; {was} stopped"
         yield _change(stream, "archiver_missing", text, unarchived=waiting, before=was)
     old_groups = _groups(before)
     for name, group in _groups(after).items():
         old = old_groups.get(name)
         first, done = after.stream.first, group.confirmed
-        # Of a shared group, most of what lies between may be settled.
+        # A shared group may have settled most of the records in between.
         dropped = first > done and group.kind == "exclusive"
         if dropped and not (before and old and before.stream.first > old.confirmed):
-            text = f"records {done} to {first - 1} were dropped before it had read them"
+            text = f"records {done} to {first - 1} were dropped unread"
             yield _change(stream, "records_dropped", text, name, first=done, last=first - 1)
         if lag_max is None:
             continue
         was_behind = old is not None and old.lag > lag_max
         facts = {"lag": group.lag, "limit": lag_max}
         if group.lag > lag_max and not was_behind:
-            text = f"lag is {group.lag}, above {lag_max}"
+            text = f"lag is {group.lag:,}, above {lag_max:,}"
             yield _change(stream, "lag_high", text, name, **facts)
         elif group.lag <= lag_max and was_behind:
-            text = f"lag is {group.lag}, no longer above {lag_max}"
+            text = f"lag is {group.lag:,}, no longer above {lag_max:,}"
             yield _change(stream, "lag_normal", text, name, **facts)
 
 
-def _nobody_archives(seen: StreamSnapshot) -> bool:
+def _lacks_archiver(seen: StreamSnapshot) -> bool:
     return seen.stream.archiver is None and seen.unarchived > 0
 
 

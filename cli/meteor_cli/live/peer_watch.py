@@ -1,4 +1,4 @@
-"""What ``meteor peers watch`` prints: how a group stands, and its events, as lines."""
+"""Output of ``meteor peers watch``: the state of a group, then its events."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from meteor_cli.render.text import counted, say
 if TYPE_CHECKING:
     from meteor_py import Event, Member, PeerGroup, View
 
-#: Seconds between two looks whether somebody still reads, and whether the server answers.
-_LOOK_S, _PING_S = 0.5, 2.0
-#: Characters of a topic that are shown to people.
+#: Seconds between two checks of the output pipe, and of the server.
+_CHECK_S, _PING_S = 0.5, 2.0
+#: Characters of a topic to show to people.
 _TOPIC_MAX = 200
-#: Why a leader leads no more.
+#: Texts for the reasons for which a leader stepped down.
 _WHY = {
-    "expired": "it was not heard of",
+    "expired": "its heartbeats stopped",
     "left": "it left",
     "removed": "it was removed",
-    "resigned": "it has resigned",
-    "taken over": "it has joined again",
-    "resync": "found out afterwards",
+    "resigned": "it resigned",
+    "taken over": "it joined again",
+    "resync": "noticed afterwards",
 }
 
-#: What a member did or met, by the kind of the event and the reason that it gives.
+#: Texts for events of a member, by kind and reason.
 _VERBS = {
     ("joined", None): "joined",
     ("updated", None): "has new metadata",
     ("alive", None): "is back",
     ("left", None): "is gone",
     ("left", "left"): "left",
-    ("left", "expired"): "left: it was not heard of",
+    ("left", "expired"): "left: its heartbeats stopped",
     ("left", "removed"): "was removed",
     ("dead", None): "is dead",
-    ("dead", "left"): "has ended, and may come back",
-    ("dead", "expired"): "is dead: it was not heard of",
+    ("dead", "left"): "closed; it may come back",
+    ("dead", "expired"): "is dead: its heartbeats stopped",
 }
 
 Fields = dict[str, Any]
 
 
 class PeerWatcher:
-    """Takes in the events of one group, and prints them in their order."""
+    """Prints the events of a peer group in order."""
 
     def __init__(self, group: PeerGroup, *, as_json: bool) -> None:
         self._group = group
@@ -55,43 +55,38 @@ class PeerWatcher:
         self._sink = Sink()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._is_gone = False
-        self._look_at = time.monotonic() + _PING_S
+        self._ping_at = time.monotonic() + _PING_S
 
     def begin(self) -> None:
-        """Print how the group stands now; what happens from then on follows."""
+        """Prints the current state of the group; ``step`` prints all events after it."""
         group = self._group
-        with group._handle.lock:  # nothing in between
+        with group._handle.lock:  # no event between the two calls
             group.on_event(self._events.put)
             view = group.snapshot()
-        lead = view.leader.id if view.leader else None
-        members = [member_fields(member, lead) for member in view.members]
-        facts: Fields = {"leader": lead, "term": view.term or None, "members": members}
+        say(f"watching group {group.name!r}.")
+        leader = view.leader.id if view.leader else None
+        members = [member_fields(member, leader) for member in view.members]
+        facts: Fields = {"leader": leader, "term": view.term or None, "members": members}
         self._print(view.number, "state", describe(view), facts)
         if not self._as_json:
             for member in view.members:
-                leads = ", leads" if member.id == lead else ""
-                self._sink.write(
-                    f"{'':25} {sanitize(member.id)}: {member.status}{leads}\n".encode()
-                )
-        say(f"watching group {group.name!r}.")
+                leads = ", leader" if member.id == leader else ""
+                line = f"{'':25} {sanitize(member.id)}: {member.status}{leads}\n"
+                self._sink.write(line.encode())
 
     def step(self) -> None:
-        """Print the next event, if one comes.
-
-        Raises:
-            BrokenPipeError: Nobody reads any more.
-        """
+        """Prints the next event, if one arrives; raises ``BrokenPipeError`` without a reader."""
         try:
-            event = self._events.get(timeout=_LOOK_S)
+            event = self._events.get(timeout=_CHECK_S)
         except queue.Empty:
             self._sink.check_reader()
-            if time.monotonic() >= self._look_at:
+            if time.monotonic() >= self._ping_at:
                 self._ping()
             return
-        self._print(event.view, event.kind, *tell(event), at_ms=event.at)
+        self._print(event.view, event.kind, *describe_event(event), at_ms=event.at)
 
     def _ping(self) -> None:
-        """A monitor that ends with what it monitors is of no use: it goes on."""
+        """Reports that the server went away or came back. A monitor must outlive the server."""
         from meteor_py import ConnectionFailed, MeteorError
 
         reason = None
@@ -100,16 +95,16 @@ class PeerWatcher:
         except ConnectionFailed as error:
             reason = str(error)
         except MeteorError:
-            pass  # deleted: its events tell
+            pass  # the group was deleted, which its events report
         if reason is not None and not self._is_gone:
             self._print(self._group.view, "server_gone", reason, {"reason": reason})
         elif reason is None and self._is_gone:
-            self._print(self._group.view, "server_back", "the server answers again", {})
+            self._print(self._group.view, "server_back", "the server is back", {})
         self._is_gone = reason is not None
-        self._look_at = time.monotonic() + _PING_S
+        self._ping_at = time.monotonic() + _PING_S
 
     def _print(self, view: int, event: str, text: str, facts: Fields, at_ms: int = 0) -> None:
-        """Print an event; 0: it is of this moment."""
+        """Prints an event that happened at ``at_ms``, or now if that is 0."""
         at = datetime.fromtimestamp(at_ms / 1000 if at_ms else time.time()).astimezone()
         if self._as_json:
             head = {"time": at.isoformat(timespec="milliseconds"), "group": self._group.name}
@@ -120,60 +115,61 @@ class PeerWatcher:
 
 
 def member_fields(member: Member, leader: str | None) -> Fields:
-    """A member as ``--json`` shows it."""
+    """Returns the JSON fields of a member."""
     settings = ("persistent", "priority", "joined", "metadata")
     state = {"id": member.id, "status": member.status.value, "leads": member.id == leader}
     return state | {name: getattr(member, name) for name in settings}
 
 
 def describe(view: View) -> str:
-    """How a group stands, in a sentence."""
+    """Summarizes the state of a group in one line."""
     alive = sum(member.alive for member in view.members)
     dead = len(view.members) - alive
     text = counted(alive, "member") + (f" and {dead:,} dead" if dead else "")
     if view.leader is None:
         return f"{text}, no leader"
-    return f"{text}, {view.leader.id} leads, term {view.term}"
+    return f"{text}, leader {view.leader.id}, term {view.term}"
 
 
-def tell(event: Event) -> tuple[str, Fields]:
-    """An event for people, and what programs get of it besides."""
-    who, why = event.member, event.reason
+def describe_event(event: Event) -> tuple[str, Fields]:
+    """Returns a description for people, and the JSON fields of an event."""
+    member, why = event.member, event.reason
     seen = {"resync": event.resync}
     match event.kind:
         case "joined" | "updated" | "alive" | "left" | "dead":
             reason = {"reason": why} if event.kind in ("left", "dead") else {}
             verb = _VERBS.get((event.kind, why)) or _VERBS[event.kind, None]
-            return f"{who} {verb}", {"member": who} | reason | seen
+            return f"{member} {verb}", {"member": member} | reason | seen
         case "elected":
-            return f"{who} leads, term {event.term}", {"member": who, "term": event.term} | seen
+            facts = {"member": member, "term": event.term}
+            return f"{member} is the leader, term {event.term}", facts | seen
         case "resigned":
-            facts = {"member": who, "term": event.term, "reason": why}
-            return f"{who} leads no more: {_WHY.get(why or '', why)}", facts | seen
+            facts = {"member": member, "term": event.term, "reason": why}
+            return f"{member} is no longer the leader: {_WHY.get(why or '', why)}", facts | seen
         case "proposed":
-            return _tell_proposal(event)
+            return _describe_proposal(event)
         case "decided":
-            return _tell_decision(event)
-    return "the server has lost state of the group, or it was deleted", seen
+            return _describe_decision(event)
+    return "the server lost state of the group, or the group was deleted", seen
 
 
-def _tell_proposal(event: Event) -> tuple[str, Fields]:
+def _describe_proposal(event: Event) -> tuple[str, Fields]:
     topic, rule = _topic(event), _field(event, "rule")
     action = _field(event, "name") or None
     what = f"action {action}" if action else f"{topic}"
-    who = event.member or "somebody"
+    proposer = f" by {event.member}" if event.member else ""
     facts = {"member": event.member or None, "poll": event.poll, "kind": rule, "action": action}
-    return f"{who} puts to the vote ({rule}): {what}", facts | {"topic": topic}
+    return f"vote called{proposer} ({rule}): {what}", facts | {"topic": topic}
 
 
-def _tell_decision(event: Event) -> tuple[str, Fields]:
+def _describe_decision(event: Event) -> tuple[str, Fields]:
     votes = {
         name: [one for one in _field(event, name).split(",") if one]
         for name in ("yes", "no", "abstained", "missing")
     }
     passed = _field(event, "result") == "yes"
     action = _field(event, "name") or None
-    counts = ", ".join(f"{len(who)} {name}" for name, who in votes.items() if who) or "no votes"
+    counts = ", ".join(f"{len(ids)} {name}" for name, ids in votes.items() if ids) or "no votes"
     what = f"action {action}" if action else "the vote"
     text = f"{what} passed: {counts}" if passed else f"{what} did not pass: {counts}"
     if event.reason in ("left", "timeout"):
@@ -187,7 +183,7 @@ def _field(event: Event, name: str) -> str:
 
 
 def _topic(event: Event) -> str:
-    """What is voted on, as it is written; of other types than JSON only which it is."""
+    """Returns the JSON of the topic, shortened; for other encodings, only its size and type."""
     kind, _, data = event.fields.get("topic", b"").partition(b":")
     if kind == b"json":
         text = data.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The table of ``meteor top``: lines that fit a screen, made of what was seen."""
+"""Layout of ``meteor top``: a table that fits the screen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from meteor_cli.live.snapshot import Rates, Snapshot, StreamSnapshot
 from meteor_cli.render.sanitize import sanitize
-from meteor_cli.render.text import counted, show_bytes, show_count
+from meteor_cli.render.text import counted, product_name, show_bytes, show_count, show_span
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 Sort = Literal["name", "rate", "lag", "memory"]
 
-#: Lines above the rows: server, numbers, trouble or nothing, titles.
+#: Lines above the rows: server, numbers, a notice, titles.
 _HEAD = 4
 _GAP = 2
-#: A part of maxmemory from which on it is shown as a warning, and as a danger.
+#: Fractions of maxmemory above which memory is shown in yellow and in red.
 _MUCH, _TOO_MUCH = 0.75, 0.9
 
 
 @dataclass(frozen=True)
 class View:
-    """All that there is to show."""
+    """The data to show."""
 
     server: ServerDescription
     address: str
     at: datetime
-    look: Snapshot
+    snapshot: Snapshot
     rates: dict[str, Rates] = field(default_factory=dict)
-    #: What is wrong at the moment.
-    trouble: str | None = None
+    #: Why the data is out of date.
+    problem: str | None = None
 
 
 class Cell(NamedTuple):
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A stream, or beneath it its store and its groups."""
+    """A stream, or below it its store or one of its groups."""
 
     name: Cell
     rate: Cell = Cell()
@@ -54,20 +54,20 @@ class Row(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A stream with what belongs to it."""
+    """A stream with its store and groups."""
 
     stream: Row
     parts: list[Row]
-    #: How many of the parts are groups.
+    #: Number of parts that are groups.
     groups: int
 
 
 class Column(NamedTuple):
     title: str
-    #: Width of its usual content: it stays the same while numbers change.
+    #: Minimum width, so that columns do not move while numbers change.
     width: int
     right: bool
-    #: Screens that are narrower do without it.
+    #: Minimum width of the screen for the column to be shown.
     needs: int
 
 
@@ -85,28 +85,31 @@ _NAME, _OWNER = 0, len(_COLUMNS) - 1
 def draw(
     view: View, sort: Sort, *, width: int | None, height: int | None, number: int | None = None
 ) -> list[Text]:
-    """The lines of a screen.
+    """Returns the lines of a screen.
 
     Args:
-        view: What to show.
-        sort: What comes first.
-        width: Columns of the screen; None: as many as it takes.
-        height: Its lines; None: as many as it takes.
-        number: Streams at most.
+        view: The data to show.
+        sort: The order of streams.
+        width: Columns of the screen; None means unlimited.
+        height: Lines of the screen; None means that there is no screen, and no limit.
+        number: Maximum number of streams.
     """
     blocks = [
         _block(seen, view.rates.get(name, Rates()), sort) for name, seen in ranked(view, sort)
     ]
     rows_max = None if height is None else max(height - _HEAD, 0)
     rows, rest = _cut(blocks, rows_max, number)
-    lines = [*_head(view, width), *_table(rows, width)]
-    hint = "" if blocks else "There is no stream; `meteor publish NAME hello` makes one."
+    notice = Cell("Press q to quit." if height else "", "dim")
+    if view.problem:
+        notice = Cell(sanitize(view.problem), "bold red")
+    lines = [*_head(view, width), _fit(notice, width), *_table(rows, width)]
+    hint = "" if blocks else "There are no streams. `meteor publish NAME hello` creates one."
     lines += [_fit(Cell(text, "dim"), width) for text in (hint, rest) if text]
     return lines if height is None else lines[:height]
 
 
 def ranked(view: View, sort: Sort) -> list[tuple[str, StreamSnapshot]]:
-    """The streams, what is to come first first."""
+    """Returns the streams in the given order; the largest number first."""
 
     def key(item: tuple[str, StreamSnapshot]) -> tuple[float, str]:
         name, seen = item
@@ -114,10 +117,7 @@ def ranked(view: View, sort: Sort) -> list[tuple[str, StreamSnapshot]]:
         weights = {"name": 0, "rate": rate, "lag": seen.lag, "memory": seen.stream.bytes or 0}
         return -weights[sort], name
 
-    return sorted(view.look.streams.items(), key=key)
-
-
-# Rows
+    return sorted(view.snapshot.streams.items(), key=key)
 
 
 def _block(seen: StreamSnapshot, rates: Rates, sort: Sort) -> Block:
@@ -146,7 +146,7 @@ def _store_row(seen: StreamSnapshot, rates: Rates) -> Row:
     stream, waiting = seen.stream, seen.unarchived
     is_full = waiting >= (stream.config.max_unarchived or waiting + 1)
     return Row(
-        name=Cell("  (store)", "dim"),  # no group can have such a name
+        name=Cell("  (store)", "dim"),  # not a valid name of a group
         rate=_rate(rates.archived),
         ring=Cell(f"{show_count(stream.archived or 0)} stored"),
         lag=_lag(waiting, alarming=is_full),
@@ -155,7 +155,7 @@ def _store_row(seen: StreamSnapshot, rates: Rates) -> Row:
 
 
 def _group_row(group: GroupDescription, first: int, rate: float | None) -> Row:
-    # Of a shared group, most of what lies between may be settled.
+    # A shared group may have settled most of the records in between.
     lost = max(first - group.confirmed, 0) if group.kind == "exclusive" else 0
     owner = counted(group.consumers, "consumer") if group.consumers else group.owner
     return Row(
@@ -180,19 +180,19 @@ def _lag(lag: int, *, alarming: bool) -> Cell:
 def _owner(owner: str | None, lag: int) -> Cell:
     if owner is not None:
         return Cell(sanitize(owner))
-    return Cell("nobody", "yellow" if lag else "dim")
+    return Cell("none", "yellow" if lag else "dim")
 
 
 def _cut(blocks: list[Block], rows_max: int | None, number: int | None) -> tuple[list[Row], str]:
-    """The rows that there is room for, and what is said of the others."""
-    shown = blocks[:number]
-    needed = sum(1 + len(block.parts) for block in shown) + (len(shown) < len(blocks))
+    """Returns the rows that fit, and a line about the others."""
+    chosen = blocks[:number]
+    needed = sum(1 + len(block.parts) for block in chosen) + (len(chosen) < len(blocks))
     room = needed if rows_max is None or needed <= rows_max else rows_max - 1  # one says "more"
-    # A stream with very many groups leaves half of the screen to the others.
+    # One stream with very many groups gets at most half of the screen.
     parts_max = needed if room == needed else room // 2
     rows: list[Row] = []
     streams, groups = len(blocks), sum(block.groups for block in blocks)
-    for block in shown:
+    for block in chosen:
         left = room - len(rows)
         if left <= 0:
             break
@@ -205,16 +205,12 @@ def _cut(blocks: list[Block], rows_max: int | None, number: int | None) -> tuple
     return rows, f"\u2026 and {', '.join(more)}" if more else ""
 
 
-# Lines
-
-
 def _head(view: View, width: int | None) -> list[Text]:
-    """Server and time, numbers, trouble."""
+    """Returns two lines: the server and the time, and totals."""
     from rich.text import Text
 
-    server, look = view.server, view.look
-    product = " ".join(sanitize(word) for word in (server.product, server.version) if word)
-    name = f"{product or 'server'} at {sanitize(view.address)}"
+    server, found = view.server, view.snapshot
+    name = f"{product_name(server)} at {sanitize(view.address)}"
     clock = f"{view.at:%H:%M:%S}"
     room = None if width is None else max(width - len(clock) - _GAP, 1)
     title = Text.assemble(_fit(Cell(name, "bold"), room, pad=True), " " * _GAP, clock)
@@ -225,17 +221,16 @@ def _head(view: View, width: int | None) -> list[Text]:
         parts.append(_memory(server.memory, server.memory_max))
     if server.clients is not None:
         parts.append(Cell(counted(server.clients, "client")))
-    groups = sum(len(seen.stream.groups) for seen in look.streams.values())
-    parts += [Cell(counted(len(look.streams), "stream")), Cell(counted(groups, "group"))]
-    if look.left_off:
-        parts.append(Cell(f"{look.left_off:,} not looked at", "yellow"))
-    if look.unreadable:
-        parts.append(Cell(f"{len(look.unreadable):,} unreadable", "red"))
+    groups = sum(len(seen.stream.groups) for seen in found.streams.values())
+    parts += [Cell(counted(len(found.streams), "stream")), Cell(counted(groups, "group"))]
+    if found.left_off:
+        parts.append(Cell(f"{found.left_off:,} not shown", "yellow"))
+    if found.unreadable:
+        parts.append(Cell(f"{len(found.unreadable):,} unreadable", "red"))
     if server.uptime is not None:
-        parts.append(Cell(f"up {_span(server.uptime)}"))
-    numbers = Text(" \u00b7 ", "dim").join(Text(*part) for part in parts)
-    trouble = _fit(Cell(sanitize(view.trouble or ""), "bold red"), width)
-    return [_fit_text(title, width), _fit_text(numbers, width), trouble]
+        parts.append(Cell(f"up {show_span(server.uptime)}"))
+    totals = Text(" \u00b7 ", "dim").join(Text(*part) for part in parts)
+    return [_fit_text(title, width), _fit_text(totals, width)]
 
 
 def _memory(used: int, most: int | None) -> Cell:
@@ -263,7 +258,7 @@ def _table(rows: list[Row], width: int | None) -> list[Text]:
 
 
 def _widths(rows: list[Row], chosen: list[int], width: int | None) -> dict[int, int]:
-    """Numbers get the room that they need; names and owners share what is left."""
+    """Returns the widths of columns: names and owners share the space that numbers leave."""
     from rich.cells import cell_len
 
     widths = {i: max(_COLUMNS[i].width, *(cell_len(row[i].text) for row in rows)) for i in chosen}
@@ -291,15 +286,7 @@ def _fit(cell: Cell, width: int | None, *, pad: bool = False, right: bool = Fals
 
 
 def _fit_text(text: Text, width: int | None) -> Text:
-    """The text, shortened if it is too long."""
     text.no_wrap = True
     if width is not None:
         text.truncate(max(width, 1), overflow="ellipsis")
     return text
-
-
-def _span(seconds: int) -> str:
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds // size} {unit}"
-    return f"{seconds} s"

@@ -1,4 +1,4 @@
-"""One look at all streams and their groups, and what two looks tell of the time between them."""
+"""Snapshots of all streams and their groups, and the rates between two of them."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meteor_py import Client, Description, Stream
 
-#: Streams that are looked at: each takes some round trips, and nobody reads a longer table.
+#: Maximum number of streams in a snapshot: each takes several round trips.
 STREAMS_MAX = 500
 
 
 @dataclass(frozen=True)
 class StreamSnapshot:
-    """A stream, and when it was looked at, in seconds by a clock that only goes forward."""
+    """The state of a stream at a time of the monotonic clock."""
 
     stream: Description
     at: float
 
     @property
     def unarchived(self) -> int:
-        """Records that wait for the archiver; 0 without a store."""
+        """Number of records that wait for the archiver; 0 without a store."""
         archived = self.stream.archived
         return 0 if archived is None else max(self.stream.next - archived, 0)
 
     @property
     def lag(self) -> int:
-        """That of the group that is farthest behind; the archiver counts as one."""
+        """The largest lag of a group; the archiver counts as one."""
         return max(self.unarchived, *(group.lag for group in self.stream.groups), 0)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What there was at one moment, by the names of the streams."""
+    """The state of all streams, by name."""
 
     streams: Mapping[str, StreamSnapshot] = field(default_factory=dict)
-    #: Streams that are there, but could not be looked at, and why.
+    #: Streams that could not be read, with the reason.
     unreadable: Mapping[str, str] = field(default_factory=dict)
-    #: Streams that were not looked at, because there are too many.
+    #: Number of streams beyond ``STREAMS_MAX``.
     left_off: int = 0
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Records in a second; None where two looks cannot tell."""
+    """Records per second; None if unknown."""
 
     published: float | None = None
     archived: float | None = None
-    #: What groups have confirmed, by their names.
+    #: Records confirmed, by group.
     confirmed: Mapping[str, float] = field(default_factory=dict)
 
 
 class Observer:
-    """Looks at all streams, or at those that were named, again and again."""
+    """Takes snapshots of all streams, or of the named ones."""
 
     def __init__(self, client: Client, names: tuple[str, ...] = ()) -> None:
         self._client = client
@@ -64,17 +64,17 @@ class Observer:
         self._has_looked = False
 
     def look(self) -> Snapshot:
-        """Look now. Streams that were deleted meanwhile are left out.
+        """Takes a snapshot.
 
         Raises:
-            ConnectionFailed: The server does not answer.
-            MeteorError, ValueError: Nothing could be looked at, from the beginning.
+            ConnectionFailed: The server cannot be reached.
+            MeteorError, ValueError: In the first snapshot, no stream could be read.
         """
         from meteor_py import ConnectionFailed, MeteorError
 
         names = self._names or self._client.streams()
-        # Those that were looked at before come first: else a new name would push out another,
-        # which would look as if that had been deleted.
+        # Known streams come first. Otherwise a new one could displace another, which would then
+        # look deleted.
         chosen = sorted(names, key=lambda name: (name not in self._opened, name))[:STREAMS_MAX]
         streams: dict[str, StreamSnapshot] = {}
         unreadable: dict[str, str] = {}
@@ -84,14 +84,13 @@ class Observer:
                 seen = self._see(name)
             except ConnectionFailed:
                 raise
-            except (MeteorError, ValueError) as error:  # not ours, or not for this user
+            except (MeteorError, ValueError) as error:  # foreign data, or no permission
                 unreadable[name] = str(error)
                 refusal = error
             else:
                 if seen is not None:
                     streams[name] = seen
-        # Later it is something to tell of: the streams that could be looked at were deleted, or
-        # somebody has come to have a name among ours.
+        # In later snapshots, unreadable streams are a change to report, not a reason to end.
         if refusal is not None and not streams and not self._has_looked:
             raise refusal
         self._has_looked = True
@@ -99,7 +98,7 @@ class Observer:
         return Snapshot(dict(sorted(streams.items())), unreadable, max(len(names) - STREAMS_MAX, 0))
 
     def _see(self, name: str) -> StreamSnapshot | None:
-        """One stream; None if there is none."""
+        """Returns the state of a stream, or None if it does not exist."""
         from meteor_py import LogTruncated, StreamNotFound
 
         opened = self._opened.get(name)
@@ -108,7 +107,7 @@ class Observer:
                 try:
                     return StreamSnapshot(opened.describe(), time.monotonic())
                 except LogTruncated:
-                    pass  # created anew
+                    pass  # deleted and created again
             opened = self._opened[name] = self._client.stream(name, create=False)
             return StreamSnapshot(opened.describe(), time.monotonic())
         except (StreamNotFound, LogTruncated):
@@ -116,10 +115,9 @@ class Observer:
 
 
 def rates_between(before: StreamSnapshot | None, after: StreamSnapshot) -> Rates:
-    """How fast things went between two looks at a stream.
+    """Returns the rates between two snapshots of a stream.
 
-    A number that went back was set back, by a seek or by a server that lost records: that is no
-    rate.
+    An offset that decreased, after a seek or a loss of records, has no rate.
     """
     if before is None or not _same_history(before.stream, after.stream):
         return Rates()

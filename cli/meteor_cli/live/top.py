@@ -1,4 +1,4 @@
-"""The screen of ``meteor top``, which is drawn again and again, until q."""
+"""The screen of ``meteor top``, redrawn until the user presses q."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     import meteor_py
 
-#: Seconds before the first rates are shown, and between two looks at a server that is silent.
+#: Seconds before the first rates are shown, and between two attempts to reach a silent server.
 FIRST_S = 1.0
 
 
 class Gauge:
-    """Looks at the server and the streams, and compares with the look before."""
+    """Measures the server and the streams, with rates since the previous measurement."""
 
     def __init__(self, client: meteor_py.Client, names: tuple[str, ...]) -> None:
         self._client = client
@@ -37,23 +37,21 @@ class Gauge:
         self._before = Snapshot()
 
     def measure(self) -> View:
-        """Look now.
-
-        Raises:
-            ConnectionFailed: The server does not answer.
-        """
+        """Takes a measurement; raises ``ConnectionFailed`` if the server does not reply."""
         server = self._client.describe()
-        look = self._observer.look()
-        before, self._before = self._before.streams, look
-        rates = {name: rates_between(before.get(name), seen) for name, seen in look.streams.items()}
-        return View(server, str(self._client.address), datetime.now(), look, rates)
+        found = self._observer.look()
+        before, self._before = self._before.streams, found
+        rates = {
+            name: rates_between(before.get(name), seen) for name, seen in found.streams.items()
+        }
+        return View(server, str(self._client.address), datetime.now(), found, rates)
 
 
 class Display:
-    """The table on a screen of its own, drawn again when there is something new or a new size.
+    """The table on the alternate screen, redrawn after each measurement and resize.
 
-    All happens in one thread. The signal of a new size is answered where it comes, so that the
-    table fits at once, even while a server lets us wait.
+    There is one thread. The handler of the resize signal draws at once, even while the main
+    program waits for the server.
     """
 
     def __init__(
@@ -70,10 +68,10 @@ class Display:
         self._silent_since: float | None = None
 
     def run(self, interval_s: float, patience_s: float) -> None:
-        """Show it until q is pressed.
+        """Shows the table until the user presses q.
 
         Raises:
-            ConnectionFailed: The server has not answered for so long.
+            ConnectionFailed: The server has not replied for ``patience_s`` seconds.
         """
         from rich.live import Live
 
@@ -84,20 +82,20 @@ class Display:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        with ended_once() as hear, _keyboard() as keyboard, live:
+        with ended_once() as enable_signals, _keyboard() as keyboard, live:
             self._live = live
             with resizing(self._draw):
-                hear(True)
+                enable_signals(True)
                 pause_s = min(FIRST_S, interval_s)
                 self._draw()
                 while not _wait_for_q(keyboard, pause_s):
-                    self._look(patience_s)
+                    self._measure(patience_s)
                     self._draw()
                     is_silent = self._silent_since is not None
                     pause_s = min(FIRST_S, interval_s) if is_silent else interval_s
-                hear(False)
+                enable_signals(False)
 
-    def _look(self, patience_s: float) -> None:
+    def _measure(self, patience_s: float) -> None:
         from meteor_py import ConnectionFailed
 
         started = time.monotonic()
@@ -110,13 +108,13 @@ class Display:
             silent_s = time.monotonic() - self._silent_since
             if silent_s >= patience_s:
                 raise
-            trouble = f"No answer for {silent_s:.0f} s; this is what there was before."
-            self._view = replace(self._view, trouble=trouble)
+            problem = f"No reply for {silent_s:.0f} s; showing the last known state."
+            self._view = replace(self._view, problem=problem)
 
     def _draw(self) -> None:
-        """Draw for the size that the screen has now; called by the signal of a new size, too."""
+        """Draws for the current size of the screen; also the handler of the resize signal."""
         if self._drawing:
-            self._outdated = True  # we are in the middle of it, further up
+            self._outdated = True  # a frame further up the stack draws again
             return
         self._outdated = True
         while self._outdated:
@@ -131,7 +129,7 @@ class Display:
         from rich.text import Text
 
         assert self._live is not None
-        # Not as rich does: $COLUMNS and $LINES say what the size was at the beginning.
+        # rich would trust $COLUMNS and $LINES, which hold the size at the start.
         width, height = os.get_terminal_size(sys.stdout.fileno())
         self._console.size = ConsoleDimensions(width or 80, height or 24)
         width, height = self._console.size
@@ -139,27 +137,20 @@ class Display:
         self._live.update(Text("\n", no_wrap=True, end="").join(lines), refresh=True)
 
 
-# The terminal
-
-
 def open_console() -> Console:
-    """One that can be drawn on.
-
-    Raises:
-        click.UsageError: There is none.
-    """
+    """Returns a console to draw on; raises ``click.UsageError`` if there is none."""
     if sys.stdout.isatty():
         from rich.console import Console
 
         console = Console(markup=False, highlight=False)
         if not console.is_dumb_terminal:
             return console
-    raise click.UsageError("There is no terminal to draw on: say --once for one look.")
+    raise click.UsageError("There is no terminal to draw on. Use --once to print the table once.")
 
 
 @contextmanager
 def _keyboard() -> Iterator[int | None]:
-    """Let single keys be read, unseen; None if there is no keyboard."""
+    """Yields a descriptor from which single keys can be read, or None without a terminal."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -172,11 +163,11 @@ def _keyboard() -> Iterator[int | None]:
         tty.setcbreak(fd)
         yield fd
     finally:
-        termios.tcsetattr(fd, termios.TCSAFLUSH, before)  # what was typed is not for the shell
+        termios.tcsetattr(fd, termios.TCSAFLUSH, before)  # discards keys meant for us
 
 
 def _wait_for_q(keyboard: int | None, seconds: float) -> bool:
-    """Whether q was pressed in this time."""
+    """Waits; returns whether q was pressed meanwhile."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         ready, _, _ = select.select([] if keyboard is None else [keyboard], [], [], left)
@@ -185,5 +176,5 @@ def _wait_for_q(keyboard: int | None, seconds: float) -> bool:
             if b"q" in typed:
                 return True
             if not typed:
-                keyboard = None  # hung up
+                keyboard = None  # the terminal is gone
     return False

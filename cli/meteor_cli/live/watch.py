@@ -1,4 +1,4 @@
-"""What ``meteor watch`` prints: a line for each change of streams and groups."""
+"""Output of ``meteor watch``: a line for each change of streams and groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Watcher:
-    """Looks, compares with the look before, and prints what is new."""
+    """Takes snapshots and prints the changes between them."""
 
     def __init__(self, observer: Observer, lag_max: int | None, *, as_json: bool) -> None:
         self._observer = observer
@@ -28,23 +28,19 @@ class Watcher:
         self._is_gone = False
 
     def begin(self, named: tuple[str, ...]) -> None:
-        """Look for the first time; a server that cannot be reached is an error now."""
+        """Prints existing problems; raises if the server cannot be reached."""
         self._before = self._observer.look()
-        self._print(changes(None, self._before, self._lag_max))
-        found = len(self._before.streams)
-        say(f"watching {counted(found, 'stream')}.")
+        say(f"watching {counted(len(self._before.streams), 'stream')}.")
         for name in named:
             if name not in self._before.streams and name not in self._before.unreadable:
                 say(f"there is no stream {name!r} yet; waiting for it.")
         if self._before.left_off:
-            say(f"{self._before.left_off:,} more are not watched; name those that matter.")
+            more = counted(self._before.left_off, "more stream", "is", "are")
+            say(f"{more} not watched. Name the streams to watch.")
+        self._print(changes(None, self._before, self._lag_max))
 
     def step(self) -> None:
-        """Look again.
-
-        Raises:
-            BrokenPipeError: Nobody reads any more.
-        """
+        """Prints the changes; raises ``BrokenPipeError`` if the pipe has no reader any more."""
         from meteor_py import ConnectionFailed
 
         self._sink.check_reader()
@@ -55,12 +51,12 @@ class Watcher:
             return
         if self._is_gone:
             self._is_gone = False
-            self._print([Change(None, None, "server_back", "the server answers again")])
+            self._print([Change(None, None, "server_back", "the server is back")])
         before, self._before = self._before, after
         self._print(changes(before, after, self._lag_max))
 
     def _note_gone(self, error: MeteorError) -> None:
-        """A monitor that ends with what it monitors is of no use: it goes on looking."""
+        """Reports once that the server is gone. A monitor must outlive its server."""
         if not self._is_gone:
             self._is_gone = True
             reason = str(error)
@@ -73,13 +69,13 @@ class Watcher:
 
 
 def to_text(change: Change, at: datetime) -> str:
-    """A line for people."""
+    """Formats a change for people."""
     names = [name for name in (change.stream, change.group) if name is not None]
     where = f"{'/'.join(names)}: " if names else ""
     return f"{at.isoformat(timespec='seconds')} {sanitize(where + change.text)}"
 
 
 def to_json(change: Change, at: datetime) -> str:
-    """An object for programs: time, stream, group, event, and what belongs to the event."""
+    """Formats a change as JSON: time, stream, group, event, and the facts of the event."""
     where = {"stream": change.stream, "group": change.group, "event": change.event}
     return encode({"time": at.isoformat(timespec="milliseconds")} | where | change.facts)

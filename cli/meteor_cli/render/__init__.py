@@ -1,1 +1,1 @@
-"""How results are shown: text, tables, JSON, templates; and what keeps a terminal safe."""
+"""Output: text, tables, JSON, templates, and protection of the terminal from untrusted text."""

@@ -1,4 +1,4 @@
-"""What ``--json`` prints, besides records: objects, one on each line."""
+"""JSON output of everything but records: one object per line."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from meteor_cli.render.sanitize import sanitize_json
 
 
 def print_json(fields: object) -> None:
-    """One object on a line of its own, safe for a terminal."""
+    """Prints one object on a line, safe for a terminal."""
     click.echo(to_json(fields))
 
 
 def to_json(fields: object) -> str:
-    """JSON on one line, safe for a terminal."""
+    """Returns JSON on one line, safe for a terminal."""
     import msgspec
 
     return sanitize_json(msgspec.json.encode(fields).decode())
 
 
 def to_fields(found: object, **first: object) -> dict[str, Any]:
-    """The fields of a description, those of its settings among them; ``first`` come first."""
+    """Returns ``first`` and the fields of a description, with its settings flattened into them."""
     import msgspec
 
     fields: dict[str, Any] = first | msgspec.to_builtins(found, builtin_types=(bytes,))
@@ -31,7 +31,7 @@ def to_fields(found: object, **first: object) -> dict[str, Any]:
 
 
 def writable(value: object) -> object:
-    """Of bytes the same form as in records; anything else as it is."""
+    """Returns bytes in the form that records use, and other values unchanged."""
     from meteor_cli.render.jsonl import to_data
 
     return to_data(value) if isinstance(value, bytes) else value

@@ -1,12 +1,12 @@
-"""Records as JSON, one on each line: what ``tail --json`` writes and ``publish --jsonl`` reads.
+"""Records as JSON lines: the format that ``tail --json`` writes and ``publish --jsonl`` reads.
 
     {"stream":"orders","offset":17,"timestamp":1794836508123,"appended":1794836508123,
      "key":"customer-7","value":"hello","headers":{"trace":"42"}}
 
-Times are ms since 1970. A record without a key or headers has ``null`` there. Bytes (key, value,
-the values of headers) are a string if they are valid UTF-8, and else ``{"b64": "..."}``; so
-every record comes out as it went in. Characters that are not safe on a terminal are written as
-``\\u`` escapes, which mean the same. Fields may be added; none is removed or changes its meaning.
+Times are in ms since 1970. A missing key and missing headers are ``null``. Bytes (key, value,
+header values) are a string if they are valid UTF-8, otherwise ``{"b64": "..."}``, so no record
+changes on the way. Characters that are unsafe on a terminal are written as ``\\u`` escapes. Later
+versions may add fields, but never remove one or change its meaning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Data = str | Binary
 
 
 class Line(msgspec.Struct):
-    """A record as it is written."""
+    """A record in the output."""
 
     stream: str
     offset: int
@@ -44,8 +44,8 @@ class Line(msgspec.Struct):
     headers: dict[str, Data] | None
 
 
-class Given(msgspec.Struct):
-    """A record as it is read: only what a publisher decides."""
+class InputLine(msgspec.Struct):
+    """A record in the input: only the fields that a publisher sets."""
 
     value: Data
     key: Data | None = None
@@ -54,7 +54,7 @@ class Given(msgspec.Struct):
 
 
 class Columns(msgspec.Struct):
-    """Records, in the form that ``publish_many`` takes."""
+    """Records in the form that ``publish_many`` takes."""
 
     values: list[bytes]
     keys: Sequence[bytes | None] | None
@@ -62,21 +62,16 @@ class Columns(msgspec.Struct):
     timestamps: Sequence[int | None] | None
 
     def part(self, start: int, stop: int) -> Columns:
-        """Some of them, in a row."""
-        return Columns(
-            self.values[start:stop],
-            self.keys and self.keys[start:stop],
-            self.headers and self.headers[start:stop],
-            self.timestamps and self.timestamps[start:stop],
-        )
+        columns = msgspec.structs.astuple(self)
+        return Columns(*(column and column[start:stop] for column in columns))
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Given)
+_decoder = msgspec.json.Decoder(InputLine)
 
 
 def encode(stream: str, records: Iterable[Record]) -> bytes:
-    """A line for each record."""
+    """Returns a line for each record."""
     lines = [
         Line(
             stream,
@@ -95,15 +90,15 @@ def encode(stream: str, records: Iterable[Record]) -> bytes:
 def decode(
     lines: Sequence[bytes], number: int = 1, accept: Callable[[bytes], object] | None = None
 ) -> Columns:
-    """Records from lines. Empty lines are skipped.
+    """Parses lines into records, skipping empty lines.
 
     Args:
-        lines: Without their ends.
-        number: That of the first, for errors.
-        accept: Called with each value; a ``ValueError`` refuses it.
+        lines: The lines, without line ends.
+        number: The line number of the first, for errors.
+        accept: Called with each value; raises ``ValueError`` to refuse it.
 
     Raises:
-        Unreadable: A line is not a record, or was refused.
+        Unreadable: A line is not a record, or ``accept`` refused its value.
     """
     rows = []
     for index, line in enumerate(lines):
@@ -113,10 +108,10 @@ def decode(
             row = _to_row(_decoder.decode(line))
             if accept is not None:
                 accept(row[0])
-        except (ValueError, RecursionError) as error:  # that of msgspec is the first
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             raise Unreadable(
-                f"Line {number + index} is not a record as `meteor tail --json` writes it, with "
-                f'bytes as a string or {{"b64": "..."}}: {str(error).rstrip(".")}.',
+                f"Line {number + index} is not a record in the format of `meteor tail --json`, "
+                f'with bytes as a string or {{"b64": "..."}}: {str(error).rstrip(".")}.',
                 index,
             ) from None
         rows.append(row)
@@ -125,14 +120,14 @@ def decode(
 
 
 class Unreadable(ValueError):
-    """One of several lines cannot be published; those before ``index`` can."""
+    """A line cannot be published; the lines before ``index`` can."""
 
     def __init__(self, message: str, index: int) -> None:
         super().__init__(message)
         self.index = index
 
 
-def _to_row(given: Given) -> tuple[Any, ...]:
+def _to_row(given: InputLine) -> tuple[Any, ...]:
     return (
         _to_bytes(given.value),
         None if given.key is None else _to_bytes(given.key),
@@ -146,7 +141,7 @@ def _each(convert: Callable[[Any], Any], headers: dict[str, Any] | None) -> dict
 
 
 def _some(column: list[Any]) -> list[Any] | None:
-    """A column of nothing but None is none at all."""
+    """Returns the column, or None if it holds nothing but None."""
     return None if column.count(None) == len(column) else column
 
 

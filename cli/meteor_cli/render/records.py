@@ -1,4 +1,4 @@
-"""The ways in which ``tail`` shows records."""
+"""Renderers of records for ``tail``."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from meteor_cli.render.template import Template, local_time, show_headers
 if TYPE_CHECKING:
     from meteor_py import Record, RecordBatch
 
+#: Maximum bytes to show of a value that its codec cannot decode.
+_BYTES_MAX = 1_000
+
 Render = Callable[["RecordBatch | list[Record]"], bytes]
 
 
 def as_json(stream: str) -> Render:
-    """One object on each line."""
     from meteor_cli.render import jsonl
 
     return lambda records: jsonl.encode(stream, records)
 
 
 def as_raw(delimiter: bytes) -> Render:
-    """The values as they are."""
-
     def render(records: RecordBatch | list[Record]) -> bytes:
         if isinstance(records, list):
             values = [record.value for record in records]
         else:
-            values = records.values()  # columnar: no object is made for a record
+            values = records.values()  # columnar: builds no Record objects
         values.append(b"")
         return delimiter.join(values)
 
@@ -38,12 +38,11 @@ def as_raw(delimiter: bytes) -> Render:
 
 
 def as_template(template: Template) -> Render:
-    """What the user wants."""
     return lambda records: b"".join([template.render(record) for record in records])
 
 
 def as_text(codec: str, *, colour: bool) -> Render:
-    """For people: offset, time, key, value and headers on one line."""
+    """Renders offset, time, key, value and headers on one line."""
     show = _show_msgpack if codec == "msgpack" else sanitize
 
     def style(text: str, **how: Any) -> str:
@@ -60,10 +59,10 @@ def as_text(codec: str, *, colour: bool) -> Render:
 
 
 def _show_msgpack(value: bytes) -> str:
-    """MessagePack as JSON, which can be read."""
+    """Shows MessagePack as JSON, or as bytes if JSON cannot express the value."""
     import msgspec
 
     try:
         return sanitize(msgspec.json.encode(msgspec.msgpack.decode(value)))
-    except (msgspec.MsgspecError, TypeError, ValueError):
-        return sanitize(value)
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
+        return f"{sanitize(value[:_BYTES_MAX])} ({len(value):,} bytes of unreadable MessagePack)"

@@ -1,14 +1,14 @@
-"""Untrusted text, made safe for a terminal.
+"""Makes untrusted text safe for a terminal.
 
-A record can hold anything: sequences that move the cursor, set the title or answer in the user's
-name (C0, C1), or that let text read otherwise than it is written (bidi, invisible characters).
+A record may contain control sequences that move the cursor, set the title or type on the user's
+behalf (C0, C1), and characters that change how text reads (bidirectional, invisible).
 """
 
 from __future__ import annotations
 
 import re
 
-#: Control, format and line separating characters: the categories Cc, Cf, Zl and Zp of Unicode.
+#: Control, format and line separator characters: the Unicode categories Cc, Cf, Zl and Zp.
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f"
     "\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f"
@@ -18,7 +18,7 @@ _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def sanitize(data: bytes | str) -> str:
-    """The text on one line, with what is not text as escapes; for people, not to be read back.
+    """Returns the text on one line, with unsafe characters escaped. Not reversible.
 
     >>> sanitize(b"caf\\xc3\\xa9 \\x1b[2J \\xff")
     'café \\\\x1b[2J \\\\xff'
@@ -30,12 +30,9 @@ def sanitize(data: bytes | str) -> str:
 
 
 def sanitize_json(text: str) -> str:
-    r"""The same for JSON that is encoded already: ``\u`` escapes, which mean the same to readers.
-
-    Lines stay apart.
-    """
+    r"""Replaces unsafe characters in encoded JSON by equivalent ``\u`` escapes; keeps newlines."""
     if text.isascii() and "\x7f" not in text:
-        return text  # the encoder has seen to the rest
+        return text  # the encoder has escaped the other control characters
     return _UNSAFE.sub(_escape_json, text)
 
 

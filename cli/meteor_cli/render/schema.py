@@ -1,10 +1,11 @@
-"""What ``--json`` prints, besides records: the names of all fields, which are a promise.
+"""Other commands with ``--json`` print the objects below, under the same promise.
 
-Fields may be added; none is removed or changes its meaning. Times are ms since 1970, but RFC 3339
-in ``watch`` and ``peers watch``; durations are in seconds, sizes in bytes, rates per second. What
-is not known, or does not exist, is ``null``; ``bench`` leaves it out. Events of ``peers watch``
-with ``resync`` were found out afterwards, as the server had lost the events themselves, or trimmed
-them: they share one ``view``. ``peers ask`` prints the answer itself unless it asks all.
+Times are in ms since
+1970, except in ``watch`` and ``peers watch``, which use RFC 3339. Durations are in seconds, sizes
+in bytes, rates per second. An unknown or missing value is ``null``; ``bench`` omits it. An event of
+``peers watch`` with ``resync`` was derived from the state of the group, because the server had
+lost or trimmed the event itself; such events share one ``view``. ``peers ask`` prints the reply
+itself, except with ``--to all``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ _GROUP = ("name", "confirmed", "lag", "owner", "term", "kind", "consumers")
 _STREAM = (
     "name", "first", "next", "length", "frames", "bytes", "appended", "archived", "archiver",
     "capacity", "compression", "checksum", "codec", "ordering_key", "store", "max_unarchived",
+    "max_age", "max_bytes", "retain", "retain_bytes",
     "incarnation", "epoch", "epoch_first", "groups",
 )  # fmt: skip
 _SHARED = (
@@ -60,18 +62,14 @@ FIELDS = {
     "watch": ("time", "stream", "group", "event"),
 }  # fmt: skip
 
-#: What an object of the field ``groups`` has.
-GROUP_FIELDS = {
-    "streams ls": _GROUP,
-    "streams info": _GROUP,
-    "top --once": (*_GROUP, "rate"),
-}
-#: What an object of the field ``keys`` of ``shared info`` has.
+#: The fields of an object in ``groups``.
+GROUP_FIELDS = {"streams ls": _GROUP, "streams info": _GROUP, "top --once": (*_GROUP, "rate")}
+#: The fields of an object in ``keys`` of ``shared info``.
 KEY_FIELDS = ("key", "count", "acquired", "waiting", "owner", "oldest", "state")
-#: What an object of the field ``consumers`` of ``shared ls`` and ``shared info`` has.
+#: The fields of an object in ``consumers`` of ``shared ls`` and ``shared info``.
 CONSUMER_FIELDS = ("id", "name", "keys", "records", "lease")
 
-#: The events of ``watch``, and the fields that each has besides.
+#: The events of ``watch``, with their additional fields.
 EVENTS = {
     "created": ("next",), "created_anew": ("next",), "deleted": (), "unreadable": ("reason",),
     "readable": (), "epoch_changed": ("epoch", "before"), "records_lost": ("first", "last"),
@@ -84,7 +82,7 @@ EVENTS = {
     "archiver_missing": ("unarchived", "before"), "server_gone": ("reason",), "server_back": (),
 }  # fmt: skip
 
-#: The events of ``peers watch``, and the fields that each has besides.
+#: The events of ``peers watch``, with their additional fields.
 PEER_EVENTS = {
     "state": ("leader", "term", "members"), "joined": ("member", "resync"),
     "updated": ("member", "resync"), "left": ("member", "reason", "resync"),
@@ -96,5 +94,5 @@ PEER_EVENTS = {
     ),
     "reset": ("resync",), "server_gone": ("reason",), "server_back": (),
 }  # fmt: skip
-#: What an object of the field ``members`` of ``state`` has.
+#: The fields of an object in ``members`` of the event ``state``.
 MEMBER_FIELDS = ("id", *_MEMBER)

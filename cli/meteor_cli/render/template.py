@@ -1,10 +1,10 @@
-r"""The templates of ``tail --format``, in the manner of kcat and rpk.
+r"""Templates of ``tail --format``, similar to those of kcat and rpk.
 
     %o %k %v %h %s   offset, key, value, headers, stream
-    %T %A            when it came about and when it was appended, in ms
-    %d %d{%H:%M:%S}  when it came about, as RFC 3339 or as strftime has it
-    %K %V            bytes of the key and of the value
-    %v{hex}          the value in hex, base64 or raw; the same for %k
+    %T %A            timestamp, and when the server appended the record, in ms
+    %d %d{%H:%M:%S}  timestamp as RFC 3339, or in strftime format
+    %K %V            size of the key and of the value in bytes
+    %v{hex}          value as hex, base64 or raw; also %k{...}
     %% \n \t \r \\ \0 \xHH
 
 Keys, values and headers are made safe for a terminal, except with ``raw``.
@@ -39,15 +39,15 @@ _ENCODINGS: dict[str | None, Callable[[bytes], bytes]] = {
 
 
 class Template:
-    """A template that was understood.
+    """A parsed template.
 
     Raises:
-        ValueError: It holds something that has no meaning.
+        ValueError: The text is not a valid template.
     """
 
     def __init__(self, text: str, stream: str) -> None:
         self._stream = stream
-        #: Whether it writes bytes as they are.
+        #: Whether the output contains unescaped bytes of records.
         self.raw = False
         self._pieces: list[bytes | Piece] = []
         end = 0
@@ -58,7 +58,6 @@ class Template:
             raise ValueError(f"The format ends with a single {text[end:]!r}; double it.")
 
     def render(self, record: Record) -> bytes:
-        """The record, as the template says."""
         return b"".join(
             [piece if isinstance(piece, bytes) else piece(record) for piece in self._pieces]
         )
@@ -91,14 +90,14 @@ class Template:
 
 
 def show_headers(record: Record) -> str:
-    """Names and values, on one line."""
+    """Returns the headers as NAME=VALUE on one line."""
     pairs = (record.headers or {}).items()
     return " ".join(f"{sanitize(name)}={sanitize(value)}" for name, value in pairs)
 
 
-@lru_cache(4096)  # records of a frame have the same time, and the zone takes its time to find
+@lru_cache(4096)  # records of a frame share a time, and converting to local time is slow
 def local_time(ms: int, form: str | None = None) -> str:
-    """A time in the zone of the user; RFC 3339 with ms without a form."""
+    """Returns a time in the user's zone, as RFC 3339 or in the given strftime format."""
     time = datetime.fromtimestamp(ms / 1000, UTC).astimezone()
     return time.isoformat(timespec="milliseconds") if form is None else time.strftime(form)
 

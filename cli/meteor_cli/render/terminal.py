@@ -1,4 +1,4 @@
-"""Standard output and the terminal: much data, progress, questions."""
+"""Standard output and the terminal: bulk output, confirmation, progress bars."""
 
 from __future__ import annotations
 
@@ -15,37 +15,33 @@ from meteor_cli.render.text import say
 
 
 class Sink:
-    """Standard output for much data."""
+    """Unbuffered standard output."""
 
     def __init__(self) -> None:
         sys.stdout.flush()
         self._fd = sys.stdout.fileno()
 
     def write(self, data: bytes) -> None:
-        """Write, and have it seen at once.
-
-        Raises:
-            BrokenPipeError: Nobody reads it.
-        """
+        """Writes all bytes; raises ``BrokenPipeError`` if the reader has closed the pipe."""
         left = memoryview(data)
         while left:
             left = left[os.write(self._fd, left) :]
 
     def check_reader(self) -> None:
-        """Raise ``BrokenPipeError`` if nobody will read what is written next."""
+        """Raises ``BrokenPipeError`` if the reader has closed the pipe."""
         if is_cut_off(self._fd):
             raise BrokenPipeError
 
 
 def is_cut_off(fd: int) -> bool:
-    """Whether the other end of a pipe or terminal is closed."""
+    """Returns whether the other end of a pipe or terminal is closed."""
     poll = select.poll()
     poll.register(fd, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 class Refused(click.ClickException):
-    """What was asked for is not done unless it is asked for with more words."""
+    """The command needs an explicit option to do what was asked."""
 
     exit_code = 2
 
@@ -54,23 +50,23 @@ class Refused(click.ClickException):
 
 
 def ask(question: str, *, yes: bool) -> None:
-    """Have something destructive confirmed.
+    """Asks the user to confirm something destructive.
 
     Raises:
-        Refused: There is nobody to ask, and ``--yes`` was not given.
-        click.exceptions.Exit: The answer is no.
+        Refused: There is no terminal, and ``--yes`` was not given.
+        click.exceptions.Exit: The user answered no.
     """
     if yes:
         return
     if not sys.stdin.isatty():
-        raise Refused(f"{question} There is no terminal to ask at: say --yes to do it.")
-    if not click.confirm(f"{question} Go on?", err=True):
-        say("nothing was done.")
+        raise Refused(f"{question} There is no terminal to ask on; use --yes to confirm.")
+    if not click.confirm(f"{question} Continue?", err=True):
+        say("nothing was changed.")
         raise click.exceptions.Exit(1)
 
 
 def confirm(subject: str, done: str, *, dry_run: bool, yes: bool) -> bool:
-    """Whether to do it: False for ``--dry-run``, which only says so; else ``ask``.
+    """Asks for confirmation; with ``--dry-run``, reports what would happen and returns False.
 
     >>> confirm("stream 'a'", "deleted: 7 records", dry_run=False, yes=True)
     True
@@ -86,16 +82,21 @@ def confirm(subject: str, done: str, *, dry_run: bool, yes: bool) -> bool:
 def progress(
     what: str, total: int | None, *, quiet: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, if that is a terminal; call the function with how much is done in all."""
+    """Shows a progress bar on stderr if that is a terminal.
+
+    Yields a function to call with the number of units done so far. Without a total, the bar pulses
+    and shows the elapsed time instead of the remaining time.
+    """
     if quiet or not sys.stderr.isatty():
         yield lambda done: None
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-    from rich.progress import TimeRemainingColumn as RestColumn
 
-    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.completed:,.0f}"), RestColumn())
-    title = TextColumn("{task.description}", markup=False)
-    with Progress(title, *columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
+    title = rich.TextColumn("{task.description}", markup=False)
+    count = rich.TextColumn("{task.fields[count]}")
+    clock = rich.TimeRemainingColumn() if total else rich.TimeElapsedColumn()
+    columns = (title, rich.BarColumn(), rich.TaskProgressColumn(), count, clock)
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total, count="")
+        yield lambda done: bar.update(task, completed=done, count=f"{done:,}")

@@ -1,26 +1,29 @@
-"""Sentences, figures and tables for people."""
+"""Messages, numbers and tables for people."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from meteor_cli.render.sanitize import sanitize
 
+if TYPE_CHECKING:
+    from meteor_py import ServerDescription
+
 _UNITS = "kMGTP"
-#: Columns between two columns of a table, and what is left of a name at least.
+#: Characters between two columns of a table, and the minimum width of a column of names.
 _GAP, _NARROW = 2, 6
 
 
 def say(text: str) -> None:
-    """Tell the user something that is no result; others may have named what is in it."""
+    """Prints a sanitized message on stderr."""
     click.echo(f"meteor: {sanitize(text)}", err=True)
 
 
 def counted(number: int, noun: str, verb: str = "", verbs: str = "") -> str:
-    """So many of something; with what one does, and what several do.
+    """Returns a count with its noun in singular or plural, and optionally a verb.
 
     >>> counted(1, "record"), counted(2_000, "record", "waits", "wait")
     ('1 record', '2,000 records wait')
@@ -30,7 +33,7 @@ def counted(number: int, noun: str, verb: str = "", verbs: str = "") -> str:
 
 
 def show_bytes(count: int | None) -> str:
-    """A size that can be grasped.
+    """Formats a size.
 
     >>> show_bytes(12_345_678)
     '12.3 MB'
@@ -46,7 +49,7 @@ def show_bytes(count: int | None) -> str:
 
 
 def show_count(count: int) -> str:
-    """A number in few characters.
+    """Formats a number in at most six characters.
 
     >>> [show_count(n) for n in (9_999, 12_345, 999_999, 1_234_567, 12_345_678_901)]
     ['9,999', '12.3k', '999k', '1.23M', '12.3G']
@@ -61,34 +64,53 @@ def show_count(count: int) -> str:
 
 
 def show_age(ms: int, now_ms: int) -> str:
-    """How long ago a time was; "-" for 0, which means never.
+    """Formats the time since ``ms``; "-" for 0, which means never.
 
     >>> show_age(1_000, 91_000)
     '2 min'
     """
-    if not ms:
-        return "-"
-    seconds = max(now_ms - ms, 0) / 1000
+    return show_span(max(now_ms - ms, 0) / 1000) if ms else "-"
+
+
+def show_span(seconds: float) -> str:
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
+def show_exactly(seconds: float) -> str:
+    """Formats a duration without rounding it.
+
+    >>> show_exactly(86_400), show_exactly(129_600), show_exactly(0.5)
+    ('1 d', '36 h', '0.5 s')
+    """
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds % size == 0:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:,.10g} s"
+
+
+def product_name(server: ServerDescription) -> str:
+    """Returns the product and version of a server, such as "Valkey 9.1.0"."""
+    words = ((server.product or "server").capitalize(), server.version)
+    return " ".join(sanitize(word) for word in words if word)
+
+
 def print_table(headings: str, rows: Sequence[Sequence[object]], *, whole: bool = False) -> None:
-    """A table on stdout; numbers to the right.
+    """Prints a table on stdout, unless it has no rows.
 
     Args:
-        headings: With " | " between. Those of numbers end with ``#``.
-        rows: None of them: nothing is printed.
-        whole: Nothing is cut to fit a terminal. Else names are, and numbers are not.
+        headings: Titles separated by " | "; those of right-aligned numbers end with ``#``.
+        rows: The cells.
+        whole: Do not shorten names to fit the terminal. Numbers are never shortened.
     """
     if not rows:
         return
     from rich.console import Console
     from rich.table import Table
 
-    # Into a pipe or a file, lines are as long as they have to be.
+    # In a pipe or a file, lines are as long as they need to be.
     console = Console(markup=False, highlight=False)
     if whole or not console.is_terminal:
         console = Console(markup=False, highlight=False, width=100_000)
@@ -109,7 +131,7 @@ def print_table(headings: str, rows: Sequence[Sequence[object]], *, whole: bool 
 
 
 def _widths(cells: Sequence[Sequence[str]], names: Sequence[int], room: int) -> list[int]:
-    """What columns need; if that is too much, the widest of the names get less."""
+    """Returns the widths of columns, shrinking the widest columns of names to fit ``room``."""
     from rich.cells import cell_len
 
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
@@ -123,7 +145,7 @@ def _widths(cells: Sequence[Sequence[str]], names: Sequence[int], room: int) -> 
 
 
 def print_facts(facts: dict[str, object]) -> None:
-    """Names and values, one on each line."""
+    """Prints a name and its value on each line."""
     width = max(map(len, facts))
     for name, value in facts.items():
         click.echo(f"{name:<{width}}  {_cell(value)}".rstrip())

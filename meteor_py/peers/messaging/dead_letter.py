@@ -1,4 +1,4 @@
-"""Dead letters of a peer group: messages that no member could take."""
+"""Dead letters of a peer group: messages that could not be delivered."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from meteor_py.peers.protocol import read_fields
 
 @dataclass(frozen=True)
 class PeerLetter:
-    """A message that was given up, as it was sent. Get them with ``group.dead_letters()``."""
+    """A message that could not be delivered. Get them with ``group.dead_letters()``."""
 
-    #: When it was given up, in seconds since 1970 by the clock of the group; and why.
+    #: When it became a dead letter, in seconds since 1970 by the group's clock; and why.
     buried_at: float
     reason: str
-    #: The member that had it last.
+    #: The last member that had it.
     member: str
-    #: Of the message.
+    #: The id of the message.
     id: str
     queue: str
     #: "tell", "send" or "ask".
     verb: str
-    #: The id of the member that sent it; None if it was sent by no member.
+    #: The id of the member that sent it; None if it was sent through a ``PeerGroup``.
     sender: str | None
     sent_at: float
-    #: What kind of bytes the body is: "json", "msgpack", "bytes", or the number of a type.
+    #: The type of the body: "json", "msgpack", "bytes", or the number of a registered type.
     type: str
     body: bytes
 
 
 def read_letter(entry: bytes, flat: list[bytes]) -> PeerLetter:
-    """A dead letter from its entry in the stream ``dead``."""
+    """Parse an entry of the stream ``dead``."""
     fields = read_fields(flat)
     return PeerLetter(
         buried_at=read_place(entry)[0] / 1000,

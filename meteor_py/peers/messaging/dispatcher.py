@@ -1,4 +1,4 @@
-"""A dispatcher: the messages that wait for a handler, lower priorities first, and its threads."""
+"""A dispatcher: a priority queue of messages, and the threads that handle them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meteor_py.runtime.threads import JoinableThread
 
 
 class Dispatcher:
-    """Of one queue, or of all queues whose handlers have a priority and take turns."""
+    """Serves one queue, or all queues whose handlers have a priority and take turns."""
 
     def __init__(self, name: str, handle: Callable[[Message], None], workers: int) -> None:
         self._state = SignalSafeCondition()
@@ -23,11 +23,9 @@ class Dispatcher:
         self._later: list[tuple[float, int, Message]] = []
         self._stopped = False
         self._handle = handle
-        #: Threads that handle a message now.
-        self._at_work: set[threading.Thread] = set()
+        #: Threads that are handling a message.
+        self._working: set[threading.Thread] = set()
         self._threads = [JoinableThread(self._run, f"{name}-{n}") for n in range(workers)]
-
-    def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
@@ -39,34 +37,30 @@ class Dispatcher:
             self._state.notify_all()
 
     def join(self, deadline: float) -> bool:
-        """Wait for the threads until then, by ``now()``; whether all have ended."""
-        others = [thread for thread in self._threads if thread is not threading.current_thread()]
-        for thread in others:
-            thread.join(max(deadline - now(), 0.0))
-        return not any(thread.is_alive() for thread in others)
+        """Wait for the threads until ``deadline`` by ``now()``; return whether all have ended."""
+        return all(t.ends_within(max(deadline - now(), 0.0), self.stop) for t in self._threads)
 
     @property
     def busy(self) -> bool:
-        """Whether a thread but this one handles a message."""
-        return bool(self._at_work - {threading.current_thread()})
+        """Whether a thread other than the current one is handling a message."""
+        return bool(self._working - {threading.current_thread()})
 
-    def put(self, message: Message, priority: int, delay: float = 0.0) -> None:
-        """Let it wait; ``priority`` is that of its handler."""
+    def put(self, message: Message, delay: float = 0.0) -> None:
         with self._state:
             if self._stopped:
                 return
             if delay > 0:
                 heapq.heappush(self._later, (now() + delay, next(self._numbers), message))
             else:
-                self._push(message, priority)
+                self._push(message)
             self._state.notify_all()
 
     def take(self, timeout: float | None) -> Message | None:
-        """The next message; None if none comes in time, or at the end."""
+        """Returns the next message; None after ``timeout`` seconds, or when stopped."""
         deadline = None if timeout is None else now() + timeout
         with self._state:
             while not self._stopped:
-                self._wake()
+                self._push_delayed()
                 while self._waiting:
                     message = heapq.heappop(self._waiting)[-1]
                     if not message.dropped:
@@ -80,25 +74,22 @@ class Dispatcher:
                 self._state.wait(max(min(ends) - now(), 0.0) if ends else None)
         return None
 
-    def _push(self, message: Message, priority: int) -> None:
-        item = (priority, message.priority, next(self._numbers), message)
+    def _push(self, message: Message) -> None:
+        item = (message.queue_state.priority, message.priority, next(self._numbers), message)
         heapq.heappush(self._waiting, item)
 
-    def _wake(self) -> None:
-        """Those that were to wait, and have."""
+    def _push_delayed(self) -> None:
+        """Queue the messages whose delay is over."""
         while self._later and self._later[0][0] <= now():
-            message = heapq.heappop(self._later)[-1]
-            self._push(
-                message, message.queue_state.priority if message.queue_state is not None else 0
-            )
+            self._push(heapq.heappop(self._later)[-1])
 
     def _run(self) -> None:
         while True:
             message = self.take(None)
             if message is None:
                 return
-            self._at_work.add(threading.current_thread())
+            self._working.add(threading.current_thread())
             try:
                 self._handle(message)
             finally:
-                self._at_work.discard(threading.current_thread())
+                self._working.discard(threading.current_thread())

@@ -1,17 +1,17 @@
-"""An inbox: the messages of one member, and the handlers that take them.
+"""An inbox: the messages of one member, and the handlers that process them.
 
 The server keeps unsettled messages in a stream. One thread reads it and passes a bounded part of
 each queue to a dispatcher, whose threads call the handlers. Queues without a handler are skipped. A
-queue with more messages than this process may hold is *behind*: the thread continues it, from its
-own place, when there is room.
+queue with more messages than this process may hold is *behind*: the thread continues it from the
+queue's own position when there is room.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,61 +34,47 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-INBOX_PREFIX = "meteor-inbox"
-HANDLER_PREFIX = "meteor-handler"
-#: Threads of one handler at most.
+#: Maximum number of threads of one handler.
 WORKERS_MAX = 256
-#: Entries that are read at a time.
+#: Maximum number of entries per read.
 _COUNT = 100
-#: Settled messages that are remembered, not to be taken for new ones when all is read again.
+#: Settled messages to remember, so that reading the stream again does not deliver them.
 _DONE_MAX = 10_000
-#: Seconds after which a queue that is behind, and full, is looked at again.
+#: Seconds between checks whether a full queue that is behind has room.
 _FULL_S = 0.02
-#: Seconds between two tries, doubled each time up to the second figure.
+#: Seconds between two attempts: the first figure doubles up to the second.
 _BACKOFF_S = (0.02, 0.64)
-#: Seconds that settling is tried for, if the application waits for it.
+#: Seconds for which settling is retried while the application waits.
 _SETTLE_S = 10.0
 
 
 Ack = Literal["auto", "manual"]
-#: A message and its place: after a fail-over another may have that.
+#: A message and its position: after a failover another message may have the same position.
 Key = tuple[Place, str]
 
-#: Messages and bytes of one queue that are held here, unsettled.
+#: Maximum unsettled messages, and bytes, of one queue in this process.
 HELD_MAX = 1_000
 HELD_BYTES_MAX = 64 * 1_048_576
-#: Before all places.
+#: The position before all entries.
 START: Place = (0, 0)
 
 
+@dataclass(eq=False)
 class QueueState:
-    """One queue of an inbox, with its handler and the messages held for it.
+    """One queue of an inbox: its handler and the messages held for it, under the inbox's lock."""
 
-    Changed under the lock of its inbox.
-    """
-
-    def __init__(
-        self,
-        inbox: Inbox,
-        queue: str,
-        function: Callable[[Message], object] | None,
-        *,
-        ack: Ack = "manual",
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> None:
-        self.inbox = inbox
-        self.queue = queue
-        self.function = function
-        self.ack = ack
-        self.priority = priority
-        self.timeout = timeout
-        self.dispatcher: Dispatcher
-        #: Up to where it was read, and whether it gets new messages.
-        self.place = START
-        self.live = False
-        self.held: dict[Key, Message] = {}
-        self.bytes = 0
+    inbox: Inbox
+    queue: str
+    function: Callable[[Message], object] | None
+    ack: Ack = "manual"
+    priority: int = 0
+    timeout: float | None = None
+    #: The last entry that was read, and whether the queue has reached the end of the stream.
+    place: Place = START
+    live: bool = False
+    held: dict[Key, Message] = field(default_factory=dict)
+    bytes: int = 0
+    dispatcher: Dispatcher = field(init=False)
 
     @property
     def full(self) -> bool:
@@ -100,7 +86,7 @@ class QueueState:
 
 
 class Inbox:
-    """Owned by its membership. The reader and the settling have connections of their own."""
+    """Owned by a member handle. Reading and settling use separate connections."""
 
     def __init__(self, member: MemberHandle) -> None:
         self._member = member
@@ -115,12 +101,11 @@ class Inbox:
         self._fenced_until = 0.0
         self._reload = True
         self._woken = False
-        self._started = False
         self._stopped = False
         connector = self._group.protocol.connector
         self._connection = connector.open_connection()
         self._connections = ThreadConnections(connector.open_connection)
-        self._thread = JoinableThread(self._run, f"{INBOX_PREFIX}-{self._group.name}")
+        self._thread = JoinableThread(self._run, f"meteor-inbox-{self._group.name}")
 
     # -- handlers ------------------------------------------------------------------------------
 
@@ -142,11 +127,11 @@ class Inbox:
         if priority is not None:
             check_int("priority", priority, 1, 256)
             if workers != 1:
-                raise ValueError("Handlers with a priority take turns in one thread: workers=1.")
-        state = QueueState(self, queue, function, ack=ack, priority=priority or 0, timeout=timeout)
+                raise ValueError("Handlers with a priority take turns; use workers=1.")
+        state = QueueState(self, queue, function, ack, priority or 0, timeout)
         with self._state:
             self._add(state)
-            name = f"{HANDLER_PREFIX}-{self._group.name}"
+            name = f"meteor-handler-{self._group.name}"
             if priority is None:
                 state.dispatcher = self._open_dispatcher(f"{name}-{queue}", workers)
             else:
@@ -169,23 +154,21 @@ class Inbox:
         return self._iterate(state, timeout)
 
     def _add(self, state: QueueState) -> None:
-        """Check a queue, and begin to read with the first."""
+        """Check a new queue, and start reading if it is the first."""
         keys.check_name(state.queue, "queue")
         if self._stopped:
             raise self._member.lost_error()
         if state.queue in self._queues:
             raise ValueError(
-                f"The queue {state.queue!r} of member {self._member.id!r} has a handler, or an "
-                "iterator, already; give it more workers, or choose another name."
+                f"The queue {state.queue!r} of member {self._member.id!r} has a handler or an "
+                "iterator already. Give it more workers, or choose another name."
             )
-        if not self._started:
-            self._started = True
+        if self._thread.ident is None:
             self._thread.start()
 
     def _open_dispatcher(self, name: str, workers: int) -> Dispatcher:
         dispatcher = Dispatcher(name, self._handle, workers)
         self._dispatchers.append(dispatcher)
-        dispatcher.start()
         return dispatcher
 
     def _iterate(self, state: QueueState, timeout: float | None) -> Iterator[Message]:
@@ -199,38 +182,38 @@ class Inbox:
     # -- handling ------------------------------------------------------------------------------
 
     def _handle(self, message: Message) -> None:
-        """Called in a thread of a dispatcher."""
-        state = _state_of(message)
-        assert state.function is not None, "only those with a function have threads"
+        """Call the handler of a message, in a thread of a dispatcher."""
+        state = message.queue_state
+        assert state.function is not None, "only queues with a function have threads"
         try:
             if not self._open(message):
                 return
             turn = message.deliveries
             try:
                 value = state.function(message)
-            except BaseException as error:  # also SystemExit: others wait in this queue
+            except BaseException as error:  # even SystemExit: the thread serves other messages
                 _log.warning("The handler of %r failed.", state.queue, exc_info=True)
                 if message.deliveries == turn:
                     self.settle(message, "failed", "", _reason(error), patient=True)
             else:
-                if state.ack == "auto" and message.deliveries == turn:  # else it is to come again
+                if state.ack == "auto" and message.deliveries == turn:  # else retry() was called
                     self._reply_to(message, value)
-        except BaseException:  # also SystemExit: of a codec's function
+        except BaseException:  # even SystemExit, from a registered codec function
             _log.exception("Message %s of queue %r was not settled.", message.id, state.queue)
 
     def _reply_to(self, message: Message, value: object) -> None:
         try:
             kind, data = self._encode(message, value)
-        except BaseException as error:  # whatever it is: the sender waits
-            _log.warning("What the handler of %r returned cannot be sent.", message.queue)
-            reason = b"What it returned cannot be sent: " + _reason(error)
+        except BaseException as error:  # any exception: the sender is waiting
+            _log.warning("The return value of the handler of %r cannot be sent.", message.queue)
+            reason = b"The return value of the handler cannot be sent: " + _reason(error)
             self.settle(message, "failed", "", reason, patient=True)
         else:
             self.settle(message, "ok", kind, data, patient=True)
 
     def _open(self, message: Message) -> bool:
-        """Decode it; False if it is over, or cannot be read here, and is settled so."""
-        state = _state_of(message)
+        """Decode a message; if it has expired or cannot be decoded, settle it and return False."""
+        state = message.queue_state
         if state.timeout is not None:
             message.overdue_at = now() + state.timeout
         clock = self._group.clock
@@ -240,7 +223,7 @@ class Inbox:
         try:
             message.body = self._group.requests.codec.decode(message.kind, message.data)
         except UnknownType as error:
-            _log.error("Message %s goes to the dead letters: %s", message.id, error)
+            _log.error("Message %s becomes a dead letter: %s", message.id, error)
             reason = str(error).encode(errors="replace")
             self.settle(message, "unknown", "", reason, patient=True)
             return False
@@ -250,7 +233,7 @@ class Inbox:
         return self.settle(message, "ok", *self._encode(message, value))
 
     def _encode(self, message: Message, value: object) -> tuple[str, bytes]:
-        """The reply, if the sender asked for one."""
+        """Encode the reply, if the sender asked for one."""
         if message.verb != "ask":
             return "", b""
         kind, data = self._group.requests.codec.encode(value)
@@ -264,14 +247,13 @@ class Inbox:
             message.taken = False
             message.overdue_at = None
             message.deliveries += 1
-        state = _state_of(message)
-        state.dispatcher.put(message, state.priority, delay)
+        message.queue_state.dispatcher.put(message, delay)
         return True
 
     def settle(
         self, message: Message, code: str, kind: str, data: bytes, *, patient: bool = False
     ) -> bool:
-        """Settle a message; a patient caller tries for as long as it is a member."""
+        """Settle a message; if ``patient``, retry for as long as this is a member."""
         with self._state:
             if message.settled or not message.taken:
                 return False
@@ -279,28 +261,28 @@ class Inbox:
         try:
             counted = self._settle(message, code, kind, data, patient)
         except BaseException:
-            message.settled = False  # it may be called again
+            message.settled = False  # the caller may try again
             raise
         if counted is None:
             _log.warning(
-                "Member %r is not in this process any more: message %s was not settled here.",
+                "Member %r no longer belongs to this process: message %s was not settled here.",
                 message.member,
                 message.id,
             )
-        self._let_go(message, fenced=counted is None)
+        self._release(message, fenced=counted is None)
         return bool(counted)
 
     def _settle(
         self, message: Message, code: str, kind: str, data: bytes, patient: bool
     ) -> bool | None:
-        """Tell the server; None if the message is not this member's any more."""
+        """Report to the server; None if the message no longer belongs to this member."""
         member = self._member
         deadline = now() + _SETTLE_S
         place = f"{message.place[0]}-{message.place[1]}"
         failures = 0
         while True:
             session = member.session
-            # With another id, what it had went with the old one.
+            # A member that rejoined under another id has lost the messages of the old id.
             if member.id != message.member or member.lost.is_set():
                 return None
             args = [message.member, session, place, message.id, code, kind, data]
@@ -316,7 +298,7 @@ class Inbox:
                 if not (patient or (retriable and now() < deadline)):
                     raise
                 if failures == 1:
-                    _log.warning("Message %s is not settled yet: %s", message.id, error)
+                    _log.warning("Settling message %s is being retried: %s", message.id, error)
                 member.lost.wait(pause_s(failures, *_BACKOFF_S))
                 continue
             if reply[0] != b"FENCED":
@@ -324,15 +306,15 @@ class Inbox:
             if session == member.session:
                 return None
 
-    def _let_go(self, message: Message, fenced: bool) -> None:
-        state = _state_of(message)
+    def _release(self, message: Message, fenced: bool) -> None:
+        state = message.queue_state
         with self._state:
             key = (message.place, message.id)
             if state.held.pop(key, None) is not None:
                 state.bytes -= len(message.data)
             if fenced:
-                # If it joins again by itself, its messages come again. Until then, or until its
-                # heartbeat has had time to notice, no message is handled that may be another's.
+                # If the member rejoins, its messages are read again. Until then, or until the
+                # heartbeat has had time to notice, handle no message that may be another's.
                 self._fenced_until = now() + self._group.config.ttl / 3
                 self._drop_waiting()
                 self._reload = True
@@ -344,17 +326,17 @@ class Inbox:
     # -- reading -------------------------------------------------------------------------------
 
     def rejoined(self) -> None:
-        """The member has another session: read all again."""
+        """Read the stream again, because the member has another session."""
         self._fenced_until = 0.0
         self._wake()
 
     @property
     def busy(self) -> bool:
-        """Whether a handler is at work, in another thread."""
+        """Whether a handler is running in another thread."""
         return any(dispatcher.busy for dispatcher in self._dispatchers)
 
     def stop(self, *, close: bool) -> None:
-        """Take no more; closed, it settles nothing either."""
+        """Accept no more messages; if ``close``, settle none either."""
         with self._state:
             self._stopped = True
             self._state.notify_all()
@@ -366,12 +348,10 @@ class Inbox:
             self._connections.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for all threads but the present one; whether they have ended."""
+        """Wait for all threads except the current one; return whether they have ended."""
         deadline = now() + timeout_s
-        if self._started and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-        ended = [dispatcher.join(deadline) for dispatcher in self._dispatchers]
-        return all(ended) and not self._thread.is_alive()
+        ended = self._thread.ends_within(timeout_s, self._connection.interrupt)
+        return all([ended, *(dispatcher.join(deadline) for dispatcher in self._dispatchers)])
 
     def _wake(self) -> None:
         with self._state:
@@ -397,8 +377,8 @@ class Inbox:
                 if woken:
                     failures = 0
                     continue
-                # Another server may have been promoted, on which some messages are not there, and
-                # new ones may come before where we are.
+                # Another server may have been promoted. It may lack some messages, and number new
+                # ones below the current position.
                 self._read_again()
                 self._state.wait_for(
                     lambda: self._stopped or self._woken, pause_s(failures, *_BACKOFF_S)
@@ -439,12 +419,12 @@ class Inbox:
         )
         for entry, flat in found[0][1] if found else ():
             self._cursor = entry
-            receiving = self._queues.get(_queue_of(flat))
+            receiving = self._queues.get(_queue_of(flat) or "")
             if receiving is not None and receiving.live:
                 self._take(receiving, entry, flat)
 
     def _block_s(self, queues: list[QueueState]) -> float:
-        """How long the server may let us wait for new messages."""
+        """How long a read may block."""
         if any(not state.live and state.roomy for state in queues) or self._woken:
             return 0.0
         times = [self._connection.block_max_s]
@@ -453,7 +433,7 @@ class Inbox:
         return min(times)
 
     def _catch_up(self, state: QueueState, key: str) -> None:
-        """Read on for a queue that is behind; it goes live at the end of the stream."""
+        """Read more for a queue that is behind; at the end of the stream it goes live."""
         ms, number = state.place
         page = self._connection.call("XRANGE", key, f"{ms}-{number}", "+", "COUNT", _COUNT)
         for entry, flat in page:
@@ -466,14 +446,18 @@ class Inbox:
             state.live = True
 
     def _take(self, state: QueueState, entry: bytes, flat: list[bytes]) -> bool:
-        """Pass a message to its dispatcher; False if there is no room, and it must wait."""
+        """Pass a message to its dispatcher; False if the queue has no room."""
         place = read_place(entry)
         if place <= state.place:
-            return True  # it was looked at already
+            return True  # this message was read before
         clock = self._group.clock
         time = self._group.now()
-        message = read_message(self._identity[0], entry, flat, time, clock.error_bound)
-        message.queue_state = state
+        try:
+            message = read_message(state, self._identity[0], entry, flat, time, clock.error_bound)
+        except (KeyError, ValueError):
+            _log.warning("Skipping entry %s of the inbox, which is not a message.", entry.decode())
+            state.place = place
+            return True
         with self._state:
             key = (place, message.id)
             if key not in state.held and key not in self._done:
@@ -482,7 +466,7 @@ class Inbox:
                     return False
                 state.held[key] = message
                 state.bytes += len(message.data)
-                state.dispatcher.put(message, state.priority)
+                state.dispatcher.put(message)
             state.place = place
         return True
 
@@ -492,7 +476,8 @@ class Inbox:
             state.live, state.place = False, START
 
     def _drop_waiting(self) -> None:
-        """Messages that no handler has may be another member's now: if not, they are read again."""
+        """Drop messages that no handler has: they may belong to another member now. If not, they
+        are read again."""
         for state in self._queues.values():
             for key, message in list(state.held.items()):
                 if not message.taken:
@@ -506,38 +491,35 @@ class Inbox:
                 continue
             for message in list(state.held.values()):
                 if message.overdue_at is not None and message.overdue_at <= now():
-                    reason = f"The handler was not done within {state.timeout:g} seconds."
+                    reason = f"The handler did not finish within {state.timeout:g} seconds."
                     try:
                         self.settle(message, "failed", "", reason.encode())
                     except MeteorError as error:
-                        _log.warning("An overdue message was not failed: %s", error)
+                        _log.warning("Failing an overdue message did not succeed: %s", error)
 
 
 def _patience_s(state: QueueState) -> float:
-    """Seconds after which a message of a queue can be overdue."""
-    assert state.timeout is not None, "it has a time"
+    """Seconds until a message of a queue can become overdue."""
+    assert state.timeout is not None, "the caller has checked it"
     times = [math.inf]
     for message in list(state.held.values()):
-        # One that waits may be taken now; then it is looked at again with what is left.
+        # A waiting message may be taken at any moment, and has the whole timeout then.
         at = message.overdue_at
         times.append(state.timeout if at is None else max(at - now(), _FULL_S))
     return min(times)
 
 
-def _state_of(message: Message) -> QueueState:
-    assert message.queue_state is not None, "it was read from an inbox"
-    return message.queue_state
-
-
 def _reason(error: BaseException) -> bytes:
-    """Why a handler failed, for the sender."""
+    """Describe a handler's exception for the sender."""
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception:  # its own text cannot be made
+    except Exception:  # its __str__ raises
         text = type(error).__name__
     return text.encode(errors="replace")
 
 
-def _queue_of(flat: list[Any]) -> str:
-    queue: bytes = flat[3]  # the second field, as it is written
-    return queue.decode()
+def _queue_of(flat: list[Any]) -> str | None:
+    """Return the queue of an inbox entry; None if send.lua did not write the entry."""
+    if len(flat) < 4 or flat[2] != b"queue":
+        return None
+    return str(flat[3], errors="replace")

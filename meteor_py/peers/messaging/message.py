@@ -1,4 +1,4 @@
-"""A message, as the member that received it sees it."""
+"""A message as its receiver sees it."""
 
 from __future__ import annotations
 
@@ -11,49 +11,50 @@ from meteor_py.records.config import check_seconds
 if TYPE_CHECKING:
     from meteor_py.peers.messaging.inbox import QueueState
 
-#: An entry's place in its stream.
+#: The position of an entry in its stream.
 Place = tuple[int, int]
 
 
 @dataclass(eq=False)
 class Message:
-    """A message that a member received; settled by ``ack``, ``reply`` or ``fail``, once.
+    """A message that a member received. Settle it once, with ``ack``, ``reply`` or ``fail``.
 
-    Until then it stays in the inbox: if its member dies and comes back, or another of that name
-    takes its place, it is delivered again, with the same ``id``.
+    An unsettled message stays in the inbox. If its member dies and comes back, or another process
+    takes over the member's name, the message is delivered again with the same ``id``.
     """
 
-    #: The same each time it is delivered.
+    #: The same for every delivery.
     id: str
     queue: str
     #: "tell", "send" or "ask".
     verb: str
-    #: The id of the member that sent it; None if it was sent from a handle, by no member.
+    #: The id of the member that sent it; None if it was sent through a ``PeerGroup``.
     sender: str | None
-    #: Whether the sender was the leader when it was stored.
+    #: Whether the sender was the leader when the message was stored.
     from_leader: bool
-    #: 1 to 256.
+    #: 1 to 256; lower numbers are delivered first.
     priority: int
-    #: The first time it is 1; more if its first receiver left, or ``retry`` was called here. Not
-    #: counted is what a process has had in hand when it died, and its successor gets again.
+    #: 1 for the first delivery; more if earlier receivers left, or ``retry`` was called here. A
+    #: redelivery after a crash of the same member is not counted.
     deliveries: int
-    #: When it was stored, by the clock of the group, in seconds since 1970.
+    #: When it was stored, in seconds since 1970 by the group's clock.
     sent_at: float
-    #: When it was read here, by the same clock, as well as it is known here.
+    #: When it was read here, by this process's estimate of the same clock.
     received_at: float
-    #: Seconds that ``received_at`` and ``latency`` may be wrong by, either way.
+    #: Maximum error of ``received_at`` and ``latency`` in seconds, either way.
     clock_error: float
-    #: What was sent.
+    #: Its queue in this process.
+    queue_state: QueueState = field(repr=False)
+    #: The decoded body.
     body: Any = None
-    #: For which member, where in its inbox, and until when the sender waits, by the group's clock.
+    #: Its receiver, its position in the inbox, and until when the sender waits (group's clock).
     member: str = field(default="", repr=False)
     place: Place = field(default=(0, 0), repr=False)
     until: float = field(default=0.0, repr=False)
-    #: The type and the bytes of the body.
+    #: The type and the bytes of the undecoded body.
     kind: str = field(default="", repr=False)
     data: bytes = field(default=b"", repr=False)
-    #: Its queue here; whether a handler has it, and settled it; when the handler must be done.
-    queue_state: QueueState | None = field(default=None, repr=False)
+    #: Whether a handler has it, settled it, or must not get it; when the handler's time is over.
     taken: bool = field(default=False, repr=False)
     settled: bool = field(default=False, repr=False)
     dropped: bool = field(default=False, repr=False)
@@ -61,54 +62,52 @@ class Message:
 
     @property
     def latency(self) -> float:
-        """Seconds from being stored to being read."""
+        """Seconds between storing and reading it."""
         return self.received_at - self.sent_at
 
     def ack(self) -> bool:
-        """It is done. A sender that asked gets None.
+        """Settle the message as done. A sender that asked gets None.
 
         Returns:
-            Whether this settled it; False if it was settled before, or is not this member's any
-            more: the sender may have given it up, or it was given to another.
+            Whether this call settled it. False if it was settled before, or no longer belongs to
+            this member: the sender stopped waiting, or another member has it.
 
         Raises:
-            ConnectionFailed: The server cannot be reached; call it again.
+            ConnectionFailed: The server cannot be reached. Call ``ack`` again.
         """
-        return self._state.inbox.settle(self, "ok", "", b"")
+        return self.queue_state.inbox.settle(self, "ok", "", b"")
 
     def reply(self, value: Any = None) -> bool:
-        """It is done, and this is the reply, if the sender asked for one.
+        """Settle the message as done, with a reply for a sender that asked.
 
         Raises:
-            TypeError, ValueError: The codec of the group cannot write it, or it is too large.
+            TypeError, ValueError: The codec cannot encode the reply, or it is over 1 MiB.
         """
-        return self._state.inbox.reply(self, value)
+        return self.queue_state.inbox.reply(self, value)
 
     def fail(self, reason: str = "") -> bool:
-        """It cannot be done; who sent or asked gets ``HandlerFailed`` with the reason."""
-        return self._state.inbox.settle(self, "failed", "", str(reason).encode(errors="replace"))
+        """Settle the message as failed: the sender gets ``HandlerFailed`` with the reason."""
+        data = str(reason).encode(errors="replace")
+        return self.queue_state.inbox.settle(self, "failed", "", data)
 
     def retry(self, delay: float = 0.0) -> bool:
-        """Have it handled again, not before ``delay`` seconds are over, unless it expires.
+        """Handle the message again after ``delay`` seconds, unless it expires first.
 
-        Others of its queue go first meanwhile.
+        Meanwhile other messages of its queue are handled.
         """
-        return self._state.inbox.put_back(self, check_seconds("delay", delay, zero=True))
-
-    @property
-    def _state(self) -> QueueState:
-        assert self.queue_state is not None, "it was read from an inbox"
-        return self.queue_state
+        return self.queue_state.inbox.put_back(self, check_seconds("delay", delay, zero=True))
 
 
 def read_place(entry: bytes) -> Place:
-    """The place of an entry from its ID."""
+    """Parse the ID of a stream entry."""
     ms, _, number = entry.partition(b"-")
     return int(ms), int(number)
 
 
-def read_message(member: str, entry: bytes, flat: list[bytes], now: float, error: float) -> Message:
-    """A message from its entry in an inbox; its body is not decoded yet."""
+def read_message(
+    state: QueueState, member: str, entry: bytes, flat: list[bytes], now: float, error: float
+) -> Message:
+    """Parse an entry of an inbox. The body is not decoded yet."""
     fields = read_fields(flat)
     return Message(
         id=fields["id"].decode(),
@@ -121,6 +120,7 @@ def read_message(member: str, entry: bytes, flat: list[bytes], now: float, error
         sent_at=int(fields["sent"]) / 1000,
         received_at=now,
         clock_error=error,
+        queue_state=state,
         member=member,
         place=read_place(entry),
         until=int(fields["until"]) / 1000,

@@ -1,4 +1,4 @@
-"""Replies: what became of a message, from its receivers."""
+"""Replies: how the receivers of a message settled it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from meteor_py.errors import (
-    HandlerFailed,
-    MemberLeft,
-    MessageExpired,
-    MessageFailed,
-)
+from meteor_py.errors import HandlerFailed, MemberLeft, MessageExpired, MessageFailed
 from meteor_py.peers.codec import PeerCodec, UnknownType
 from meteor_py.records.times import seconds_in_words
 
 
 @dataclass(frozen=True)
 class Replies:
-    """The replies of the members to a message to all."""
+    """The replies to a message to all members."""
 
-    #: By member.
+    #: The replies, by member id.
     values: dict[str, Any] = field(default_factory=dict)
-    #: By member, for those that did not reply, or could not.
+    #: The errors of members that did not reply, by member id.
     failed: dict[str, MessageFailed] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Whether all replied."""
+        """Whether all members replied."""
         return not self.failed
 
 
 def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Replies:
-    """From the fields of a hash ``message:<id>``: the replies so far."""
+    """Parse the replies so far from the fields of a hash ``message:<id>``."""
     replies = Replies()
     for name, value in fields.items():
         if not name.startswith("r:"):
@@ -43,9 +38,9 @@ def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Repl
         if code == b"ok":
             try:
                 replies.values[member] = codec.decode(kind.decode(), data)
-            except BaseException as error:  # also SystemExit, of a type's own function
+            except BaseException as error:  # even SystemExit, from a registered decode function
                 replies.failed[member] = HandlerFailed(
-                    f"The reply of member {member!r} cannot be read. {_text(error)}",
+                    f"The reply of member {member!r} cannot be read: {_text(error)}",
                     group=group,
                     member=member,
                 )
@@ -56,23 +51,23 @@ def read_replies(fields: dict[str, bytes], group: str, codec: PeerCodec) -> Repl
 
 
 def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, UnknownType) else f"({type(error).__name__}: {error})"
+    return str(error) if isinstance(error, UnknownType) else f"{type(error).__name__}: {error}."
 
 
 def _failure(code: str, text: str, group: str, member: str) -> MessageFailed:
-    who = f"Member {member!r} of group {group!r}"
+    name = f"Member {member!r} of group {group!r}"
     if code == "left":
-        return MemberLeft(f"{who} left before it had replied.", group=group, member=member)
+        return MemberLeft(f"{name} left before it replied.", group=group, member=member)
     if code == "expired":
         return MessageExpired(
-            f"{who} received the message when its time was over.", group=group, member=member
+            f"{name} received the message after it had expired.", group=group, member=member
         )
-    what = "cannot read" if code == "unknown" else "failed"
-    return HandlerFailed(f"{who} {what} the message: {text}", group=group, member=member)
+    verb = "cannot read" if code == "unknown" else "failed to handle"
+    return HandlerFailed(f"{name} {verb} the message: {text}", group=group, member=member)
 
 
 def add_silent(replies: Replies, receivers: Iterable[str], group: str, timeout: float) -> None:
-    """Count receivers that have not replied by now as failed."""
+    """Add an error for each receiver that has not replied."""
     for member in receivers:
         if member not in replies.values and member not in replies.failed:
             replies.failed[member] = MessageExpired(

@@ -1,7 +1,7 @@
-"""Requests: messages to members of a group that wait for replies.
+"""Requests: messages of a group handle, and the replies that they wait for.
 
-A message is stored in the thread of the caller, so messages stay in the order of the calls. One
-thread of the handle waits for the replies, and for the timeout of each message.
+The caller's thread stores a message, so messages keep the order of the calls. One thread of the
+handle waits for the replies, and for the timeout of each message.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from meteor_py.errors import (
     ConnectionFailed,
@@ -47,80 +48,72 @@ _log = logging.getLogger(__name__)
 Verb = Literal["tell", "send", "ask"]
 To = Literal["member", "any", "all", "leader"]
 
-REPLIES_PREFIX = "meteor-replies"
-#: Messages of a handle that may wait for a reply; beyond, sending waits.
+#: Maximum number of messages of a handle that wait for replies; further calls block.
 PENDING_MAX = 10_000
-#: Bytes of a body, or of a reply, at most.
+#: Maximum size of a body or a reply in bytes.
 BODY_BYTES_MAX = 1_048_576
-#: Seconds between two tries, doubled each time up to the second figure.
+#: Seconds between two attempts: the first figure doubles up to the second.
 _BACKOFF_S = (0.01, 0.3)
-#: Seconds to wait for the server when the time of a message is over.
-_LAST_LOOK_S = 1.0
-#: Messages that are looked at together.
+#: Seconds to wait for the server's reply when a message has timed out.
+_LAST_READ_S = 1.0
+#: Maximum number of messages whose replies are read together.
 _BATCH = 100
-#: Finished messages that the server was not told of yet. Others expire by themselves.
-_OVER_MAX = 10_000
+#: Maximum number of finished messages to report to the server. The rest expire there.
+_FINISHED_MAX = 10_000
 
 
-class Request(NamedTuple):
-    """A message to be sent, without its body."""
+@dataclass(eq=False)
+class Request:
+    """A message to send, without its body."""
 
-    #: None if no member sends it.
+    #: None if it is sent through a ``PeerGroup``.
     sender: MemberHandle | None
     verb: Verb
     to: To
-    #: The id of the receiver, if it is for one member.
+    #: The id of the receiver, if ``to`` is "member".
     member: str
     queue: str
     timeout: float
     priority: int
     include_dead: bool
-
-
-@dataclass
-class _Pending:
-    """A message that waits for a reply."""
-
-    request: Request
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     future: Future[Any] = field(default_factory=Future)
     receivers: list[str] = field(default_factory=list)
-    #: Whether it is known to be stored by the only try: of it nothing can arrive any more.
+    #: Whether the first attempt stored it: then no earlier attempt can still reach the server.
     stored_once: bool = False
 
 
 class Requests:
-    """Owned by its group handle. Its thread is started with the first message that waits."""
+    """Owned by a group handle. The first message that waits for a reply starts its thread."""
 
     def __init__(self, group: GroupHandle, codec: PeerCodec) -> None:
         self.group = group
         self.codec = codec
         self._state = SignalSafeCondition()
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, Request] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._arrived: deque[str] = deque()
         self._stopped = False
         self._thread: JoinableThread | None = None
-        #: Finished messages: the server may forget them.
-        self._over: deque[str] = deque(maxlen=_OVER_MAX)
+        #: Finished messages, which the server may delete.
+        self._finished: deque[str] = deque(maxlen=_FINISHED_MAX)
         self._connections = ThreadConnections(group.protocol.connector.open_connection)
         self._in: Connection | None = None
 
     # -- sending -------------------------------------------------------------------------------
 
-    def post(self, request: Request, body: Any) -> Future[Any]:
+    def post(self, message: Request, body: Any) -> Future[Any]:
         """Store a message, and wait for its reply in the background."""
         self.group.check_owned()
-        # It is closed later than the group: handlers that closing waits for may send.
+        # Closed later than the group: handlers that closing waits for may still send.
         if self._stopped:
             self.group.check_open()
         kind, data = self.codec.encode(body)
         check_size(data)
-        message = _Pending(request)
-        message.future.set_running_or_notify_cancel()  # it cannot be called back
-        deadline = now() + request.timeout
+        message.future.set_running_or_notify_cancel()  # a sent message cannot be cancelled
+        deadline = now() + message.timeout
         try:
-            if request.verb != "tell":
+            if message.verb != "tell":
                 self._await(message, deadline)
             message.receivers = self._store(message, [kind, data], deadline)
         except MeteorError as error:
@@ -129,16 +122,16 @@ class Requests:
         else:
             if (
                 message.stored_once and message.id not in self._pending
-            ):  # told, or replied to by now
-                self._over.append(message.id)
-            if request.verb == "tell":
+            ):  # a tell, or already replied to
+                self._finished.append(message.id)
+            if message.verb == "tell":
                 message.future.set_result(message.id)
         return message.future
 
-    def _await(self, message: _Pending, deadline: float) -> None:
-        """Before it is stored: the reply may arrive before we know that it is."""
+    def _await(self, message: Request, deadline: float) -> None:
+        """Register a message before storing it: its reply may arrive before the server's."""
         with self._state:
-            # A callback of a reply would wait for the thread that it is called in.
+            # A callback of a future would wait for its own thread.
             is_callback = threading.current_thread() is self._thread
             free = self._state.wait_for(
                 lambda: len(self._pending) < PENDING_MAX or self._stopped,
@@ -148,25 +141,25 @@ class Requests:
                 raise self._closed_error()
             if not free:
                 raise MessageExpired(
-                    f"{PENDING_MAX} messages of this handle of group {self.group.name!r} wait for "
-                    "replies; nothing was sent.",
+                    f"{PENDING_MAX:,} messages of this handle of group {self.group.name!r} await "
+                    "replies. Nothing was sent.",
                     group=self.group.name,
                 )
             self._pending[message.id] = message
             heapq.heappush(self._deadlines, (deadline, message.id))
             if self._thread is None:
-                name = f"{REPLIES_PREFIX}-{self.group.name}"
-                self._thread = JoinableThread(self._run, name)
+                self._thread = JoinableThread(self._run, f"meteor-replies-{self.group.name}")
                 self._thread.start()
             if self._deadlines[0][1] == message.id:
                 self._state.notify_all()
 
-    def _store(self, message: _Pending, body: list[Any], deadline: float) -> list[str]:
-        """Put it into the inboxes; return whose. May be repeated: the server knows its id."""
-        group, request, sender = self.group, message.request, message.request.sender
-        args: list[Any] = [request.queue, request.verb, request.to, request.member]
-        args += [secrets.randbelow(2**31), "1" if request.include_dead else "0", request.priority]
-        args += [group.config.max_inbox, max(int(request.timeout * 1000), 1), *body]
+    def _store(self, message: Request, body: list[Any], deadline: float) -> list[str]:
+        """Store a message in the inboxes of its receivers; return their ids. Safe to repeat: the
+        server recognises the message id."""
+        group, sender = self.group, message.sender
+        args: list[Any] = [message.queue, message.verb, message.to, message.member]
+        args += [secrets.randbelow(2**31), "1" if message.include_dead else "0", message.priority]
+        args += [group.config.max_inbox, max(int(message.timeout * 1000), 1), *body]
         failures = 0
         while True:
             if sender is not None and sender.lost.is_set():
@@ -183,16 +176,16 @@ class Requests:
                     message.stored_once = failures == 0
                     return [member.decode() for member in reply[1:]]
                 if code != b"STALE":
-                    raise self._refusal(code, reply, request.member)
-                cause = None  # expelled: its heartbeat joins again, or gives it up
+                    raise self._refusal(code, reply, message.member)
+                cause = None  # the sender was expelled: its heartbeat rejoins, or it is lost
             failures += 1
             pause = pause_s(failures, *_BACKOFF_S)
             if now() + pause >= deadline:
                 raise MessageExpired(
                     f"A message to group {group.name!r} could not be stored within "
-                    f"{seconds_in_words(request.timeout)}, or it is not known whether it was.",
+                    f"{seconds_in_words(message.timeout)}. If a reply was lost, it may be stored.",
                     group=group.name,
-                    timeout=request.timeout,
+                    timeout=message.timeout,
                 ) from cause
             time.sleep(pause)
 
@@ -203,75 +196,74 @@ class Requests:
             connection.timeout_s = min(
                 self.group.protocol.connector.timeout_s, max(deadline - now(), 0.01)
             )
-            return self.group.protocol.run(PEERS_SEND, [*args, self._take_over()], connection)
+            return self.group.protocol.run(PEERS_SEND, [*args, self._take_finished()], connection)
 
         return self._connections.use(send, deadline - now())
 
-    def _take_over(self) -> str:
-        """The ids of finished messages, for the server to forget."""
-        over: list[str] = []
-        while self._over and len(over) < _BATCH:
-            try:
-                over.append(self._over.popleft())
-            except IndexError:
-                break  # another thread was faster
-        return " ".join(over)
+    def _take_finished(self) -> str:
+        """The ids of finished messages, which the server deletes."""
+        ids: list[str] = []
+        with suppress(IndexError):  # another thread may take the last one
+            while len(ids) < _BATCH:
+                ids.append(self._finished.popleft())
+        return " ".join(ids)
 
     def _refusal(self, code: bytes, reply: list[Any], member: str) -> MeteorError:
         name = self.group.name
         if code == b"NOLEADER":
-            return NoLeader(f"Group {name!r} has no leader now.", group=name)
+            return NoLeader(f"Group {name!r} has no leader now. Try again later.", group=name)
         if code == b"FULL":
-            whose = reply[1].decode()
+            full = reply[1].decode()
             return InboxFull(
-                f"Member {whose!r} of group {name!r} has as many messages as it may have "
-                f"({self.group.config.max_inbox:,}); nothing was sent. Send again when it has "
-                "handled some, or give the group a larger max_inbox.",
+                f"Member {full!r} of group {name!r} has as many unsettled messages as it may have "
+                f"({self.group.config.max_inbox:,}). Nothing was sent. Send again when it has "
+                "settled some, or give the group a larger max_inbox.",
                 group=name,
-                member=whose,
+                member=full,
             )
         if member:
             text = f"There is no member {member!r} in group {name!r}."
             return MemberUnknown(text, group=name, member=member)
         if self.group.view.members:
-            return MemberUnknown(f"Nobody in group {name!r} is alive.", group=name)
-        return MemberUnknown(f"Nobody is in group {name!r}.", group=name)
+            return MemberUnknown(f"No member of group {name!r} is alive.", group=name)
+        return MemberUnknown(f"Group {name!r} has no members.", group=name)
 
     # -- replies -------------------------------------------------------------------------------
 
     def reply_arrived(self, message: str) -> None:
-        """All receivers have settled it. Called by the event reader: must not wait."""
+        """Note that all receivers settled a message. The event reader calls this: do not block."""
         with self._state:
             if message in self._pending:
                 self._arrived.append(message)
                 self._state.notify_all()
 
     def close(self, deadline: float) -> None:
-        """Fail what still waits, and end the thread, waiting for it until then by ``now()``."""
+        """Fail the messages that wait, and join the thread until ``deadline`` by ``now()``."""
         with self._state:
             self._stopped = True
             self._state.notify_all()
             waiting = list(self._pending.values())
             self._pending.clear()
         self._connections.close()
-        if self._in is not None:
-            self._in.interrupt()
+        self._wake()
         for message in waiting:
             _end(message.future, self._closed_error())
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(max(deadline - now(), 0.0))
-            if thread.is_alive():
-                _log.warning("The requests of group %r does not end.", self.group.name)
+        if thread is not None and not thread.ends_within(max(deadline - now(), 0.0), self._wake):
+            _log.warning("The reply thread of group %r did not end in time.", self.group.name)
+
+    def _wake(self) -> None:
+        if self._in is not None:
+            self._in.interrupt()
 
     def _run(self) -> None:
         self._in = connection = self.group.protocol.connector.open_connection()
-        connection.timeout_s = min(connection.timeout_s, _LAST_LOOK_S)
+        connection.timeout_s = min(connection.timeout_s, _LAST_READ_S)
         failures = 0
         while not self._stopped:
             arrived, due = self._next()
             try:
-                self._look(connection, arrived, due)
+                self._read(connection, arrived, due)
                 failures = 0
             except ConnectionFailed:
                 failures += 1
@@ -279,21 +271,21 @@ class Requests:
                     self._arrived.extendleft(reversed(arrived))
                     pause = pause_s(failures, *_BACKOFF_S)
                     self._state.wait_for(lambda: self._stopped, pause)
-            except BaseException:  # whatever it is: other messages wait for replies, too
+            except BaseException:  # any exception: other messages are waiting for replies
                 if not self._stopped:
-                    _log.exception("The requests of group %r failed.", self.group.name)
+                    _log.exception("Reading replies of group %r failed.", self.group.name)
             for message in due:
                 self._expire(message, {})
         connection.close()
 
     def _next(self) -> tuple[list[str], list[str]]:
-        """Wait for replies, or until messages time out; some of each."""
+        """Wait until replies arrive or messages time out; return a batch of each."""
         with self._state:
             while not self._stopped:
                 heap = self._deadlines
                 while heap and heap[0][1] not in self._pending:
                     heapq.heappop(heap)
-                if len(heap) > 2 * len(self._pending) + 1_000:  # else what is done stays for long
+                if len(heap) > 2 * len(self._pending) + 1_000:  # drop finished messages
                     heap[:] = [item for item in heap if item[1] in self._pending]
                     heapq.heapify(heap)
                 due: list[str] = []
@@ -305,8 +297,8 @@ class Requests:
                 self._state.wait(heap[0][0] - now() if heap else None)
         return [], []
 
-    def _look(self, connection: Connection, arrived: list[str], due: list[str]) -> None:
-        """Read the replies. Messages that are due may have one too: the news of it can be lost."""
+    def _read(self, connection: Connection, arrived: list[str], due: list[str]) -> None:
+        """Read replies. A message that is due may have one too: its notification can be lost."""
         ids = list(dict.fromkeys([*arrived, *due]))
         if not ids:
             return
@@ -327,36 +319,36 @@ class Requests:
         if pending is None:
             return
         if pending.stored_once:
-            self._over.append(message)
+            self._finished.append(message)
         self._conclude(pending, read_replies(fields, self.group.name, self.codec))
 
     def _expire(self, message: str, fields: dict[str, bytes]) -> None:
-        """It timed out: conclude with the replies that have arrived."""
+        """Conclude a message that timed out, with the replies that have arrived."""
         pending = self._finish(message)
         if pending is None:
             return
         replies = read_replies(fields, self.group.name, self.codec)
         receivers = pending.receivers
-        if "to" in fields:  # for any member: another one may have it by now
+        if "to" in fields:  # a message for any member may have moved to another one
             receivers = fields["to"].decode().split("\n")
-        if pending.request.to == "all" and receivers:
-            add_silent(replies, receivers, self.group.name, pending.request.timeout)
+        if pending.to == "all" and receivers:
+            add_silent(replies, receivers, self.group.name, pending.timeout)
             self._conclude(pending, replies)
         else:
             error = MessageExpired(
                 f"A message to group {self.group.name!r} got no reply within "
-                f"{seconds_in_words(pending.request.timeout)}; it may still be handled, or have "
-                "been.",
+                f"{seconds_in_words(pending.timeout)}. It may have been handled, or may "
+                "still be.",
                 group=self.group.name,
-                member=receivers[0] if pending.request.to == "member" and receivers else None,
-                timeout=pending.request.timeout,
+                member=receivers[0] if pending.to == "member" and receivers else None,
+                timeout=pending.timeout,
             )
             _end(pending.future, error)
 
-    def _conclude(self, pending: _Pending, replies: Replies) -> None:
+    def _conclude(self, pending: Request, replies: Replies) -> None:
         future = pending.future
-        if pending.request.to == "all":
-            if pending.request.verb == "ask":
+        if pending.to == "all":
+            if pending.verb == "ask":
                 _end(future, result=replies)
             elif replies.ok:
                 _end(future)
@@ -367,19 +359,19 @@ class Requests:
             _end(future, error)
             return
         value = next(iter(replies.values.values()), None)
-        _end(future, result=value if pending.request.verb == "ask" else None)
+        _end(future, result=value if pending.verb == "ask" else None)
 
     def _partial(self, replies: Replies) -> PartialFailure:
         first = next(iter(replies.failed.values()))
         return PartialFailure(
             f"{len(replies.failed)} of {len(replies.failed) + len(replies.values)} members of "
-            f"group {self.group.name!r} did not take the message; the first: {first}",
+            f"group {self.group.name!r} did not acknowledge the message. The first: {first}",
             group=self.group.name,
             values=replies.values,
             failed=replies.failed,
         )
 
-    def _finish(self, message: str) -> _Pending | None:
+    def _finish(self, message: str) -> Request | None:
         with self._state:
             pending = self._pending.pop(message, None)
             self._state.notify_all()
@@ -396,21 +388,21 @@ def check_size(data: bytes) -> None:
     """Raise ``ValueError`` for a body that is too large."""
     if len(data) > BODY_BYTES_MAX:
         raise ValueError(
-            f"The body of a message may have {BODY_BYTES_MAX} bytes, not {len(data)}; send where "
-            "it is, instead of what it is."
+            f"The body of a message may have {BODY_BYTES_MAX:,} bytes, not {len(data):,}. Send a "
+            "reference to the data instead."
         )
 
 
 def _end(future: Future[Any], error: BaseException | None = None, result: Any = None) -> None:
-    """Complete a future; what is done stays as it is."""
+    """Complete a future, unless it is already complete."""
     try:
         if error is not None:
             future.set_exception(error)
         else:
             future.set_result(result)
     except InvalidStateError:
-        pass  # it timed out first
-    except BaseException:  # of a callback: what is an Exception was logged already
+        pass  # the message has timed out
+    except BaseException:  # from a callback; concurrent.futures logs an Exception itself
         if threading.current_thread() is threading.main_thread():
             raise
-        _log.exception("A callback of a reply failed.")
+        _log.exception("A callback of a message's future failed.")

@@ -1,4 +1,4 @@
-"""Targets: the receivers of a message, and the verbs that say what the sender waits for."""
+"""Targets: the receivers of a message, and three verbs that say which result the sender awaits."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ if TYPE_CHECKING:
 #: Default seconds after which a sender stops waiting for a reply.
 TIMEOUT_S = 10.0
 TIMEOUT_MAX_S = 86_400.0
-#: The priority of a message: 1 to 256, lower ones first.
+#: Default priority of a message: 1 to 256, lower numbers first.
 PRIORITY = 128
 PRIORITY_MAX = 256
 
 
 class Target:
-    """One member, any member, or the leader. Get it from a group or from a membership.
+    """The receivers of messages: one member, any member, or the leader.
 
-    All three verbs return when the message is stored, in the order of the calls, and give a
-    ``concurrent.futures.Future``. Its callbacks are called in the one thread that takes in all
-    replies: they must not wait. It ends after ``timeout`` seconds, whatever happens, and raises:
+    Get it from a group or a membership. All three verbs store the message, in the order of the
+    calls, and return a ``concurrent.futures.Future`` that completes within ``timeout`` seconds. One
+    thread runs the callbacks of all futures, so they must not block. The future may raise:
 
-    - ``MemberUnknown``: there is no such member, or none at all;  ``NoLeader``;
-    - ``InboxFull``: it has ``max_inbox`` messages already;
-    - ``MemberLeft``: it left before it had replied;  ``HandlerFailed``: its handler raised;
-    - ``MessageExpired``: no reply arrived in time. It may still be handled, or have been.
-    - ``MembershipLost``: the sender is not a member any more.
+    - ``MemberUnknown``: the group has no such member, or no live member;
+    - ``NoLeader``: the group has no leader;
+    - ``InboxFull``: the receiver has ``max_inbox`` unsettled messages;
+    - ``MemberLeft``: the receiver left before it replied;
+    - ``HandlerFailed``: the receiver's handler raised, or called ``fail()``;
+    - ``MessageExpired``: no reply arrived in time. The message may still be handled;
+    - ``MembershipLost``: the sender is no longer a member.
 
-    An argument that is not valid raises ``ValueError`` or ``TypeError`` at once; so does a body
-    that the codec cannot write. In a callback of another reply, a message does not wait for room
-    among the 10,000 that a handle may have open: it fails at once.
+    An invalid argument, or a body that the codec cannot encode, raises ``ValueError`` or
+    ``TypeError`` at once. A handle may have 10,000 messages awaiting replies; others wait for room,
+    except in a callback of a future, where they fail at once.
+
+    >>> group.member("worker-7").ask("price", "book", timeout=5).result()  # doctest: +SKIP
     """
 
     def __init__(
@@ -50,28 +54,28 @@ class Target:
     def tell(
         self, queue: str, body: Any = None, *, timeout: float = TIMEOUT_S, priority: int = PRIORITY
     ) -> Future[str]:
-        """Leave a message: done when it is stored; the result is its id.
+        """Store a message; the result is its id.
 
-        It stays in the inbox until it is handled, for as long as there is that member.
+        It stays in the inbox until it is settled or its receiver leaves.
 
         Args:
-            queue: Which of the receiver's handlers it is for: 1 to 128 of A-Z a-z 0-9 . _ -
-            body: Whatever the codec of the group can write.
-            timeout: Seconds to try to store it for.
-            priority: 1 to 256: of those that wait, lower ones come first.
+            queue: The receiver's queue: 1 to 128 characters of A-Z a-z 0-9 . _ -
+            body: Any value that the group's codec can encode, up to 1 MiB.
+            timeout: Seconds to keep trying to store it, up to a day.
+            priority: 1 to 256. Of the waiting messages, lower numbers are delivered first.
         """
         return self._post("tell", queue, body, timeout, priority)
 
     def send(
         self, queue: str, body: Any = None, *, timeout: float = TIMEOUT_S, priority: int = PRIORITY
     ) -> Future[None]:
-        """Send a message: done when it was handled, and acknowledged."""
+        """Send a message; the result is None, once the receiver has acknowledged it."""
         return self._post("send", queue, body, timeout, priority)
 
     def ask(
         self, queue: str, body: Any = None, *, timeout: float = TIMEOUT_S, priority: int = PRIORITY
     ) -> Future[Any]:
-        """Ask: the result is the reply."""
+        """Send a request; the result is the reply."""
         return self._post("ask", queue, body, timeout, priority)
 
     def _post(
@@ -88,20 +92,19 @@ class Target:
         if check_seconds("timeout", timeout) > TIMEOUT_MAX_S:
             raise ValueError(f"timeout must be at most {TIMEOUT_MAX_S:g} seconds, not {timeout}.")
         request = Request(
-            *(self._sender, verb, self._to, self._member, queue),
-            *(timeout, priority, include_dead),
+            self._sender, verb, self._to, self._member, queue, timeout, priority, include_dead
         )
         return self._requests.post(request, body)
 
     def __repr__(self) -> str:
-        whom = f"member {self._member!r}" if self._member else self._to
-        return f"<Target {whom} of {self._requests.group.name!r}>"
+        receiver = f"member {self._member!r}" if self._member else self._to
+        return f"<Target {receiver} of {self._requests.group.name!r}>"
 
 
 class Everybody(Target):
-    """All members that are alive when the message is stored; members that join later do not get it.
+    """All members that are alive when a message is stored; members that join later do not get it.
 
-    Either all get it or none does: ``InboxFull`` if one of them has too many.
+    The message is stored for all of them or for none: one full inbox raises ``InboxFull``.
     """
 
     def tell(
@@ -113,10 +116,10 @@ class Everybody(Target):
         priority: int = PRIORITY,
         include_dead: bool = False,
     ) -> Future[str]:
-        """Leave a message for all: done when it is stored.
+        """Store a message for all members.
 
         Args:
-            include_dead: Also for named members that are dead: it waits for them.
+            include_dead: Also store it for named members that are dead, until they come back.
         """
         return self._post("tell", queue, body, timeout, priority, include_dead)
 
@@ -129,7 +132,7 @@ class Everybody(Target):
         priority: int = PRIORITY,
         include_dead: bool = False,
     ) -> Future[None]:
-        """Send to all: done when all have acknowledged it, else ``PartialFailure``, with both."""
+        """Send to all members; raises ``PartialFailure`` unless all acknowledge the message."""
         return self._post("send", queue, body, timeout, priority, include_dead)
 
     def ask(
@@ -141,33 +144,8 @@ class Everybody(Target):
         priority: int = PRIORITY,
         include_dead: bool = False,
     ) -> Future[Replies]:
-        """Ask all: the result has the replies, and the errors, by member.
+        """Ask all members; the result has the replies and the errors, by member.
 
-        It is there when all have replied or left, or after ``timeout`` seconds.
+        It is complete when all have replied or left, or after ``timeout`` seconds.
         """
         return self._post("ask", queue, body, timeout, priority, include_dead)
-
-
-class Targets:
-    """The targets of a group handle, or of a member, whose id the receiver then sees."""
-
-    def __init__(self, requests: Requests, sender: MemberHandle | None = None) -> None:
-        self._requests = requests
-        self._sender = sender
-
-    def member(self, member: str) -> Target:
-        if not isinstance(member, str):
-            raise TypeError(f"The id of a member is a str, not {type(member).__name__}.")
-        return Target(self._requests, self._sender, "member", keys.check_name(member, "member"))
-
-    @property
-    def any(self) -> Target:
-        return Target(self._requests, self._sender, "any")
-
-    @property
-    def all(self) -> Everybody:
-        return Everybody(self._requests, self._sender, "all")
-
-    @property
-    def leader(self) -> Target:
-        return Target(self._requests, self._sender, "leader")

@@ -1,1 +1,1 @@
-"""Votes of a peer group, and the actions that its members agree on."""
+"""Votes of a peer group, and actions at an agreed time."""

@@ -1,4 +1,4 @@
-"""Actions of a group: what its members have agreed to do at one instant, by the server's clock."""
+"""Actions: functions that members run at one agreed instant, by the server's clock."""
 
 from __future__ import annotations
 
@@ -17,65 +17,65 @@ from meteor_py.runtime.threads import JoinableThread
 
 if TYPE_CHECKING:
     from meteor_py.peers.group_handle import GroupHandle
-    from meteor_py.peers.voting.voter import Voter
+    from meteor_py.peers.member_handle import MemberHandle
 
 _log = logging.getLogger(__name__)
 
-#: Seconds before its time when an action gets a thread, besides those for which that spins.
+#: Seconds before its time, in addition to ``early``, at which an action gets a thread.
 _AHEAD_S = 0.03
-#: Seconds before its time when the server is asked for the time once more.
+#: Seconds before its time at which a heartbeat reads the server's clock once more.
 _SHARPEN_S = 0.3
-#: Seconds after which the clock is looked at again, as it may have been set meanwhile.
-_LOOK_S = 0.5
-#: Seconds to wait for a better reading of the clock, and how often.
+#: Maximum seconds between checks of the clock, because it may be adjusted at any time.
+_CHECK_S = 0.5
+#: Seconds to wait for a better reading of the clock, and how many times.
 _READING_S = (0.2, 3)
 
 
 @dataclass(frozen=True)
 class Action:
-    """Something that is done, or was missed."""
+    """An action that is running, or was missed."""
 
     name: str
     params: Any
-    #: When it was to be done, in seconds by the clock of the group.
+    #: The agreed time, in seconds by the group's clock.
     at: float
-    #: Seconds by which this process was late when it began, or learned of it.
+    #: Seconds by which this process was late when it started the action or learned of it.
     late: float
-    #: Seconds by which ``late`` may be wrong, either way: as well as the time is known here.
+    #: Maximum error of ``late`` in seconds, either way: that of this process's clock.
     error_bound: float
     #: The poll that agreed on it.
     poll: str
-    #: The member that proposed it; None if the proposer is no member.
+    #: The member that proposed it; None if it was proposed through a ``PeerGroup``.
     by: str | None
 
 
 class Handler(NamedTuple):
-    """What a member does."""
+    """A member's handler for an action."""
 
     function: Callable[..., object]
     early: float
     run_late: bool
     max_late: float
-    #: Since when, by ``now()``.
+    #: When it was registered, by ``now()``.
     since: float
 
 
 class Task(NamedTuple):
-    """What one member has to do at a time."""
+    """An action that one member must run."""
 
     at: float
     outcome: Outcome
     handler: Handler
-    voter: Voter
+    member: MemberHandle
 
     @property
     def ready_at(self) -> float:
-        """When it needs a thread."""
+        """When it needs a thread, by the group's clock."""
         return self.at - self.handler.early - _AHEAD_S
 
 
 class Actions:
-    """The schedule of a group handle. Has a thread while something is to be done."""
+    """The schedule of a group handle. It has a thread while actions are pending."""
 
     def __init__(self, group: GroupHandle) -> None:
         self._group = group
@@ -86,7 +86,7 @@ class Actions:
         self._stopped = False
 
     def is_sure(self, max_error: float) -> bool:
-        """Whether the time is known that well; asks for it again if it is not."""
+        """Whether the clock's error is within ``max_error``, after further readings if needed."""
         self._group.now()
         clock = self._group.clock
         wait_s, times = _READING_S
@@ -100,12 +100,12 @@ class Actions:
         return clock.error_bound <= max_error
 
     def schedule(self, task: Task) -> None:
-        """Have something done, or tell that it is too late."""
-        self._group.now()  # the clock is known
+        """Schedule an action, or report it as missed."""
+        self._group.now()  # waits for a first reading of the clock
         late = -self._group.clock.until(task.at)
         if late > 0:
             if now() - late < task.handler.since:
-                return  # it was over before there was a handler
+                return  # its time was before the handler was registered
             if not task.handler.run_late:
                 self.miss(task)
                 return
@@ -122,12 +122,12 @@ class Actions:
             self._state.notify_all()
 
     def miss(self, task: Task) -> None:
-        """Tell that something is not done."""
-        self._group.now()  # the clock is known
-        task.voter.missed(self._action(task))
+        """Report an action as missed."""
+        self._group.now()  # waits for a first reading of the clock
+        task.member.voter.missed(self._action(task))
 
     def close(self, deadline: float) -> None:
-        """Do nothing any more; wait for what is being done, until then by ``now()``."""
+        """Start no more actions, and wait for running ones until ``deadline`` by ``now()``."""
         with self._state:
             self._stopped = True
             self._tasks.clear()
@@ -137,9 +137,9 @@ class Actions:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - now(), 0.0))
                 if thread.is_alive():
-                    _log.warning("An action of group %r does not end.", self._group.name)
+                    _log.warning("An action of group %r did not end in time.", self._group.name)
 
-    # -- in its thread -------------------------------------------------------------------------
+    # -- in the schedule's thread --------------------------------------------------------------
 
     def _run(self) -> None:
         sharpened = 0.0
@@ -161,35 +161,35 @@ class Actions:
                 self._group.heartbeat.hurry()
             with self._state:
                 pause = left - _SHARPEN_S if left > _SHARPEN_S else left
-                self._state.wait(min(pause, _LOOK_S))
+                self._state.wait(min(pause, _CHECK_S))
 
     def _start(self, task: Task) -> None:
         name = f"meteor-action-{self._group.name}"
-        runner = JoinableThread(self._do, name, task)
+        runner = JoinableThread(self._act, name, task)
         self._runners = [thread for thread in self._runners if thread.is_alive()]
         self._runners.append(runner)
         runner.start()
 
-    def _do(self, task: Task) -> None:
+    def _act(self, task: Task) -> None:
         clock, handler = self._group.clock, task.handler
         while not self._stopped and (left := clock.until(task.at) - handler.early) > 0:
             time.sleep(min(left, _AHEAD_S))
         while not self._stopped and clock.until(task.at) > 0:
             time.sleep(0)  # lets other threads of this process run
-        if self._stopped or task.voter.gone:
+        if self._stopped or not task.member.active:
             return
         action = self._action(task)
         try:
             if action.late > handler.max_late and not handler.run_late:
-                task.voter.missed(action)
+                task.member.voter.missed(action)
             else:
                 handler.function(action)
-        except BaseException:  # also SystemExit: nothing would report it
+        except BaseException:  # even SystemExit: nothing else would report it
             _log.exception("Action %r of group %r failed.", action.name, self._group.name)
 
     def _action(self, task: Task) -> Action:
         outcome, clock = task.outcome, self._group.clock
-        assert outcome.action is not None, "it is one"
+        assert outcome.action is not None, "only votes on actions are scheduled"
         return Action(
             name=outcome.action,
             params=outcome.topic,

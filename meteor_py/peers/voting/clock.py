@@ -1,9 +1,9 @@
-"""The clock of a group: that of its server, as well as one process can know it.
+"""The clock of a group: a process's estimate of its server's clock.
 
-The server sent each reply that carries its time between the request and the arrival, so half of
-that interval bounds the error. Since then both clocks may have parted a little. A reading that an
-old one contradicts by more than their bounds shows that the server's clock was set, or that this is
-another server: then the old ones are forgotten.
+The server generates each reply that carries its time between the request and the arrival, so half
+of that interval bounds the error. After that, both clocks may drift apart. If a new reading
+contradicts an old one by more than their bounds, the server's clock was set, or this is another
+server: then the old reading is dropped.
 """
 
 from __future__ import annotations
@@ -12,35 +12,39 @@ from typing import NamedTuple
 
 from meteor_py.runtime.clock import now
 
-#: Readings that are kept.
+#: How many readings are kept.
 _READINGS = 8
-#: How far two clocks part in a second, at worst.
+#: Maximum drift between two clocks, in seconds per second.
 _DRIFT = 100e-6
 
 
 class _Reading(NamedTuple):
-    #: When, by our clock; what to add to it; and half of how long the reply took.
+    #: When by ``now()``; the difference to the server's clock; and half of the round trip.
     at: float
     offset: float
     error: float
 
     def bound(self, at: float) -> float:
-        """What it may be wrong by at another time."""
+        """The maximum error of this reading at another time."""
         return self.error + _DRIFT * abs(at - self.at)
 
 
 class GroupClock:
-    """Seconds since 1970 by the server's clock. Fed by each reply of the server."""
+    """Seconds since 1970 by the server's clock. Each heartbeat reply adds a reading."""
 
     def __init__(self) -> None:
-        # Replaced as a whole: other threads read it while the heartbeat updates it.
+        # Replaced, never changed: other threads read it while the heartbeat updates it.
         self._readings: tuple[_Reading, ...] = ()
 
     def read(self, sent: float, arrived: float, server: float) -> None:
-        """Take in a reply: when it was requested and arrived, and the time that it carries."""
+        """Add a reading: when the request was sent, when the reply arrived, and its time."""
         middle = (sent + arrived) / 2
         new = _Reading(middle, server - middle, (arrived - sent) / 2)
-        agreeing = (r for r in self._readings if abs(new.offset - r.offset) <= _slack(r, new))
+        agreeing = (
+            old
+            for old in self._readings
+            if abs(new.offset - old.offset) <= old.bound(new.at) + new.error
+        )
         self._readings = (*agreeing, new)[-_READINGS:]
 
     @property
@@ -48,7 +52,7 @@ class GroupClock:
         return bool(self._readings)
 
     def now(self) -> float:
-        """The time now."""
+        """The current time."""
         at = now()
         return at + self._best(at).offset
 
@@ -58,14 +62,9 @@ class GroupClock:
 
     @property
     def error_bound(self) -> float:
-        """Seconds that it may be wrong by, either way."""
+        """Maximum error of ``now()`` in seconds, in either direction."""
         at = now()
         return self._best(at).bound(at)
 
     def _best(self, at: float) -> _Reading:
         return min(self._readings, key=lambda reading: reading.bound(at))
-
-
-def _slack(old: _Reading, new: _Reading) -> float:
-    """What two readings may differ by, if no clock was set."""
-    return old.bound(new.at) + new.error

@@ -1,9 +1,9 @@
-"""The polls of a group handle: what it proposes, what is open, and what was decided.
+"""The polls of a group handle: its proposals, the open votes, and the outcomes.
 
-The server counts and decides, so a vote survives its proposer and the leader. Events report what
-happens. If the event of an outcome was lost, the handle asks for the outcome when the time of the
-vote is over, so every future ends. Nothing here runs, and no event is looked at, before this
-process votes or proposes.
+The server counts and decides, so a vote survives its proposer and the leader. Events report
+proposals and outcomes. If the event of an outcome was lost, the handle asks for the outcome when
+the vote is over, so every future completes. Until this process votes or proposes, no thread runs
+and events about votes are ignored.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between the end of a vote on an action and the action: the decision has to get around.
+#: Seconds between the end of a vote on an action and the action, to spread the decision.
 LEAD_S = 0.2
-#: Polls that are remembered as decided, so that each is told of once.
+#: Decided polls to remember, so that each outcome is reported once.
 REMEMBERED = 1_000
-#: Seconds after the end of a vote when its proposer asks for the outcome.
+#: Seconds after the end of a vote at which its proposer asks for the outcome.
 _ASK_S = 0.01
-#: The same for other handles: one of them must ask if the proposer is dead, but not all at once.
+#: The same for other handles, at random: if the proposer is dead, one of them must ask.
 _OTHERS_ASK_S = (0.3, 1.3)
-#: Seconds after the end of a vote when an outcome that the server does not tell is given up.
-_GIVE_UP_S = 10.0
+#: Seconds after the end of a vote at which a handle stops asking for its outcome.
+_ABANDON_S = 10.0
 _BACKOFF_S = (0.02, 0.64)
 
 
 class Motion(NamedTuple):
-    """What is put to the vote."""
+    """A proposal on its way to the server."""
 
     topic: bytes
     kind: Kind | int
     timeout: float
     require_leader: bool
     action: str = ""
-    #: In ms by the clock of the group.
+    #: In ms by the group's clock.
     at: int | None = None
     #: In us.
     max_error: int | None = None
@@ -68,17 +68,17 @@ class Motion(NamedTuple):
 
 @dataclass
 class _Open:
-    """A vote whose outcome is not known here."""
+    """A vote whose outcome this process does not know yet."""
 
-    #: When to ask for it, and when to give up, by ``now()``.
+    #: When to ask for the outcome, and when to stop asking, by ``now()``.
     ask_at: float
-    give_up_at: float
+    abandon_at: float
     future: Future[Outcome] | None = None
     failures: int = 0
 
 
 class Polls:
-    """Owned by its group handle. Has a thread of its own, from the first use on."""
+    """Owned by a group handle. It has a thread from its first use on."""
 
     def __init__(self, group: GroupHandle) -> None:
         self._group = group
@@ -87,14 +87,14 @@ class Polls:
         self._jobs: deque[Callable[[], None]] = deque()
         self._open: dict[str, _Open] = {}
         self._decided: dict[str, None] = {}
-        #: All that have threads, or had.
+        #: Voters whose threads closing must stop.
         self._voters: list[Voter] = []
         self._state = SignalSafeCondition()
         self._thread: JoinableThread | None = None
         self._stopped = False
 
     def use(self, voter: Voter | None = None) -> None:
-        """From now on, events about votes matter here."""
+        """Start processing events about votes."""
         with self._state:
             if voter is not None and voter not in self._voters:
                 self._voters = [v for v in self._voters if not v.stopped] + [voter]
@@ -102,21 +102,21 @@ class Polls:
                 name = f"meteor-polls-{self._group.name}"
                 self._thread = JoinableThread(self._run, name)
                 self._thread.start()
-                self._group.heartbeat.hurry()  # the first reading of the clock is a bad one
+                self._group.heartbeat.hurry()  # the first reading of the clock is inaccurate
 
     # -- proposing -----------------------------------------------------------------------------
 
     def propose(self, motion: Motion, by: MemberHandle | None) -> Future[Outcome]:
-        """Put something to the vote. For what it raises see ``PeerGroup.propose``."""
+        """Put a proposal to the vote. See ``PeerGroup.propose`` for errors."""
         self.use()
         poll = secrets.token_hex(8)
         future: Future[Outcome] = Future()
-        future.set_running_or_notify_cancel()  # it cannot be called back
-        entry = _Open(now() + motion.timeout, now() + motion.timeout + _GIVE_UP_S, future)
+        future.set_running_or_notify_cancel()  # a proposal cannot be cancelled
+        entry = _Open(now() + motion.timeout, now() + motion.timeout + _ABANDON_S, future)
         with self._state:
             if self._stopped:
                 raise MeteorError(f"This handle of group {self._group.name!r} is closed.")
-            self._open[poll] = entry  # now: the outcome may arrive before the reply
+            self._open[poll] = entry  # first: the outcome may arrive before the reply
         try:
             left_s = self._put_to_vote(poll, motion, by)
         except BaseException:
@@ -125,7 +125,7 @@ class Polls:
             raise
         with self._state:
             entry.ask_at = now() + left_s + _ASK_S
-            entry.give_up_at = entry.ask_at + _GIVE_UP_S
+            entry.abandon_at = entry.ask_at + _ABANDON_S
             self._state.notify_all()
         return future
 
@@ -146,7 +146,7 @@ class Polls:
         try:
             reply = put() if by is None else by.retry_fenced(put, deadline)
         except ConnectionFailed as error:
-            error.add_note(f"It may be that poll {poll} was begun; on_decision will tell of it.")
+            error.add_note(f"Poll {poll} may be open; on_decision would report its outcome.")
             raise
         if reply[0] != b"OK":
             raise self._refusal(reply, motion)
@@ -156,26 +156,27 @@ class Polls:
         name = self._group.name
         match reply[0]:
             case b"NOLEADER":
-                return NoLeader(f"Group {name!r} has no leader now; try again later.", group=name)
+                return NoLeader(f"Group {name!r} has no leader now. Try again later.", group=name)
             case b"TOOLATE":
                 late = (motion.at or 0) / 1000 - int(reply[1]) / 1000
                 return ActionRefused(
-                    f"Action {motion.action!r} is to be done in {late:.3f} s, but a vote must end "
-                    f"{LEAD_S:g} s before; choose a later time, at=group.now() + 2.",
+                    f"Action {motion.action!r} is due in {late:.3f} s, but its vote must end "
+                    f"{LEAD_S:g} s before that. Choose a later time: at=group.now() + 2.",
                     group=name,
                 )
             case b"PENDING":
                 return ActionRefused(
-                    f"Action {motion.action!r} is pending already, by poll {reply[1].decode()}; "
-                    "propose it again when its time is over.",
+                    f"Action {motion.action!r} is already pending, by poll {reply[1].decode()}. "
+                    "Propose it again when its time is over.",
                     group=name,
                 )
             case b"NOMEMBER":
-                return PeerError(f"Nobody in group {name!r} is alive to vote; join it.", group=name)
-        return PeerError(f"Group {name!r} has {reply[1]} open votes; wait for them.", group=name)
+                text = f"No member of group {name!r} is alive to vote. Join it first."
+                return PeerError(text, group=name)
+        return PeerError(f"Group {name!r} has {reply[1]} open votes. Wait for them.", group=name)
 
     def run(self, script: Script, args: Sequence[Any], deadline: float) -> list[Any]:
-        """Run a script that may be repeated, again and again until a time."""
+        """Run a script that is safe to repeat, with retries until ``deadline`` by ``now()``."""
         failures = 0
         while True:
             try:
@@ -187,10 +188,10 @@ class Polls:
                     raise
                 time.sleep(pause)
 
-    # -- news from the event reader ------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------
 
     def proposed(self, event: Event) -> None:
-        """Something was put to the vote. Under the lock of the group, which is as it was then."""
+        """Process a proposal, under the group's lock: the view is that of the proposal."""
         if self._thread is None:
             return
         members = self._group.view.members
@@ -205,16 +206,16 @@ class Polls:
         self._put(partial(self._ask, event.fields, now() + left_s, asked))
 
     def decided(self, event: Event) -> None:
-        """Something was decided."""
+        """Process an outcome."""
         if self._thread is not None:
             self._put(partial(self._decide, event.fields))
 
     def resync(self) -> None:
-        """Events were lost: ask for what they may have told."""
+        """After lost events, ask the server for open votes and outcomes."""
         if self._thread is not None:
             self._put(self._ask_for_all)
 
-    # -- in its thread -------------------------------------------------------------------------
+    # -- in the thread -------------------------------------------------------------------------
 
     def _put(self, job: Callable[[], None]) -> None:
         with self._state:
@@ -234,9 +235,9 @@ class Polls:
                     work()
                 except UnknownType as error:
                     _log.warning(
-                        "A vote of group %r means nothing here: %s", self._group.name, error
+                        "A vote of group %r cannot be decoded here: %s", self._group.name, error
                     )
-                except BaseException:  # also SystemExit: of a callback of a future
+                except BaseException:  # even SystemExit, from a callback of a future
                     if not self._stopped:
                         _log.exception("The polls of group %r failed.", self._group.name)
 
@@ -250,7 +251,7 @@ class Polls:
             if proposal.id in self._decided:
                 return
             ask_at = deadline + random.uniform(*_OTHERS_ASK_S)
-            self._open.setdefault(proposal.id, _Open(ask_at, ask_at + _GIVE_UP_S))
+            self._open.setdefault(proposal.id, _Open(ask_at, ask_at + _ABANDON_S))
         for voter in asked:
             voter.ask(proposal, deadline)
 
@@ -272,7 +273,7 @@ class Polls:
             self._group.listeners.tell("decision", outcome)
             if outcome.passed and outcome.action is not None:
                 self._act(outcome)
-        finally:  # in any case: a caller waits for it
+        finally:  # whatever happened: a caller is waiting
             if future is not None:
                 future.set_result(outcome)
 
@@ -280,8 +281,8 @@ class Polls:
         for member in self._group.local_members():
             try:
                 member.voter.act(outcome)
-            except Exception:  # the others have agreed to it, too
-                _log.exception("%r cannot do %r.", member, outcome.action)
+            except Exception:  # the other members must still act
+                _log.exception("%r could not schedule action %r.", member, outcome.action)
 
     def _ask_for(self, poll: str) -> None:
         with self._state:
@@ -289,26 +290,31 @@ class Polls:
         if entry is None:
             return
         try:
-            found = next(self.look("poll", poll), None)
-        except MeteorError as error:  # away, or it has forgotten the group, which will start again
+            found = next(self.read("poll", poll), None)
+        except MeteorError as error:  # the server is away, or has lost the group, which recovers
             entry.failures += 1
             entry.ask_at = now() + pause_s(entry.failures, *_BACKOFF_S)
-            if now() > entry.give_up_at:
-                self._give_up(poll, f"could not be asked for in time ({error})")
+            if now() > entry.abandon_at:
+                self._abandon(poll, f"could not be read in time ({error})")
             return
         if found is None:
-            self._give_up(poll, "is lost, as the server has lost state")
-        elif found.fields["result"]:
-            self._decide(found.fields)
+            self._abandon(poll, "is lost, because the server has lost state")
+            return
+        left_s, fields = found
+        if fields["result"]:
+            self._decide(fields)
         else:  # the server was away for a while and gave voters more time
-            entry.ask_at = now() + found.left_s + _ASK_S
-            entry.give_up_at = entry.ask_at + _GIVE_UP_S
+            entry.ask_at = now() + left_s + _ASK_S
+            entry.abandon_at = entry.ask_at + _ABANDON_S
 
-    def look(self, what: str, which: str, patience_s: float = 0.0) -> Iterator[Poll]:
-        """One poll, or those that a member has to know of."""
+    def read(
+        self, what: str, which: str, patience_s: float = 0.0
+    ) -> Iterator[tuple[float, dict[str, bytes]]]:
+        """Read one poll, or those that concern a member: the seconds left to vote, and the fields
+        as in its events."""
         reply = self.run(PEERS_READ_POLLS, [what, which], now() + patience_s)
         for left_ms, flat in zip(reply[1::2], reply[2::2], strict=True):
-            yield Poll(int(left_ms) / 1000, read_fields(flat))
+            yield int(left_ms) / 1000, read_fields(flat)
 
     def _ask_for_all(self) -> None:
         with self._state:
@@ -317,18 +323,18 @@ class Polls:
         for member in self._group.local_members():
             member.voter.catch_up()
 
-    def _give_up(self, poll: str, why: str) -> None:
+    def _abandon(self, poll: str, why: str) -> None:
         with self._state:
             entry = self._open.pop(poll, None)
         if entry is not None and entry.future is not None:
             name = self._group.name
-            text = f"The outcome of poll {poll} in group {name!r} {why}; others may know it."
+            text = f"The outcome of poll {poll} in group {name!r} {why}. Others may know it."
             entry.future.set_exception(PeerError(text, group=name))
 
     # -- the end -------------------------------------------------------------------------------
 
     def close(self, deadline: float) -> None:
-        """End its threads, waiting until then by ``now()``; a future that is open fails."""
+        """Stop the threads, waiting until ``deadline`` by ``now()``, and fail open futures."""
         with self._state:
             self._stopped = True
             self._state.notify_all()
@@ -339,23 +345,14 @@ class Polls:
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(deadline - now(), 0.0))
         for poll in list(self._open):
-            self._give_up(poll, "is not known, as this handle was closed before")
+            self._abandon(poll, "is not known, because this handle was closed before")
         for voter in voters:
             if not voter.join(deadline):
-                _log.warning("A handler of votes of group %r does not end.", self._group.name)
-
-
-class Poll(NamedTuple):
-    """A poll as the server has it now."""
-
-    #: Seconds to vote in.
-    left_s: float
-    #: As in its events.
-    fields: dict[str, bytes]
+                _log.warning("A vote handler of group %r did not end in time.", self._group.name)
 
 
 def remember(known: dict[str, None], poll: str) -> None:
-    """Put a poll into a memory that is bounded."""
+    """Add a poll to a bounded set, and drop the oldest."""
     known[poll] = None
     while len(known) > REMEMBERED:
         del known[next(iter(known))]

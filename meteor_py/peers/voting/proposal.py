@@ -9,93 +9,92 @@ from typing import Any, Literal
 from meteor_py.peers.codec import PeerCodec
 
 Kind = Literal["majority", "consensus"]
-#: Why a vote ended as it did; "left" is a voter that had not voted, and was needed.
+#: Why a vote ended. "left": a voter that was needed left before voting.
 Reason = Literal["passed", "rejected", "left", "timeout"]
 
-#: Bytes that a topic, or the parameters of an action, may have: every event about it carries them.
+#: Maximum bytes of a topic or of an action's parameters: every event about it carries them.
 TOPIC_MAX = 65_536
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a member is asked to vote on."""
+    """A proposal that a member votes on."""
 
     #: The id of the poll.
     id: str
     topic: Any
-    #: The member that proposes; None if the proposer is no member.
+    #: The member that proposed it; None if it was proposed through a ``PeerGroup``.
     by: str | None
-    #: Who must say yes: "majority" and "consensus" of those who are asked, or so many.
+    #: How many voters must say yes: a "majority", all ("consensus"), or a number.
     kind: Kind | int
-    #: When the vote ends, in seconds by the clock of the group.
+    #: When the vote ends, in seconds by the group's clock.
     deadline: float
-    #: The name of the action that is proposed, if it is one; then the topic is its parameters.
+    #: The name of the proposed action, whose parameters are the topic; None for a plain vote.
     action: str | None = None
-    #: When that is to be done, in seconds by the clock of the group.
+    #: The time of the action, in seconds by the group's clock.
     at: float | None = None
-    #: Seconds that the clock of a voter may be wrong by; None if that does not matter.
+    #: Maximum error of a voter's clock in seconds; None if it does not matter.
     max_error: float | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a vote ended. The same for all who learn of it."""
+    """The outcome of a vote: the same in every process."""
 
     #: The id of the poll.
     poll: str
     passed: bool
-    #: "passed", "rejected" (enough did not say yes), "left" (a voter left that was needed), or
-    #: "timeout".
+    #: "passed", "rejected" (too few can still say yes), "left" (a needed voter left) or "timeout".
     reason: Reason
-    #: The members that said yes; no; neither; and those who said nothing, or left before.
+    #: The members that said yes, said no, abstained, and did not vote or left before voting.
     yes: tuple[str, ...]
     no: tuple[str, ...]
     abstained: tuple[str, ...]
     missing: tuple[str, ...]
     topic: Any
-    #: The member that proposed it; None if the proposer is no member.
+    #: The member that proposed it; None if it was proposed through a ``PeerGroup``.
     by: str | None
     kind: Kind | int
-    #: When it was decided, in seconds by the clock of the group.
+    #: When it was decided, in seconds by the group's clock.
     decided: float
-    #: The name of the action that was voted on, if it was one; then the topic is its parameters.
+    #: The name of the action, whose parameters are the topic; None for a plain vote.
     action: str | None = None
-    #: When that is to be done, in seconds by the clock of the group.
+    #: The time of the action, in seconds by the group's clock.
     at: float | None = None
 
     @property
     def voters(self) -> tuple[str, ...]:
-        """All who were asked."""
+        """All members that were asked."""
         return tuple(sorted((*self.yes, *self.no, *self.abstained, *self.missing)))
 
 
 def dump_topic(topic: Any, codec: PeerCodec) -> bytes:
-    """A topic as it is kept: its type, and its bytes.
+    """Encode a topic: its type and its bytes.
 
     Raises:
-        TypeError, ValueError: The codec cannot write it, or it is too large.
+        TypeError, ValueError: The codec cannot encode the topic, or it is too large.
     """
     kind, data = codec.encode(topic)
     if len(data) > TOPIC_MAX:
         raise ValueError(
-            f"What is voted on takes {len(data):,} bytes, more than {TOPIC_MAX:,}; send it before, "
-            "and vote on its name."
+            f"The topic or parameters of a vote may have {TOPIC_MAX:,} bytes, not {len(data):,}. "
+            "Send the data first, and vote on a reference to it."
         )
     return kind.encode() + b":" + data
 
 
 def load_topic(data: bytes, codec: PeerCodec) -> Any:
-    """The topic.
+    """Decode a topic.
 
     Raises:
-        UnknownType: Its type is not known here.
+        UnknownType: Its type is not registered here.
     """
     kind, _, body = data.partition(b":")
     return codec.decode(kind.decode(), body)
 
 
 def read_proposal(fields: Mapping[str, bytes], codec: PeerCodec) -> Proposal:
-    """A proposal from the fields of its event."""
+    """Parse the fields of an event "proposed"."""
     return Proposal(
         id=fields["poll"].decode(),
         topic=load_topic(fields["topic"], codec),
@@ -109,7 +108,7 @@ def read_proposal(fields: Mapping[str, bytes], codec: PeerCodec) -> Proposal:
 
 
 def read_outcome(fields: Mapping[str, bytes], codec: PeerCodec) -> Outcome:
-    """An outcome from the fields of its event."""
+    """Parse the fields of an event "decided"."""
 
     def members(name: str) -> tuple[str, ...]:
         return tuple(sorted(filter(None, fields[name].decode().split(","))))

@@ -1,4 +1,4 @@
-"""A voter: one member of this process when it votes, and when it does what was agreed on."""
+"""A voter: a member of this process as it votes and runs agreed actions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds for which a server that is away is asked again for open votes.
+#: Seconds for which reading open votes is retried while the server is away.
 _PATIENCE_S = 5.0
 
 _F = TypeVar("_F", bound=Callable[..., object])
@@ -29,22 +29,20 @@ Vote = Callable[[Proposal], bool | None]
 
 
 class Voter:
-    """Owned by its member. Has a thread from its first handler on: a slow one holds up only
-    the votes of this member."""
+    """Owned by a member. It has its own thread from its first handler on, so a slow handler delays
+    only the votes of this member."""
 
     def __init__(self, member: MemberHandle) -> None:
         self._member = member
         self._vote: Vote | None = None
         self._handlers: dict[str, Handler] = {}
         self._missed: list[Callable[[Action], object]] = []
-        #: Polls that it has voted in, or tried to, and those whose action was taken up.
+        #: Polls in which it voted or tried to, and polls whose action it has scheduled.
         self._voted: dict[str, None] = {}
         self._acted: dict[str, None] = {}
         self._state = SignalSafeCondition()
         self._thread: CallbackThread | None = None
         self.stopped = False
-
-    # -- its handlers --------------------------------------------------------------------------
 
     def set_vote(self, function: Vote) -> None:
         self._vote = function
@@ -67,26 +65,24 @@ class Voter:
         self._member.group.polls.use(self)
         self.catch_up()
 
-    # -- voting --------------------------------------------------------------------------------
-
     def ask(self, proposal: Proposal, deadline: float) -> None:
-        """Have it vote, until a time by ``now()``. Without any handler it will, later."""
+        """Vote before ``deadline`` by ``now()``. Without a handler, ``catch_up`` votes later."""
         if self._thread is not None:
             self._thread.call(self._consider, proposal, deadline)
 
     def catch_up(self) -> None:
-        """Look for what happened before it had a handler, or when events were lost."""
+        """Find votes and actions from before the first handler, or whose events were lost."""
         if self._thread is not None:
             self._thread.call(self._catch_up)
 
     def _catch_up(self) -> None:
         polls = self._member.group.polls
         try:
-            found = list(polls.look("member", self._member.id, _PATIENCE_S))
+            found = list(polls.read("member", self._member.id, _PATIENCE_S))
         except (ConnectionFailed, PeerError) as error:
-            _log.warning("%r could not look for open votes: %s", self._member, error)
+            _log.warning("%r could not read the open votes: %s", self._member, error)
             return
-        deadlines = [now() + left_s for left_s, _ in found]  # a handler may take its time
+        deadlines = [now() + left_s for left_s, _ in found]  # first: a handler may be slow
         for deadline, (_, fields) in zip(deadlines, found, strict=True):
             try:
                 if fields["result"]:
@@ -94,28 +90,28 @@ class Voter:
                 else:
                     self._consider(read_proposal(fields, polls.codec), deadline)
             except UnknownType as error:
-                _log.warning("%r does not understand a vote: %s", self._member, error)
+                _log.warning("%r cannot decode a vote: %s", self._member, error)
 
     def _consider(self, proposal: Proposal, deadline: float) -> None:
-        if proposal.id in self._voted or now() >= deadline or self._member.going:
+        if proposal.id in self._voted or now() >= deadline or not self._member.active:
             return
         if self._vote is None and proposal.action is None:
-            return  # a handler may come
+            return  # a handler may be registered later
         remember(self._voted, proposal.id)
         self._send(proposal.id, self._decide(proposal), deadline)
 
     def _decide(self, proposal: Proposal) -> str:
-        """'y', 'n' or 'a'."""
+        """Returns 'y', 'n', or 'a' to abstain."""
         actions = self._member.group.polls.actions
         if proposal.max_error is not None and not actions.is_sure(proposal.max_error):
-            _log.warning("%r says no: it does not know the time well enough.", self._member)
+            _log.warning("%r votes no: its clock is not accurate enough.", self._member)
             return "n"
         if self._vote is None:
             return "y" if proposal.action in self._handlers else "n"
         try:
             vote = self._vote(proposal)
-        except BaseException:  # also SystemExit: a vote that is awaited
-            _log.exception("The vote of %r failed, which is a no.", self._member)
+        except BaseException:  # even SystemExit: the proposer is waiting
+            _log.exception("The vote handler of %r failed, which counts as no.", self._member)
             return "n"
         return "a" if vote is None else "y" if vote else "n"
 
@@ -125,15 +121,13 @@ class Voter:
         try:
             reply = member.group.polls.run(PEERS_VOTE, args, deadline)
         except (ConnectionFailed, PeerError) as error:
-            _log.warning("A vote of %r did not arrive: %s", member, error)
+            _log.warning("A vote of %r did not reach the server: %s", member, error)
             return
         if reply[0] != b"OK" or not reply[1]:
-            _log.info("A vote of %r in poll %s came too late.", member, poll)
-
-    # -- acting --------------------------------------------------------------------------------
+            _log.info("A vote of %r in poll %s was too late.", member, poll)
 
     def act(self, outcome: Outcome) -> None:
-        """Something is to be done; in any thread."""
+        """Schedule an agreed action. Safe in any thread."""
         handler = self._handlers.get(outcome.action or "")
         member = self._member
         actions = member.group.polls.actions
@@ -143,28 +137,21 @@ class Voter:
             was_asked = member.id in outcome.voters
             if not was_asked and not set(member.former_ids).intersection(outcome.voters):
                 return
-            if outcome.poll in self._acted or member.going:
+            if outcome.poll in self._acted or not member.active:
                 return
             remember(self._acted, outcome.poll)
-        task = Task(outcome.at, outcome, handler, self)
+        task = Task(outcome.at, outcome, handler, member)
         if was_asked:
             actions.schedule(task)
         else:
-            actions.miss(task)  # it was expelled since, and is another member now
-
-    @property
-    def gone(self) -> bool:
-        """Whether it is not a member any more, or is about to leave."""
-        return self._member.going
+            actions.miss(task)  # the member was expelled after the vote, and has another id
 
     def missed(self, action: Action) -> None:
-        """Tell that something is not done here."""
+        """Report an action that this member does not run."""
         _log.warning("%r misses %r (%+.3f s).", self._member, action.name, action.late)
         for function in self._missed:
             if self._thread is not None:
                 self._thread.call(function, action)
-
-    # -- the end -------------------------------------------------------------------------------
 
     def stop(self) -> None:
         with self._state:
@@ -174,4 +161,5 @@ class Voter:
             thread.stop()
 
     def join(self, deadline: float) -> bool:
-        return self._thread is None or self._thread.join(max(deadline - now(), 0.0))
+        thread = self._thread
+        return thread is None or thread.ends_within(max(deadline - now(), 0.0), thread.stop)

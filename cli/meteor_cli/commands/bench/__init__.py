@@ -1,4 +1,4 @@
-"""``meteor bench``: how fast a server is, as seen from here."""
+"""``meteor bench``: measures the speed of a server, seen from this machine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ meteor bench --url redis://localhost:6379 --size 1000 --json"""
     min=1_000,
     max=1_000_000_000,
     default=1_000_000,
-    help="How many to publish in each way: 1,000,000.",
+    help="Number of records to publish in each test. Default: 1,000,000.",
 )
 @options.count(
-    "--size", max=1_000_000, default=100, metavar="BYTES", help="Of the value of a record: 100."
+    "--size", max=1_000_000, default=100, metavar="BYTES", help="Size of values. Default: 100."
 )
 @options.json_lines
 def bench(session: Session, records: int, size: int, as_json: bool) -> None:
     """Measure the speed of publishing and reading.
 
-    On the server that --url or $METEOR_URL names, else on a private one. Its streams have names of
-    their own, and are deleted in the end; at most 256 MB of records are kept at a time.
+    Uses the server of --url or $METEOR_URL, or else a private one. Creates streams with random
+    names, keeps at most 256 MB of records at a time, and deletes the streams at the end.
     """
     from meteor_cli.commands.bench.benchmark import Benchmark
 

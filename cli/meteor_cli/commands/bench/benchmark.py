@@ -1,4 +1,4 @@
-"""What ``meteor bench`` does: each thing once, one after the other."""
+"""The measurements of ``meteor bench``, one after the other."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ import msgspec
 
 import meteor_py as meteor
 from meteor_cli.commands.bench import measure
-from meteor_cli.commands.server import product_name
 from meteor_cli.render.terminal import progress
-from meteor_cli.render.text import print_table, say
+from meteor_cli.render.text import print_table, product_name, say
 from meteor_cli.session import Session
 
-#: Bytes of the records that the ring keeps at a time, and of those that are made beforehand.
+#: Maximum bytes of records in the ring, and of records that are prepared beforehand.
 _KEPT_MAX_BYTES = 256_000_000
 _MADE_MAX_BYTES = 16_000_000
-#: Records whose latency is measured, one at a time.
+#: Number of records whose latency is measured.
 _LATENCIES = 2_000
-#: What is measured, in the words of ``--json`` and of the table.
+#: The measurements, by their names in ``--json``.
 _NAMES = {
     "publish_many": "publish_many of lists",
     "read_bytes": "read as bytes",
@@ -43,39 +42,36 @@ _READINGS: dict[str, Callable[[meteor.Stream, measure.Advance], tuple[int, float
 
 
 class Result(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thing that was measured; also a line of ``--json``."""
+    """One measurement; also a line of ``--json``."""
 
     #: One of ``_NAMES``.
     what: str
     server: str
-    #: How many, of how many bytes, and how many seconds that took.
     records: int
     size: int
     seconds: float
     records_per_s: float | None = None
     megabytes_per_s: float | None = None
-    #: Milliseconds from publishing a record to having it.
+    #: Milliseconds from publishing a record to reading it.
     p50_ms: float | None = None
     p99_ms: float | None = None
 
 
 class Benchmark:
-    """One run of it."""
-
     def __init__(self, session: Session, records: int, size: int) -> None:
         self._session = session
         self._records = records
         self._size = size
-        # Of the values, a part is made beforehand, so that making them is not measured.
+        # Values are prepared and reused, so that making them is not measured.
         made = max(min(records, measure.CALL, _MADE_MAX_BYTES // size), 1)
         self._values = [random.randbytes(size) for _ in range(made)]
         self._server = ""
 
     def run(self, *, as_json: bool) -> None:
-        """Measure everything; print it in the end, or as JSON as it comes."""
+        """Measures everything; prints a table at the end, or JSON after each measurement."""
         results: list[Result] = []
         with self._connect() as m:
-            say(f"{self._server}; {self._records:,} records of {self._size:,} bytes:")
+            say(f"{self._records:,} records of {self._size:,} bytes on {self._server}:")
             for result in self._measure(m):
                 results.append(result)
                 if as_json:
@@ -86,7 +82,6 @@ class Benchmark:
 
     @contextmanager
     def _connect(self) -> Iterator[meteor.Client]:
-        # What a server may lose is of no interest here: all of it is deleted.
         private = not (self._session.url or os.environ.get("METEOR_URL"))
         with self._session.connect(url="embedded://" if private else None) as m:
             name = product_name(m.describe())
@@ -94,7 +89,7 @@ class Benchmark:
             yield m
 
     def _measure(self, m: meteor.Client) -> Iterator[Result]:
-        with self._stream(m) as stream:  # the first of everything is slower: modules are loaded
+        with self._stream(m) as stream:  # warm up: the first calls load modules
             measure.publish_many(stream, [self._values], lambda done: None)
             measure.read(stream, lambda done: None, convert=meteor.RecordBatch.to_arrow)
         with self._stream(m) as stream:
@@ -133,13 +128,13 @@ class Benchmark:
 
     @contextmanager
     def _stream(self, m: meteor.Client) -> Iterator[meteor.Stream]:
-        """A stream of our own, deleted in the end."""
+        """Creates a stream, and deletes it at the end."""
         capacity = max(min(self._records, _KEPT_MAX_BYTES // self._size), 1)
         stream = m.stream(f"bench-{secrets.token_hex(8)}", capacity=capacity)
         try:
             yield stream
         except meteor.ConnectionFailed:
-            raise  # the server has gone, and the stream with it
+            raise  # deleting would only wait for the server again
         except BaseException:
             stream.delete()
             raise
@@ -147,10 +142,9 @@ class Benchmark:
 
 
 def _row(result: Result) -> list[object]:
-    def shown(value: float | None, form: str) -> str | None:
+    def show(value: float | None, form: str = ",.0f") -> str | None:
         return None if value is None else format(value, form)
 
-    rate = None if result.records_per_s is None else int(result.records_per_s)
-    latencies = [shown(value, ".2f") for value in (result.p50_ms, result.p99_ms)]
-    speed = shown(result.megabytes_per_s, ",.0f")
-    return [_NAMES[result.what], result.records, rate, speed, *latencies]
+    rates = [show(result.records_per_s), show(result.megabytes_per_s)]
+    latencies = [show(result.p50_ms, ".2f"), show(result.p99_ms, ".2f")]
+    return [_NAMES[result.what], result.records, *rates, *latencies]

@@ -1,7 +1,4 @@
-"""What ``demo`` and ``bench`` measure: each function does one thing once, and returns the seconds.
-
-Nothing is estimated: a rate that is shown is a count that was checked, divided by one of these.
-"""
+"""The measurements of ``demo`` and ``bench``: each function does one thing and times it."""
 
 from __future__ import annotations
 
@@ -15,20 +12,20 @@ import meteor_py as meteor
 
 Advance = Callable[[int], None]
 
-#: Records in one call of publish_many, and in one batch that is read.
+#: Records per call of publish_many, and per batch when reading in a group.
 CALL = 10_000
-#: Seconds after which a record that was published and has not been read is missing.
+#: Seconds to wait for a published record.
 _PATIENCE_S = 30.0
-#: Seconds that a reader waits before it looks whether it shall end.
+#: Seconds after which a reader checks whether to stop.
 _POLL_S = 0.1
 
 
 def publish_many(
     stream: meteor.Stream, parts: Iterable[Sequence[bytes]], advance: Advance
 ) -> float:
-    """Publish lists of values, until all are acknowledged; raise as soon as some are not."""
+    """Publishes lists of values; returns the seconds until all are acknowledged."""
     done = 0
-    waiting: deque[meteor.ManyAck] = deque()  # bounded by what the publisher has room for
+    waiting: deque[meteor.ManyAck] = deque()  # bounded by the publisher's memory limit
 
     def settle() -> None:
         nonlocal done
@@ -51,7 +48,7 @@ def publish_many(
 def publish_each(
     stream: meteor.Stream, parts: Iterable[Sequence[bytes]], advance: Advance
 ) -> float:
-    """Publish values one by one, until all are acknowledged."""
+    """Publishes values one by one; returns the seconds until all are acknowledged."""
     done = 0
     with stream.publisher() as pub:
         start = time.perf_counter()
@@ -59,7 +56,7 @@ def publish_each(
             for value in part:
                 ack = pub.publish(value)
             if ack.done():
-                ack.result()  # a server that has gone ends it here, not after all the rest
+                ack.result()  # fails now, not at the end, if the server is gone
             done += len(part)
             advance(done)
         pub.flush()
@@ -69,7 +66,7 @@ def publish_each(
 def read(
     stream: meteor.Stream, advance: Advance, *, convert: Callable[[meteor.RecordBatch], object]
 ) -> tuple[int, float]:
-    """Read all there is; return how many records that were, and the seconds."""
+    """Reads the whole stream; returns the number of records and the seconds."""
     done = 0
     start = time.perf_counter()
     for batch in stream.read():
@@ -80,7 +77,7 @@ def read(
 
 
 def read_in_group(stream: meteor.Stream, advance: Advance, *, group: str) -> tuple[int, float]:
-    """The same for a group, with a confirm for each batch."""
+    """Reads the whole stream in a group, confirming each batch; see ``read``."""
     end = stream.bounds()[1]
     done = 0
     with stream.subscriber(group=group) as sub:
@@ -88,7 +85,7 @@ def read_in_group(stream: meteor.Stream, advance: Advance, *, group: str) -> tup
         while sub.position < end:
             batch = sub.poll(_PATIENCE_S, CALL)
             if not batch:
-                raise TimeoutError(f"Nothing came in {_PATIENCE_S:g} seconds.")
+                raise TimeoutError(f"No record arrived within {_PATIENCE_S:g} seconds.")
             batch.values()
             ack = sub.confirm(batch)
             done += len(batch)
@@ -100,10 +97,10 @@ def read_in_group(stream: meteor.Stream, advance: Advance, *, group: str) -> tup
 def follow(
     stream: meteor.Stream, records: Sequence[tuple[bytes | None, bytes]], advance: Advance
 ) -> tuple[list[meteor.Record], list[float]]:
-    """Publish keys and values one after the other, each when a reader has got the one before.
+    """Publishes keys and values, each after a reader has received the previous one.
 
     Returns:
-        The records as they were read, and for each the seconds from publishing to having it.
+        The records that were read, and the seconds from publishing to reading each.
     """
     found: queue.SimpleQueue[tuple[float, meteor.Record] | Exception] = queue.SimpleQueue()
     ended = threading.Event()
@@ -128,7 +125,7 @@ def follow(
                 try:
                     item = found.get(timeout=_PATIENCE_S)
                 except queue.Empty:
-                    text = f"A record did not come in {_PATIENCE_S:g} seconds."
+                    text = f"A record did not arrive within {_PATIENCE_S:g} seconds."
                     raise TimeoutError(text) from None
                 if isinstance(item, Exception):
                     raise item
@@ -142,7 +139,7 @@ def follow(
 
 
 def percentile(samples: Sequence[float], percent: int) -> float:
-    """The sample that so many of a hundred do not exceed.
+    """Returns the smallest sample that at least ``percent`` of the samples do not exceed.
 
     >>> percentile([5, 1, 4, 2, 3], 50)
     3

@@ -1,4 +1,4 @@
-"""``meteor demo``: a tour of what there is, in a few seconds."""
+"""``meteor demo``: a tour of the features in a few seconds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ meteor demo --records 100000 --url redis://localhost:6379""",
     min=1_000,
     max=10_000_000,
     default=1_000_000,
-    help="How many to publish: 1,000,000.",
+    help="Number of records to publish. Default: 1,000,000.",
 )
-@options.flag("--no-spark", help="Leave Spark out, which is slow to start.")
+@options.flag("--no-spark", help="Skip Spark, which is slow to start.")
 def demo(session: Session, records: int, no_spark: bool) -> None:
-    """Take a tour: publish, tail, kill and recover, archive; every figure is measured.
+    """Take a tour: publish, tail, kill and recover, archive. Every figure is measured.
 
-    On a private server of its own, unless --url names one. Nothing is left behind.
+    Runs on a private server unless --url names one, and leaves nothing behind.
     """
     from meteor_cli.commands.demo.tour import Tour
 

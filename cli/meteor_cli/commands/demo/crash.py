@@ -1,4 +1,4 @@
-"""The crash of the tour: a server that is killed while a publisher is at work, and comes back."""
+"""The crash of the tour: a server is killed and restarted while a publisher works."""
 
 from __future__ import annotations
 
@@ -18,32 +18,27 @@ from meteor_py.server import open_embedded
 
 RECORDS = 100_000
 _CALL = 500
-#: Calls of publish_many whose records are acknowledged when the server is killed.
+#: Calls of publish_many that are acknowledged when the server is killed.
 _KILL_AFTER = 50
 #: Calls that have been made by then.
 _ON_THE_WAY = 100
-#: Bytes of the longest directory in which a socket surely has a place of its own, and so the same
-#: address after the crash.
+#: Longest directory name, in bytes, that leaves room for the socket. In a longer one, the address
+#: of the server would change with the restart.
 _DIRECTORY_MAX = 50
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the records."""
-
     #: Seconds from the kill until records were acknowledged again.
     pause_s: float
     #: Whether each record is there once, in order.
     complete: bool
-    #: What the server had acknowledged and lost, if the disk was too slow for it.
+    #: Acknowledged records that the server lost because the disk was too slow.
     lost: range
 
 
 def crash(advance: Callable[[int], None]) -> Outcome:
-    """Kill the server of a publisher, and start it again.
-
-    Always a server of our own that keeps its data on disk: nobody else's is touched.
-    """
+    """Kills and restarts a private server, never that of ``--url``, during a publish."""
     root = tempfile.gettempdir()
     with (
         warnings.catch_warnings(),
@@ -68,7 +63,7 @@ def crash(advance: Callable[[int], None]) -> Outcome:
 def _publish(
     stream: meteor.Stream, pid: int, directory: str, advance: Callable[[int], None]
 ) -> float:
-    """Publish all records; return how many seconds the publisher had to wait."""
+    """Publishes all records; returns how many seconds the publisher had to wait."""
     calls = [[b"%d" % n for n in range(start, start + _CALL)] for start in range(0, RECORDS, _CALL)]
     with ExitStack() as stack:
         pub = stream.publisher()
@@ -88,14 +83,14 @@ def _publish(
 
 
 def _kill(pid: int) -> None:
-    """Kill a process, and wait until it is gone: a dying server might still answer."""
+    """Kills a process and waits until it is gone: a dying server might still reply."""
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not is_alive(pid), f"The server {pid} was killed, and has not ended")
+    wait_until(lambda: not is_alive(pid), f"Server {pid} was killed but is still running")
 
 
 def _abandon(pub: meteor.Publisher) -> None:
-    """Close it; after Ctrl-C its server may be gone, and nobody wants to wait for it."""
+    """Closes a publisher without waiting for its server, which may be gone after Ctrl-C."""
     try:
         pub.close(timeout=0)
     except meteor.MeteorError:
-        pass  # what failed has been said already
+        pass  # already reported

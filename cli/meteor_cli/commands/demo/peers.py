@@ -1,4 +1,4 @@
-"""The peer group of the tour: a leader is killed, a vote taken, something done together."""
+"""The peer group of the tour: a leader is killed, the others vote and act at the same time."""
 
 from __future__ import annotations
 
@@ -14,39 +14,37 @@ from meteor_cli.commands.demo.worker import PATIENCE_S, Worker, run_worker, wait
 
 MEMBERS = 3
 TTL_S = 1.0
-#: Steps that are told of: members, leader, vote, action.
+#: Steps of the progress bar: members, leader, vote, action.
 STEPS = 4
-#: Seconds from the proposal of an action to it.
+#: Seconds from the proposal of an action to its execution.
 _AHEAD_S = 0.6
 
 
 class Done(NamedTuple):
-    """When a member did what was agreed on, by a clock that all processes share."""
+    """When a member acted, by the monotonic clock that all processes of a machine share."""
 
     at_ns: int
-    #: Seconds that the group's clock may be wrong by in that process.
+    #: Maximum error, in seconds, of the group's clock in that process.
     error_bound: float
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened."""
-
-    #: The terms before the leader was killed, and after.
+    #: The terms before and after the leader was killed.
     terms: tuple[int, int]
     #: Seconds from the kill until another leader was known.
     pause_s: float
     vote: meteor.Outcome
     vote_s: float
-    #: Seconds between the first who acted, and the last.
+    #: Seconds between the first and the last action.
     spread_s: float
-    #: Seconds that the clocks of two of them may differ by, at worst.
+    #: Maximum difference, in seconds, between the clocks of two members.
     bound_s: float
     acted: int
 
 
 class Peer(Worker):
-    """A process that is a member."""
+    """A process that joins the group."""
 
     @property
     def id(self) -> str:
@@ -58,7 +56,7 @@ class Peer(Worker):
 
 
 def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]) -> Outcome:
-    """Start members, kill the one that leads, and have the others vote and act."""
+    """Starts members, kills the leader, and has the others vote and act."""
     with ExitStack() as stack:
         peers = Peer.start(MEMBERS, stack, __name__, url, group.name)
         _wait(lambda: len(group.members) == MEMBERS and all(peer.id for peer in peers))
@@ -75,12 +73,12 @@ def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]
         killed_at = time.perf_counter()
         next(peer for peer in peers if peer.id == leader.id).process.kill()
         if not elected.wait(PATIENCE_S):
-            raise TimeoutError(f"Nobody was elected within {PATIENCE_S:g} seconds.")
+            raise TimeoutError(f"No leader was elected within {PATIENCE_S:g} seconds.")
         pause_s = time.perf_counter() - killed_at
         _wait(lambda: len(group.members) == MEMBERS - 1)
         advance(2)
         start = time.perf_counter()
-        vote = group.propose("go on?", kind="consensus").result(PATIENCE_S)
+        vote = group.propose("continue?", kind="consensus").result(PATIENCE_S)
         vote_s = time.perf_counter() - start
         advance(3)
         action = group.propose_action("act", at=group.now() + _AHEAD_S, timeout=_AHEAD_S)
@@ -96,11 +94,10 @@ def coordinate(group: meteor.PeerGroup, url: str, advance: Callable[[int], None]
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    wait_until(condition, "The members are not done")
+    wait_until(condition, "The members of the peer group were not done")
 
 
 def _work(name: str) -> None:
-    """What a member does."""
     with meteor.connect() as m, m.peer_group(name, create=False) as group, group.join() as me:
         me.on_vote(lambda proposal: True)
 

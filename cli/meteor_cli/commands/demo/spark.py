@@ -1,4 +1,4 @@
-"""Spark in the tour: a Spark of its own, in another process, reads the stream of the tour."""
+"""Spark in the tour: another process starts Spark and reads the stream of the tour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from meteor_cli.commands.demo.worker import end_with_parent
 
 _JAVA, _PYSPARK = 17, (4, 2)
-#: Seconds after which the tour gives up on Spark.
+#: Seconds to wait for Spark.
 _PATIENCE_S = 90.0
 _SETTINGS = {
     "spark.ui.enabled": "false",
@@ -28,19 +28,17 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What Spark has found."""
-
-    #: Seconds until it had its first row, and in which it read all of them.
+    #: Seconds until the first row, and to read all rows after that.
     start_s: float
     read_s: float
     rows: int
-    #: The first and the last of them.
+    #: The first and the last offset.
     first: int
     last: int
 
 
 def missing() -> str | None:
-    """What is needed before Spark can have a part, or None."""
+    """Returns what must be installed to run Spark, or None."""
     try:
         found = tuple(int(part) for part in version("pyspark").split(".")[:2])
     except PackageNotFoundError:
@@ -51,7 +49,7 @@ def missing() -> str | None:
 
 
 def _java_version() -> int:
-    """0: there is none."""
+    """Returns the major version of Java, or 0 without one."""
     home = os.environ.get("JAVA_HOME")
     java = os.path.join(home, "bin", "java") if home else shutil.which("java")
     if java is None:
@@ -60,17 +58,13 @@ def _java_version() -> int:
         said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    found = re.search(r' version "(\d+)', said.stderr)  # that of Java 8 begins with 1
+    found = re.search(r' version "(\d+)', said.stderr)  # Java 8 calls itself 1.8
     return int(found[1]) if found else 0
 
 
 def read(url: str, stream: str) -> Outcome:
-    """Have Spark read all of a stream.
-
-    Raises:
-        RuntimeError: It failed; with the last thing it said.
-    """
-    # What Spark leaves where it works goes with the folder.
+    """Reads a whole stream with Spark. If Spark fails, raises its last log line as RuntimeError."""
+    # Spark leaves files in its working directory, which disappear with the folder.
     with (
         tempfile.TemporaryDirectory(prefix="meteor-demo-") as folder,
         open(f"{folder}/out", "w+") as out,
@@ -79,55 +73,54 @@ def read(url: str, stream: str) -> Outcome:
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", __name__, stream],
             cwd=folder,
-            stdin=subprocess.PIPE,  # which is closed when we end, in whatever way
+            stdin=subprocess.PIPE,  # closes when we end, even if we are killed
             stdout=out,
-            stderr=said,  # Spark has much to say, even if all is well
+            stderr=said,  # Spark logs a lot
             env=_environment(url, folder),
-            start_new_session=True,  # Ctrl-C is for us: we see to the rest
+            start_new_session=True,  # so that Ctrl-C reaches only us, and we end Spark
         )
         try:
             process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"It did not end within {_PATIENCE_S:g} seconds.") from None
+            raise RuntimeError(f"It took more than {_PATIENCE_S:g} seconds.") from None
         finally:
             _end(process)
         out.seek(0)
         said.seek(0)
         if process.returncode:
-            raise RuntimeError((said.read().strip().splitlines() or ["It ended."])[-1])
+            raise RuntimeError((said.read().strip().splitlines() or ["It exited."])[-1])
         return Outcome(**json.loads(out.read().splitlines()[-1]))
 
 
 def _environment(url: str, folder: str) -> dict[str, str]:
-    # Spark picks up settings from all of these; the tour needs none that it does not know.
+    # Settings of the user's Spark could break the tour.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK_", "PYSPARK_"))}
     return inherited | {
-        # Neither on the command line nor among Spark's options: it may have a password in it.
+        # Not in an argument or option of Spark: the URL may contain a password.
         "METEOR_URL": url,
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_LOCAL_DIRS": folder,
         "TMPDIR": folder,
-        # -XX: it starts sooner, and leaves no file in /tmp if it is killed.
+        # -XX: for a faster start, and no files in /tmp after a kill.
         "JDK_JAVA_OPTIONS": f"-Djava.io.tmpdir={folder} -XX:TieredStopAtLevel=1 -XX:+UseSerialGC "
         "-XX:-UsePerfData",
     }
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it and its Java, which is in its group; the Python that Java has started ends with it."""
+    """Kills Spark's process group: Python and Java. The Python workers end with Java."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        pass  # all is gone
+        pass
     process.wait()
     assert process.stdin is not None
     process.stdin.close()
 
 
 def _work(stream: str) -> None:
-    """What the other process does."""
-    end_with_parent()  # Java ends when this end of its pipe is closed
+    end_with_parent()  # Java ends when our end of its pipe closes
     began = time.perf_counter()
     from pyspark.sql import SparkSession
 
@@ -136,7 +129,7 @@ def _work(stream: str) -> None:
         builder = builder.config(name, value)
     spark = builder.getOrCreate()
     records = spark.read.format("meteor").option("stream", stream).load()
-    records.limit(1).collect()  # Spark does most of its starting when there is something to do
+    records.limit(1).collect()  # Spark starts most of itself for the first query
     started = time.perf_counter()
     rows, first, last = records.selectExpr("count(*)", "min(offset)", "max(offset)").collect()[0]
     done = time.perf_counter()

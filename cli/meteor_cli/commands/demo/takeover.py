@@ -1,4 +1,4 @@
-"""The take-overs of the tour: processes of one group handle records, and one is killed at work."""
+"""The take-overs of the tour: processes of one group handle records, and one is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meteor_cli.commands.demo.worker import Worker, run_worker, wait_until
 
 RECORDS = 3_000
 CARTS = 60
-#: Records that have been handled when one process is killed.
+#: Number of handled records after which a process is killed.
 KILL_AFTER = 1_000
 GROUP = "billing"
 
@@ -24,7 +24,7 @@ class Kind(NamedTuple):
 
     processes: int
     lease_s: float
-    #: Seconds that one works on a record.
+    #: Seconds of work per record.
     work_s: float
 
 
@@ -32,22 +32,21 @@ KINDS = {"exclusive": Kind(2, 1.0, 0.0003), "shared": Kind(3, 0.5, 0.001)}
 
 
 class Handled(NamedTuple):
-    """A record that was handled: when, by a clock that all processes share, and which."""
+    """One handling of a record."""
 
+    #: Time of the monotonic clock that all processes of a machine share.
     at_ns: int
     offset: int
-    #: Deliveries of it that had failed before, of which a death is one; only in a shared group.
+    #: In a shared group, failed deliveries before this one. The death of a consumer is a failure.
     failures: int
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the records."""
-
-    #: As they were handled, in the order of time; and how many of them by the killed process.
+    #: All handlings in order of time, and the number of those by the killed process.
     handled: list[Handled]
     before: int
-    #: Seconds from the kill until another went on with what the dead one had.
+    #: Seconds from the kill until another process handled records of the killed one.
     pause_s: float
 
     @property
@@ -60,7 +59,7 @@ class Outcome:
 
     @property
     def out_of_order(self) -> int:
-        """Records that were handled when a later one of their cart already had been."""
+        """Number of records that were handled after a later one of their cart."""
         newest: dict[int, int] = {}
         found = 0
         for offset in dict.fromkeys(one.offset for one in self.handled):
@@ -73,11 +72,11 @@ class Outcome:
 def take_over(
     name: str, stream: meteor.Stream, url: str, advance: Callable[[int], None]
 ) -> Outcome:
-    """Publish changes of carts to a group of this kind, and kill one of those at work."""
+    """Publishes changes of carts to a group of this kind, and kills one of its processes."""
     with ExitStack() as stack:
         count = KINDS[name].processes
         workers = Worker.start(count, stack, __name__, url, name, stream.name)
-        _wait(lambda: all(worker.lines for worker in workers))  # all are there
+        _wait(lambda: all(worker.lines for worker in workers))  # all are ready
         with stream.publisher() as pub:
             carts = [b"cart-%d" % (n % CARTS) for n in range(RECORDS)]
             pub.publish_many([b"change %d" % n for n in range(RECORDS)], keys=carts)
@@ -104,11 +103,11 @@ def _handled(worker: Worker) -> list[Handled]:
 
 
 def _wait(condition: Callable[[], bool]) -> None:
-    wait_until(condition, "The processes of the group are not done")
+    wait_until(condition, "The processes of the group were not done")
 
 
 def _work(name: str, stream_name: str) -> None:
-    """What a process does: it tells that it is there, and then of each record."""
+    """Prints a line when ready, and then one for each handled record."""
     kind = KINDS[name]
 
     def handle(offset: int, failures: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The processes of the tour: each does one thing, and tells by lines what it has done."""
+"""The worker processes of the tour, which report by printing lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Self
 
 import meteor_py as meteor
 
-#: Seconds after which the tour gives up on its processes.
+#: Seconds to wait for a step of the tour.
 PATIENCE_S = 30.0
 
 
@@ -21,22 +21,22 @@ class Worker:
     """A process that runs a module of the tour.
 
     Args:
-        module: Calls ``run_worker``.
+        module: A module that calls ``run_worker``.
         url: The server.
-        arguments: For its work.
+        arguments: Arguments of its work function.
     """
 
     def __init__(self, module: str, url: str, *arguments: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", module, *arguments],
-            stdin=subprocess.PIPE,  # which is closed when we end, in whatever way
+            stdin=subprocess.PIPE,  # closed when this process ends, even by a kill
             stdout=subprocess.PIPE,
             text=True,
-            # Not on the command line, where everybody could read a password.
+            # Not an argument, which every user of the machine can read: it may contain a password.
             env=os.environ | {"METEOR_URL": url},
-            start_new_session=True,  # Ctrl-C is for us: we see to the rest
+            start_new_session=True,  # so that Ctrl-C reaches only us, and we end the worker
         )
-        #: What it has told so far.
+        #: The lines it has printed so far, split into words.
         self.lines: list[list[str]] = []
         self._thread = threading.Thread(target=self._listen, name="meteor-cli-worker")
         self._thread.start()
@@ -45,7 +45,7 @@ class Worker:
     def start(
         cls, count: int, stack: ExitStack, module: str, url: str, *arguments: str
     ) -> list[Self]:
-        """Start several, which end with the stack."""
+        """Starts several workers, which end with the stack."""
         workers: list[Self] = []
         for _ in range(count):
             workers.append(cls(module, url, *arguments))
@@ -55,7 +55,7 @@ class Worker:
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.endswith("\n"):  # else it was killed in the middle of it
+            if line.endswith("\n"):  # a killed worker may leave an incomplete line
                 self.lines.append(line.split())
 
     def end(self) -> None:
@@ -68,11 +68,7 @@ class Worker:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for something.
-
-    Raises:
-        TimeoutError: It has not come about; ``what`` says who has not done what.
-    """
+    """Waits for a condition; raises ``TimeoutError`` with the sentence ``what`` otherwise."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
@@ -81,16 +77,16 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def run_worker(work: Callable[..., None]) -> None:
-    """Do what a worker does, for as long as the process that has started it lives."""
+    """Runs ``work`` with the arguments of the process until the tour ends."""
     end_with_parent()
     try:
         work(*sys.argv[1:])
     except meteor.MeteorError:
-        sys.exit(1)  # the tour was ended, and its server with it; else it misses us, and says so
+        sys.exit(1)  # the server has ended with the tour; in other cases the tour times out
 
 
 def end_with_parent() -> None:
-    """End this process when the one that has started it ends, in whatever way."""
+    """Ends this process when its parent ends or is killed."""
 
     def wait() -> None:
         sys.stdin.read()

@@ -1,19 +1,21 @@
 #!lua flags=allow-oom
--- Note that records are in the store, and trim the ring as far as that allows.
+-- Record that the store holds more records, and trim the ring accordingly.
 --
 -- KEYS  1 log  2 meta  3 group of the archivers  4 index, if the stream has an ordering key
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown  3 nonce  4 term
---       5 epoch in which the records were read  6 what is archived, as the caller knows it
---       7 what is archived now
--- Returns {'OK'}, also when it was done before, or what kept it from being done:
---   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'FENCED', term there}
+--       5 epoch in which the records were read  6 'archived' as the caller knows it
+--       7 new value of 'archived'
+-- Returns {'OK'}, also if it was done before, or the reason why nothing was done:
+--   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'FENCED', current term}
 --   {'EPOCH'}: the server has lost records since, perhaps these  {'MOVED', archived}
--- Atomic because nothing may be trimmed that is not archived, and only one archiver at a time may
--- say so. It works in a full server, and empties it.
+-- Atomic because the ring must not drop unarchived records, and only the archiver of the current
+-- term may advance 'archived'. It also runs on a server that is out of memory, and frees memory
+-- there.
 --
--- The caller goes forward in steps, so that one call does not trim more than a few thousand entries.
+-- The caller advances in steps, so that one call trims no more than a few thousand entries.
 
-local m = redis.call('HMGET', KEYS[2], 'incarnation', 'history', 'epoch', 'next', 'capacity', 'archived')
+local m = redis.call('HMGET', KEYS[2], 'incarnation', 'history', 'epoch', 'next', 'capacity',
+                     'archived')
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
 if m[2] ~= ARGV[2] and ARGV[2] ~= '' then return {'HISTORY', m[2]} end
 local g = redis.call('HMGET', KEYS[3], 'nonce', 'term')

@@ -1,20 +1,19 @@
 #!lua flags=allow-oom
--- Note that records are going to be deleted from the store.
+-- Record that the oldest records are about to be deleted from the store.
 --
 -- KEYS  1 meta  2... groups that must have confirmed them
--- ARGV  1 incarnation  2 offset: all below goes
+-- ARGV  1 incarnation  2 offset: everything below may be deleted
 -- Returns {'OK', first offset that stays}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOSTORE'}
--- Atomic because it never goes back, and not past what is archived, or wanted by a group.
+-- Atomic because 'expired' must never decrease, nor pass 'archived' or the position of a group.
 
-local m = redis.call('HMGET', KEYS[1], 'incarnation', 'archived', 'expired')
-if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
-if not m[2] then return {'NOSTORE'} end
-local to = math.min(tonumber(ARGV[2]), tonumber(m[2]))
+local s = redis.call('HMGET', KEYS[1], 'archived', 'expired')
+if not s[1] then return {'NOSTORE'} end
+local to = math.min(tonumber(ARGV[2]), tonumber(s[1]))
 for i = 2, #KEYS do
   local g = redis.call('HMGET', KEYS[i], 'incarnation', 'confirmed', 'start')
   local at = tonumber(g[2] or g[3])
   if g[1] == ARGV[1] and at then to = math.min(to, at) end
 end
-to = math.max(to, tonumber(m[3]))
+to = math.max(to, tonumber(s[2]))
 redis.call('HSET', KEYS[1], 'expired', string.format('%.0f', to))
 return {'OK', to}

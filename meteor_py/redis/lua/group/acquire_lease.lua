@@ -1,30 +1,32 @@
 #!lua flags=allow-oom
--- Take the lease of a group, if it is free.
+-- Acquire the lease of a group, if it is free.
 --
 -- KEYS  1 meta  2 group  3 lease  4 events
--- ARGV  1 incarnation  2 name of the group  3 name of the member  4 nonce  5 lifetime of the lease, ms
---       6 term whose end the caller has waited out, '' for none
---       7 number above which the term must be
+-- ARGV  1 incarnation  2 name of the group  3 name of the member  4 nonce
+--       5 lifetime of the lease, ms  6 expired term after which the caller has waited, '' for none
+--       7 the new term must be above this number
 -- Returns {'OK', term, position, epoch of the stream, end of the stream, 'floating' or ''}, or
 --   {'HELD', ms until it expires, ID of the last event, owner}
---   {'EXPIRED', 0, ID of the last event, owner, term}: the owner did not give it up. It may only have
---     been cut off from the server, and come back: wait a little, then ask again with that term.
+--   {'EXPIRED', 0, ID of the last event, owner, term}: the owner did not release it and may only
+--     have lost its connection. Wait a little, then try again with that term.
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
--- Atomic because there must be one owner, and a waiter must not miss the event that frees the lease.
+-- Atomic because there must be one owner, and a waiter must not miss the event of a release.
 --
--- A nonce that the group has already belongs to a caller that lost the reply: it gets it again.
--- 'floating' is for the first term only: what that one was given and did not confirm must not be
--- passed over in silence by the next. The field then holds the term that had it.
+-- If the group already has the caller's nonce, the caller lost the first reply and gets it again.
+-- 'floating' applies to the first term only: the next term must not silently skip records that the
+-- first one received and did not confirm. The field then holds the number of that first term.
+--
+-- 'ended' lists the last terms that were taken from their owners, newest first: 'nonce:position,' for
+-- each. An owner that lost the reply to its last confirm learns there what it had confirmed. The
+-- comma after each entry distinguishes a complete entry from one that was cut off.
 
 local function last_event()
   local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
   return last and last[1] or '0-0'
 end
 
-local m = redis.call('HMGET', KEYS[1], 'incarnation', 'epoch', 'next')
-if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
-local g = redis.call('HMGET', KEYS[2], 'incarnation', 'term', 'nonce', 'owner', 'confirmed', 'start',
-                     'floating')
+local g = redis.call('HMGET', KEYS[2], 'incarnation', 'term', 'nonce', 'owner', 'confirmed',
+                     'start', 'floating', 'ended')
 if g[1] ~= ARGV[1] then return {'NOGROUP'} end
 local position = tonumber(g[5] or g[6])
 local left = redis.call('PTTL', KEYS[3])
@@ -33,7 +35,7 @@ if g[3] == ARGV[4] then
   if left > 0 then
     redis.call('SET', KEYS[3], ARGV[3] .. ' ' .. g[2] .. ' 0', 'PX', ARGV[5])
     local floating = g[7] == g[2] and 'floating' or ''
-    return {'OK', tonumber(g[2]), position, tonumber(m[2]), tonumber(m[3]), floating}
+    return {'OK', tonumber(g[2]), position, tonumber(epoch), next_offset, floating}
   end
 elseif left ~= -2 then
   return {'HELD', left, last_event(), g[4] or ''}
@@ -41,7 +43,8 @@ elseif g[4] and g[4] ~= '' and g[2] ~= ARGV[6] then
   return {'EXPIRED', 0, last_event(), g[4], tonumber(g[2])}
 end
 
--- The terms of archivers are counted: beside the epoch, which follows the clock (see archive_term.py).
+-- Archivers count their terms: they are combined with the epoch, which follows the clock (see
+-- archive_term.py).
 local now = 0
 if string.sub(ARGV[2], 1, 1) ~= '.' then
   local clock = redis.call('TIME')
@@ -51,7 +54,11 @@ local term = string.format('%.0f', math.max(tonumber(g[2] or 0) + 1, now, ARGV[7
 local floating = g[7] == 'floating' and 'floating' or ''
 redis.call('HSET', KEYS[2], 'term', term, 'owner', ARGV[3], 'nonce', ARGV[4],
            'floating', floating == '' and '' or term)
+if g[3] and g[3] ~= '' and g[3] ~= ARGV[4] then
+  local ended = g[3] .. ':' .. (g[5] or g[6]) .. ',' .. (g[8] or '')
+  redis.call('HSET', KEYS[2], 'ended', string.sub(ended, 1, 256))
+end
 redis.call('SET', KEYS[3], ARGV[3] .. ' ' .. term .. ' 0', 'PX', ARGV[5])
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'event', 'assigned', 'group', ARGV[2],
            'member', ARGV[3], 'term', term)
-return {'OK', tonumber(term), position, tonumber(m[2]), tonumber(m[3]), floating}
+return {'OK', tonumber(term), position, tonumber(epoch), next_offset, floating}

@@ -1,13 +1,12 @@
 #!lua flags=allow-oom
--- Delete a group: its lease, and the memory of what it has confirmed.
+-- Delete a group: its lease and its confirmed offset.
 --
 -- KEYS  1 meta  2 group  3 lease  4 events  5 groups
--- ARGV  1 incarnation  2 name of the group  3 'force' to take an active group from its owner, else ''
+-- ARGV  1 incarnation  2 name of the group
+--       3 'force' to delete it although a member holds its lease, else ''
 -- Returns {'OK'}, or {'ACTIVE', owner and term}  {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
--- Atomic because a member must not take the lease in between.
+-- Atomic because a member must not acquire the lease in between.
 
-local found = redis.call('HGET', KEYS[1], 'incarnation')
-if found ~= ARGV[1] then return {found and 'INCARNATION' or 'NOSTREAM'} end
 if redis.call('HGET', KEYS[2], 'incarnation') ~= ARGV[1] then return {'NOGROUP'} end
 local lease = redis.call('GET', KEYS[3])
 if lease and ARGV[3] == '' then return {'ACTIVE', lease} end

@@ -1,14 +1,15 @@
 #!lua flags=allow-oom
--- Give up the lease of a group, and wake the members that wait for it.
+-- Release the lease of a group, and wake the members that wait for it.
 --
 -- KEYS  1 group  2 lease  3 events
 -- ARGV  1 name of the group  2 name of the member  3 nonce
---       4 to let it go only as long as no other member wants it: what the lease is known to hold; else ''
--- Returns {'OK'}, or {'FENCED'}: it was not the caller's any more, or was renewed meanwhile, and
---   nothing was done.
+--       4 '', or the last known value of the lease key: release the lease only if it still has this
+--       value, and let the caller reclaim it until another member acquires it
+-- Returns {'OK'}, or {'FENCED'}: the caller does not hold the lease any more, or it was renewed
+--   meanwhile; nothing was done.
 -- Atomic because the lease of the next owner must not be deleted.
 --
--- Only the nonce is compared: a caller that lost the reply of 'acquire' does not know its term.
+-- Compares only the nonce: a caller that lost the reply to acquire_lease does not know its term.
 
 local g = redis.call('HMGET', KEYS[1], 'nonce', 'term')
 if g[1] ~= ARGV[3] then return {'FENCED'} end

@@ -2,15 +2,15 @@
 -- Change settings of a stream, and trim the log to a smaller capacity step by step.
 --
 -- KEYS  1 log  2 meta  3 index, if the stream has an ordering key
--- ARGV  1 incarnation  2 new capacity, '' to leave it  3... other settings: field, value, ...
--- Returns {'OK'}; {'MORE'} when enough was trimmed for one call: call again; {'NOSTREAM'};
---   {'INCARNATION'}.
--- Atomic because a capacity must not be in force before the log was trimmed to it in small steps:
--- the next publish would trim the rest at one go and block the server.
+-- ARGV  1 incarnation  2 new capacity, '' to leave it
+--       3... other settings: field, value ('' to remove it), ...
+-- Returns {'OK', end of the stream, its 'bytes'}; {'MORE'} if enough was trimmed for one call: call
+--   again; {'NOSTREAM'}; {'INCARNATION'}.
+-- Atomic because a new capacity must not apply before the log was trimmed to it in small steps: the
+-- next publish would trim the rest at once and block the server.
 
 local m = redis.call('HMGET', KEYS[2], 'incarnation', 'next', 'archived')
-if not m[1] then return {'NOSTREAM'} end
-if m[1] ~= ARGV[1] then return {'INCARNATION'} end
+if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
 if ARGV[2] ~= '' then
   local floor = tonumber(m[2]) - tonumber(ARGV[2])
   if m[3] then floor = math.min(floor, tonumber(m[3])) end
@@ -25,5 +25,17 @@ if ARGV[2] ~= '' then
   end
   redis.call('HSET', KEYS[2], 'capacity', ARGV[2])
 end
-if #ARGV > 2 then redis.call('HSET', KEYS[2], unpack(ARGV, 3)) end
-return {'OK'}
+for i = 3, #ARGV, 2 do
+  if ARGV[i + 1] == '' then
+    redis.call('HDEL', KEYS[2], ARGV[i])
+  else
+    redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+  end
+  if ARGV[i] == 'keep' then
+    -- Without limits, frames were not counted, so the marks of older frames are wrong. 'bytes'
+    -- starts high, so that apply_limits can count existing frames downwards from it.
+    redis.call('HDEL', KEYS[2], 'marks')
+    redis.call('HSETNX', KEYS[2], 'bytes', '4503599627370496')
+  end
+end
+return {'OK', tonumber(m[2]), tonumber(redis.call('HGET', KEYS[2], 'bytes') or 0)}

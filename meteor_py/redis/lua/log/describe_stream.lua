@@ -1,10 +1,10 @@
 #!lua flags=no-writes
--- Look at a stream at one instant.
+-- Return the state of a stream at one instant.
 --
 -- KEYS  1 log  2 meta
 -- ARGV  none
 -- Returns {all fields and values of meta, number of frames, ID of the first frame or ''}.
--- Atomic so that the bounds fit together. Read-only: works on a replica and with EVALSHA_RO.
+-- Atomic so that the bounds are consistent. Read-only: works on a replica and with EVALSHA_RO.
 
 local first = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
 return {redis.call('HGETALL', KEYS[2]), redis.call('XLEN', KEYS[1]), first and first[1] or ''}

@@ -3,19 +3,19 @@
 --
 -- KEYS  1 log  2 meta
 -- ARGV  1 incarnation  2 time, ms
--- Returns {'OK', offset, first offset in the ring}: the first offset of the frame, 'next' if there
---   is none;
---   {'NOSTREAM'}; {'INCARNATION'}; {'FOREIGN', ID} for an entry that is not a frame.
--- Atomic because the ring moves. A binary search over the offsets, at most 53 steps: append times
--- never go back. Done here because each step would otherwise carry a frame to the client.
+-- Returns {'OK', offset, first offset in the ring}, or
+--   {'NOSTREAM'}  {'INCARNATION'}
+--   {'FOREIGN', ID}: an entry is not a frame.
+-- The offset is where the record's frame begins, or the field 'next' if there is no such record.
+-- Atomic because the ring moves. A binary search over the offsets, at most 53 steps, since append
+-- times never decrease. A client would receive a whole frame at each step.
 
 local function int(x) return string.format('%.0f', x) end
 
-local m = redis.call('HMGET', KEYS[2], 'next', 'appended', 'incarnation')
-if not m[1] then return {'NOSTREAM'} end
-if m[3] ~= ARGV[1] then return {'INCARNATION'} end
+local m = redis.call('HMGET', KEYS[2], 'incarnation', 'next', 'appended')
+if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
 local wanted = tonumber(ARGV[2])
-local low, high = 0, tonumber(m[1])
+local low, high = 0, tonumber(m[2])
 local ring = high
 local oldest = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
 if oldest then
@@ -23,7 +23,7 @@ if oldest then
   if not last then return {'FOREIGN', oldest[1]} end
   ring = last - n + 1
 end
-if wanted > tonumber(m[2]) then return {'OK', high, ring} end
+if wanted > tonumber(m[3]) then return {'OK', high, ring} end
 
 local found = high
 while low < high do

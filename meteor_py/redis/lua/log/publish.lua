@@ -5,12 +5,13 @@
 --       3 producer epoch  4 sequence  5 number of records  6 fingerprint of the payload
 --       7 lifetime of the producer key, ms  8 format of the frame  9 payload  10 crc32, '' for none
 --       11... with an index: its entry (see records/ordering_index.py)
--- Returns {'OK', first offset, epoch of the stream}, or the reason why it was not written:
---   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'STALEPRODUCER', epoch there}
+-- Returns {'OK', first offset, epoch of the stream}, or the reason why the frame was not written:
+--   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'STALEPRODUCER', current epoch}
 --   {'NOPRODUCER'}  {'OUTOFSEQ', sequence expected}  {'FULL', archived}  {'EXHAUSTED'}
--- Atomic because the offset, the frame under it and the memory of having done it must agree.
--- No '#!lua' line, on purpose: in a server that is out of memory the script then still runs, so a
--- repeat gets its first reply, and a new frame fails at XADD, its first write, leaving nothing.
+--   {'INVALID'}: the number of records is not one from 1 to 99,999
+-- Atomic because the offset, its frame and the producer's state must agree.
+-- No '#!lua' line, on purpose: the script then also runs on a server that is out of memory. A retry
+-- gets its first reply, and a new frame fails at XADD, the first write, so nothing is changed.
 
 local epoch, seq = tonumber(ARGV[3]), tonumber(ARGV[4])
 local slot = format('%.0f', seq % 8)
@@ -27,19 +28,14 @@ elseif seq ~= tonumber(p[2]) + 1 then
   if s ~= ARGV[4] or count ~= ARGV[5] or fingerprint ~= ARGV[6] then
     return {'OUTOFSEQ', tonumber(p[2]) + 1}
   end
-  -- The write moves this connection's replication offset past the frame's: WAIT then means it.
+  -- This write moves the connection's replication offset past the frame, so that WAIT covers it.
   redis.call('PEXPIRE', KEYS[3], ARGV[7])
   return {'OK', tonumber(first), tonumber(m[3])}
 end
 
 local first = tonumber(m[4])
-local refusal
-if KEYS[4] then
-  refusal = append_frame(first, ARGV[5], append_time(), ARGV[8], ARGV[9], ARGV[10], KEYS[4],
-                         unpack(ARGV, 11))
-else
-  refusal = append_frame(first, ARGV[5], append_time(), ARGV[8], ARGV[9], ARGV[10])
-end
+local refusal = append_frame(first, ARGV[5], append_time(), ARGV[8], ARGV[9], ARGV[10], KEYS[4],
+                             unpack(ARGV, 11))
 if refusal then return refusal end
 if known and epoch > known then redis.call('DEL', KEYS[3]) end
 redis.call('HSET', KEYS[3], 'epoch', ARGV[3], 'last', ARGV[4],

@@ -3,15 +3,18 @@
 --
 -- KEYS  1 log
 -- ARGV  offsets
--- Returns for each the offset behind the frame that holds it; 0 if no frame in the ring does.
--- Atomic only by the way: it is a script because XRANGE would send the frames, and their IDs are
--- all that is wanted.
+-- Returns for each offset the end of the frame that holds it; 0 if no frame in the ring does. The list
+--   is shorter than the offsets if these frames have more bytes than one call may look at: ask again.
+-- Atomic only as a side effect: it is a script because XRANGE would send whole frames, and the
+-- caller needs only their IDs.
 
-local ends = {}
+local ends, bytes = {}, 0
 for i, offset in ipairs(ARGV) do
+  if bytes > 4194304 or i > 1000 then break end
   ends[i] = 0
   local entry = redis.call('XRANGE', KEYS[1], offset .. '-0', '+', 'COUNT', 1)[1]
   if entry then
+    bytes = bytes + #(entry[2][4] or '')
     local last, n = string.match(entry[1], '^(%d+)-(%d+)$')
     if tonumber(last) - tonumber(n) < tonumber(offset) then ends[i] = tonumber(last) + 1 end
   end

@@ -1,8 +1,8 @@
--- What the scripts of peer groups share: each starts with this text. It reads the clock, then drops
--- overdue members: every live client acts as failure detector for the group.
+-- The common beginning of all scripts of peer groups: read the clock, drop overdue members, elect.
+-- So every live client acts as failure detector for the group.
 --
--- KEYS[1] is the prefix of the keys of the group, and carries its hash tag: all keys are in one
--- slot. They are described in keys.py.
+-- KEYS[1] is the prefix of the group's keys. It contains the hash tag, so all keys are in one slot.
+-- keys.py describes them.
 
 local call, format, match, max, min = redis.call, string.format, string.match, math.max, math.min
 local P = KEYS[1]
@@ -25,10 +25,11 @@ if not s[5] then return {'NOGROUP'} end
 local last, leader, term, session = tonumber(s[1] or nil), s[2] or '', tonumber(s[3] or 0), s[4] or ''
 local incarnation, mark, view = s[5], s[6] or '', tonumber(s[7] or 0)
 
--- If no script ran for long, the server was away, or its clock was set: then each member gets a whole
--- ttl for its next heartbeat, and all else keeps the time that it had left. After a small step back
--- time stands still. Each member gets that once, until its next heartbeat: else clients that are late
--- again and again, or look in now and then, would keep a dead member alive for ever.
+-- If no script ran for half a ttl, the server was down or its clock was set. Each member then gets
+-- a full ttl for its next heartbeat, and all other deadlines keep their remaining time. A member
+-- gets this grace once per heartbeat: otherwise clients that are repeatedly late, or that only call
+-- now and then, would keep a dead member alive forever. If the clock steps back a little, time
+-- stands still until it catches up.
 local micros, seconds
 local function read_clock()
   local time = call('TIME')
@@ -60,8 +61,8 @@ local function read_clock()
 end
 local now = read_clock()
 
--- One event for each change, numbered without gaps: the number is the view. Each names the mark of the
--- one before: after a fail-over that lost some, the same numbers are other events, with other marks.
+-- Every change is one event, numbered without gaps: the number is the view. Each event names the mark of
+-- the previous one: after a failover that lost events, the same numbers have other marks.
 local function emit(kind, ...)
   local after = mark
   view = view + 1
@@ -71,8 +72,9 @@ local function emit(kind, ...)
        'mark', mark, 'after', after, ...)
 end
 
--- Members: 'index:session:persistent:alive:priority:joined:metadata'. The session of one that is dead
--- has a '-' before it: no process has it, but its former owner can tell that it was the last.
+-- Members: 'index:session:persistent:alive:priority:joined:metadata'. The session of a dead member is
+-- prefixed with '-': no process has such a session, but its former owner can tell that it was the
+-- last one.
 local function read_member(id)
   local raw = call('HGET', MEMBERS, id)
   if not raw then return nil end
@@ -86,16 +88,16 @@ local function write_member(id, m)
        .. ':' .. m.priority .. ':' .. m.joined .. ':' .. m.metadata)
 end
 
--- A member sent a heartbeat.
+-- Record a heartbeat.
 local function renew(id)
   call('ZADD', DEADLINES, int(now + TTL), id)
   call('ZREM', GRACED, id)
 end
--- Of many members that are overdue at once some may still be there: those do not count.
+-- Sweeping is bounded, so overdue members may still be listed. They do not count as live.
 local function live(most)
   return call('ZRANGEBYSCORE', DEADLINES, int(now), '+inf', 'LIMIT', 0, int(most or -1))
 end
--- Members that can be chosen for something: not those that finish their work, and leave.
+-- Live members that can get new work: not those that are about to leave.
 local function alive(most)
   local leaving = call('ZCARD', LEAVING)
   local all = live(most and most + leaving)
@@ -111,8 +113,8 @@ local function late(id)
   return not deadline or tonumber(deadline) < now
 end
 
--- The leader: the first of the candidates, by priority, and then the oldest, or any.
--- A member that resigns ('not_id') comes last, whatever its priority.
+-- Choose a leader: the highest priority, then the oldest or any.
+-- A member that resigns ('not_id') is the last choice, whatever its priority.
 local function candidate(not_id)
   local same, level, resigned = {}, nil, nil
   local all = call('ZRANGE', CANDIDATES, 0, -1, 'WITHSCORES')
@@ -135,7 +137,7 @@ local function elect(not_id)
   local id = candidate(not_id)
   local m = id and read_member(id)
   if not m then return end
-  -- Numbers follow the clock: one that was lost with a fail-over is not given out again.
+  -- Numbers follow the clock: a number that a failover lost is not assigned again.
   term = max(term + 1, now)
   leader, session = id, m.session
   call('HSET', STATE, 'leader', leader, 'term', int(term), 'session', session)
@@ -149,7 +151,7 @@ local function depose(reason, ...)
   emit('resigned', 'member', id, 'term', int(term), 'reason', reason, ...)
 end
 
--- Messages.
+-- Store a receiver's reply; the last one notifies the sender.
 local function complete(id, member, ok, value)
   local key = P .. 'message:' .. id
   local m = call('HMGET', key, 'from', 'verb', 'need')
@@ -161,8 +163,8 @@ local function complete(id, member, ok, value)
     call('PEXPIRE', replies, HOUR)
   end
 end
--- Beside an inbox lie the places in it of messages for any member, in order, and of messages that a
--- sender waits for, by the end of that: so no script searches large messages for either.
+-- Two indexes of an inbox: 'movable' has the messages for any member, in order, and 'awaited' those
+-- that a sender waits for, by deadline. So no script has to scan large messages.
 local function deliver(member, f, fields)
   local place = call('XADD', P .. 'inbox:' .. member, '*', unpack(fields))
   if f.to == 'any' then
@@ -187,8 +189,8 @@ local function bury(member, reason, fields)
        unpack(fields))
 end
 
--- The receiver of a message for any member. One with a full inbox gets it only if all are full: a
--- message that was accepted is not refused later.
+-- Choose a receiver for a message to any member. A full inbox gets it only if all are full: a message
+-- that was accepted cannot be refused later.
 local function choose(others, number)
   while #others.roomy > 0 do
     local n = number % #others.roomy + 1
@@ -214,7 +216,7 @@ local function move(inbox, owner, others, place)
   discard(inbox, place, f.id)
   local tries = tonumber(f.tries) + 1
   if #others.all == 0 or tries > 16 then
-    bury(owner, #others.all == 0 and 'nobody is left' or 'it was given to too many', fields)
+    bury(owner, #others.all == 0 and 'no member is left' or 'it moved too often', fields)
     complete(f.id, owner, 'left', '')
     return
   end
@@ -224,9 +226,9 @@ local function move(inbox, owner, others, place)
   deliver(choose(others, tonumber(f.random) + tries), f, fields)
 end
 
--- The inbox of a member that is gone is an orphan: messages for any member go to another, and senders
--- that wait for the others are told. One call does a part, the next ones the rest: an inbox may hold a
--- million. A member that is only dead keeps all while there is no other, until one joins or it returns.
+-- The inbox of a member that left is an orphan: its messages for any member move to another member, and
+-- the senders of the others get an error. Each call does a part, since an inbox may hold a million. A
+-- named member that is dead keeps its messages while there is no other, until one joins or it returns.
 local budget, orphans = 500, false
 local function others_than(owner)
   local others = {all = {}, roomy = {}, size = {}}
@@ -239,7 +241,7 @@ local function others_than(owner)
     end
   end
   add(alive())
-  if #others.all == 0 then add(live()) end  -- rather to one that leaves: it may come back
+  if #others.all == 0 then add(live()) end  -- a leaving member is better than none: it may come back
   return others
 end
 local function take(key)
@@ -277,7 +279,8 @@ local function orphan(inbox)
   call('ZADD', ORPHANS, int(now), inbox)
   hand_over(inbox)
 end
--- Under another name, which no member can have: one that joins with the old name starts empty.
+-- Rename the inbox to a name that no member can have, so that a new member with the old name starts
+-- empty.
 local function orphan_for_good(id)
   local inbox = '~' .. mark .. '~' .. id
   call('ZREM', ORPHANS, id)
@@ -289,8 +292,8 @@ local function orphan_for_good(id)
   orphan(inbox)
 end
 
--- Polls: each voter's field is '-', 'y', 'n', 'a' (abstains) or 'g' (gone). Events carry the votes as
--- lists of ids: a field for each would be more arguments than a script may pass to a command.
+-- Polls: each voter's field is '-' (open), 'y', 'n', 'a' (abstained) or 'g' (gone). Events list ids per
+-- vote: one field per voter would exceed the arguments that a script may pass to a command.
 local function describe(id)
   local key = P .. 'poll:' .. id
   local f = call('HMGET', key, 'result', 'reason', 'decided', 'rule', 'quorum', 'until', 'topic',
@@ -313,7 +316,7 @@ local function decide(id, result, reason)
   call('ZREM', LIMITS, id)
   if not f[1] then return end  -- it was deleted
   call('HSET', key, 'result', result, 'reason', reason, 'decided', int(now))
-  -- An agreed action can be looked up until it is done, by members that come back in between.
+  -- Members that come back before the time of an agreed action must be able to find it.
   local keep = int(max((tonumber(f[1]) or now) - now, 0) + HOUR)
   call('PEXPIRE', key, keep)
   call('PEXPIRE', P .. 'votes:' .. id, keep)
@@ -323,7 +326,7 @@ local function decide(id, result, reason)
   end
   emit('decided', unpack(describe(id)))
 end
--- One vote less is open. They are counted as they come: there may be a thousand.
+-- Count one vote. Votes are counted on arrival, because there may be a thousand.
 local function tally(id, vote, reason)
   local key = P .. 'poll:' .. id
   local quorum = tonumber(call('HGET', key, 'quorum') or nil)
@@ -337,7 +340,7 @@ local function tally(id, vote, reason)
     decide(id, 'no', reason)
   end
 end
--- A member that is gone cannot vote any more. A vote that was given stays.
+-- A member that left cannot vote. A vote that it has cast still counts.
 local function unseat(member)
   for _, id in ipairs(call('ZRANGE', POLLS, 0, -1)) do
     if call('HGET', P .. 'votes:' .. id, member) == '-' then
@@ -345,7 +348,7 @@ local function unseat(member)
     end
   end
 end
--- What is over is forgotten with its vote, a little at a time.
+-- Forget actions an hour after their time, a few per call.
 local function prune()
   for _, name in ipairs(call('ZRANGEBYSCORE', AGENDA, '-inf', int(now - HOUR), 'LIMIT', 0, 64)) do
     call('ZREM', AGENDA, name)
@@ -353,15 +356,13 @@ local function prune()
   end
 end
 
--- Take a member out: 'left', 'removed' or 'expired'; one that 'stays', if it has a name, is only dead.
--- The caller elects, so that no member is elected that is taken out right after.
+-- Drop a member as 'left', 'removed' or 'expired'. With 'stays', a named member becomes dead instead.
+-- The caller elects afterwards, so that no member is elected that is about to be dropped.
 local function drop(id, reason, stays)
   local m = read_member(id)
-  call('ZREM', DEADLINES, id)
-  call('ZREM', CANDIDATES, id)
-  call('ZREM', LEAVING, id)
-  call('ZREM', EXPIRATIONS, id)
-  call('ZREM', GRACED, id)
+  for _, key in ipairs({DEADLINES, CANDIDATES, LEAVING, EXPIRATIONS, GRACED}) do
+    call('ZREM', key, id)
+  end
   if not m then  -- a part of the group was deleted
     if leader == id then depose(reason) end
     return
@@ -383,7 +384,7 @@ local function drop(id, reason, stays)
   if leader == id then depose(reason) end
 end
 
--- A part at a time.
+-- Drop expired members, a few per call.
 local function sweep(key, before, stays)
   for _, id in ipairs(call('ZRANGEBYSCORE', key, '-inf', before, 'LIMIT', 0, 64)) do
     drop(id, 'expired', stays)
@@ -396,7 +397,7 @@ end
 sweep(DEADLINES, '(' .. int(now), true)
 sweep(EXPIRATIONS, int(now), false)
 elect()
--- A vote on something to be done at a time closes before that time, whatever was shifted.
+-- LIMITS closes a vote on an action before the action's time, even if a grace moved its deadline.
 for _, key in ipairs({POLLS, LIMITS}) do
   for _, id in ipairs(call('ZRANGEBYSCORE', key, '-inf', int(now), 'LIMIT', 0, 64)) do
     decide(id, 'no', 'timeout')

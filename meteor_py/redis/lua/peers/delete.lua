@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- Delete a peer group, with all that it has.
+-- Delete a peer group with all its keys.
 --
 -- KEYS  1 the prefix of the keys of the group
--- ARGV  1 'force' to delete it although it has live members  2... keys that are named after members
--- Returns {'OK'}, or {'NOGROUP'}  {'ALIVE', members}
--- Atomic because no member may join in between. Replies and messages expire by themselves.
+-- ARGV  1 'force' to delete it even if it has live members  2... keys that are named after members
+-- Returns {'OK'}, or {'NOGROUP'}  {'ALIVE', number of live members}
+-- Atomic because no member may join in between. Replies and messages expire.
 
 local members = call('ZCARD', DEADLINES)
 if members > 0 and ARGV[1] ~= 'force' then return {'ALIVE', members} end

@@ -2,11 +2,11 @@
 -- Renew the leases of members, and report the state of the group.
 --
 -- KEYS  1 the prefix of the keys of the group
--- ARGV  1 session  2... its members; none if it only looks on
+-- ARGV  1 session  2... its members; none if the client only watches
 -- Returns {'OK', incarnation, view, its mark, term, leader, session of the leader, seconds by the server's
---   clock, for each member 1 if it is one, 0 if it was dropped, 2 if it was removed on purpose,
---   3 if another session has joined under its name; ms until the next is overdue, -1 if there is none;
---   1 if there are orphans to hand over, by a call soon; and the ttl in ms}, or {'NOGROUP'}
+--   clock; a list with, for each member, 1 if it is a member, 0 if it was dropped, 2 if it was removed on
+--   purpose, 3 if another session has joined under its name; ms until the next member is overdue, -1 if
+--   there is none; 1 if orphans remain, for another call soon; the ttl in ms}, or {'NOGROUP'}
 -- Atomic because a member that was dropped must not be renewed.
 
 local presence = {}

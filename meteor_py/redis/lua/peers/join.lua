@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
--- Join a peer group, or come back to it under a name.
+-- Join a peer group, or return to it under a name.
 --
 -- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 id  2 session  3 '1' if persistent  4 priority  5 metadata
 --       6 'takeover', or 'fail' if a live member has the name
 --       7 members that a group may have
--- Returns {'OK', index, ms left of the lease}, or {'NOGROUP'}  {'TAKEN', session}: a live
---   member has the name, or one that is not persistent  {'FULL', members}
--- Atomic because being a member, its announcement, and an election that it makes possible are one.
+-- Returns {'OK', index, ms left of the lease}, or {'NOGROUP'}  {'TAKEN', session}: a live or an
+--   unnamed member has the name  {'FULL', members}
+-- Atomic because joining, its event, and an election that it makes possible are one step.
 
 local id, sid, persistent, priority, metadata = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local m = read_member(id)
@@ -34,7 +34,7 @@ emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index
      'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)
 if leader == id then depose('taken over') end
 elect()
--- Messages for any member that came when all members were dead.
+-- Messages for any member that arrived while all members were dead.
 if call('HDEL', STATE, 'stranded') == 1 then
   for _, one in ipairs(call('HKEYS', MEMBERS)) do
     if read_member(one).alive == '0' then orphan(one) end

@@ -1,15 +1,15 @@
 #!lua flags=allow-oom
--- Take a member out of its group, or only its session, if it is persistent and may come back.
+-- Remove a member from its group, or mark a named member as dead if it may come back.
 --
 -- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 id  2 its session; '' to remove it, whatever its session  3 'stay' if it may come back, else ''
--- Returns {'OK', 1 if it was one, else 0}, or {'NOGROUP'}
--- Atomic because what was sent to it, its votes and its office go with it.
+-- Returns {'OK', 1 if it was a member, else 0}, or {'NOGROUP'}
+-- Atomic because its messages, its votes and its leadership end with it.
 
 local m = read_member(ARGV[1])
 if not m or (ARGV[2] ~= '' and m.session ~= ARGV[2]) then return {'OK', 0} end
 drop(ARGV[1], ARGV[2] == '' and 'removed' or 'left', ARGV[3] == 'stay')
-if ARGV[2] == '' then  -- remembered for a day: its owner must not join again by itself
+if ARGV[2] == '' then  -- remember it for a day: its process must not rejoin automatically
   call('ZADD', P .. 'removed', int(now), ARGV[1])
   call('ZREMRANGEBYSCORE', P .. 'removed', '-inf', int(now - 86400000))
   call('ZREMRANGEBYRANK', P .. 'removed', 0, -1001)

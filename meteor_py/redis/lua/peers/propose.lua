@@ -1,17 +1,17 @@
 #!lua flags=allow-oom
--- Put something to the vote of all live members.
+-- Put a proposal to the vote of all live members.
 --
 -- KEYS  1 the prefix of the keys of the group
--- ARGV  1 poll  2 rule: majority, consensus, or a number of votes  3 ms to vote in  4 when it is to be
---       done, by the server's clock in ms, '' if there is no such time  5 ms that must lie between
---       the vote and that  6 name of the action, '' for none  7 topic  8 the member that proposes,
---       '' if it is none  9 its session  10 '1' if there must be a leader  11 us that the clock of
---       a voter may be wrong by, '' if that does not matter
+-- ARGV  1 poll  2 rule: majority, consensus, or a number of votes  3 ms to vote in  4 time of the
+--       action in ms by the server's clock, '' if it is none  5 ms between the end of the vote and the
+--       action  6 name of the action, '' for none  7 topic  8 the member that proposes, '' for none
+--       9 its session  10 '1' if there must be a leader  11 maximum error of a voter's clock in us,
+--       '' for any
 -- Returns {'OK', ms until the end of the vote, voters}, or {'NOGROUP'}  {'NOLEADER'}  {'NOMEMBER'}
---   {'FENCED'}: another session has the proposer now  {'FULL', votes that are open}
---   {'TOOLATE', ms by the server's clock}  {'PENDING', poll}: that action is decided on already
--- Atomic because the voters are decided once. Once for each poll: proposing again, when the reply
--- was lost, changes nothing.
+--   {'FENCED'}: another session has the proposer now  {'FULL', open votes}
+--   {'TOOLATE', ms by the server's clock}  {'PENDING', poll}: that action is already pending
+-- Atomic because the voters must be chosen once. Idempotent per poll: a repeat after a lost reply
+-- changes nothing.
 
 local key = P .. 'poll:' .. ARGV[1]
 local known = call('HMGET', key, 'until', 'voters')
@@ -21,7 +21,7 @@ if ARGV[8] ~= '' and not (by and by.session == ARGV[9]) then return {'FENCED'} e
 if ARGV[10] == '1' and leader == '' then return {'NOLEADER'} end
 local voters = alive()
 if #voters == 0 then return {'NOMEMBER'} end
--- A member that leaves is struck off all of them, in one step.
+-- Bounded, because the script that drops a member updates all open polls.
 local open = call('ZCARD', POLLS)
 if open >= 100 then return {'FULL', open} end
 local limit = ARGV[4] ~= '' and ARGV[4] - ARGV[5]

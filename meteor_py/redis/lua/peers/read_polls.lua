@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
--- Look at polls: at one, or at those that a member that was away has to know of.
+-- Read one poll, or the polls that a member must catch up on.
 --
 -- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 'poll' or 'member'  2 its id
--- Returns {'OK', ms left to vote in, fields and values of a poll, as in its events, ...}; nothing if
---   there is none; or {'NOGROUP'}. Of a member: those that it was asked in and has not voted, and
---   those that agreed on something to be done, which it was asked in: those to
---   come, and then those of the last hour, the nearest first; 200 of each at most.
--- Atomic because it also closes what is over, so that some client does.
+-- Returns {'OK', ms left to vote in, fields and values of a poll as in its events, ...}; only 'OK' if
+--   there is none; or {'NOGROUP'}. For a member: the open polls in which it has yet to vote, then the
+--   passed actions that it was asked about: first those to come, then those of the last hour, the
+--   nearest first; 200 at most in all.
+-- Atomic because it also closes polls that are over, so that some client does.
 
 local reply = {'OK'}
 local function add(id)

@@ -1,16 +1,16 @@
 #!lua
--- Put a message into the inboxes of its receivers.
+-- Store a message in the inboxes of its receivers.
 --
 -- KEYS  1 the prefix of the keys of the group
--- ARGV  1 id  2 session that the replies go to  3 id of the sender, '' if it is no member
+-- ARGV  1 id  2 session that gets the replies  3 id of the sender, '' if it is not a member
 --       4 queue  5 verb: tell, send or ask  6 to: member, any, all or leader  7 member, for that
---       8 a random number  9 '1' if also to dead members  10 priority  11 messages that an inbox
+--       8 a random number  9 '1' to include dead members  10 priority  11 messages that an inbox
 --       may hold  12 ms after which the sender stops waiting  13 type of the body  14 body
---       15 session of the sender, as a member  16 ids of finished messages of the handle
--- Returns {'OK', receivers...}, or {'NOGROUP'}  {'NOMEMBER'}  {'NOLEADER'}  {'FULL', whose}
---   {'STALE'}: the sender is not that member any more
--- Atomic because all get it or none, and a member that leaves later is known to have got it. Once for each
--- id: sending again, when the reply was lost, changes nothing. A server that is full refuses it.
+--       15 the sender's session, if it is a member  16 ids of finished messages of the handle
+-- Returns {'OK', receivers...}, or {'NOGROUP'}  {'NOMEMBER'}  {'NOLEADER'}  {'FULL', member}
+--   {'STALE'}: the sender is no longer that member
+-- Atomic because all receivers get it or none, and a receiver that leaves later is known to have got
+-- it. Idempotent per id: a repeat after a lost reply changes nothing. Refused if the server is full.
 
 local key, to, target = P .. 'message:' .. ARGV[1], ARGV[6], {}
 local known = call('HGET', key, 'to')
@@ -19,7 +19,7 @@ if known then
   return {'OK', unpack(target)}
 end
 
--- Whether an inbox is full: messages whose sender stopped waiting make room, a little at a time.
+-- Whether an inbox is full. Messages whose sender stopped waiting make room, a few per call.
 local function full(id)
   local inbox, most = P .. 'inbox:' .. id, tonumber(ARGV[11])
   if call('XLEN', inbox) < most then return false end
@@ -43,7 +43,7 @@ elseif to == 'leader' then
   target = {leader}
 elseif to == 'any' then
   local all = alive()
-  for i = 0, #all - 1 do  -- one with room, if there is one
+  for i = 0, #all - 1 do  -- prefer an inbox with room
     target = {all[(ARGV[8] + i) % #all + 1]}
     if not full(target[1]) then break end
   end

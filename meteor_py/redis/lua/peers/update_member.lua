@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
--- Change the metadata of a member, or lay down its office and put it at the back of the queue, or
--- have it chosen for nothing new, since it leaves when it has ended what it has begun.
+-- Change a member's metadata; or resign its leadership and move it to the end of the order; or stop
+-- giving it new work, because it leaves once its running work is done.
 --
 -- KEYS  1 the prefix of the keys of the group
--- ARGV  1 id  2 session  3 'metadata', 'resign' or 'leave'  4 metadata, or the term that is laid down
+-- ARGV  1 id  2 session  3 'metadata', 'resign' or 'leave'  4 metadata, or the term that ends
 --       5 the highest term that the member knows of, if it resigns: the next is higher
--- Returns {'OK', 1 if something was changed, else 0}, or {'NOGROUP'}  {'FENCED'}: it is not this
---   session's
--- Atomic because another must be elected in the same step, and not the one who resigns.
+-- Returns {'OK', 1 if something was changed, else 0}, or {'NOGROUP'}  {'FENCED'}: another session
+--   now owns the member
+-- Atomic because another member must be elected in the same step, rather than the one that resigns.
 
 local id = ARGV[1]
 local m = read_member(id)

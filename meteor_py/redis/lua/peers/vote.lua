@@ -1,15 +1,15 @@
 #!lua flags=allow-oom
--- Vote, and decide as soon as the outcome is certain.
+-- Cast a vote, and decide as soon as the outcome is certain.
 --
 -- KEYS  1 the prefix of the keys of the group
 -- ARGV  1 poll  2 member  3 its session  4 y, n or a
--- Returns {'OK', 1 if it counted, else 0: too late, or twice, or not asked}, or {'NOGROUP'}
+-- Returns {'OK', 1 if it counted, else 0: too late, repeated, or not asked}, or {'NOGROUP'}
 --   {'FENCED'}: another session has the member now
--- Atomic because votes are counted once, and the last that is needed decides.
+-- Atomic because each vote counts once, and the last one needed decides.
 
 local m = read_member(ARGV[2])
 if not m or m.session ~= ARGV[3] then return {'FENCED'} end
--- Of many that end at once some may not be closed yet: those take no vote either.
+-- Closing is bounded, so a poll that is over may still be listed. It takes no vote.
 local ends, limit = call('ZSCORE', POLLS, ARGV[1]), call('ZSCORE', LIMITS, ARGV[1])
 if not ends or tonumber(ends) <= now or (limit and tonumber(limit) <= now) then return {'OK', 0} end
 if call('HGET', P .. 'votes:' .. ARGV[1], ARGV[2]) ~= '-' then return {'OK', 0} end

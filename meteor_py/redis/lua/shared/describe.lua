@@ -2,14 +2,13 @@
 -- Describe a shared group at one instant.
 --
 -- KEYS  1 meta  2 state  3 ready  4 blocked  5 leases  6 consumers  7 letters
--- ARGV  1 incarnation  2 the prefix of all keys of the shared group: those of its consumers are found
---       by what is in the state
--- Returns {'OK', fields and values of the state, confirmed, ordering keys ready, ordering keys
---   blocked, dead letters to publish, and for each consumer: id, name, ordering keys, records held,
---   ms until its lease expires},
+-- ARGV  1 incarnation  2 prefix of the shared group's keys, from which those of its consumers are made
+-- Returns {'OK', fields and values of the state, confirmed, number of ready ordering keys, number of
+--   blocked ones, dead letters to publish, and for each consumer: id, name, ordering keys, records
+--   held, ms until its lease expires},
 --   or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
--- Atomic because 'confirmed' is the lowest offset that is not settled: of what waits, what is held, and
--- what no consumer has looked at. Its time grows with the ordering keys that consumers hold.
+-- Atomic because 'confirmed' is the lowest unsettled offset among waiting, held and unscanned records,
+-- which must be read together. Run time grows with the ordering keys that consumers hold.
 
 local call = redis.call
 local found = call('HGET', KEYS[1], 'incarnation')

@@ -2,13 +2,13 @@
 -- Join a shared group as a consumer, or return the state of a consumer.
 --
 -- KEYS  1 meta  2 state  3 leases  4 consumers  5 held by this consumer  6 failures
--- ARGV  1 incarnation of stream and group  2 consumer, an id that is never used twice
---       3 name, for people  4 'join', or '' if it must have joined
--- Returns {'OK', number of its last step, ordering keys and the offsets held of each, in turn; offsets
---   of those that failed before, and how often, in turn}, or
+-- ARGV  1 incarnation of stream and group  2 consumer, an id that is never reused
+--       3 display name  4 'join', or '' if it must have joined before
+-- Returns {'OK', number of its last step, {ordering key, offsets held, ...}, {offset, failures, ...} of
+--   held records that have failed}, or
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED'}: its lease has expired
--- Atomic because the number and what is held must fit together: a consumer that has lost a reply learns
--- from them whether its step was taken.
+-- Atomic because a consumer that lost a reply learns from the step number and the held records together
+-- whether its step was taken.
 
 local found = redis.call('HGET', KEYS[1], 'incarnation')
 if found ~= string.match(ARGV[1], '^[^.]*') then
@@ -21,7 +21,8 @@ if not step then
   if ARGV[4] == '' then return {'FENCED'} end
   step = '0'
   redis.call('HSET', KEYS[4], ARGV[2], '0::' .. ARGV[3])
-  -- Redis keeps a small hash as a list, and would search it for each ordering key; a long value forbids.
+  -- Padding: Redis stores a small hash as a list and searches it for each ordering key, unless a value
+  -- is longer than 64 bytes.
   redis.call('HSET', KEYS[5], '', string.rep('-', 65))
 end
 local clock = redis.call('TIME')

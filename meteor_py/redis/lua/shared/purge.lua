@@ -1,14 +1,13 @@
 #!lua flags=allow-oom
--- Settle waiting records of an ordering key, the oldest first, though they were not processed.
+-- Settle waiting records of an ordering key, the oldest first, without processing them.
 --
 -- KEYS  1 meta  2 state  3 groups  4 ready  5 blocked  6 delayed  7 failures  8 suspects
 --       9 waiting of the ordering key  10 bell
 -- ARGV  1 incarnation of stream and group  2 ordering key  3 the last offset to purge
---       4 the prefix of all keys of the shared group: those of the owner are found by what is in the
---       state
--- Returns {'OK', how many, 1 if there is more to do in another call}, or
+--       4 prefix of the shared group's keys, from which those of the owner are made
+-- Returns {'OK', records purged, 1 if another call is needed}, or
 --   {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
--- Atomic because no consumer must get what is purged. What a consumer holds stays with it.
+-- Atomic because no consumer may claim a record that is being purged. Held records are not purged.
 
 local call = redis.call
 local found = call('HGET', KEYS[1], 'incarnation')
@@ -29,7 +28,7 @@ call('HDEL', KEYS[7], unpack(purged))
 call('SREM', KEYS[8], unpack(purged))
 call('HINCRBY', KEYS[2], 'waiting', -#purged)
 call('HINCRBY', KEYS[2], 'purged', #purged)
-if tonumber(s[2]) >= tonumber(s[3]) then  -- consumers may look at more
+if tonumber(s[2]) >= tonumber(s[3]) then  -- consumers may continue scanning
   local bell = call('HINCRBY', KEYS[2], 'bell', 1)
   call('XADD', KEYS[10], 'MAXLEN', '=', 8, string.format('%.0f-0', bell), 'c', '')
 end
@@ -50,7 +49,7 @@ if state == 'd' then
   state = ''
   call('ZREM', KEYS[6], key)
 end
-if owner ~= '' and call('HGET', held, key) == '' then  -- kept for a last try that is gone
+if owner ~= '' and call('HGET', held, key) == '' then  -- reserved for a last try that is gone
   call('HDEL', held, key)
   owner = ''
 end

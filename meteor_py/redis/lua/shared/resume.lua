@@ -1,13 +1,12 @@
 #!lua flags=allow-oom
--- Make an ordering key available again that is parked or delayed.
+-- Make a parked or delayed ordering key available again, and reset its first record's failures.
 --
 -- KEYS  1 meta  2 state  3 groups  4 ready  5 blocked  6 delayed  7 failures  8 waiting of the ordering
 --       key  9 bell
--- ARGV  1 incarnation  2 ordering key  3 the prefix of all keys of the shared group: those of the owner
---       are found by what is in the state
+-- ARGV  1 incarnation  2 ordering key  3 prefix of the shared group's keys, from which those of the
+--       owner are made
 -- Returns {'OK', 1 if it was stopped, else 0}, or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}
--- Atomic because it must be in the right set when a consumer looks. The failures of its first record
--- are forgotten.
+-- Atomic because its entry and the sets that list it must change together.
 
 local call = redis.call
 local found = call('HGET', KEYS[1], 'incarnation')

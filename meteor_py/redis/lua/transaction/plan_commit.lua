@@ -1,19 +1,16 @@
 #!lua flags=allow-oom
--- Begin to move staged frames into the log, once per (writer, version); or report its progress.
+-- Plan the move of staged frames into the log, once per (writer, version), or report its progress.
 --
 -- KEYS  1 meta  2 fences  3 plan  4... the stages, in order
 -- ARGV  1 incarnation  2 writer  3 version  4 lifetime of a plan and its stages, ms
---       5 fields that each frame has in its stage  6 '1' to make a plan if there is none, else '0'
+--       5 fields per frame in a stage  6 '1' to make a plan if there is none, else '0'
 --       7 records in all stages  8... name and number of frames of each stage
--- Returns {'OK', frames moved, frames in all}: move the rest, by what the plan says, which may be
---   that of an earlier try; {'DONE', records}: this version is in the log, with so many records, -1
---   if they were not counted; {'PASSED', version}: a later one is; {'UNFINISHED', version, frames
---   moved, frames in all}: an earlier one has to be finished first; {'UNKNOWN'}: there is no plan,
---   and none was to be made; {'LOST', stage}; {'NOSTREAM'}; {'INCARNATION'}
--- Atomic because of two tries of one version, only one plan may be carried out.
-
-local incarnation = redis.call('HGET', KEYS[1], 'incarnation')
-if incarnation ~= ARGV[1] then return {incarnation and 'INCARNATION' or 'NOSTREAM'} end
+-- Returns {'OK', frames moved, total frames}: move the rest by the plan, which may be that of an
+--   earlier attempt; {'DONE', records}: this version is in the log, with that many records, -1 if
+--   they were not counted; {'PASSED', version}: a later version is; {'UNFINISHED', version, frames
+--   moved, total frames}: an earlier version must be finished first; {'UNKNOWN'}: there is no plan,
+--   and the caller asked for none; {'LOST', stage}; {'NOSTREAM'}; {'INCARNATION'}
+-- Atomic because only one of two attempts at a version may make its plan.
 
 local version = tonumber(ARGV[3])
 local fence = redis.call('HGET', KEYS[2], ARGV[2])
@@ -23,7 +20,7 @@ if known then
   if known > version then return {'PASSED', known} end
   if known == version then
     if done < total then return {'OK', done, total} end
-    redis.call('HSET', KEYS[2], ARGV[2], fence) -- so that a WAIT after this waits for all of it
+    redis.call('HSET', KEYS[2], ARGV[2], fence) -- so that a subsequent WAIT covers everything
     return {'DONE', tonumber(records) or -1}
   end
   if done < total then return {'UNFINISHED', known, done, total} end

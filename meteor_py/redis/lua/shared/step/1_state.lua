@@ -1,42 +1,41 @@
 #!lua flags=allow-oom
--- One step of a consumer of a shared group: renew its lease, settle, reap dead consumers, claim.
+-- One step of a consumer of a shared group: renew its lease, settle, reap a dead consumer, claim.
 --
 -- KEYS  1 meta  2 index  3 state  4 groups  5 ready  6 blocked  7 delayed  8 leases  9 consumers
 --       10 failures  11 dying  12 letters  13 bell  14 held, and 15 more, of this consumer
 --       16 suspects
--- ARGV  1 the prefix of all keys of the shared group: those of other consumers, and the lists of
---         waiting records, are found by what is in the state
---       2 incarnation of stream and group  3 consumer, '' to only look ahead
+-- ARGV  1 prefix of the shared group's keys, from which those of other consumers and the waiting lists
+--         are made
+--       2 incarnation of stream and group  3 consumer, '' to only scan
 --       4 number of this step, one above the last
---       5 'leave', 'wake' to ring the bell if this consumer may have more, else ''  6 records wanted
---       7 records to look at, at most  8 records to take of an ordering key at a time
---       9 first offset of an entry for the index that it does not have any more, '' for none
---       10 how many strings that has, 'lost' if neither ring nor store has it: then 11 is the offset
---       after what is lost, else 11... are the strings
---       then n, and n times an ordering key and its offsets that are acknowledged: 'o,o,...'
---       then triples: 'R' key 'o:ms' rewinds to o, a failure, not to be granted again for so long;
---       'U' the same, but no failure; 'Q' key 'o' returns only o, a failure; 'X' key 'o:reason'
---       rejects; 'G' key 'o': the record is gone; 'D' '' 'o': its dead letter is published; 'L' '' 'o':
---       the record of a dead letter is lost
--- Returns {'OK', next, end of the stream, records waiting, bell, ms until there may be something,
---     offsets granted: the first, and how far from it each lies; 'o:failures,...' of those that
---     failed before; end of what only the store has, 0 if the index has it; refused: 'o,...';
---     lost: 'first:last,...'; dropped: 'o:failures,...'; offsets and details of dead letters to
---     publish, in turn; epoch of the stream}
+--       5 'leave', 'wake' to ring the bell if this consumer may claim more, else ''  6 records wanted
+--       7 most records to scan  8 most records to take of one ordering key at a time
+--       9 first offset of an entry that the index has dropped, '' for none
+--       10 number of strings of that entry, or 'lost' if neither ring nor store has it: then 11 is the
+--       offset after the lost records, else 11... are the strings
+--       then n, and n times an ordering key and its acknowledged offsets: 'o,o,...'
+--       then triples: 'R' key 'o:ms' rewinds the key to o, counts a failure, and delays the key by ms;
+--       'U' the same without a failure; 'Q' key 'o' returns only o and counts a failure; 'X' key
+--       'o:reason' rejects; 'G' key 'o': the record is gone; 'D' '' 'o': its dead letter is published;
+--       'L' '' 'o': the record of a dead letter is lost
+-- Returns {'OK', next offset to scan, end of the stream, records waiting, bell, ms until records may
+--     become available, first granted offset, distances of all granted offsets from it; 'o:failures,...'
+--     of those that failed before; end of the records that only the store has, 0 if the index has them;
+--     refused: 'o,...'; lost: 'first:last,...'; dropped: 'o:failures,...'; {offset, details, ...} of
+--     dead letters to publish; epoch of the stream}
 --   or {'NOSTREAM'}  {'INCARNATION'}  {'NOGROUP'}  {'FENCED'}: its lease has expired
---   {'REPEAT', number}: that is the last step, and this is not the one after it
--- Atomic because a record must be with one consumer, waiting, or settled, and an ordering key with one
--- consumer.
+--   {'REPEAT', number of the last step}: this step is not the one after it
+-- Atomic because each record is held by one consumer, waiting, or settled, and each ordering key has at
+-- most one owner.
 --
--- An ordering key is free, or with the consumer that holds records of it; nothing else is ever
--- assigned. Each entry of the index is looked at once: a record is granted there and then, or its
--- offset is appended to the waiting list of its ordering key, which is found again through 'ready'
--- (free keys), 'more' (keys of a consumer that may have more) or 'blocked' (delayed or parked), by the
--- offset of its head.
+-- An ordering key is free, or owned by the consumer that holds records of it. Nothing else is assigned.
+-- Each index entry is scanned once: a record is granted right there, or its offset joins the waiting
+-- list of its ordering key. Three sets list keys with waiting records by the offset of their head:
+-- 'ready' (free keys), 'more' (keys of a consumer that may claim more) and 'blocked' (delayed or parked).
 
 local call, format, floor, min, max = redis.call, string.format, math.floor, math.min, math.max
 local find, match, gmatch, sub = string.find, string.match, string.gmatch, string.sub
-local prefix, cid, looking = ARGV[1], ARGV[3], ARGV[3] == ''
+local prefix, cid, scan_only = ARGV[1], ARGV[3], ARGV[3] == ''
 
 local m = call('HMGET', KEYS[1], 'incarnation', 'next', 'store', 'epoch')
 if m[1] ~= match(ARGV[2], '^[^.]*') then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
@@ -48,19 +47,21 @@ local nxt, cap, tries, lease = tonumber(s[2]), tonumber(s[3]), tonumber(s[4]), t
 local letters, parks, default, free = s[6] ~= '', s[7] == 'park', s[8], s[9] == 'free'
 local room, waiting, bell = tonumber(s[10]), tonumber(s[11]), tonumber(s[12])
 local stream_end, nxt0, waiting0 = tonumber(m[2]), nxt, waiting
-local want, scan, quantum = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+-- Bounded here, not by the caller: all other clients wait for the script.
+local want, scan = min(tonumber(ARGV[6]), 10000), min(tonumber(ARGV[7]), 4096)
+local quantum = tonumber(ARGV[8])
 
 local step, alone, name = nil, '', ''
-if not looking then
+if not scan_only then
   step, alone, name = match(call('HGET', KEYS[9], cid) or '', '^(%d+):(.-):(.*)$')
   if not step then return {'FENCED'} end
   if tonumber(ARGV[4]) ~= step + 1 then return {'REPEAT', tonumber(step)} end
 end
 local clock = call('TIME')
 local now = clock[1] * 1000 + floor(clock[2] / 1000)
-if not looking then
-  -- If no consumer was heard of for long, the server was away, or its clock was set: all leases are
-  -- moved by as much.
+if not scan_only then
+  -- If no consumer took a step for a long time, the server was down or its clock was set: shift all
+  -- leases by that gap.
   local gap = now - (tonumber(s[13] or nil) or now)
   if math.abs(gap) > lease / 2 then
     local leases = call('ZRANGE', KEYS[8], 0, -1, 'WITHSCORES')
@@ -98,10 +99,9 @@ end
 local counters = {}
 local function add(counter, n) counters[counter] = (counters[counter] or 0) + n end
 
--- Ordering keys. 'owner[:waiting:state:head]' in the hash; here: c owner, w waiting, st state ('d' delayed,
--- 'p' parked), head the first that waits, if it is known, raw as it was read, at the set that it is
--- in; of this consumer also: held as a string, known as it was read, n how many, fresh those granted
--- now.
+-- Ordering keys: 'owner[:waiting:state:head]' in the hash. Here: c owner, w waiting, st state ('d'
+-- delayed, 'p' parked), head first waiting offset if known, raw as read, at the set that lists it. If
+-- this consumer owns it also: held as a string, known as read, n number held, fresh granted now.
 local states, dirty = {}, {}
 local sets = {r = KEYS[5], b = KEYS[6], m = KEYS[15]}
 
@@ -118,7 +118,7 @@ local function read(raw)
     c, w, st, head = match(raw, '^(.-):(%d+):(.-):(%d*)$')
     w, head = tonumber(w), tonumber(head) or false
   end
-  -- All fields at once: a table that grows is allocated again.
+  -- All fields at once: a growing table is reallocated.
   return {c = c, w = w, st = st, head = head, raw = raw, n = 0, held = '', known = false,
           fresh = false, at = false, moved = false, reserved = false, passed = false,
           others = false}
@@ -171,8 +171,8 @@ local function head_of(k, t)
   return text(t.head)
 end
 
--- Bring the sets in line with what has changed.
-local woken, freed = false, false  -- others have work: surely; unless it is claimed here
+-- Update the sets of the keys that have changed.
+local woken, freed = false, false  -- whether others have work: certainly; unless claimed here
 local function place_all()
   local out, into = {r = {}, b = {}, m = {}}, {r = {}, b = {}, m = {}}
   for k, t in pairs(dirty) do
@@ -195,7 +195,7 @@ local function place_all()
   end
 end
 
--- Write what this consumer holds into its hash.
+-- Write the records that this consumer holds into its hash.
 local function write_held()
   local set, gone = {}, {}
   for k, t in pairs(states) do
@@ -204,7 +204,7 @@ local function write_held()
       if t.held ~= '' then
         local unsorted = tonumber(match(t.held, '(%d+)$')) > tonumber(t.fresh[1])
         list = t.held .. ',' .. list
-        if unsorted then  -- one was returned alone
+        if unsorted then  -- one of them was returned alone before
           local offsets = split(list)
           table.sort(offsets)
           list = join(offsets)
@@ -226,11 +226,11 @@ local function write_held()
   many('HDEL', KEYS[14], gone)
 end
 
--- Offsets, rising, go back to where they were in the waiting list of their ordering key.
+-- Put ascending offsets back into their places in the waiting list of their ordering key.
 local function put_back(k, t, offsets)
   if #offsets == 0 then return end
   local key, last, all = list_of(k), offsets[#offsets], {}
-  while t.w > #all do  -- only those that were returned before lie below
+  while t.w > #all do  -- only records returned before have lower offsets
     local heads = call('LRANGE', key, #all, #all + 255)
     for _, head in ipairs(heads) do
       if tonumber(head) > last then break end
@@ -252,11 +252,10 @@ local function put_back(k, t, offsets)
   add('returned', #offsets)
 end
 
--- Failures.
 local any_failures = call('EXISTS', KEYS[10]) == 1
 local any_suspects = call('EXISTS', KEYS[16]) == 1
 local dropped = {}
-local function give_up(o, k, t, reason, failures)  -- whether it leaves its key
+local function give_up(o, k, t, reason, failures)  -- returns whether it leaves its key
   if parks then t.st = 'p' end
   if letters then
     call('HSET', KEYS[12], text(o), format('%d:%d:', failures, #k) .. k .. reason)
@@ -288,14 +287,15 @@ local function take_back(owner, reason)
     t.c, t.n, t.held, t.known, t.reserved, t.others = '', 0, '', false, false, false
     t.at = t.w > 0 and t.st ~= '' and 'b'
     if reason and offsets[1] then
-      -- What it processed and did not acknowledge is not known, so it may have died of a later one:
-      -- from now on they are granted one at a time.
+      -- The consumer may have processed records without acknowledging them, so any of these may
+      -- have killed it: from now on they are granted one at a time.
       local number = text(offsets[1])
       local suspected = call('SISMEMBER', KEYS[16], number) == 1
       for i, o in ipairs(offsets) do suspects[i] = text(o) end
       many('SADD', KEYS[16], suspects)
       any_suspects = true
-      -- It is not given up for a death before it was granted alone.
+      -- A consumer's death must not make a record a dead letter before the record was granted
+      -- alone.
       if suspected or (tonumber(call('HGET', KEYS[10], number) or 0) or 0) + 1 ~= tries then
         if fail(offsets[1], k, t, reason) then table.remove(offsets, 1) end
       end

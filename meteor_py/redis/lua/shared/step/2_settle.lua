@@ -39,7 +39,7 @@ for i = at + 1, at + 2 * acked, 2 do
   end
 end
 
--- What is done to records of an ordering key is gathered, and written once for the key.
+-- Collect the settlements of each ordering key, and write the key once.
 local works = {}
 local function work_on(k, t)
   local work = {offsets = t.c == cid and split(t.held) or {}, has = {}, back = {}, delay = 0}
@@ -57,7 +57,7 @@ local function settle(op, k, number, rest)
   end
   local back = work.back
   if op == 'R' or op == 'U' or (op == 'X' and parks) then
-    while work.last > 0 and work.offsets[work.last] > o do  -- later ones go with it
+    while work.last > 0 and work.offsets[work.last] > o do  -- later records go back with it
       local behind = work.offsets[work.last]
       if work.has[behind] then
         work.has[behind] = nil
@@ -76,7 +76,7 @@ local function settle(op, k, number, rest)
     leaves = give_up(o, k, t, rest, call('HINCRBY', KEYS[10], number, 1))
     any_failures = true
   elseif op ~= 'U' then
-    leaves = fail(o, k, t, 'It was delivered as often as it may be.')
+    leaves = fail(o, k, t, 'It failed max_deliveries times.')
   end
   if not leaves then back[#back + 1] = o end
 end
@@ -104,7 +104,7 @@ for k, work in pairs(works) do
     table.sort(work.back)
     put_back(k, t, work.back)
     if work.delay > 0 and #work.back > 0 and t.st ~= 'p' then
-      t.st, woken = 'd', true  -- others must know when to ask
+      t.st, woken = 'd', true  -- others must learn when the delay ends
       call('ZADD', KEYS[7], max(now + work.delay, call('ZSCORE', KEYS[7], k) or 0), k)
     end
     disown(t)

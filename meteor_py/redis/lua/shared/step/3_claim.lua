@@ -1,12 +1,12 @@
--- 2. Reap a consumer whose lease has expired, and free ordering keys whose delay is over.
-if not looking then
+-- 2. Reap a consumer whose lease has expired, and free ordering keys whose delay has ended.
+if not scan_only then
   local dead = call('ZRANGEBYSCORE', KEYS[8], '-inf', format('(%.0f', now), 'LIMIT', 0, 1)[1]
   if dead and dead ~= cid then
     take_back(dead, 'Its consumer died.')
     add('reaped', 1)
   end
 end
--- Ordering keys of another consumer have something for it.
+-- List ordering keys of another consumer as having more records for it.
 local function offer(owner, names)
   local held, more = call('HMGET', prefix .. 'held:' .. owner, unpack(names)), {}
   for i, k in ipairs(names) do
@@ -34,10 +34,10 @@ for _, k in ipairs(due) do
 end
 place_all()
 
--- 3. Claim what waits, the oldest first. The last try of a suspect is granted alone: if its consumer
--- dies of it, nothing else is blamed. A consumer that meets one keeps its ordering key, and gets nothing
--- more before all else it holds is settled.
-local granted, got, failed, stop = {}, 0, {}, want == 0 and not looking
+-- 3. Claim waiting records, the oldest first. The last try of a suspect is granted alone: if it kills
+-- its consumer, no other record is blamed. A consumer that finds a suspect reserves its ordering key. It
+-- then gets no records until it has settled those that it holds, and gets the suspect alone.
+local granted, got, failed, stop = {}, 0, {}, want == 0 and not scan_only
 local function grant(o, t)
   got = got + 1
   granted[got] = o
@@ -47,9 +47,9 @@ end
 local holding, passed = 0, 0
 if not stop and (any_failures or alone ~= '') then
   write_held()
-  holding = call('HLEN', KEYS[14]) - 1  -- there is a field that makes it a table
+  holding = call('HLEN', KEYS[14]) - 1  -- without the padding field
   if alone == 'reserved' then
-    alone = ''  -- unless its ordering key is still kept, and not purged
+    alone = ''  -- unless its ordering key is still reserved, and not purged
     for _, list in ipairs(call('HVALS', KEYS[14])) do
       if list == '' then alone, holding = 'reserved', holding - 1 end
     end
@@ -58,7 +58,7 @@ if not stop and (any_failures or alone ~= '') then
   if alone ~= '' and holding > 0 then stop = true end
 end
 
--- From i on, they go back to where they were.
+-- Put offsets back from i on.
 local function leave_rest(k, t, offsets, i)
   local rest = {}
   for j = i, #offsets do rest[#rest + 1] = tonumber(offsets[j]) end
@@ -79,7 +79,7 @@ local function take(k, t)
   for i, number in ipairs(offsets) do
     local o, times = tonumber(number), tonumber(failures[i] or 0) or 0
     local last_try = suspects[i] == 1 and tries > 0 and times >= tries - 1
-    if suspects[i] == 1 and t.n > 0 then  -- not before what it may be blamed for is settled
+    if suspects[i] == 1 and t.n > 0 then  -- only after all records that share the blame are settled
       t.passed, passed = true, passed + 1
       return leave_rest(k, t, offsets, i)
     end

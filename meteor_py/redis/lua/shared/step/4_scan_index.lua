@@ -1,4 +1,4 @@
--- 4. Then look at new records, each once.
+-- 4. Scan new records, each once.
 local stored_stop, lost = 0, {}
 local function lose(to)
   lost[#lost + 1] = text(nxt) .. ':' .. text(to - 1)
@@ -8,11 +8,14 @@ local function lose(to)
 end
 if ARGV[10] == 'lost' and tonumber(ARGV[9]) == nxt then lose(tonumber(ARGV[11])) end
 
--- Entries of the index from nxt on: those that are loaded, or more.
+-- The loaded index entries, from nxt on.
 local entries, at_entry, per_entry = {}, 1, 4096
+-- First and last offset of an entry. Publishers write the index, and one of them may be hostile: an
+-- entry never reaches beyond the end of the stream, and has at least one record.
 local function span(entry)
   local last, size = match(entry[1], '^(%d+)-(%d+)$')
-  return last - size + 1, tonumber(last)
+  last = min(tonumber(last), stream_end - 1)
+  return max(min(last - size + 1, last), 0), last
 end
 if strings > 1 then
   local size = #ARGV[11] / 2
@@ -21,8 +24,8 @@ if strings > 1 then
   if nxt < first or nxt > last then entries = {} end
 end
 
--- The ordering keys of up to so many records from nxt on; none, and the end of the gap, if nxt is in
--- one.
+-- Return the ordering keys of up to 'limit' records from nxt on; {} and the end of the gap if nxt is in a
+-- gap.
 local function row_of(limit)
   if not entries[at_entry] then
     local wanted = min(64, floor((limit - 1) / per_entry) + 1)
@@ -39,8 +42,8 @@ local function row_of(limit)
     local size = min(last + 1 - o, limit - #row)
     local bytes, from = {string.byte(entry[1], 2 * (o - first) + 1, 2 * (o - first + size))}, #row
     for i = 1, size do
-      local k = entry[bytes[2 * i - 1] + 256 * bytes[2 * i] + 2]
-      if k == '' then k = free and '\0' .. text(o + i - 1) or default end
+      local k = entry[(bytes[2 * i - 1] or 0) + 256 * (bytes[2 * i] or 0) + 2] or ''
+      if k == '' or #k > 256 then k = free and '\0' .. text(o + i - 1) or default end
       row[from + i] = k
     end
     o = o + size
@@ -49,14 +52,14 @@ local function row_of(limit)
   return row
 end
 
--- Grant the records of a row, or let them wait.
-local function look_at(row)
+-- Grant the records of a row, or append them to waiting lists.
+local function scan_row(row)
   local pushed, offered = {}, {}
   for i = 1, #row do
-    if got >= want and not looking then break end
+    if got >= want and not scan_only then break end
     local k = row[i]
     local t = states[k]
-    if t.w == 0 and t.st == '' and (t.c == '' or (t.c == cid and t.n < cap)) and not looking then
+    if t.w == 0 and t.st == '' and (t.c == '' or (t.c == cid and t.n < cap)) and not scan_only then
       grant(nxt, t)
     else
       local list = pushed[k]
@@ -88,10 +91,10 @@ local function look_at(row)
   for owner, names in pairs(offered) do offer(owner, names) end
 end
 
-while (got < want or looking) and not stop and scan > 0 and waiting < room and nxt < stream_end do
-  local row, gap = row_of(min(looking and 256 or max(want - got, 16), 256, scan))
+while (got < want or scan_only) and not stop and scan > 0 and waiting < room and nxt < stream_end do
+  local row, gap = row_of(min(scan_only and 256 or max(want - got, 16), 256, scan))
   load(row)
-  look_at(row)
+  scan_row(row)
   scan = scan - #row
   if #row == 0 then
     if m[3] then

@@ -1,7 +1,6 @@
--- 5. Dead letters of records that were given up: for any consumer, and again if they are not published
--- within a lease.
+-- 5. Assign dead letters to this consumer; reassign those that are not published within a lease.
 local letters_out = {}
-if not looking and ARGV[5] ~= 'leave' and call('EXISTS', KEYS[11]) == 1 then
+if not scan_only and ARGV[5] ~= 'leave' and call('EXISTS', KEYS[11]) == 1 then
   local found = call('ZRANGEBYSCORE', KEYS[11], '-inf', format('%.0f', now), 'LIMIT', 0, 16)
   for _, o in ipairs(found) do
     call('ZADD', KEYS[11], now + lease, o)
@@ -31,7 +30,7 @@ for k, t in pairs(states) do
 end
 many('HSET', KEYS[4], set)
 many('HDEL', KEYS[4], gone)
-local state = looking and {} or {'last', text(now)}
+local state = scan_only and {} or {'last', text(now)}
 if nxt ~= nxt0 then
   state[#state + 1] = 'next'
   state[#state + 1] = text(nxt)
@@ -41,7 +40,7 @@ if waiting ~= waiting0 then
   state[#state + 1] = waiting
 end
 if want == 0 and alone ~= '' and call('HLEN', KEYS[14]) == (alone == 'reserved' and 2 or 1) then
-  woken = true  -- this consumer may have more, now that all else is settled
+  woken = true  -- this consumer may claim more, now that all else is settled
 end
 if waiting0 >= room and waiting < room then woken = true end
 if ARGV[5] == 'wake' and call('EXISTS', KEYS[15]) == 1 then woken = true end
@@ -53,12 +52,12 @@ if woken or (freed and call('EXISTS', KEYS[5]) == 1) then
 end
 if #state > 0 then call('HSET', KEYS[3], unpack(state)) end
 for counter, n in pairs(counters) do if n ~= 0 then call('HINCRBY', KEYS[3], counter, n) end end
-if not looking and ARGV[5] ~= 'leave' then
+if not scan_only and ARGV[5] ~= 'leave' then
   call('HSET', KEYS[9], cid, format('%s:%s:%s', ARGV[4], alone, name))
 end
 
 local wait = -1
-if got == 0 and not looking then
+if got == 0 and not scan_only then
   for _, key in ipairs({KEYS[7], KEYS[8], KEYS[11]}) do
     for i, score in ipairs(call('ZRANGE', key, 0, 1, 'WITHSCORES')) do
       if i % 2 == 0 and (key ~= KEYS[8] or tonumber(score) ~= now + lease) then

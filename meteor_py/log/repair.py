@@ -1,0 +1,89 @@
+"""Repairs a log that another program has written to.
+
+An entry beyond the end of the log blocks publishing for good: IDs only increase, and deleting an
+entry does not lower the highest ID. The repair copies only the frames, and then replaces the log
+with the copy. It repairs the index of ordering keys first: otherwise a publisher could append a
+frame to the repaired log and then fail at the index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from typing import Any
+
+from meteor_py.errors import MeteorError
+from meteor_py.log.handle import StreamHandle
+from meteor_py.records.descriptions import RepairReport
+from meteor_py.redis import keys, reply_errors
+from meteor_py.redis.connection import Connection
+from meteor_py.redis.scripts import REPAIR_LOG
+
+#: How long an unfinished copy remains if the process that makes it dies.
+_COPY_TTL_MS = 3_600_000
+#: Maximum number of foreign entries that a report lists.
+_LISTED = 100
+
+
+def repair(stream: StreamHandle, *, dry_run: bool) -> RepairReport:
+    """Find foreign entries and, unless ``dry_run``, remove them; see ``Stream.repair``."""
+    found: list[str] = []
+    frames = foreign = 0
+    blocked = repaired = False
+    # Use a separate connection that never retries: the last step of a copy must not run twice.
+    connection = stream.connector.open_connection()
+    try:
+        for key in (*stream.index_keys, stream.keys[0]):
+            ours, others = _walk(connection, stream, key, None)
+            is_blocked = _is_blocked(connection, stream, key)
+            if (others or is_blocked) and not dry_run:
+                _walk(connection, stream, key, keys.repair(stream.name, secrets.token_hex(8)))
+                repaired = True
+            frames, foreign, blocked = ours, foreign + len(others), blocked or is_blocked
+            found += others
+    finally:
+        connection.close()
+    return RepairReport(stream.name, frames, foreign, tuple(found[:_LISTED]), blocked, repaired)
+
+
+def _walk(
+    connection: Connection, stream: StreamHandle, key: str, copy: str | None
+) -> tuple[int, list[str]]:
+    """Return the number of frames at ``key`` and the IDs of other entries.
+
+    With a key for the copy, also copy the frames there, and replace ``key`` with the copy.
+    """
+    kind = "log" if key == stream.keys[0] else "index"
+    script_keys = [key, stream.keys[1], key if copy is None else copy]
+    after, frames, found = "0-0", 0, list[str]()
+    try:
+        while after:  # this ends: each step passes at least one entry of a finite ring
+            copied = "" if copy is None else frames
+            args: list[Any] = [stream.incarnation, kind, after, copied, _COPY_TTL_MS]
+            reply = connection.run(REPAIR_LOG, script_keys, args)
+            if reply[0] in (b"NOSTREAM", b"INCARNATION"):
+                raise reply_errors.stream_gone(stream.name, reply[0])
+            if reply[0] == b"GONE":
+                raise MeteorError(
+                    f"The repair of stream {stream.name!r} took too long, and its copy has "
+                    "expired. Nothing was changed. Try again."
+                )
+            after, frames = reply[1].decode(), frames + int(reply[2])
+            found += [entry.decode() for entry in reply[3:]]
+    except BaseException:
+        if copy is not None:
+            with contextlib.suppress(MeteorError):  # the copy expires anyway
+                stream.connector.call("UNLINK", copy)
+        raise
+    return frames, found
+
+
+def _is_blocked(connection: Connection, stream: StreamHandle, key: str) -> bool:
+    """Return whether ``key`` has ever had an entry beyond the end of the stream."""
+    if not connection.call("EXISTS", key):
+        return False
+    facts = connection.call("XINFO", "STREAM", key)
+    highest = dict(zip(facts[::2], facts[1::2], strict=True))[b"last-generated-id"]
+    # Read the end after the entry ID: publishing advances both.
+    end = connection.call("HGET", stream.keys[1], "next")
+    return end is not None and int(highest.partition(b"-")[0]) >= int(end)

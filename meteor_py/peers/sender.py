@@ -1,0 +1,171 @@
+"""The base class of group handles and memberships: sends messages and makes proposals."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from meteor_py.errors import ClockTooUncertain
+from meteor_py.peers.config import MEMBERS_MAX
+from meteor_py.peers.messaging.target import Everybody, Target
+from meteor_py.peers.voting.polls import Motion
+from meteor_py.peers.voting.proposal import Kind, Outcome, dump_topic
+from meteor_py.records.config import check_choice, check_int, check_seconds
+from meteor_py.redis import keys
+from meteor_py.runtime.lifecycle import Closeable
+
+if TYPE_CHECKING:
+    from meteor_py.peers.group_handle import GroupHandle
+    from meteor_py.peers.member_handle import MemberHandle
+
+#: How far ahead an action may lie. A time beyond that is in ms, or from another clock.
+_AHEAD_MAX_S = 30 * 86_400.0
+
+
+class Sender(Closeable):
+    """A ``PeerGroup`` or a ``Membership``, as the author of messages and proposals.
+
+    A membership signs its messages: ``message.sender`` and ``proposal.by`` are its id. Messages
+    and proposals of a ``PeerGroup`` have no author.
+    """
+
+    def __init__(self, group: GroupHandle, member: MemberHandle | None = None) -> None:
+        self._group_handle = group
+        self._author = member
+
+    def member(self, member: str) -> Target:
+        """One member by id. If it is a named member that is dead, messages wait for it."""
+        if not isinstance(member, str):
+            raise TypeError(f"A member id must be a str, not {type(member).__name__}.")
+        keys.check_name(member, "member")
+        return Target(self._group_handle.requests, self._author, "member", member)
+
+    @property
+    def any(self) -> Target:
+        """A random live member; if it leaves before it settles the message, another one."""
+        return Target(self._group_handle.requests, self._author, "any")
+
+    @property
+    def all(self) -> Everybody:
+        """All live members."""
+        return Everybody(self._group_handle.requests, self._author, "all")
+
+    @property
+    def leader_proxy(self) -> Target:
+        """The member that leads when the message is stored."""
+        return Target(self._group_handle.requests, self._author, "leader")
+
+    def propose(
+        self,
+        topic: Any,
+        *,
+        kind: Kind | int = "majority",
+        timeout: float = 5.0,
+        require_leader: bool = False,
+    ) -> Future[Outcome]:
+        """Ask all members that are alive now to vote (``@me.on_vote``).
+
+        The server decides as soon as the outcome is certain, even if the proposer dies; other
+        processes learn the outcome from ``on_decision``. A member that abstains, does not vote in
+        time, or leaves before voting has not said yes.
+
+        >>> group.propose({"limit": 7}, kind="consensus").result().passed  # doctest: +SKIP
+
+        Args:
+            topic: The subject, up to 64 KiB when encoded by the group's codec.
+            kind: How many of the members asked must say yes: a "majority", all ("consensus"), or
+                a number.
+            timeout: Seconds that members have to vote.
+            require_leader: Whether the group must have a leader.
+
+        Returns:
+            A future of the outcome, which completes shortly after ``timeout`` at the latest. It
+            raises ``PeerError`` if the server is away or has lost the vote.
+
+        Raises:
+            NoLeader: ``require_leader`` is set, and the group has no leader.
+            PeerError: No member is alive to vote, or 100 votes are open.
+            MembershipLost: The proposer is no longer a member.
+            ConnectionFailed: The server was away for ``timeout`` seconds.
+            ValueError, TypeError: An argument is out of range or of the wrong type.
+        """
+        self._check_open()
+        motion = self._motion(topic, kind, timeout, require_leader)
+        return self._group_handle.polls.propose(motion, self._author)
+
+    def propose_action(
+        self,
+        name: str,
+        params: Any = None,
+        *,
+        at: float,
+        kind: Kind | int = "consensus",
+        timeout: float = 1.0,
+        max_error: float | None = None,
+        require_leader: bool = False,
+    ) -> Future[Outcome]:
+        """Ask all live members to do something at one instant; if the vote passes, they do it.
+
+        Every member that was asked and has a handler (``@me.on_action``) runs it at that time,
+        whatever its own vote was. A member without ``on_vote`` says yes if it has that handler.
+
+        >>> group.propose_action("open", {"relay": 3}, at=group.now() + 2)  # doctest: +SKIP
+
+        Args:
+            name: The action: 1 to 128 characters of A-Z a-z 0-9 . _ -
+            params: Passed to the handlers, with the limits of a ``topic``.
+            at: When, in seconds by ``group.now()``, truncated to milliseconds.
+            kind, timeout, require_leader: See ``propose``. The vote ends 0.2 s before ``at`` at
+                the latest, so that every member learns the decision in time.
+            max_error: Seconds by which a clock may be wrong. A member that knows the time less
+                accurately says no.
+
+        Raises:
+            ActionRefused: It is too late to vote, or the same action is already pending.
+            ClockTooUncertain: This process knows the time less accurately than ``max_error``.
+
+        Also raises what ``propose`` raises.
+        """
+        self._check_open()
+        group = self._group_handle
+        keys.check_name(name, "action")
+        if max_error is not None and not group.polls.actions.is_sure(
+            check_seconds("max_error", max_error)
+        ):
+            raise ClockTooUncertain(
+                f"This process knows the time of group {group.name!r} within "
+                f"{group.clock.error_bound:.6f} s, not {max_error:g} s. Allow a larger max_error, "
+                "or move closer to the server.",
+                group=group.name,
+            )
+        motion = self._motion(params, kind, timeout, require_leader)._replace(
+            action=name,
+            at=self._check_at(at),
+            max_error=None if max_error is None else max(int(max_error * 1e6), 1),
+        )
+        return group.polls.propose(motion, self._author)
+
+    def _check_open(self) -> None:
+        if self._author is None:
+            self._group_handle.check_open()
+        else:
+            self._author.check_owned()
+
+    def _motion(self, topic: Any, kind: Kind | int, timeout: float, require_leader: bool) -> Motion:
+        data = dump_topic(topic, self._group_handle.requests.codec)
+        if isinstance(kind, str):
+            check_choice("kind", kind, ("majority", "consensus"))
+        else:
+            check_int("kind", kind, 1, MEMBERS_MAX)
+        return Motion(data, kind, check_seconds("timeout", timeout), require_leader)
+
+    def _check_at(self, at: float) -> int:
+        """Convert the time of an action to whole ms."""
+        if isinstance(at, bool) or not isinstance(at, (int, float)):
+            raise TypeError(f"at must be a number of seconds, not {type(at).__name__}.")
+        if not math.isfinite(at) or not 0 <= at <= self._group_handle.now() + _AHEAD_MAX_S:
+            raise ValueError(
+                f"at must be a time in the next 30 days, in seconds by group.now(), not {at}."
+            )
+        return int(at * 1000)

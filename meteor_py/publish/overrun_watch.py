@@ -1,0 +1,108 @@
+"""A warning that the ring is dropping records that a group has not confirmed yet."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from meteor_py.errors import ConnectionFailed, MeteorError
+from meteor_py.log.handle import StreamHandle
+from meteor_py.records.frame import entry_span
+from meteor_py.redis import keys
+from meteor_py.redis.connection import Connection
+from meteor_py.redis.scripts import DESCRIBE_STREAM
+
+_log = logging.getLogger(__name__)
+
+#: Seconds between two checks by a publisher that publishes continuously.
+_INTERVAL_S = 5.0
+#: Seconds to wait for the server.
+_TIMEOUT_S = 1.0
+#: Groups that one check examines.
+_GROUPS_MAX = 500
+
+
+class OverrunWatch:
+    """Compares the start of the ring with the positions of groups, and logs each group once.
+
+    A reader gets ``RecordsLost``, but perhaps too late to do anything about it. The publisher,
+    however, is running while the ring drops the records.
+    """
+
+    def __init__(self, stream: StreamHandle) -> None:
+        self._stream = stream
+        config = stream.config
+        limited = config.max_age is not None or config.max_bytes is not None
+        self._drops_from = 0 if limited else config.capacity
+        self._enabled = stream.store_id is None  # with a store, every record stays readable
+        self._next_check = 0.0
+        self._checked = 0  # the end of the stream at the last check
+
+    def is_due(self, end: int, *, last: bool = False) -> bool:
+        """Return whether to check a stream that ends at ``end``; ``last``: before closing."""
+        if not self._enabled or end <= self._drops_from or end == self._checked:
+            return False
+        return last or time.monotonic() >= self._next_check
+
+    def check(self, connection: Connection, end: int) -> None:
+        """Warn of groups that have lost records. Nothing may be in flight on the connection."""
+        self._next_check = time.monotonic() + _INTERVAL_S
+        self._checked = end
+        connection.timeout_s = _TIMEOUT_S
+        try:
+            first = self._ring_start(connection)
+            behind = {} if first is None else self._groups_behind(connection, first)
+        except ConnectionFailed:
+            return  # the next check may succeed
+        except (MeteorError, ValueError) as error:  # groups are off limits, or hold foreign data
+            _log.debug("Groups of stream %r are not watched: %s", self._stream.name, error)
+            self._enabled = False
+            return
+        for group, position in behind.items():
+            if group in self._stream.overrun_groups:
+                continue
+            self._stream.overrun_groups.add(group)
+            _log.warning(
+                "The ring of stream %r has dropped records %d to %d, which group %r has not "
+                "confirmed. Its members will get RecordsLost. Raise the stream's limits (capacity "
+                "%d) with stream.configure(), or create it with a store.",
+                *(self._stream.name, position, (first or 0) - 1, group),
+                self._stream.config.capacity,
+            )
+
+    def _ring_start(self, connection: Connection) -> int | None:
+        """Return the ring's first offset; None if the ring is empty or of another stream."""
+        flat, _, first_id = connection.run(DESCRIBE_STREAM, self._stream.keys)
+        meta = dict(zip(flat[::2], flat[1::2], strict=True))
+        if not first_id or meta.get(b"incarnation") != self._stream.incarnation.encode():
+            return None
+        return entry_span(self._stream.name, first_id)[0]
+
+    def _groups_behind(self, connection: Connection, first: int) -> dict[str, int]:
+        """Return the groups whose next record is below ``first``, with its offset.
+
+        Their positions are read after ``first``, so these records were dropped unconfirmed.
+        """
+        name = self._stream.name
+        found: dict[str, int] = {}
+        kinds = [(keys.groups(name), False)]
+        if self._stream.config.ordering_key is not None:
+            kinds.append((keys.shared_groups(name), True))
+        for listing, is_shared in kinds:
+            members = sorted(connection.call("SMEMBERS", listing))[:_GROUPS_MAX]
+            groups = [member.decode(errors="backslashreplace") for member in members]
+            commands: list[Any] = [
+                ("HMGET", keys.shared(name, group, "state"), "incarnation", "next", "start")
+                if is_shared
+                else ("HMGET", keys.group(name, group), "incarnation", "confirmed", "start")
+                for group in groups
+            ]
+            replies = connection.pipeline(commands, _TIMEOUT_S) if commands else []
+            for group, (incarnation, position, start) in zip(groups, replies, strict=True):
+                # A shared group adds its own id to the stream's, after a dot.
+                owner = (incarnation or b"").partition(b".")[0]
+                at = position or start
+                if owner == self._stream.incarnation.encode() and at and int(at) < first:
+                    found[group] = int(at)
+        return found

@@ -1,0 +1,31 @@
+#!lua flags=allow-oom
+-- Apply new limits on age and bytes to the frames that are already in the ring.
+--
+-- KEYS  1 log  2 meta  3 index, if the stream has an ordering key
+-- ARGV  1 incarnation  2 limits that the caller has set: 'keep' in meta
+--       3 offset: everything below is dropped  4 end of the stream when it was measured
+--       5 marks of the frames up to there (see _append.lua)
+-- Returns {'OK'}, also if the limits were changed again meanwhile; {'MORE'} if enough was trimmed
+--   for one call: call again; {'NOSTREAM'}; {'INCARNATION'}.
+-- Atomic because publishers add marks at the same time.
+
+local m = redis.call('HMGET', KEYS[2], 'incarnation', 'keep', 'archived', 'marks')
+if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
+if m[2] ~= ARGV[2] then return {'OK'} end
+local floor = tonumber(ARGV[3])
+if m[3] then floor = math.min(floor, tonumber(m[3])) end
+if floor > 0 then
+  local id = string.format('%.0f-0', floor)
+  local logs, trimmed = {KEYS[1], KEYS[3]}, 0
+  for _, key in ipairs(logs) do
+    trimmed = trimmed + redis.call('XTRIM', key, 'MINID', '~', id, 'LIMIT', 1000)
+  end
+  if trimmed > 0 then return {'MORE'} end
+  for _, key in ipairs(logs) do redis.call('XTRIM', key, 'MINID', '=', id) end
+end
+local newer = m[4] or ''
+while newer ~= '' and tonumber(string.sub(newer, 1, 16)) < tonumber(ARGV[4]) do
+  newer = string.sub(newer, 49)
+end
+redis.call('HSET', KEYS[2], 'marks', ARGV[5] .. newer)
+return {'OK'}

@@ -1,0 +1,59 @@
+-- Look for entries that no publisher wrote, and copy the others into a new log that replaces it.
+--
+-- KEYS  1 log or index  2 meta  3 the copy
+-- ARGV  1 incarnation  2 'log' or 'index'  3 ID after which to continue, '0-0' for the beginning
+--       4 frames copied before, '' to copy none  5 lifetime of an unfinished copy, ms
+-- Returns {'MORE', ID to continue after, frames, IDs of foreign entries...}, both of this call;
+--   {'OK', '', frames, IDs...} at the end, after the copy has replaced the log; {'NOSTREAM'};
+--   {'INCARNATION'}; {'GONE'}: the copy has expired, and nothing was changed.
+-- Atomic because a frame that is appended meanwhile must be in the copy that replaces the log.
+--
+-- A copy is the only way: the server never accepts an ID below the highest one that a stream has
+-- ever had, even after that entry is deleted. A call handles at most 500 entries, and about 1 MiB.
+
+local meta = redis.call('HMGET', KEYS[2], 'incarnation', 'next')
+if meta[1] ~= ARGV[1] then return {meta[1] and 'INCARNATION' or 'NOSTREAM'} end
+local copied, after = tonumber(ARGV[4]), ARGV[3]
+if copied and copied > 0 and redis.call('XLEN', KEYS[3]) ~= copied then return {'GONE'} end
+
+-- Whether the entry is a frame, or belongs to one, by the rules of records/frame.py.
+local function is_ours(id, fields)
+  local last, n = string.match(id, '^(%d+)-(%d+)$')
+  last, n = tonumber(last), tonumber(n)
+  if last >= tonumber(meta[2]) or n < 1 or n > last + 1 then return false end
+  if ARGV[2] == 'index' then return true end
+  local name = fields[3] or ''
+  return (#fields == 4 or (#fields == 6 and fields[5] == 'crc' and string.find(fields[6], '^%d+$')))
+    and fields[1] == 't' and string.find(fields[2], '^%d+$') and #fields[2] <= 15
+    and (string.find(name, '^%d%d?%d?%l+$') or string.find(name, '^%d%d?%d?%l+%.[%l%d]+$'))
+end
+
+local reply, read = {'MORE', after, 0}, 0
+for _ = 1, 500 do
+  local entry = redis.call('XRANGE', KEYS[1], '(' .. after, '+', 'COUNT', 1)[1]
+  if not entry then
+    reply[1], after = 'OK', ''
+    break
+  end
+  after = entry[1]
+  local fields = entry[2]
+  if is_ours(after, fields) then
+    reply[3] = reply[3] + 1
+    if copied then redis.call('XADD', KEYS[3], after, unpack(fields)) end
+  else
+    reply[#reply + 1] = after
+  end
+  for i = 1, #fields do read = read + #fields[i] end
+  if read > 1048576 then break end
+end
+reply[2] = after
+if copied and reply[1] == 'OK' then
+  redis.call('UNLINK', KEYS[1])
+  if copied + reply[3] > 0 then
+    redis.call('PERSIST', KEYS[3])
+    redis.call('RENAME', KEYS[3], KEYS[1])
+  end
+elseif copied then
+  redis.call('PEXPIRE', KEYS[3], ARGV[5])
+end
+return reply

@@ -1,0 +1,18 @@
+#!lua flags=allow-oom
+-- Let a writer's fence expire after some time, and delete fences that have expired.
+--
+-- KEYS  1 meta  2 fences  3 the times of fences that expire
+-- ARGV  1 incarnation  2 writer  3 lifetime of its fence, ms  4 how many fences to delete at most
+-- Returns {'OK', fences deleted}; {'NOSTREAM'}; {'INCARNATION'}
+-- Atomic because a fence must not be deleted after its writer has returned.
+
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+redis.call('ZADD', KEYS[3], string.format('%.0f', now + tonumber(ARGV[3])), ARGV[2])
+local expired = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', string.format('%.0f', now),
+                           'LIMIT', 0, ARGV[4])
+for _, writer in ipairs(expired) do
+  redis.call('HDEL', KEYS[2], writer)
+  redis.call('ZREM', KEYS[3], writer)
+end
+return {'OK', #expired}

@@ -1,0 +1,52 @@
+"""Limits how often an embedded server is restarted: the pause grows if the server keeps ending.
+
+All users of a server share the limit, in a file that lists the times of the last restarts.
+Processes read and write that file only while holding ``watcher.lock``.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+RESTARTS = "restarts"
+
+#: Restarts within this many seconds count.
+WINDOW_S = 60.0
+
+#: Seconds between the first two restarts of a window. The pause doubles with each further one, up
+#: to the second number, so that a server whose disk is full comes back soon after there is room.
+_PAUSE_S = (0.1, 5.0)
+
+
+def wait_s(datadir: Path) -> float:
+    """Return the seconds until the server may be restarted; 0 or less means now.
+
+    The first restart in a minute does not wait.
+    """
+    now = time.time()
+    times = _read(datadir, now)
+    if not times:
+        return 0.0
+    first_s, longest_s = _PAUSE_S
+    return times[-1] + min(first_s * 2.0 ** (len(times) - 1), longest_s) - now
+
+
+def record(datadir: Path) -> None:
+    """Record a restart, before attempting it."""
+    now = time.time()
+    times = [*_read(datadir, now), now]
+    new = datadir / f"{RESTARTS}.new"
+    new.touch(mode=0o600)
+    new.write_text("".join(f"{at}\n" for at in times))
+    new.replace(datadir / RESTARTS)
+
+
+def _read(datadir: Path, now: float) -> list[float]:
+    """Return the times that count, oldest first; skip future ones, in case the clock was set."""
+    try:
+        lines = (datadir / RESTARTS).read_text().splitlines()
+        times = [float(line) for line in lines]
+    except (FileNotFoundError, ValueError):  # none yet, or the disk was full
+        return []
+    return sorted(at for at in times if now - WINDOW_S < at <= now)

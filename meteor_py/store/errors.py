@@ -1,0 +1,48 @@
+"""Errors that only stores raise; ``redis/reply_errors.py`` has errors shared by packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from meteor_py.errors import CorruptSegment, StoreMismatch, StoreUnavailable
+from meteor_py.redis.address import mask
+
+
+def corrupt_segment(stream: str, first: int, last: int, file: str, problem: str) -> CorruptSegment:
+    return CorruptSegment(
+        f"Records {first} to {last} of stream {stream!r} are damaged in the store: "
+        f"{problem.rstrip('.')}. Restore the file {file} from a copy, or continue after them: "
+        f"a subscriber with skip_gap(), read() from {last + 1}.",
+        stream=stream,
+        first=first,
+        last=last,
+    )
+
+
+def store_mismatch(stream: str, location: str, found: str | None) -> StoreMismatch:
+    problem = "nothing is there" if found is None else "it holds the history of another stream"
+    return StoreMismatch(
+        f"The store at {location} does not belong to stream {stream!r}: {problem}. Is the same "
+        "disk mounted here, and is the address right? Nothing was read or written.",
+        stream=stream,
+    )
+
+
+def store_unavailable(
+    stream: str, location: str, action: str, error: BaseException
+) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"The store of stream {stream!r} at {location} cannot be {action} now: "
+        f"{mask(str(error)).rstrip('.')}.",
+        stream=stream,
+    )
+
+
+@contextmanager
+def unavailable(stream: str, location: str, action: str) -> Iterator[None]:
+    """Convert filesystem errors to ``StoreUnavailable``."""
+    try:
+        yield
+    except OSError as error:
+        raise store_unavailable(stream, location, action, error) from error

@@ -1,0 +1,72 @@
+"""Cached listings of segment folders, each reused until its folder changes.
+
+A reader learns from the stream where its history ends, and then lists the segments. An earlier
+listing could lack segments that supersede others, and the reader would return records that the
+server has lost. So a listing is reused only if the folder's modification time has not changed
+since. Folders in an object store have no modification time, so each call lists the folder there. On
+some mounts of object stores, the modification time never changes. Such a mount is recognised by a
+file that is newer than its folder, or by a change that left the time unchanged. In any case, a
+listing is used for a few seconds only.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from meteor_py.store.segment import Segment, SegmentTable
+from meteor_py.store.storage import Storage
+
+#: Number of incarnations whose listings are kept: the current one, and perhaps the previous one.
+_KEPT = 2
+#: Seconds for which a listing is used.
+_TRUSTED_S = 5.0
+
+
+class _Listing(NamedTuple):
+    #: Identifies the state of the folder; None if it may have changed unnoticed.
+    version: object | None
+    taken_at: float
+    names: frozenset[str]
+    segments: dict[str, Segment]
+    table: SegmentTable
+
+
+class Listings:
+    """The last listing of each incarnation in a store. Thread-safe: its values never change."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Listing] = {}
+        self._is_dated = True  # whether the folder's modification time can be trusted
+
+    def table(self, storage: Storage, incarnation: str) -> SegmentTable:
+        """Return the segments of an incarnation, as of this call.
+
+        Raises:
+            OSError: The folder cannot be listed.
+        """
+        now = time.monotonic()
+        version = storage.version(incarnation)  # before the names, to notice a change in between
+        known = self._known.get(incarnation)
+        is_same = known is not None and version is not None and known.version == version
+        if known is not None and is_same and self._is_dated and now < known.taken_at + _TRUSTED_S:
+            return known.table
+        names = frozenset(storage.names(incarnation))
+        if known is not None and known.names == names:
+            table, segments = known.table, known.segments
+        else:
+            segments = _parse(names, {} if known is None else known.segments)
+            table = SegmentTable(segments.values())
+            newest = max(table.segments, key=lambda x: (x.term, x.last), default=None)
+            is_newer = newest and storage.is_newer_than_folder(f"{incarnation}/{newest.name}")
+            if is_same or is_newer:
+                self._is_dated = False
+        others = [item for item in self._known.items() if item[0] != incarnation][1 - _KEPT :]
+        listing = _Listing(version, now, names, segments, table)
+        self._known = dict(others) | {incarnation: listing}
+        return table
+
+
+def _parse(names: frozenset[str], known: dict[str, Segment]) -> dict[str, Segment]:
+    found = ((name, known.get(name) or Segment.parse(name)) for name in names)
+    return {name: segment for name, segment in found if segment is not None}

@@ -1,0 +1,59 @@
+"""Waiting for a server that is away for a while: it restarts, fails over, or is unreachable.
+
+Without this, each restart of the server would end every query: Spark repeats no call to the driver
+of a source or sink, and in local mode no task either. Every call that ``outlast`` makes is safe to
+repeat: it only reads, or the server recognises the repetition.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from meteor_py import ConnectionFailed
+from meteor_py.runtime.backoff import pause_s
+
+if TYPE_CHECKING:
+    from pyspark_meteor.server import ServerOptions
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+
+#: Seconds between two attempts, doubled each time up to the second figure.
+_BACKOFF_S = (0.05, 2.0)
+
+
+def outlast(server: ServerOptions, work: Callable[[], _T]) -> _T:
+    """Call ``work``, repeatedly while the server is away, and return its result.
+
+    Args:
+        work: A call that may be repeated, even if the server had executed it.
+
+    Raises:
+        ConnectionFailed: The server was away for ``serverTimeout``, counted from the first failure.
+    """
+    failures = 0
+    deadline = 0.0
+    while True:
+        try:
+            result = work()
+        except ConnectionFailed as error:
+            at = time.monotonic()
+            failures += 1
+            if failures == 1:
+                deadline = at + server.timeout_s
+            if at >= deadline:
+                raise
+            if failures == 1:
+                _log.warning(
+                    "%s Waiting for the server up to %g seconds (serverTimeout).",
+                    *(error, server.timeout_s),
+                )
+            time.sleep(min(pause_s(failures, *_BACKOFF_S), deadline - at))
+        else:
+            if failures:
+                _log.warning("The server is back after %d attempts.", failures)
+            return result

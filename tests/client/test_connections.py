@@ -1,0 +1,59 @@
+"""Closing an object closes its connections at once, even if it is still referenced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meteor_py as meteor
+from tests.support.servers import plain_client
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[meteor.Client]:
+    with meteor.connect(url) as client:
+        yield client
+
+
+@pytest.fixture
+def connections(client: meteor.Client, url: str) -> Iterator[Callable[[], set[bytes]]]:
+    """The server's connections, except for those of the client itself."""
+    with plain_client(url) as plain:
+        client.streams()
+
+        def ids() -> set[Any]:
+            return {each["id"] for each in plain.client_list()}
+
+        own = ids()
+        yield lambda: ids() - own
+
+
+def test_closing_a_shared_subscriber_closes_its_connections(
+    client: meteor.Client, connections: Callable[[], set[bytes]]
+) -> None:
+    stream = client.stream("s", ordering_key="key")
+    with stream.publisher() as pub:
+        pub.publish(b"x", key=b"k").result()
+    sub = stream.shared_subscriber("g")
+    for record in eventually(lambda: sub.poll(1)):
+        record.ack()
+    assert connections()
+    sub.close()
+    eventually(lambda: not connections(), 3, f"{sub!r} keeps a connection")
+
+
+def test_closing_an_archiver_closes_the_connections_of_its_term(
+    client: meteor.Client, connections: Callable[[], set[bytes]], tmp_path: Path
+) -> None:
+    stream = client.stream("s", store=tmp_path, archive=False)
+    with stream.publisher() as pub:
+        pub.publish(b"x").result()
+    with stream.archiver().start() as archiver:
+        stream.store.flush(20)
+        term = eventually(lambda: archiver._archive_term)
+        assert connections()
+    eventually(lambda: not connections(), 3, f"{term!r} keeps a connection")

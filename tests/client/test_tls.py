@@ -1,0 +1,220 @@
+"""TLS: each option that a `rediss://` address may have, against a real server."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+import meteor_py as meteor
+from meteor_py.redis import address
+from tests.conftest import require_redis
+from tests.support.servers import HOST, Server, binaries, free_port
+
+PASSWORD = "key-password-4711"
+NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two CAs, a certificate for 127.0.0.1, and one for a client, with its key in three forms."""
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*args: str) -> None:
+        try:
+            subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True)
+        except FileNotFoundError:
+            pytest.skip("openssl is not on PATH.")
+
+    for name in ("ca", "other"):
+        openssl(
+            *("req", "-x509", *NEW_KEY, "-nodes", "-subj", f"/CN={name}"),
+            *("-keyout", f"{name}.key", "-out", f"{name}.pem"),
+        )
+    (folder / "names").write_text(f"subjectAltName=IP:{HOST}")
+    for name in ("server", "client"):
+        openssl(
+            *("req", *NEW_KEY, "-nodes", "-subj", f"/CN={name}"),
+            *("-keyout", f"{name}.key", "-out", f"{name}.csr"),
+        )
+        openssl(
+            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key"),
+            *("-CAcreateserial", "-extfile", "names", "-out", f"{name}.pem"),
+        )
+    openssl("ec", "-in", "client.key", "-aes256", "-passout", f"pass:{PASSWORD}", "-out", "locked")
+    together = (folder / "client.pem").read_text() + (folder / "client.key").read_text()
+    (folder / "together.pem").write_text(together)
+    (folder / "authorities").mkdir()
+    (folder / "authorities" / "ca.pem").write_text((folder / "ca.pem").read_text())
+    openssl("rehash", "authorities")
+    return folder
+
+
+def start(folder: Path, *options: str) -> tuple[Server, str]:
+    require_redis()
+    port = free_port()
+    server = Server(
+        binaries()["redis"],
+        *("--tls-port", str(port), "--tls-cert-file", f"{folder}/server.pem"),
+        *("--tls-key-file", f"{folder}/server.key", "--tls-ca-cert-file", f"{folder}/ca.pem"),
+        *options,
+    )
+    return server, f"rediss://{HOST}:{port}/0"
+
+
+@pytest.fixture(scope="module")
+def tls_url(folder: Path) -> Iterator[str]:
+    server, url = start(folder, "--tls-auth-clients", "no")
+    with server:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def old_url(folder: Path) -> Iterator[str]:
+    """A server that offers TLS 1.2 only, with one cipher."""
+    cipher = "ECDHE-ECDSA-AES256-GCM-SHA384"
+    server, url = start(
+        *(folder, "--tls-auth-clients", "no", "--tls-protocols", "TLSv1.2"),
+        *("--tls-ciphers", cipher),
+    )
+    with server:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def strict_url(folder: Path) -> Iterator[str]:
+    """A server that requires a client certificate."""
+    server, url = start(folder, "--tls-auth-clients", "yes")
+    with server:
+        yield url
+
+
+def connect(url: str, **options: object) -> meteor.Client:
+    query = "&".join(f"{name}={quote(str(value), safe='')}" for name, value in options.items())
+    return meteor.connect(f"{url}?{query}" if query else url)
+
+
+def use(client: meteor.Client) -> None:
+    """Publish and read with every kind of connection."""
+    with client as m:
+        stream = m.stream("s")
+        with stream.publisher() as pub, stream.subscriber(group="g") as sub:
+            offset = pub.publish(b"hello").result(10)
+            assert sub.poll(10)[-1].offset == offset
+            sub.confirm().result(10)
+        assert m.redis.ping()
+        stream.delete()
+
+
+def refusal(client: meteor.Client) -> str:
+    with client as m, pytest.raises(meteor.ConnectionFailed) as caught:
+        m.streams()
+    return str(caught.value)
+
+
+def test_file_of_certificate_authorities_is_trusted(tls_url: str, folder: Path) -> None:
+    use(connect(tls_url, ssl_ca_certs=folder / "ca.pem"))
+
+
+def test_directory_of_certificate_authorities_is_trusted(tls_url: str, folder: Path) -> None:
+    use(connect(tls_url, ssl_ca_path=folder / "authorities"))
+
+
+def test_certificate_authorities_in_the_url_are_trusted(tls_url: str, folder: Path) -> None:
+    use(connect(tls_url, ssl_ca_data=(folder / "ca.pem").read_text()))
+
+
+def test_unknown_authority_is_refused(tls_url: str, folder: Path) -> None:
+    for client in (connect(tls_url), connect(tls_url, ssl_ca_certs=folder / "other.pem")):
+        assert "certificate verify failed" in refusal(client)
+
+
+@pytest.mark.parametrize("level", ["required", "optional"])
+def test_server_is_verified_unless_verification_is_off(
+    tls_url: str, folder: Path, level: str
+) -> None:
+    assert "certificate verify failed" in refusal(connect(tls_url, ssl_cert_reqs=level))
+    use(connect(tls_url, ssl_cert_reqs=level, ssl_ca_certs=folder / "ca.pem"))
+    use(connect(tls_url, ssl_cert_reqs="none"))
+
+
+def test_host_name_is_checked_unless_the_check_is_off(tls_url: str, folder: Path) -> None:
+    named = tls_url.replace(HOST, "localhost")
+    trusted = {"ssl_ca_certs": folder / "ca.pem"}
+    assert "Hostname mismatch" in refusal(connect(named, **trusted))
+    use(connect(named, **trusted, ssl_check_hostname="false"))
+
+
+def test_lowest_tls_version_is_enforced(tls_url: str, old_url: str, folder: Path) -> None:
+    trusted = {"ssl_ca_certs": folder / "ca.pem"}
+    use(connect(tls_url, **trusted, ssl_min_version=772))
+    use(connect(old_url, **trusted, ssl_min_version=771))
+    assert "version" in refusal(connect(old_url, **trusted, ssl_min_version=772))
+
+
+def test_only_the_given_ciphers_are_used(old_url: str, folder: Path) -> None:
+    trusted = {"ssl_ca_certs": folder / "ca.pem"}
+    use(connect(old_url, **trusted, ssl_ciphers="ECDHE-ECDSA-AES256-GCM-SHA384"))
+    assert refusal(connect(old_url, **trusted, ssl_ciphers="ECDHE-ECDSA-CHACHA20-POLY1305"))
+    assert refusal(connect(old_url, **trusted, ssl_ciphers="NONSENSE"))
+
+
+def test_client_sends_its_certificate(strict_url: str, folder: Path) -> None:
+    trusted = {"ssl_ca_certs": folder / "ca.pem"}
+    assert "certificate required" in refusal(connect(strict_url, **trusted))
+    own = {"ssl_certfile": folder / "client.pem", "ssl_keyfile": folder / "client.key"}
+    use(connect(strict_url, **trusted, **own))
+    use(connect(strict_url, **trusted, ssl_certfile=folder / "together.pem"))
+
+
+def test_password_decrypts_the_key_of_the_client(strict_url: str, folder: Path) -> None:
+    own = {
+        "ssl_ca_certs": folder / "ca.pem",
+        "ssl_certfile": folder / "client.pem",
+        "ssl_keyfile": folder / "locked",
+    }
+    use(connect(strict_url, **own, ssl_password=PASSWORD))
+    for wrong in ({}, {"ssl_password": f"{PASSWORD}-wrong"}):  # no prompt without one
+        client = connect(strict_url, **own, **wrong)
+        assert PASSWORD not in refusal(client) + repr(client) + str(client.address)
+
+
+def test_file_that_does_not_exist_is_reported(tls_url: str) -> None:
+    assert "No such file" in refusal(connect(tls_url, ssl_ca_certs="/nowhere/ca.pem"))
+
+
+@pytest.mark.parametrize(
+    ("query", "problem"),
+    [
+        ("ssl_cert_reqs=maybe", "ssl_cert_reqs must be one of required, optional, none"),
+        ("ssl_min_version=770", r"ssl_min_version must be 771 \(TLS 1.2\) or 772 \(TLS 1.3\)"),
+        ("ssl_min_version=high", "ssl_min_version"),
+        ("ssl_keyfile=/key", "ssl_keyfile needs a certificate"),
+    ],
+)
+def test_wrong_values_are_refused_before_connecting(query: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        meteor.connect(f"rediss://host:6380/0?{query}")
+
+
+def test_error_for_an_unknown_option_lists_the_known_ones() -> None:
+    plain = "client_name, db, password, username"
+    tls = (
+        "ssl_ca_certs, ssl_ca_data, ssl_ca_path, ssl_cert_reqs, ssl_certfile, ssl_check_hostname, "
+        "ssl_ciphers, ssl_keyfile, ssl_min_version, ssl_password"
+    )
+    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*Set only {plain}, {tls} "):
+        meteor.connect("rediss://host:6380/0?ssl_cacert=/ca.pem")
+    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*Set only {plain} there"):
+        meteor.connect("redis://host:6379/0?ssl_cacert=/ca.pem")
+    with pytest.raises(ValueError, match=r"'ssl_ca_certs' is an option of TLS\. Write rediss://"):
+        meteor.connect("redis://host:6379/0?ssl_ca_certs=/ca.pem")
+
+
+def test_every_option_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "production" / "tls.md").read_text()
+    options = address._TLS_OPTIONS + address._OPTIONS
+    assert [name for name in options if f"`{name}`" not in text] == []

@@ -1,0 +1,67 @@
+"""The defaults in the tables of the documents are those of the code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meteor_py.records.config import PublisherConfig, StreamConfig
+from meteor_py.shared.config import ConsumerConfig, SharedConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+UNITS = {"": 1, "s": 1, "records": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+#: Defaults that are not values.
+WORDS = {"none": None, "the stream's": None, "True": True, "False": False}
+TABLES = (
+    ("publish-subscribe.md", "setting", StreamConfig),
+    ("publish-subscribe.md", "setting of `stream.publisher()`", PublisherConfig),
+    ("shared.md", "group setting", SharedConfig),
+    ("shared.md", "consumer setting", ConsumerConfig),
+)
+
+
+def rows(page: str, heading: str) -> Iterator[tuple[list[str], str]]:
+    """The names and the default of each row of a table."""
+    text = (DOCS / page).read_text()
+    _, found, rest = text.partition(f"| {heading} | default |")
+    assert found, f"{page} has no table of each {heading!r}"
+    for line in rest.splitlines()[2:]:
+        if not line.startswith("|"):
+            return
+        names, default = line.split("|")[1:3]
+        yield re.findall(r"`(\w+)`", names), default.strip()
+
+
+def value_of(text: str) -> Any:
+    text = text.strip("`")
+    if text in WORDS:
+        return WORDS[text]
+    if text.startswith('"'):
+        return text.strip('"')
+    match = re.fullmatch(r"([\d,.]+) ?(\w*)", text)
+    assert match, f"{text!r} is not a value"
+    return float(match[1].replace(",", "")) * UNITS[match[2]]
+
+
+@pytest.mark.parametrize(("page", "heading", "config"), TABLES)
+def test_documented_defaults_are_those_of_the_code(page: str, heading: str, config: Any) -> None:
+    defaults = {field.name: field.default for field in fields(config)}
+    documented = {
+        name: value_of(default)
+        for names, default in rows(page, heading)
+        for name in names
+        if default and name in defaults
+    }
+    assert len(documented) >= 2
+    assert documented == {name: defaults[name] for name in documented}
+
+
+def test_every_publisher_and_shared_setting_is_documented() -> None:
+    for page, heading, config in TABLES[1:3]:
+        named = {name for names, _ in rows(page, heading) for name in names}
+        assert {field.name for field in fields(config)} <= named, page

@@ -1,0 +1,152 @@
+"""Two servers continue one stream after a split; clients of one move to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pytest
+
+import meteor_py as meteor
+from meteor_py.records.position import Position, diverged_at, epoch_numbers
+from meteor_py.records.record import ListChunk
+from meteor_py.store.base import TERMS
+from meteor_py.store.memory import MemoryStore
+from meteor_py.store.read_ahead import StoreReadAhead
+from tests.conftest import ServerFactory
+from tests.support.proxied_stream import NAME, Pair, discard, poll_until
+from tests.support.servers import Replica
+from tests.support.waiting import eventually
+
+DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
+
+
+@dataclass
+class Split:
+    """Clients of a lost branch, whose next call reaches the surviving one.
+
+    Both branches have the same first 100 records. Then the lost branch gets 10 more. The
+    surviving one gets 20, an empty restart, and 5 more. Each branch has begun its own epochs.
+    """
+
+    publisher: meteor.Publisher
+    reader: meteor.Subscriber
+    member: meteor.Subscriber
+    checkpoint: Position
+    survivors: meteor.Stream
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def split(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iterator[Split]:
+    with ExitStack() as stack:
+        pair = Pair(stack, private_server(*DURABLE, kind=request.param))
+        bench, survivor = pair.bench, pair.replica
+        with bench.stream.publisher() as publisher:
+            publisher.publish_many([b"both"] * 100).result()
+        member = bench.subscriber(group="g", lease_ttl=60)
+        poll_until(member, lambda values: len(values) >= 100)
+        member.confirm().result(10)
+        pair.lag()
+        eventually(lambda: has_written_its_log(survivor))
+        survivor.promote()
+        with meteor.connect(survivor.url) as client:
+            publish(client, b"kept", 20)
+        bench.server.kill()
+        bench.server.restart()
+        publisher = bench.publisher()
+        assert publisher.publish_many([b"lost"] * 10).result(10) == 100
+        reader = bench.subscriber(initial_offset="earliest")
+        for subscriber, count in ((reader, 110), (member, 10)):
+            poll_until(subscriber, lambda values, enough=count: len(values) >= enough)  # type: ignore[misc]
+        for records in (0, 5):
+            survivor.kill()
+            survivor.restart()
+            with meteor.connect(survivor.url) as client:
+                publish(client, b"kept", records)
+        checkpoint = reader.checkpoint
+        bench.move_to(survivor)
+        yield Split(publisher, reader, member, checkpoint, bench.stream)
+        discard(publisher)
+
+
+def has_written_its_log(replica: Replica) -> bool:
+    """Returns whether the replica has rewritten its log after a sync, so a kill loses nothing."""
+    info = replica.info("persistence")
+    return not info["aof_rewrite_in_progress"] and not info["aof_rewrite_scheduled"]
+
+
+def publish(client: meteor.Client, value: bytes, count: int) -> None:
+    with client.stream(NAME).publisher() as publisher:
+        for _ in range(count):
+            publisher.publish(value).result(10)
+
+
+def test_every_client_of_the_lost_branch_learns_which_records_are_gone(split: Split) -> None:
+    with pytest.raises(meteor.LogTruncated) as reader:
+        eventually(lambda: split.reader.poll(timeout=1))
+    error = split.publisher.publish(b"next").exception(10)
+    assert isinstance(error, meteor.LogTruncated)
+    with pytest.raises(meteor.LogTruncated) as confirm:
+        split.member.confirm(109).result(10)
+    with split.survivors.subscriber() as other, pytest.raises(meteor.LogTruncated) as seek:
+        other.seek(split.checkpoint)
+    told = {
+        "reader": reader.value,
+        "publisher": error,
+        "confirm": confirm.value,
+        "seek": seek.value,
+    }
+    assert {who: (loss.first, loss.last) for who, loss in told.items()} == dict.fromkeys(
+        told, (100, 109)
+    )
+    assert split.survivors.group("g").confirmed == 100
+
+
+#: A stream's epochs on two branches that split at offset 100, in epoch 5.
+TRUNK = "1:0,+5:50"
+KEPT = f"{TRUNK},+7:100,+9:120"
+
+
+@pytest.mark.parametrize(
+    ("epoch", "offset", "known", "expected"),
+    [
+        pytest.param(5, 100, "", None, id="nothing-read-after-the-split"),
+        pytest.param(5, 101, "", 100, id="trunk"),
+        pytest.param(7, 120, "", None, id="same-branch"),
+        pytest.param(7, 121, "", 120, id="tail-of-an-epoch-lost"),
+        pytest.param(8, 110, f"{TRUNK},+8:100", 100, id="other-branch"),
+        pytest.param(8, 110, f"{TRUNK},+6:90,+8:105", 90, id="other-branch-that-lost-more"),
+        pytest.param(8, 110, f"{TRUNK},+6:105,+8:105", 100, id="other-branch-that-lost-less"),
+        pytest.param(8, 110, "", 0, id="other-branch-unknown-split"),
+        pytest.param(8, 50, "", 0, id="other-branch-that-may-have-split-anywhere"),
+        pytest.param(9, 131, "", 130, id="end-of-log"),
+    ],
+)
+def test_a_position_survives_as_far_as_it_shares_epochs_with_the_server(
+    epoch: int, offset: int, known: str, expected: int | None
+) -> None:
+    assert diverged_at(Position("i", epoch, offset, known), KEPT, 130) == expected
+
+
+def test_tables_of_earlier_versions_are_judged_by_the_order_of_numbers() -> None:
+    table = "1:0,5:50,+7:100"  # version 0.1 wrote the first two, without empty epochs
+    assert diverged_at(Position("i", 3, 50), table, 130) is None  # epoch 3 was dropped
+    assert diverged_at(Position("i", 3, 51), table, 130) == 50
+    assert epoch_numbers(table) is None
+    assert epoch_numbers(KEPT) == {1, 5, 7, 9}
+
+
+@pytest.mark.parametrize(("epoch", "foreign"), [(7, False), (8, True), (10, True)])
+def test_history_that_another_branch_archived_is_refused(epoch: int, foreign: bool) -> None:
+    store = MemoryStore(NAME)
+    records = ListChunk(0, [b"x"] * 110, None, None, None, [0] * 110).to_arrow()
+    store.append("i", epoch * TERMS + 1, pa.Table.from_batches([records]))
+    ahead = StoreReadAhead(lambda: store, lambda: None, NAME, "i")
+    if foreign:
+        with pytest.raises(meteor.StoreMismatch):
+            ahead.read(0, 110, 9, KEPT)
+    else:
+        assert len(ahead.read(0, 110, 9, KEPT)) == 110
+    ahead.close()

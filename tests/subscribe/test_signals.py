@@ -1,0 +1,80 @@
+"""A signal handler that raises leaves members of a group usable, wherever it interrupts them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+import meteor_py as meteor
+from tests.support.interrupts import Interrupts
+from tests.support.waiting import eventually
+
+SECONDS = 1.5
+
+# A signal during connect may leave a socket to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture
+def stream(url: str) -> Iterator[meteor.Stream]:
+    with meteor.connect(url) as client:
+        stream = client.stream("s", capacity=1_000_000)
+        with stream.publisher() as pub:
+            pub.publish_many([b"%d" % number for number in range(300_000)]).result(10)
+        yield stream
+
+
+def works(sub: meteor.Subscriber) -> bool:
+    """Returns whether the member gets and confirms a record; False if it has lost its lease."""
+    try:
+        batch = sub.poll(1, 1)
+        return bool(batch) and sub.confirm().result(5) == batch.last_offset + 1
+    except meteor.LeaseLost:
+        return False
+
+
+def test_interrupted_poll_or_confirm_leaves_the_member_usable(
+    stream: meteor.Stream, rng: Random
+) -> None:
+    def work() -> None:
+        batch = sub.poll(rng.choice((0.0, 0.5)), rng.choice((1, 7)))
+        assert [int(value) for value in batch.values()] == list(batch.offsets)
+        if batch and rng.random() < 0.3:
+            sub.confirm().result(5)
+
+    deadline = time.monotonic() + SECONDS
+    with stream.subscriber(group="g", initial_offset="earliest") as sub:
+        with Interrupts(rng) as interrupts:
+            while time.monotonic() < deadline:
+                interrupts.during(work, 2e-3)
+        assert interrupts.count > 50
+        eventually(lambda: works(sub), 10, "the member is stuck")
+
+
+def test_interrupted_deactivate_leaves_the_connection_to_the_next_call(
+    stream: meteor.Stream, rng: Random
+) -> None:
+    deadline = time.monotonic() + SECONDS
+    with stream.subscriber(group="g", initial_offset="earliest", lease_ttl=5) as sub:
+        with Interrupts(rng) as interrupts:
+            while time.monotonic() < deadline:
+                sub.poll(1, 1)
+                interrupts.during(lambda: sub.deactivate(2.0))
+                sub.reactivate()
+        assert interrupts.count > 20
+        eventually(lambda: works(sub), 10, "the member is stuck")
+
+
+def test_interrupted_close_of_a_member_can_be_repeated(stream: meteor.Stream, rng: Random) -> None:
+    deadline = time.monotonic() + SECONDS
+    with Interrupts(rng) as interrupts:
+        while time.monotonic() < deadline:
+            sub = stream.subscriber(group="g", initial_offset="earliest", lease_ttl=20)
+            eventually(lambda sub=sub: sub.poll(1, 1), 10, "the lease was not released")  # type: ignore[misc]
+            for _ in range(3):
+                interrupts.during(sub.close)
+            sub.close()
+    assert interrupts.count > 20

@@ -1,0 +1,47 @@
+"""Forks of processes whose other threads may be writing to the log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+
+from tests.support.waiting import eventually
+
+#: Seconds until a child that has not ended counts as hung.
+CHILD_S = 20.0
+
+
+def fork() -> int:
+    """Fork while no other thread is writing a log line.
+
+    A child inherits the locks of its parent. If another thread holds the lock of stderr, the child
+    waits forever, at the latest when it exits and flushes.
+    """
+    handlers = [*logging.getLogger().handlers, logging.lastResort]
+    held = [handler for handler in handlers if handler is not None]
+    for handler in held:
+        handler.acquire()
+    pid = os.fork()
+    if pid:
+        for handler in held:  # in the child, logging has replaced their locks
+            handler.release()
+    return pid
+
+
+def exit_code(pid: int) -> int:
+    """Wait for a child and return its exit code; kill it if it hangs."""
+    ended: list[int] = []
+
+    def has_ended() -> bool:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        ended.extend([status] if found else [])
+        return bool(found)
+
+    try:
+        eventually(has_ended, CHILD_S, "the forked child hangs")
+    except AssertionError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    return os.waitstatus_to_exitcode(ended[0])
