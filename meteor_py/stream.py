@@ -505,7 +505,8 @@ class Stream:
             found.update(part)
             if cursor == b"0":
                 break
-        names: list[Any] = [meta, *sorted((found | {log}) - {meta})]
+        settings = keys.settings(self.name).encode()
+        names: list[Any] = [meta, *sorted((found | {log, settings}) - {meta})]
         reply = connector.run(DELETE_STREAM, names, [self.incarnation])
         # If SCAN saw the stream and it is gone now, a first attempt whose reply was lost has
         # deleted it.

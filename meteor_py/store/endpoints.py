@@ -1,7 +1,8 @@
 """Checks the endpoint in a store's address that was found in Redis.
 
-Other clients may write the address into ``meta``. A reader that trusted any endpoint would send it
-requests signed with the reader's own cloud credentials. Addresses that users pass are not checked.
+An administrator of the server writes the address into ``settings``. A reader that trusted any
+endpoint would send it requests signed with the reader's own cloud credentials. Addresses that users
+pass are not checked.
 """
 
 from __future__ import annotations

@@ -267,10 +267,8 @@ def test_random_operations_never_drop_unarchived_or_recent_records(
             assert bench.advance(archived) == ("OK",)
         else:
             capacity = rng.randrange(1, 30)
-            args = (INCARNATION, capacity)
-            while bench.answer(scripts.CONFIGURE_STREAM, [bench.log, bench.meta], *args) == (
-                "MORE",
-            ):
+            order, args = [bench.log, bench.meta, bench.settings], (INCARNATION, capacity)
+            while bench.answer(scripts.CONFIGURE_STREAM, order, *args) == ("MORE",):
                 pass
         floor = max(floor, min(archived, end - capacity))  # a larger capacity restores nothing
         frames = [tuple(map(int, entry_id.split("-"))) for entry_id in bench.ring()]

@@ -33,11 +33,13 @@ class Bench:
         self.plain = client.redis
         self.name = name
         self.log, self.meta = keys.log(name), keys.meta(name)
+        self.settings = keys.settings(name)
 
     def create(self, capacity: int = 10_000, **meta: Any) -> None:
         fields = {"capacity": capacity, "compression": "none", "checksum": "0", "codec": "bytes"}
         flat = [item for pair in fields.items() for item in pair]
-        reply = self.run(scripts.CREATE_STREAM, [self.meta], INCARNATION, HISTORY, *flat)
+        both = [self.meta, self.settings]
+        reply = self.run(scripts.CREATE_STREAM, both, INCARNATION, HISTORY, *flat)
         assert reply[0] == 1
         if meta:
             changes: dict[Any, Any] = meta
@@ -295,11 +297,15 @@ def test_a_stream_near_its_last_offset_is_read_like_any_other(bench: Bench) -> N
 
 
 def test_create_stream_replies_whether_it_created_and_with_all_fields(bench: Bench) -> None:
-    args = [INCARNATION, HISTORY, "capacity", "5"]
-    created, fields = bench.run(scripts.CREATE_STREAM, [bench.meta], *args)
-    again, same = bench.run(scripts.CREATE_STREAM, [bench.meta], "other", "", "capacity", "9")
+    both = [bench.meta, bench.settings]
+    args = [INCARNATION, HISTORY, "capacity", "5", "codec", "json", "store", "id"]
+    created, fields, settings = bench.run(scripts.CREATE_STREAM, both, *args)
+    again, *same = bench.run(scripts.CREATE_STREAM, both, "other", "", "capacity", "9")
     assert (created, again) == (1, 0)
-    assert fields == same
+    assert [fields, settings] == same
+    assert dict(zip(settings[::2], settings[1::2], strict=True)) == {
+        b"incarnation": INCARNATION.encode(), b"codec": b"json", b"store": b"id",
+    }  # fmt: skip
     pairs = dict(zip(fields[::2], fields[1::2], strict=True))
     assert pairs[b"incarnation"] == INCARNATION.encode()
     assert pairs[b"history"] == HISTORY.encode()
@@ -332,9 +338,9 @@ def test_describe_and_offset_at_reply_for_missing_and_existing_streams(bench: Be
 def test_a_deleted_or_recreated_stream_is_neither_configured_nor_deleted(
     bench: Bench, script: scripts.Script, args: list[str]
 ) -> None:
-    order = (
-        [bench.log, bench.meta] if script is scripts.CONFIGURE_STREAM else [bench.meta, bench.log]
-    )
+    configures = script is scripts.CONFIGURE_STREAM
+    order = [bench.log, bench.meta] if configures else [bench.meta, bench.log]
+    order.append(bench.settings)
     assert bench.run(script, order, INCARNATION, *args) == [b"NOSTREAM"]
     bench.create()
     bench.publish()
@@ -347,22 +353,23 @@ def test_a_deleted_or_recreated_stream_is_neither_configured_nor_deleted(
 
 def test_configure_changes_only_the_given_settings(bench: Bench) -> None:
     bench.create(capacity=50)
-    both = [bench.log, bench.meta]
-    assert bench.run(scripts.CONFIGURE_STREAM, both, INCARNATION, "", "checksum", "1")[0] == b"OK"
-    assert (bench.meta_field("capacity"), bench.meta_field("checksum")) == ("50", "1")
-    assert bench.run(scripts.CONFIGURE_STREAM, both, INCARNATION, "60")[0] == b"OK"
-    assert (bench.meta_field("capacity"), bench.meta_field("checksum")) == ("60", "1")
+    order = [bench.log, bench.meta, bench.settings]
+    for capacity, change in (("50", ("", "checksum", "1")), ("60", ("60",))):
+        assert bench.run(scripts.CONFIGURE_STREAM, order, INCARNATION, *change)[0] == b"OK"
+        assert (bench.meta_field("capacity"), bench.meta_field("checksum")) == (capacity, "1")
+        assert bench.plain.hget(bench.settings, "checksum") == b"1"
+    assert bench.plain.hget(bench.settings, "capacity") is None
 
 
 def test_configure_trims_in_steps_and_sets_the_capacity_last(bench: Bench) -> None:
     bench.create()
     for seq in range(450):
         bench.publish(seq)
-    both = [bench.log, bench.meta]
-    replies = [bench.run(scripts.CONFIGURE_STREAM, both, INCARNATION, "7")[0]]
+    order = [bench.log, bench.meta, bench.settings]
+    replies = [bench.run(scripts.CONFIGURE_STREAM, order, INCARNATION, "7")[0]]
     while replies[-1] == b"MORE":
         assert bench.meta_field("capacity") == "10000"
-        replies.append(bench.run(scripts.CONFIGURE_STREAM, both, INCARNATION, "7")[0])
+        replies.append(bench.run(scripts.CONFIGURE_STREAM, order, INCARNATION, "7")[0])
     assert replies[-1] == b"OK"
     assert bench.meta_field("capacity") == "7"
     assert [entry_id for entry_id, _ in bench.entries()] == [b"%d-1" % i for i in range(443, 450)]
@@ -371,7 +378,7 @@ def test_configure_trims_in_steps_and_sets_the_capacity_last(bench: Bench) -> No
 def test_delete_stream_deletes_all_given_keys(bench: Bench) -> None:
     bench.create()
     bench.publish()
-    others = [bench.log, keys.producer("s", "p")]
+    others = [bench.log, bench.settings, keys.producer("s", "p")]
     assert bench.run(scripts.DELETE_STREAM, [bench.meta, *others], INCARNATION) == [b"OK"]
     assert bench.snapshot() == {}
 
