@@ -42,7 +42,7 @@ def forge(folder: Path, incarnation: str, epoch: int) -> dict[str, str | int]:
     forged = ParquetStore(folder, "orders")
     forged.claim("ab" * 8)
     row = {"timestamp": 0, "appended": 0, "key": None, "value": b"forged", "headers": None}
-    rows = [{"offset": offset} | row for offset in range(RECORDS)]
+    rows = [{"offset": offset, **row} for offset in range(RECORDS)]
     forged.append(incarnation, epoch * TERMS + 1, pa.Table.from_pylist(rows, ARROW_SCHEMA))
     address = {"store": "ab" * 8, "store_uri": folder.as_uri()}
     return {**address, "archived": RECORDS, "expired": 0, "max_unarchived": 1000, "retain": 1}
