@@ -227,7 +227,7 @@ def test_failed_append_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pq if step == "write_table" else os, step, fail)
+        patch.setattr(pq.ParquetWriter if step == "write_table" else os, step, fail)
         with pytest.raises(StoreUnavailable, match="No space left") as caught:
             store.append(INCARNATION, 1, records(120, 160))
     assert caught.value.retriable
@@ -240,13 +240,13 @@ def test_failed_append_leaves_nothing_behind(
 def test_file_is_read_back_before_it_becomes_visible(
     store: ParquetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_table: Any = pq.write_table
+    write_table: Any = pq.ParquetWriter.write_table
 
-    def lie(table: pa.Table, *args: Any, **options: Any) -> None:
-        write_table(table.slice(0, len(table) - 1), *args, **options)
+    def lie(writer: pq.ParquetWriter, table: pa.Table, **options: Any) -> None:
+        write_table(writer, table.slice(0, len(table) - 1), **options)
 
     before = names(tmp_path)
-    monkeypatch.setattr(pq, "write_table", lie)
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", lie)
     with pytest.raises(StoreUnavailable, match="does not hold what was written"):
         store.append(INCARNATION, 1, records(120, 160))
     assert names(tmp_path) == before
