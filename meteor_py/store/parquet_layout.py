@@ -126,7 +126,7 @@ def _row_group(group: Any, size: int) -> RowGroup:
 
 def _column(chunk: Any, path: str, size: int) -> Column:
     about = _field(chunk, 3)
-    if 1 in chunk or b".".join(_field(about, 3)) != path.encode() or _field(about, 4) != _ZSTD:
+    if 1 in chunk or _field(about, 3) != path.encode().split(b".") or _field(about, 4) != _ZSTD:
         raise ValueError(f"column {path!r} is not stored as in a segment")
     start = _field(about, 9)
     if 0 < about.get(11, 0) < start:
