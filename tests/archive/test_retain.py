@@ -82,7 +82,7 @@ def test_retain_is_a_setting_of_the_stream(m: meteor.Client, tmp_path: Path) -> 
         with pytest.raises(ValueError, match="store"):
             m.stream("plain", **given)
     plain = m.stream("plain", create=True)
-    with pytest.raises(ValueError, match="retain is for a stream with a store"):
+    with pytest.raises(ValueError, match="retain needs a stream with a store"):
         plain.configure(retain=5)
 
 

@@ -89,7 +89,7 @@ def test_a_version_that_was_begun_with_another_number_of_records_is_finished_and
     stream: meteor.Stream, frame_by_frame: None, moves: int
 ) -> None:
     begin(stream, 1, stage(stream, "a", "0 1", "2"), moves=moves)
-    with pytest.raises(VersionDiffers, match="has it with 3 records, not 2") as caught:
+    with pytest.raises(VersionDiffers, match="with 3 records instead of 2") as caught:
         commit(stream._handle, "w", 1, [stage(stream, "b", "x y")], records=2)
     assert (caught.value.known, caught.value.records) == (3, 2)
     assert contents(stream) == numbers(3)

@@ -247,7 +247,7 @@ def test_records_of_an_earlier_term_cannot_be_confirmed(crew: Crew) -> None:
     with pytest.raises(meteor.LeaseLost, match="earlier term"):
         sub.confirm(old[5])
     assert sub.confirm(old[4]).result(5) == 5  # the record was returned again
-    with pytest.raises(ValueError, match="not returned yet"):
+    with pytest.raises(ValueError, match="not delivered yet"):
         sub.confirm(10)
     assert crew.confirmed == 5
 
