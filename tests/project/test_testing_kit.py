@@ -196,7 +196,7 @@ def test_real(meteor_client):
     output = run_pytest(tmp_path, program, conftest=missing + CONFTEST)
     assert "2 errors" in output
     assert re.search("ImportError: fake:// needs fakeredis[.;] [Ii]nstall it with: pip", output)
-    assert "METEOR_SERVER names 'no-such-server', which is not a program" in output
+    assert "METEOR_SERVER is 'no-such-server', which is not an executable program" in output
 
 
 # The server

@@ -343,7 +343,7 @@ def test_a_with_block_that_raises_still_delivers_and_keeps_its_exception(bench: 
     bench.proxy.refuse()
     with pytest.raises(ZeroDivisionError) as caught:
         publish(b"y", delivery_timeout=0.2)
-    assert "While closing the publisher" in caught.value.__notes__[0]
+    assert "Closing the publisher also failed" in caught.value.__notes__[0]
 
 
 def test_flush_raises_each_unseen_error_once_and_no_seen_error(bench: Bench) -> None:

@@ -182,7 +182,7 @@ def test_files_in_a_directory_that_others_may_write_are_not_trusted(
     target.write_text("precious")
     if planted != "users.lock":
         (directory / planted).symlink_to(target)
-    with pytest.raises(ServerStartFailed, match="Name an empty directory"):
+    with pytest.raises(ServerStartFailed, match="Choose an empty directory"):
         open_embedded(directory)
     assert target.read_text() == "precious"
 

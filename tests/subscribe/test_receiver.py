@@ -266,7 +266,7 @@ def test_error_in_the_block_is_not_hidden_by_the_receivers(url: str) -> None:
         receiver = stream.subscriber(group="g").attach_receiver(fails_for(0))
         assert receiver.join(20)
         raise KeyError("mine")
-    assert caught.value.__notes__ == ["While closing the client: no 0"]
+    assert caught.value.__notes__ == ["Closing the client also failed: no 0"]
 
 
 # Invalid calls
