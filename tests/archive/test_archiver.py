@@ -274,7 +274,7 @@ def test_max_unarchived_is_at_least_the_capacity(url: str, tmp_path: Path) -> No
     with meteor.connect(url) as client:
         with pytest.raises(ValueError, match="at least the capacity"):
             client.stream("s", store=tmp_path, capacity=100, max_unarchived=99)
-        with pytest.raises(ValueError, match="for a stream with a store"):
+        with pytest.raises(ValueError, match="needs a stream with a store"):
             client.stream("s", max_unarchived=10_000)
         assert client.streams() == []
         stream = client.stream("s", store=tmp_path, capacity=100, max_unarchived=100, archive=False)

@@ -103,8 +103,8 @@ def test_url_is_accepted_before_and_after_the_command(url: str) -> None:
     [
         (["--url", "redis://:secret@127.0.0.1:1", "streams", "ls"], 1, "cannot be reached"),
         (["tail", "orders", "--url", "redis://:secret@127.0.0.1:1"], 1, "cannot be reached"),
-        (["--url", "localhost:6379", "streams", "ls"], 1, "is not an address of a server"),
-        (["--url", "http://:secret@x", "publish", "orders", "x"], 1, "is not an address"),
+        (["--url", "localhost:6379", "streams", "ls"], 1, "is not the address of a server"),
+        (["--url", "http://:secret@x", "publish", "orders", "x"], 1, "is not the address"),
         (["--timeout", "0", "streams", "ls"], 2, "is not in the range"),
         (["nonsense"], 2, "No such command"),
         (["tail"], 2, "Missing argument 'STREAM'"),

@@ -325,7 +325,7 @@ def test_connecting_sends_nothing_until_the_client_is_used() -> None:
     message = str(caught.value)
     assert f"The server at {url} cannot be reached" in message
     assert "refused" in message
-    assert message.endswith("Is it running, and is the address right?")
+    assert message.endswith("Is it running, and is the address correct?")
     assert caught.value.retriable
 
 
@@ -388,7 +388,7 @@ def test_a_replica_can_be_read_but_not_written(private_server: ServerFactory, ki
                 attempt()
         with stream.publisher(delivery_timeout=0.3) as pub:
             ack = pub.publish(b"x")
-            words = f"{replica.port}.*is a replica and takes no writes"
+            words = f"{replica.port}.*is a replica and accepts no writes"
             with pytest.raises(meteor.ConnectionFailed, match=words):
                 ack.result()
 
@@ -407,7 +407,7 @@ def test_every_call_of_a_closed_client_raises(any_url: str) -> None:
         lambda: list(stream.read()), stream.delete, m.load_scripts, lambda: m.redis,
     ]  # fmt: skip
     for attempt in attempts:
-        with pytest.raises(meteor.MeteorError, match="is closed; connect again"):
+        with pytest.raises(meteor.MeteorError, match="is closed. Connect again"):
             attempt()
     assert "(closed)" in repr(m)
 

@@ -474,7 +474,7 @@ def test_letter_waits_for_replicas(pair: Pair) -> None:
 
 @pytest.mark.parametrize("on_error", ["stop", "skip", "retry"])
 def test_acks_without_dead_letters_are_refused(yard: Graveyard, on_error: Any) -> None:
-    with yard.source.subscriber() as sub, pytest.raises(ValueError, match="dead letters"):
+    with yard.source.subscriber() as sub, pytest.raises(ValueError, match="dead-letter stream"):
         sub.attach_receiver(print, on_error=on_error, acks=1)
 
 

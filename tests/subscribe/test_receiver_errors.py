@@ -391,7 +391,7 @@ def test_deleted_dead_letter_stream_ends_the_receiver_with_an_error(
 
 def test_stream_cannot_take_its_own_dead_letters(stream: meteor.Stream) -> None:
     same = stream.client.stream("s", create=True)
-    with stream.subscriber() as sub, pytest.raises(ValueError, match="the stream itself"):
+    with stream.subscriber() as sub, pytest.raises(ValueError, match="its own dead letters"):
         sub.attach_receiver(Handler(), on_error=same)
 
 
