@@ -143,7 +143,7 @@ def test_host_with_another_disk_neither_reads_nor_archives(depot: Depot, tmp_pat
     depot.archive()
     other = tmp_path / "other"
     other.mkdir()
-    with pytest.raises(Refused, match=r"StoreMismatch.*nothing is there"):
+    with pytest.raises(Refused, match=r"StoreMismatch.*there is no store"):
         depot.process(bind={str(depot.root): str(other)}).ready()
     with meteor.connect("fake://") as elsewhere:  # a stream of the same name has claimed it
         elsewhere.stream(STREAM, store=other, archive=False)

@@ -435,7 +435,7 @@ def test_missing_store_is_an_error_and_store_option_names_a_moved_one(
     name, *options = command
     done = run_meteor(depot.url, "archive", name, STREAM, *options)
     assert (done.code, done.out) == (1, b"")
-    assert "nothing is there" in done.err
+    assert "there is no store" in done.err
     assert not depot.root.exists()
     options += ["--once"] if name == "run" else []
     succeed(depot.url, "archive", name, STREAM, *options, "--store", str(moved))

@@ -206,11 +206,11 @@ def test_error_for_an_unknown_option_lists_the_known_ones() -> None:
         "ssl_ca_certs, ssl_ca_data, ssl_ca_path, ssl_cert_reqs, ssl_certfile, ssl_check_hostname, "
         "ssl_ciphers, ssl_keyfile, ssl_min_version, ssl_password"
     )
-    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*The URL can set {plain}, {tls} "):
+    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*can set {plain}, {tls}; "):
         meteor.connect("rediss://host:6380/0?ssl_cacert=/ca.pem")
-    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*The URL can set {plain} there"):
+    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*can set {plain};"):
         meteor.connect("redis://host:6379/0?ssl_cacert=/ca.pem")
-    with pytest.raises(ValueError, match=r"'ssl_ca_certs' is an option of TLS\. Write rediss://"):
+    with pytest.raises(ValueError, match=r"'ssl_ca_certs' is a TLS option\. Write rediss://"):
         meteor.connect("redis://host:6379/0?ssl_ca_certs=/ca.pem")
 
 

@@ -368,7 +368,7 @@ def test_only_readers_of_archived_records_notice_that_the_store_is_gone(
             assert drain(sub) == list(range(18, 28))
             sub.seek(17)
             for _ in range(2):
-                with pytest.raises(meteor.StoreMismatch, match="nothing is there"):
+                with pytest.raises(meteor.StoreMismatch, match="there is no store"):
                     sub.poll()
             assert sub.position == 17
             with pytest.raises(meteor.StoreMismatch):

@@ -319,7 +319,7 @@ def test_a_deleted_or_recreated_stream_is_not_written_to(stream: meteor.Stream) 
     with pytest.raises(meteor.StreamNotFound):
         commit(stream._handle, "w", 1, [a])
     recreated = stream.client.stream("s", create=True)
-    with pytest.raises(meteor.LogTruncated, match="created again"):
+    with pytest.raises(meteor.LogTruncated, match="recreated"):
         commit(stream._handle, "w", 1, [a])
     with pytest.raises(meteor.PublishError, match="are gone"):
         commit(recreated._handle, "w", 1, [a])

@@ -275,7 +275,7 @@ def test_named_program_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("METEOR_SERVER", "/bin/false")
     assert find_server() == Path("/bin/false")
     monkeypatch.setenv("METEOR_SERVER", "/nowhere/redis-server")
-    with pytest.raises(ServerNotFound, match="METEOR_SERVER names '/nowhere/redis-server'"):
+    with pytest.raises(ServerNotFound, match="METEOR_SERVER is '/nowhere/redis-server'"):
         find_server()
 
 

@@ -208,7 +208,7 @@ def test_publisher_waits_for_a_server_program_that_is_missing(
             patch.setenv("METEOR_SERVER", "/nowhere/valkey-server")
             kill(server_of(m))
             ack = pub.publish(b"after")
-            with pytest.raises(meteor.ConnectionFailed, match="METEOR_SERVER names '/nowhere/"):
+            with pytest.raises(meteor.ConnectionFailed, match="METEOR_SERVER is '/nowhere/"):
                 m.streams()
         assert ack.result(WAIT_S) == 1
 

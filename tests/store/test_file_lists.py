@@ -27,7 +27,7 @@ def test_files_of_an_unmounted_disk_raise_store_unavailable(depot: Depot) -> Non
     before = archive.files()
     away = depot.root.with_name("away")
     depot.root.rename(away)
-    with pytest.raises(meteor.StoreUnavailable, match="nothing is there"):
+    with pytest.raises(meteor.StoreUnavailable, match="there is no store"):
         archive.files()
     away.rename(depot.root)
     assert archive.files() == before
@@ -97,7 +97,7 @@ def test_segments_skip_a_missing_file_but_not_a_missing_disk(depot: Depot) -> No
     Path(archive.files()[1]).unlink()
     assert [segment.first for segment in archive.segments()] == [0, 120]
     depot.root.rename(depot.root.with_name("away"))
-    with pytest.raises(meteor.StoreUnavailable, match="nothing is there"):
+    with pytest.raises(meteor.StoreUnavailable, match="there is no store"):
         archive.segments()
 
 

@@ -52,7 +52,7 @@ CALLS: dict[str, Callable[[ParquetStore], object]] = {
         ("file://", "three slashes"),
         ("ftp://host/data", "not the address of a store"),
         ("s3://bucket/data?colour=red", "colour"),
-        ("s3://?region=us-east-1", "names no bucket"),
+        ("s3://?region=us-east-1", "has no bucket"),
     ],
 )
 def test_invalid_address_is_refused_with_a_reason(uri: str, reason: str) -> None:
@@ -254,7 +254,7 @@ def test_linked_stream_folder_is_not_followed_out_of_the_store(tmp_path: Path, c
     store = ParquetStore(tmp_path / "store", "s")
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "s").symlink_to(tmp_path / "outside" / "s")
-    with pytest.raises(StoreUnavailable, match="outside of the store"):
+    with pytest.raises(StoreUnavailable, match="outside the store"):
         CALLS[call](store)
     check(outside, 0, 10)
     assert outside.identity() == "id"
@@ -270,7 +270,7 @@ def test_linked_incarnation_folder_is_not_followed_out_of_the_store(
     outside.append(INCARNATION, 1, records(0, 10))
     store = claimed(tmp_path / "store")
     (tmp_path / "store" / "s" / INCARNATION).symlink_to(tmp_path / "outside" / "s" / INCARNATION)
-    with pytest.raises(StoreUnavailable, match="outside of the store"):
+    with pytest.raises(StoreUnavailable, match="outside the store"):
         CALLS[call](store)
     check(outside, 0, 10)
     assert store.incarnations() == []

@@ -215,7 +215,7 @@ def test_waiting_poll_of_a_deleted_stream_raises(stream: meteor.Stream, plain: r
         stream.delete()
 
     with stream.subscriber() as sub, background(delete):
-        with pytest.raises(meteor.StreamNotFound, match="'s' does not exist any more"):
+        with pytest.raises(meteor.StreamNotFound, match="'s' no longer exists"):
             sub.poll(timeout=20)
         with pytest.raises(meteor.StreamNotFound):
             sub.poll(timeout=0)
@@ -232,7 +232,7 @@ def test_recreated_stream_is_not_taken_for_the_old_one(
         again = client.stream("s", create=True)
         fill(again, 10)
         for _ in range(2):
-            with pytest.raises(meteor.LogTruncated, match="deleted and created again") as caught:
+            with pytest.raises(meteor.LogTruncated, match="deleted and recreated") as caught:
                 sub.poll()
             assert (caught.value.first, caught.value.last) == (0, read - 1)
         sub.skip_gap()
