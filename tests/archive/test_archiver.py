@@ -499,4 +499,4 @@ def test_closing_a_private_server_does_not_wait_for_a_store_that_is_gone(
         m.stream("trades", store=str(tmp_path / "store")).publisher().close()
         shutil.rmtree(tmp_path / "store")
     assert flushed == []
-    assert "are lost with its private server" in caplog.text
+    assert "will be lost with its private server" in caplog.text
