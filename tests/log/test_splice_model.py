@@ -295,7 +295,7 @@ def test_a_stream_with_a_store_matches_a_list(
     url: str, monkeypatch: pytest.MonkeyPatch, in_files: bool
 ) -> None:
     monkeypatch.setattr("meteor_py.store.segment_file.GROUP_RECORDS", 16)
-    monkeypatch.setattr("meteor_py.archive.archive_term._LOOK_S", 0.005)
+    monkeypatch.setattr("meteor_py.archive.archive_term._REFRESH_S", 0.005)
     monkeypatch.setattr("meteor_py.archive.admin._POLL_S", 0.002)
     machine = type("Model", (Machine,), {"url": url, "in_files": in_files})
     run_state_machine_as_test(
