@@ -318,8 +318,9 @@ def test_run_reports_the_archiver_and_a_takeover(depot: Depot) -> None:
         eventually(lambda: depot.owner == rival.member, 20)
         with Running(depot.url, "archive", "run", STREAM) as command:
             command.line("stderr")
-            assert f"{rival.member} is the archiver, this process stands by" in command.line(
-                "stderr"
+            assert (
+                f"{rival.member} is the archiver, and this process is standing by"
+                in command.line("stderr")
             )
             rival.close()
             assert "this process is the archiver" in command.line("stderr")

@@ -213,7 +213,7 @@ def test_messagepack_is_copied_unchanged_between_streams(url: str) -> None:
     ("arguments", "code", "sentence"),
     [
         (["x", "--jsonl"], 2, "either values or --jsonl"),
-        (["--jsonl", "-k", "k"], 2, "keys and headers are in the input"),
+        (["--jsonl", "-k", "k"], 2, "the input has keys and headers"),
         (["-k", "k", "-K", ":"], 2, "either -k or -K"),
         (["x", "-H", "novalue"], 2, "is not NAME=VALUE"),
         (["x", "--no-create"], 1, "There is no stream 'orders'"),
@@ -260,7 +260,7 @@ def test_publish_waits_for_a_lost_server_until_the_timeout(
         running.write(b"after\n")
         done = running.end()
     assert (done.code, done.out) == (1, b"")
-    assert "does not reply; waiting for it" in done.err
+    assert "is not replying; waiting for it" in done.err
     assert "1 record published to stream 'orders'" in done.err
     assert "Traceback" not in done.err
 

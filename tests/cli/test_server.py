@@ -76,7 +76,7 @@ def test_server_keeps_running_for_other_users(own: tuple[Running, str], home: Pa
     with open_embedded(home) as other:
         done = own[0].end(signal.SIGINT)
         assert done.code == 130
-        assert "other processes still use the server" in done.err
+        assert "other processes are using the server" in done.err
         assert is_alive(other.pid)
     assert not is_alive(other.pid)
 
@@ -166,8 +166,8 @@ def test_tcp_is_refused_for_a_running_server_without_it(own: tuple[Running, str]
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--private", "--dir", "somewhere"], "omit --dir or --private"),
-        (["--url", "redis://localhost"], "pass --dir"),
+        (["--private", "--dir", "somewhere"], "Omit --dir or --private"),
+        (["--url", "redis://localhost"], "Pass --dir"),
     ],
 )
 def test_contradicting_options_are_refused(arguments: list[str], sentence: str) -> None:

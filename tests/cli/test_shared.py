@@ -347,7 +347,7 @@ def test_top_and_watch_show_shared_groups(url: str, stream: Stream, sub: SharedS
             pub.publish_many([b"x"] * 20, keys=[b"c"] * 20).result()
         assert stream.bounds()[0] > 0, "some unsettled records are below the ring"
         with stream.shared_subscriber("other"):
-            assert '"group":"other","event":"group_begun"' in watching.line()
+            assert '"group":"other","event":"group_created"' in watching.line()
         changed = watching.line()
         assert '"event":"consumers_changed","consumers":0,"before":1' in changed
     shown = succeed(url, "top", "--once").lines

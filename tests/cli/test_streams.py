@@ -208,7 +208,7 @@ def test_deleting_an_active_group_needs_force(url: str, stream: Stream) -> None:
         sub.poll()
         done = meteor(url, "groups", "rm", "orders", "billing", "--yes")
         assert done.code == 1
-        assert f"{sub.member} has its lease" in done.err
+        assert f"{sub.member} holds its lease" in done.err
         succeed(url, "groups", "rm", "orders", "billing", "--yes", "--force")
     assert stream.groups() == []
 
@@ -254,7 +254,7 @@ def test_moving_an_active_group_needs_force(url: str, stream: Stream) -> None:
         for more in ([], ["--dry-run"]):
             done = meteor(url, "seek", "orders", "billing", "--to", "0", *more)
             assert done.code == 1
-            assert f"{sub.member} has its lease" in done.err
+            assert f"{sub.member} holds its lease" in done.err
             assert "--force" in done.err
             assert ("records repeated" in done.text) == bool(more)
         assert stream.groups()[0].confirmed == 6

@@ -311,7 +311,7 @@ def test_tail_waits_for_a_lost_server_until_the_timeout(
     with Running(server.url, "--timeout", "2", "tail", "orders", "--raw") as running:
         assert running.line() == "before"
         server.kill()
-        assert "does not reply; waiting" in running.line("stderr")
+        assert "is not replying; waiting" in running.line("stderr")
         done = running.end()
     assert (done.code, done.out) == (1, b"")
     assert done.err.count("\n") == 1

@@ -46,7 +46,7 @@ def reported(
         (
             seen(groups=(group(),)),
             seen(incarnation="j", next=0),
-            [("created_anew", "deleted and created again")],
+            [("recreated", "deleted and recreated")],
         ),
         (
             seen(),
@@ -100,17 +100,17 @@ def test_changes_of_a_stream(
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (None, group(confirmed=4), [("group_begun", "created at 4")]),
+        (None, group(confirmed=4), [("group_created", "created at 4")]),
         (
             None,
             group(owner="x"),
-            [("group_begun", "created at 0"), ("lease_taken", "lease taken by x")],
+            [("group_created", "created at 0"), ("lease_taken", "lease taken by x")],
         ),
         (group(), None, [("group_deleted", "deleted")]),
         (group(), group(confirmed=9), []),
         (group(confirmed=9), group(confirmed=2), [("group_moved_back", "moved back from 9 to 2")]),
         (group(), group(owner="x", term=2), [("lease_taken", "lease taken by x")]),
-        (group(owner="x"), group(), [("lease_ended", "x no longer has the lease")]),
+        (group(owner="x"), group(), [("lease_ended", "x no longer holds the lease")]),
         (
             group(owner="x"),
             group(owner="y", term=2),
@@ -272,7 +272,7 @@ def test_watch_reports_events_of_a_stream_and_its_group(url: str, client: meteor
         assert created == {"stream": "orders", "group": None, "event": "created", "next": 0}
         with stream.subscriber(group="billing", lease_ttl=LONG_S) as sub:
             sub.poll(0)
-            assert watch.event("group_begun")["group"] == "billing"
+            assert watch.event("group_created")["group"] == "billing"
             assert watch.event("lease_taken")["owner"] == sub.member
             fill(stream, 5)
             sub.poll(10)
@@ -304,7 +304,7 @@ def test_watch_names_both_members_of_a_takeover(crew: Crew) -> None:
         second = crew.member(lease_ttl=LONG_S)
         assert second.poll(20) == [0, 1, 2]
         line = watch.line()
-        if line.endswith(f"{first.name} no longer has the lease"):  # a snapshot fell in between
+        if line.endswith(f"{first.name} no longer holds the lease"):  # a snapshot fell in between
             assert watch.line().endswith(f"lease taken by {second.name}")
         else:
             assert line.endswith(f"lease taken over from {first.name} by {second.name}")

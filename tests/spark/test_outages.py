@@ -174,7 +174,7 @@ def test_query_with_a_group_continues_after_a_failover_that_lost_its_term(
             return stream.group("g").confirmed == 15
 
         eventually(confirmed, 10, "15 is not confirmed")
-    assert "joins the group again" in caplog.text
+    assert "rejoins the group" in caplog.text
 
 
 def test_query_that_cannot_get_the_lease_closes_its_session(

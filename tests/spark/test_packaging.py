@@ -176,4 +176,4 @@ def test_older_spark_is_refused_in_one_sentence(tmp_path: Path) -> None:
     assert lines[len(old) :] == ["fine"] * len(new)
     for version, line in zip(old, lines, strict=False):
         assert line.startswith("The data source meteor needs PySpark 4.2 or newer")
-        assert f"this is {version}; pip install 'meteor-py[spark]'." in line
+        assert f"but this is {version}. Install it with: pip install 'meteor-py[spark]'" in line

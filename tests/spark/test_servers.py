@@ -62,7 +62,7 @@ def test_password_in_the_url_is_refused_without_showing_it(url: str) -> None:
 
 
 def test_malformed_url_is_not_shown() -> None:
-    with pytest.raises(ValueError, match="The url cannot be read; write redis://") as caught:
+    with pytest.raises(ValueError, match="The url is malformed") as caught:
         parse({"url": f"redis://u:[{SECRET}@h"})
     assert SECRET not in str(caught.value)
 
@@ -179,7 +179,7 @@ def test_in_process_server_is_refused_even_from_the_environment(
 ) -> None:
     for url in ("fake://", "embedded://"):
         monkeypatch.setenv("METEOR_URL", url)
-        with pytest.raises(ValueError, match=f"^{url} is known to one process only"):
+        with pytest.raises(ValueError, match=f"Only one process can use {url}"):
             parse({})
 
 

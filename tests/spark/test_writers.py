@@ -336,7 +336,7 @@ def test_repeated_txn_id_with_other_rows_writes_nothing_and_warns(
     write(2, "1")
     assert caplog.text == ""
     write(3, "1")
-    assert "Other rows need another txnVersion." in caplog.text
+    assert "Use a new txnVersion for new rows." in caplog.text
     write(1, "2")
     write(3, "1")
     assert contents(target) == "x x x"

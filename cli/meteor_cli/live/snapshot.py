@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meteor_py import Client, Description, Stream
 
-#: Maximum number of streams in a snapshot: each takes several round trips.
+#: Maximum number of streams in a snapshot, because each takes several round trips.
 STREAMS_MAX = 500
 
 
 @dataclass(frozen=True)
 class StreamSnapshot:
-    """The state of a stream at a time of the monotonic clock."""
+    """The state of a stream at a certain time."""
 
     stream: Description
     at: float
@@ -29,7 +29,7 @@ class StreamSnapshot:
 
     @property
     def lag(self) -> int:
-        """The largest lag of a group; the archiver counts as one."""
+        """The largest lag of any group. The archiver counts as a group."""
         return max(self.unarchived, *(group.lag for group in self.stream.groups), 0)
 
 
@@ -73,8 +73,8 @@ class Observer:
         from meteor_py import ConnectionFailed, MeteorError
 
         names = self._names or self._client.streams()
-        # Known streams come first. Otherwise a new one could displace another, which would then
-        # look deleted.
+        # Known streams come first. Otherwise a new stream could displace a known one, which would
+        # then seem to be deleted.
         chosen = sorted(names, key=lambda name: (name not in self._opened, name))[:STREAMS_MAX]
         streams: dict[str, StreamSnapshot] = {}
         unreadable: dict[str, str] = {}
@@ -84,13 +84,13 @@ class Observer:
                 seen = self._see(name)
             except ConnectionFailed:
                 raise
-            except (MeteorError, ValueError) as error:  # foreign data, or no permission
+            except (MeteorError, ValueError) as error:  # keys of another program, or no permission
                 unreadable[name] = str(error)
                 refusal = error
             else:
                 if seen is not None:
                     streams[name] = seen
-        # In later snapshots, unreadable streams are a change to report, not a reason to end.
+        # In later snapshots, an unreadable stream is a change to report, not a reason to fail.
         if refusal is not None and not streams and not self._has_looked:
             raise refusal
         self._has_looked = True
