@@ -71,7 +71,7 @@ def repeat_lost_signal(lost: sys.UnraisableHookArgs) -> None:
 
 
 def _repeat(number: int) -> None:
-    # Send the signal later: at once, it would be lost in the same frame.
+    # Send the signal later: sent now, it would be lost in the same frame.
     again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
     again.daemon = True
     again.start()

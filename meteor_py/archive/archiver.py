@@ -193,7 +193,7 @@ class Archiver(Closeable):
         if not self._handle.connector.is_private or self._state >= _State.STOPPING:
             return
         try:
-            self._handle.check_store()  # without a store, the flush would wait in vain
+            self._handle.check_store()  # without a store, the flush would only time out
             flush(self._handle, timeout)
         except (MeteorError, ValueError) as error:
             _log.warning(

@@ -62,7 +62,7 @@ def delete_below(
     Returns:
         The first offset that is kept.
     """
-    # The script checks the groups again, because one may have been moved back meanwhile.
+    # The script checks the groups again, because one may have been moved back since.
     group_keys = [keys.group(stream.name, group.name) for group in groups]
     script_keys = [keys.meta(stream.name), *group_keys]
     reply = stream.run(EXPIRE_HISTORY, [stream.incarnation, offset], script_keys)

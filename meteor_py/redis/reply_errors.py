@@ -231,7 +231,7 @@ def group_not_found(stream: str, group: str) -> GroupNotFound:
 def group_is_shared(stream: str, group: str) -> GroupConfigMismatch:
     return GroupConfigMismatch(
         f"Group {group!r} of stream {stream!r} is a shared group: its consumers settle records one "
-        "by one, so it cannot be moved, nor read by one member at a time. Choose another name.",
+        "by one. It cannot be moved, or read by one member at a time. Choose another name.",
         stream=stream,
         group=group,
     )

@@ -106,7 +106,7 @@ def _die(number: int) -> None:
     """Let the signal kill the process, so that its parent sees the cause."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-    os._exit(128 + number)  # process 1 of a container ignores signals with a default action
+    os._exit(128 + number)  # process 1 of a container ignores signals that have no handler
 
 
 def _after_fork_in_child() -> None:

@@ -111,7 +111,7 @@ def private_directory() -> Path:
         try:
             if entry.name.startswith(PRIVATE_PREFIX) and _is_leftover(Path(entry.path)):
                 shutil.rmtree(entry.path, ignore_errors=True)
-        except OSError:  # removed meanwhile
+        except OSError:  # removed in the meantime
             pass
     return Path(tempfile.mkdtemp(prefix=PRIVATE_PREFIX, dir=root))
 

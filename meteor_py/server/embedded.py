@@ -206,7 +206,7 @@ def _release(users: Lock, datadir: Path, keep: bool) -> None:
         return
     deadline = time.monotonic() + 2 * supervisor.STOP_S
     try:
-        if users.take(fcntl.LOCK_EX):  # we are the last user, and no other can arrive meanwhile
+        if users.take(fcntl.LOCK_EX):  # we are the last user, and the lock keeps others out
             # If the directory was deleted, the path may belong to a new one. Leave the server to
             # its supervisor.
             if users.is_in_place():
@@ -240,7 +240,7 @@ def _stop(users: Lock, datadir: Path, deadline: float) -> None:
             logger.warning("The embedded server in %s has not stopped yet.", datadir)
             return
         leftover = read_config(datadir).get("unixsocket")
-        if leftover:  # its supervisor was killed; our locks prevent a new start meanwhile
+        if leftover:  # its supervisor was killed; our locks prevent a new start
             supervisor.clean_up(str(datadir), leftover)
 
 

@@ -100,7 +100,7 @@ class RingbufferStore(Protocol):
         """Return the incarnations that have records here, ordered by their last append."""
 
     def bounds(self, incarnation: str) -> Bounds:
-        """Return the range that the store holds, committed or not. Called before each append."""
+        """Return the offsets that the store holds, committed or not. Called before each append."""
 
     def epochs(self, incarnation: str) -> dict[int, int]:
         """Return each epoch (``term // TERMS``) with its first live offset. For ``resume=True``."""

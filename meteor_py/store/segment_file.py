@@ -37,7 +37,7 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
     """Write a file, sync it to disk, read it back, and return its ``digest``.
 
     Raises:
-        OSError: The file could not be written, or does not hold what was written to it.
+        OSError: The file could not be written, or reading it back gave other records.
     """
     import pyarrow.parquet as pq  # imported here, so that programs without a store never load it
 
@@ -57,7 +57,7 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
         os.fsync(file.fileno())
         data = file.read()
     if not _holds(data, records):
-        raise OSError(f"{path.name} does not hold what was written to it.")
+        raise OSError(f"{path.name} does not contain the records that were written to it.")
     return digest(data)
 
 
@@ -161,7 +161,7 @@ def _check_layout(metadata: Any) -> None:
         columns = [group.column(index) for index in range(group.num_columns)]
         unpacked = sum(column.total_uncompressed_size for column in columns)
         if group.num_rows > GROUP_RECORDS or unpacked > _UNPACKED_MAX:
-            raise ValueError(f"its row group {number} is larger than a segment's")
+            raise ValueError(f"its row group {number} is too large for a segment")
         if any(
             column.path_in_schema == "value" and column.has_dictionary_page for column in columns
         ):

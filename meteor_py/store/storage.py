@@ -64,7 +64,7 @@ class LocalStorage:
         now = time.time()
         found: list[Entry] = []
         for entry in self._scan(path):
-            with suppress(FileNotFoundError):  # removed meanwhile
+            with suppress(FileNotFoundError):  # removed in the meantime
                 if entry.is_file(follow_symlinks=False):
                     info = entry.stat(follow_symlinks=False)
                     found.append(Entry(entry.name, info.st_size, now - info.st_mtime))
@@ -95,7 +95,7 @@ class LocalStorage:
         try:
             return file.stat().st_mtime_ns > file.parent.stat().st_mtime_ns
         except FileNotFoundError:
-            return False  # removed meanwhile
+            return False  # removed in the meantime
 
     def names(self, path: str) -> list[str]:
         """Return only the names of the files in a folder, which can be faster."""
@@ -287,7 +287,7 @@ class RemoteStorage:
                 fs.FileSelector(full, allow_not_found=True)
             )
         except FileNotFoundError:
-            return []  # created or removed meanwhile
+            return []  # created or removed in the meantime
         return infos
 
 

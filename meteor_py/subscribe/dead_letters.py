@@ -50,7 +50,7 @@ REASON_BYTES_MAX = 1024
 
 #: Backoff in seconds: the first pause between attempts, which doubles each time, and the longest.
 _BACKOFF_S = (0.01, 0.5)
-#: Seconds that one attempt waits for replicas. The client's connection is busy meanwhile.
+#: Seconds that one attempt waits for replicas. The client's connection is busy during the wait.
 _REPLICAS_S = 1.0
 
 

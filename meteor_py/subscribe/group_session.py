@@ -183,7 +183,7 @@ class GroupSession:
         return self.confirms.wanted
 
     def hold(self, timeout_s: float) -> Term | None:
-        """Wait up to ``timeout_s`` seconds for the lease; return the term, or None without a lease.
+        """Wait up to ``timeout_s`` seconds for the lease; return its term, or None.
 
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream is gone.

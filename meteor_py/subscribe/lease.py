@@ -88,7 +88,7 @@ class Lease:
 
     def __post_init__(self) -> None:
         self._ttl_ms = max(int(self.ttl_s * 1000), 1)
-        self._renewal = 0  # stored in the lease key, so that a delayed lapse has an old number
+        self._renewal = 0  # stored in the lease key, so that the server refuses a delayed lapse
         self._meta = keys.meta(self.stream)
         self._group = keys.group(self.stream, self.group)
         self._lease = keys.lease(self.stream, self.group)

@@ -86,7 +86,7 @@ class Planner:
             return 0
 
     def resolve(self, name: str, spec: OffsetSpec) -> Position:
-        """Returns the position that a spec means now.
+        """Resolves a spec to its current position in the stream.
 
         Raises:
             ValueError: The offset is beyond the end.

@@ -31,7 +31,7 @@ def read_streams(
         try:
             return read(m.stream(name, create=False))
         except (StreamNotFound, LogTruncated):
-            return ()  # deleted meanwhile
+            return ()  # deleted in the meantime
 
     return read_all("stream", m.streams(), read_one)
 

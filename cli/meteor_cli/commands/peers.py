@@ -49,7 +49,7 @@ def list_peers(session: Session, as_json: bool) -> None:
             except PeerGroupNotFound:
                 if name in m.peer_groups():
                     raise
-                return []  # deleted meanwhile
+                return []  # deleted in the meantime
 
         found = read_all("group", m.peer_groups(), read)
     if_none = "there are no peer groups yet. In Python, `client.peer_group(NAME)` creates one."

@@ -75,7 +75,7 @@ def _shared_of(stream: Stream) -> list[tuple[str, SharedDescription]]:
         try:
             found.append((stream.name, stream.shared_group(name).describe()))
         except GroupNotFound:
-            continue  # deleted meanwhile
+            continue  # deleted in the meantime
     return found
 
 

@@ -167,7 +167,7 @@ def _keyboard() -> Iterator[int | None]:
 
 
 def _wait_for_q(keyboard: int | None, seconds: float) -> bool:
-    """Waits, and returns whether the user pressed q meanwhile."""
+    """Waits, and returns whether the user pressed q."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         ready, _, _ = select.select([] if keyboard is None else [keyboard], [], [], left)
