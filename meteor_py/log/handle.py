@@ -127,7 +127,7 @@ class StreamHandle:
         return self.find_store().locate(self.incarnation, to_ms(time), first, min(ring, archived))
 
     def resolve(self, to: int | str | datetime) -> tuple[int, bool]:
-        """Return the offset that a seek target means now, and whether the offset may still move.
+        """Resolve a seek target to an offset. Also return whether the offset may still move.
 
         The offset of "earliest" may move: it means the first record that exists when it is read,
         and the ring may drop the current first record before that. If the stream has no records

@@ -1,4 +1,4 @@
-"""Reading records that the ring has dropped from the stream's store."""
+"""Reads records from the stream's store after the ring has dropped them."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ class Connection:
             self._connection = connection
             self._history = None
             sock = self._socket()
-            if sock is not None and sock.family == socket.AF_UNIX:  # the kernel tunes TCP buffers by itself
+            if sock is not None and sock.family == socket.AF_UNIX:  # the kernel tunes TCP buffers
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
         return self._connection
 

@@ -247,7 +247,7 @@ def test_file_is_read_back_before_it_becomes_visible(
 
     before = names(tmp_path)
     monkeypatch.setattr(pq, "write_table", lie)
-    with pytest.raises(StoreUnavailable, match="does not hold what was written"):
+    with pytest.raises(StoreUnavailable, match="does not contain the records"):
         store.append(INCARNATION, 1, records(120, 160))
     assert names(tmp_path) == before
 

@@ -16,7 +16,7 @@ Advance = Callable[[int], None]
 CALL = 10_000
 #: Seconds to wait for a published record.
 _PATIENCE_S = 30.0
-#: Seconds between a reader's checks whether to stop.
+#: Seconds after which a waiting reader checks whether it should stop.
 _POLL_S = 0.1
 
 

@@ -129,7 +129,7 @@ def _work(stream: str) -> None:
         builder = builder.config(name, value)
     spark = builder.getOrCreate()
     records = spark.read.format("meteor").option("stream", stream).load()
-    records.limit(1).collect()  # the first query starts most of Spark
+    records.limit(1).collect()  # the first query starts most of Spark's processes
     started = time.perf_counter()
     rows, first, last = records.selectExpr("count(*)", "min(offset)", "max(offset)").collect()[0]
     done = time.perf_counter()
