@@ -310,8 +310,8 @@ class OutcomeUnknown(PublishError):
 
     The record may be in the log. Publishing it again may append it twice.
 
-    A confirm raises this error if its reply was lost, then the lease, and the server no longer
-    remembers the term. The group may or may not deliver the records again.
+    A confirm raises this error if its reply was lost, the member then lost its lease, and the
+    server no longer remembers the term. The group may or may not deliver the records again.
     """
 
 

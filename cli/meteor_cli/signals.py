@@ -44,7 +44,7 @@ def _is_fragile(frame: FrameType | None) -> bool:
     """Returns whether an exception raised in this frame would be lost or leak resources.
 
     Python prints and ignores an exception in a finalizer. In the ``__enter__`` of a
-    ``@contextmanager``, it delays the cleanup of opened resources until garbage collection.
+    ``@contextmanager``, an exception delays the cleanup of resources until garbage collection.
     """
     while frame is not None:
         code = frame.f_code

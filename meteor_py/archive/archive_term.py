@@ -348,7 +348,7 @@ class ArchiveTerm:
 
     def _changed(self, what: str) -> MeteorError:
         return MeteorError(
-            f"Stream {self._stream.name!r} changed while its records were archived: {what}."
+            f"Stream {self._stream.name!r} changed while its records were being archived: {what}."
         )
 
     # -- state ---------------------------------------------------------------------------------

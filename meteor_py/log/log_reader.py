@@ -169,7 +169,7 @@ class LogReader:
         epoch, epochs = self.epoch, self._epochs
         self._check(meta, self.position(0))
         if offset > self.end_offset:
-            self._enter(epoch, epochs)  # the caller's offset has not changed
+            self._enter(epoch, epochs)  # undo: the caller stays at its old position
             raise ValueError(
                 f"Offset {offset} is beyond the end of stream {self._stream!r}, which is "
                 f"{self.end_offset}. Seek to at most {self.end_offset}."

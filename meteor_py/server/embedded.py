@@ -308,7 +308,7 @@ def _may_restart(datadir: Path, restart: _Restart, deadline: float) -> bool:
 def _start(datadir: Path, lock: Lock, keep: bool, tcp: bool, restart: _Restart | None) -> bool:
     """Start a supervisor, which inherits ``watcher.lock``.
 
-    Returns False, without starting anything, if a server whose supervisor was killed still runs.
+    If the supervisor of a running server was killed, starts nothing and returns False.
     """
     with Lock(datadir / supervisor.SERVER_LOCK) as server:
         if not server.take(fcntl.LOCK_EX):

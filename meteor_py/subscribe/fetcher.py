@@ -124,7 +124,7 @@ class Fetcher:
                 session.polling = False
 
     def _call_back(self, callback: Callable[[], _T]) -> _T:
-        """Call the application from a blocking call, with max_poll_interval enforced again."""
+        """Call a callback of the application. Enforce max_poll_interval during the callback."""
         session = self.session
         if session is None:
             return callback()

@@ -15,7 +15,7 @@ from meteor_py.subscribe.lease import Term
 
 
 class Gap(NamedTuple):
-    """Records that are gone. Stored instead of the error, whose traceback would hold memory."""
+    """Records that are gone. Stored instead of an error: its traceback would keep memory alive."""
 
     first: int
     last: int

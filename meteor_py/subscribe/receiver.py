@@ -151,7 +151,7 @@ class Receiver:
             raise
 
     def stop(self) -> None:
-        """Make the thread end after its record, without waiting for it."""
+        """Make the thread end after the current record, without waiting for it."""
         self._stop.set()
         self._fetcher.interrupt()
 

@@ -129,7 +129,7 @@ class Planner:
     def divide(self, ranges: list[Range]) -> list[Range]:
         """Cut ranges into parts for tasks, at boundaries of frames or row groups if possible.
 
-        If frames are too large for the number or size of the parts, cuts inside frames.
+        If frames are too large for the number or size of the parts, the cuts may be inside frames.
         """
         options = self._options
         max_records = options.max_records_per_partition

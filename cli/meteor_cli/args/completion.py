@@ -20,7 +20,7 @@ Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]
 
 #: Valid names. A server may hold other names, which a shell could execute as part of a command.
 _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?")
-#: Targets of a message, and the prefix for the id of a member that is the same as a target.
+#: Targets of a message, and the prefix for a member whose id is the same word as a target.
 _TARGETS = ("any", "all", "leader")
 BY_ID = "member:"
 #: Seconds to wait for a server.

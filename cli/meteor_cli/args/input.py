@@ -56,7 +56,7 @@ def read_whole(fd: int, limit: int) -> bytes:
         found += block
         if len(found) > limit:
             raise ValueError(
-                f"The input is longer than {limit:,} bytes. Raise --max-bytes, at most to 32 MiB."
+                f"The input is longer than {limit:,} bytes. Raise --max-bytes (up to 32 MiB)."
             )
     return bytes(found)
 

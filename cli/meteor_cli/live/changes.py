@@ -34,7 +34,7 @@ def changes(before: Snapshot | None, after: Snapshot, lag_max: int | None = None
     Args:
         before: The earlier snapshot. With None, reports only problems that need attention.
         after: The later snapshot.
-        lag_max: Report groups whose lag rises above this, or falls back to it.
+        lag_max: Report groups whose lag rises above this number, and when it falls again.
     """
     if before is None:
         found = [_problems(None, seen, lag_max) for seen in after.streams.values()]

@@ -60,7 +60,7 @@ class PeerWatcher:
     def begin(self) -> None:
         """Prints the current state of the group; ``step`` prints all events after it."""
         group = self._group
-        with group._handle.lock:  # no event between the two calls
+        with group._handle.lock:  # so that no event arrives between the two calls
             group.on_event(self._events.put)
             view = group.snapshot()
         say(f"watching group {group.name!r}.")

@@ -199,7 +199,7 @@ def _cut(blocks: list[Block], rows_max: int | None, number: int | None) -> tuple
         parts = block.parts[: min(left - 1, parts_max)]
         rows += [block.stream, *parts]
         streams -= 1
-        groups -= max(len(parts) - (len(block.parts) - block.groups), 0)  # the store is no group
+        groups -= max(len(parts) - (len(block.parts) - block.groups), 0)  # do not count the store
     counts = [(streams, "stream"), (groups, "group")]
     more = [counted(count, f"more {what}") for count, what in counts if count]
     return rows, f"\u2026 and {', '.join(more)}" if more else ""

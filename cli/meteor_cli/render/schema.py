@@ -1,4 +1,5 @@
-"""The same guarantee applies to the objects below, which other commands print with ``--json``.
+"""Other commands print the JSON objects below. As for records, later versions may add fields, but
+never remove one or change its meaning.
 
 Times are in ms since 1970, except in ``watch`` and ``peers watch``, which use RFC 3339. Durations
 are in seconds, sizes in bytes, and rates per second. An unknown or missing value is ``null``;

@@ -18,7 +18,7 @@ end
 
 -- Append a frame of n records (n is a string) at the offset `first`, and its entry (...) to the
 -- index, if any. Trim both, and advance meta. Pass '' if there is no crc.
--- Returns nil. If the frame is refused, writes nothing and returns the script's reply.
+-- Returns nil on success. If the frame must be refused, writes nothing and returns the reply to send.
 local function append_frame(first, n, now, name, payload, crc, index, ...)
   if not string.find(n, '^[1-9]%d?%d?%d?%d?$') then return {'INVALID'} end
   local after = first + tonumber(n)

@@ -5,8 +5,8 @@
 -- ARGV  1 incarnation  2 limits that the caller has set: 'keep' in meta
 --       3 offset below which to drop all records  4 end of the stream when the ring was measured
 --       5 marks of the frames up to that end (see _append.lua)
--- Returns {'OK'}, even if the limits have changed again; {'MORE'}: the call has trimmed its share,
---   call again; {'NOSTREAM'}; {'INCARNATION'}.
+-- Returns {'OK'}, even if the limits have changed again; {'MORE'} if there is more to trim: call
+--   again; {'NOSTREAM'}; {'INCARNATION'}.
 -- Atomic because publishers add marks at the same time.
 
 local m = redis.call('HMGET', KEYS[2], 'incarnation', 'keep', 'archived', 'marks')

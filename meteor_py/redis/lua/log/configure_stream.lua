@@ -4,8 +4,8 @@
 -- KEYS  1 log  2 meta  3 index, if the stream has an ordering key
 -- ARGV  1 incarnation  2 new capacity, '' to keep the current one
 --       3... other settings: field, value ('' to remove it), ...
--- Returns {'OK', end of the stream, its 'bytes'}; {'MORE'}: the call has trimmed its share, call
---   again; {'NOSTREAM'}; {'INCARNATION'}.
+-- Returns {'OK', end of the stream, its 'bytes'}; {'MORE'} if there is more to trim: call again;
+--   {'NOSTREAM'}; {'INCARNATION'}.
 -- Atomic because a new capacity must not apply before small steps have trimmed the log to it.
 -- Otherwise the next publish would trim the rest at once and block the server.
 
