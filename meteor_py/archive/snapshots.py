@@ -29,7 +29,7 @@ def take_snapshot(connection: Connection, stream: StreamHandle) -> tuple[int, St
     texts = [text.decode(errors="surrogateescape") for text in flat]
     fences = dict(zip(texts[::2], texts[1::2], strict=True))
     # The groups need not be read atomically with the fences: a position up to the end of the store
-    # is always correct, and a resume moves any position beyond that end back to it.
+    # is always correct, and a resume limits all positions to that end.
     groups = _groups(connection, stream)
     return int(epoch), StreamState(int(end), epochs.decode(), fences, groups)
 

