@@ -145,6 +145,6 @@ def test_unreadable_range_fails_with_a_clear_error(table: Table, client: meteor.
     lenient = table.offsets(startingOffsets='{"orders": 0}', failOnDataLoss="false")
     assert lenient == [*range(first, end)]
     assert "beyond the end" in table.refusal(startingOffsets='{"orders": 5000}')
-    assert "group has no meaning here" in table.refusal(group="g")
+    assert "group does not apply here" in table.refusal(group="g")
     assert "has no option 'startingoffset'" in table.refusal(startingOffset="earliest")
     assert "contradict each other" in table.refusal(endingOffsets="latest", endingTimestamp="1")

@@ -166,7 +166,7 @@ def test_stream_deleted_during_a_read_fails_or_ends_the_task(
                 assert "skipped" not in caplog.text
         if recreated:
             client.stream("orders", create=True).delete()
-    assert "The rest of Range('orders', 0, 3000) is skipped" in caplog.text
+    assert "Skipping the rest of Range('orders', 0, 3000)" in caplog.text
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -271,4 +271,4 @@ def test_lenient_query_skips_a_damaged_frame_and_no_more(
     with Engine(Checkpoint(), url=url, **given) as engine:
         assert engine.batch() == [*range(10), *range(20, 30)]
         assert len(engine.parts) > 5
-    assert "10 records are lost, 10 to 19 of stream 'orders'" in caplog.text
+    assert "Skipping 10 lost records, 10 to 19 of stream 'orders'" in caplog.text

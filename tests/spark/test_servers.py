@@ -194,7 +194,7 @@ def test_password_in_the_environment_of_the_driver_stays_there(
     assert SECRET.encode() not in dumps(options)
     with own_process():
         monkeypatch.delenv("METEOR_URL")
-    with pytest.raises(ValueError, match=r"^\$METEOR_URL of the driver .*passwordEnv") as caught:
+    with pytest.raises(ValueError, match=r"^The driver's \$METEOR_URL .*passwordEnv") as caught:
         options.connect()
     assert "spark.executorEnv.METEOR_URL" in str(caught.value)
     assert SECRET not in str(caught.value)

@@ -267,6 +267,6 @@ def test_wrong_options_fail_the_query_with_a_clear_error(
         stream_of(spark, url, stream="orders", startingOffset="earliest")
     fill(client.stream("orders", capacity=100), 1)
     frame = stream_of(spark, url, stream="orders", endingOffsets="latest")
-    assert "endingOffsets has no meaning here" in failure(start(frame, tmp_path / "ending"))
+    assert "endingOffsets does not apply here" in failure(start(frame, tmp_path / "ending"))
     frame = stream_of(spark, url, stream="orders", startingOffsets="group", group="g")
     assert "has no group 'g' yet" in failure(start(frame, tmp_path / "group"))

@@ -207,7 +207,7 @@ def test_batch_older_than_the_last_is_refused_and_leaves_nothing(
 ) -> None:
     early = sink.attempt("early", 4)
     sink.writer.commit([sink.attempt("x", 5)], 5)
-    words = r"^Batch 4 of query q was not written: stream 's' has its batch 5 already"
+    words = r"^Batch 4 of query q was not written: stream 's' already has its batch 5"
     with pytest.raises(meteor.PublishError, match=words):
         sink.attempt("again", 4)
     with pytest.raises(meteor.PublishError, match=words):
@@ -234,7 +234,7 @@ def test_unreplicated_commit_fails_and_counts_as_done_when_repeated(
 # A batch whose number was written with other rows
 
 
-OTHER = r"^Batch 0 of query q was not written: stream '{}' has .*, with {} rows, .* has {},"
+OTHER = r"^Batch 0 of query q was not written: stream '{}' already has .*, with {} rows instead of {},"
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
@@ -313,7 +313,7 @@ def test_no_stream_of_a_column_is_written_if_one_has_other_rows(
         by_column.writer.commit(attempts(0, a=1, b=2, c=2), 0)
     early = attempts(0, a=1, c=1)
     by_column.writer.commit(attempts(1, c=1), 1)
-    with pytest.raises(meteor.PublishError, match="stream 'c' has its batch 1 already"):
+    with pytest.raises(meteor.PublishError, match="stream 'c' already has its batch 1"):
         by_column.writer.commit(early, 0)
     assert [contents(m.stream(name, create=True)) for name in "abc"] == ["", "b b", "c c"]
 

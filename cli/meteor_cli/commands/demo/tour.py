@@ -258,8 +258,8 @@ class Tour:
                 sub.skip_gap()
                 batch = sub.poll()
                 self._report(
-                    f"Overran a ring of {_RING:,}: the reader got an error that records "
-                    f"{gap.first} to {gap.last:,} are gone,",
+                    f"Overran a ring of {_RING:,}: the reader got RecordsLost for {gap.first} to "
+                    f"{gap.last:,},",
                     f"and continued at {batch.first_offset:,}",
                 )
                 self._code(">>> sub.poll()  # except meteor.RecordsLost: sub.skip_gap()")
