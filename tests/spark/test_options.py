@@ -451,4 +451,6 @@ def test_lost_records_fail_the_query_or_are_skipped_and_logged(
         assert (caught.value.first, caught.value.last) == (10, first - 1)
     with Engine(kept, url=url, failOnDataLoss="false") as engine:
         assert engine.batch() == [*range(first, end)]
-    assert f"Skipping {first - 10} lost records, 10 to {first - 1} of stream 'orders'" in caplog.text
+    assert (
+        f"Skipping {first - 10} lost records, 10 to {first - 1} of stream 'orders'" in caplog.text
+    )

@@ -234,7 +234,9 @@ def test_unreplicated_commit_fails_and_counts_as_done_when_repeated(
 # A batch whose number was written with other rows
 
 
-OTHER = r"^Batch 0 of query q was not written: stream '{}' already has .*, with {} rows instead of {},"
+OTHER = (
+    r"^Batch 0 of query q was not written: stream '{}' already has .*, with {} rows instead of {}"
+)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
