@@ -74,7 +74,7 @@ class Stream:
     def _open(self, *, create: bool) -> StreamHandle:
         if self._opened is None:
             self._opened = open_stream(self.client._connector, self._name, {}, create=create)
-        assert self._opened is not None, "it was opened, or an error raised"
+        assert self._opened is not None, "opened above"
         return self._opened
 
     @property

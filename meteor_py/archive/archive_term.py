@@ -171,7 +171,7 @@ class ArchiveTerm:
             _log.warning("Could not save the state of stream %r: %s", self._stream.name, error)
 
     def interrupt(self) -> None:
-        """End a wait that another thread is in."""
+        """Interrupt a wait in another thread."""
         if self._log is not None:
             self._log.interrupt()
 

@@ -202,7 +202,7 @@ class LogReader:
         self._ring.guard = (keys.group(self._stream, group), nonce.encode())
 
     def interrupt(self) -> None:
-        """End a wait that another thread is in."""
+        """Interrupt a wait in another thread."""
         self._ring.connection.interrupt()
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ class Connector:
         return Connection(self.resolve(), self.timeout_s)
 
     def warn_of_hidden_history(self) -> None:
-        """Warn the caller if this server could lose records without being noticed."""
+        """Warn the caller if this server could lose records unnoticed."""
         try:
             self.use(warn_of_hidden_history)
         except ConnectionFailed:

@@ -98,7 +98,7 @@ class LocalStorage:
             return False  # removed in the meantime
 
     def names(self, path: str) -> list[str]:
-        """Return only the names of the files in a folder, which can be faster."""
+        """Return the names of the files in a folder. Can be faster than ``entries``."""
         return [entry.name for entry in self._scan(path) if entry.is_file(follow_symlinks=False)]
 
     def size(self, path: str) -> int:
@@ -306,7 +306,7 @@ def _link(built: Path, target: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Sync the names in a folder to disk."""
+    """Sync the entries of a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

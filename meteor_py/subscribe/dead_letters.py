@@ -87,7 +87,7 @@ def bury(
     timeout_s: float = 30.0,
     stop: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Publish ``record`` to the dead-letter stream ``target``, once even if called again.
+    """Publish ``record`` to the dead-letter stream ``target``, exactly once even after retries.
 
     The caller may repeat the call after any error, even in another process. The server keeps only
     the first copy, even if a later call has a different reason or count. After a day without calls,

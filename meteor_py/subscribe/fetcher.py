@@ -300,7 +300,7 @@ class Fetcher:
     # -- closing -------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """End iterators, and a wait that another thread is in."""
+        """End iterators, and interrupt a wait in another thread."""
         self.interrupted = True
         self.buffer.interrupt()
         if self.session is not None:

@@ -113,7 +113,7 @@ class GroupSession:
         self, connector: Connector, lease: Lease, confirmed: int, max_poll_interval_s: float
     ) -> None:
         self.lease = lease
-        #: Until when the lease is trusted, by ``now()``. Read without a lock.
+        #: The time, by ``now()``, until which the lease is trusted. Read without a lock.
         self.valid_until = 0.0
         #: When the application last showed that it is alive, by ``now()``, and whether it is in a
         #: poll now.
@@ -379,7 +379,7 @@ class GroupSession:
             self._events.close()
 
     def interrupt(self) -> None:
-        """End a wait for the lease that another thread is in, and all later waits."""
+        """Interrupt another thread that waits for the lease, and end all later waits."""
         with self.condition:
             self._interrupted = True
             self.condition.notify_all()

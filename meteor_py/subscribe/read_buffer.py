@@ -158,7 +158,7 @@ class ReadBuffer:
             self._on_gap_skipped(first, last)
 
     def interrupt(self) -> None:
-        """End a wait that another thread is in."""
+        """Interrupt a wait in another thread."""
         self._log.interrupt()
 
     def close(self) -> None:

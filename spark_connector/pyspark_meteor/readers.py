@@ -172,7 +172,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         known = from_spark(start)
         if is_initial(start) and not is_start(end):
             self._ends = self._find_ends()
-            known = self._find_start()  # as the older release did that planned this batch
+            known = self._find_start()  # as in the older release that planned this batch
         return self._planner.divide(ranges_between(known, from_spark(end)))
 
     def commit(self, end: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ class Worker:
     def start(
         cls, count: int, stack: ExitStack, module: str, url: str, *arguments: str
     ) -> list[Self]:
-        """Starts several workers, which end with the stack."""
+        """Starts several workers. The exit stack ends them."""
         workers: list[Self] = []
         for _ in range(count):
             workers.append(cls(module, url, *arguments))
