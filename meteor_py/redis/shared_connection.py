@@ -70,7 +70,7 @@ class SharedConnection:
             self._user = None
 
     def is_mine(self) -> bool:
-        """Whether this thread is already in a call, which means that a signal handler is asking."""
+        """Whether this thread is in the middle of a call. Then the caller is a signal handler."""
         return self._user == threading.get_ident()
 
     def interrupt(self) -> None:

@@ -48,7 +48,7 @@ class SignalSafeCondition:
         self._waiters: deque[LockType] = deque()
 
     def is_mine(self) -> bool:
-        """Whether this thread holds the lock. In a signal handler, it must then not wait."""
+        """Whether this thread holds the lock. If so, a signal handler must not wait for it."""
         return bool(self._lock._is_owned())
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -99,7 +99,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         return _write(self._options, iterator, owner, context.partitionId(), done=done)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """On the driver, move a batch's staged rows into the streams, unless they have them."""
+        """On the driver, move a batch's staged rows into streams that do not have them yet."""
         if self._options.exactly_once:
             try:
                 outlast(self._options.server, lambda: commit_all(self._options, messages, batchId))
@@ -134,7 +134,7 @@ class BatchWriter(DataSourceArrowWriter):
         return _write(options, iterator, self._owner, partition, done=done)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """On the driver, move staged rows into the streams, unless they have them."""
+        """On the driver, move staged rows into streams that do not have them yet."""
         options = self._options
 
         def commit_again() -> list[StreamHandle]:
