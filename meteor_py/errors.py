@@ -17,7 +17,7 @@
     │   └── GroupError              .group
     │       ├── GroupNotFound       no group has that name
     │       ├── GroupActive         .owner .shared: a member holds the lease            retriable
-    │       ├── GroupConfigMismatch the group exists with other settings, or of the other kind
+    │       ├── GroupConfigMismatch the group exists with other settings, or as the other kind
     │       ├── LeaseLost           the lease was lost or released; nothing was confirmed
     │       ├── Fenced              .offsets: records that this consumer no longer holds
     │       ├── NoConfirmedOffset   InitialOffset.NONE, but nothing is confirmed yet
@@ -263,7 +263,7 @@ class LeaseLost(GroupError):
 
 
 class GroupConfigMismatch(GroupError):
-    """The group exists with settings other than the requested ones, or is of the other kind."""
+    """The group exists with other settings, or as the other kind of group (shared or not)."""
 
 
 class Fenced(GroupError):

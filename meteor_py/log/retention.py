@@ -14,7 +14,7 @@ from meteor_py.log.handle import StreamHandle
 from meteor_py.records.config import STORE_SETTINGS, StreamConfig
 from meteor_py.redis.scripts import APPLY_LIMITS, CONFIGURE_STREAM, MEASURE_RING
 
-#: Settings that the value 0 removes.
+#: Limits that the value 0 removes.
 _LIMITS = ("max_age", "max_bytes", "retain", "retain_bytes")
 #: The fields of ``meta`` whose names differ from those of the settings.
 _FIELDS = {"max_age": "keep", "max_bytes": "keep"}

@@ -453,7 +453,7 @@ class Accumulator:
         records, used = fast.used()
         if used and self._open is not None:
             self._count(self._open, records - self._open.count, used)
-        # Plain stores, not a call: no signal handler can run between counting and revoking.
+        # Assign, do not call a method: no signal handler may run between counting and revoking.
         fast.granted = fast.left = 0
         if self._open is not None:
             self._drop_uncounted(self._open)

@@ -8,7 +8,7 @@ The server remembers that producer and refuses a second batch from any sender.
 Losses: a failover may lose a letter, and then the record must not be confirmed. Replicas apply
 writes in order. So if the confirm follows the letter on the same server and in the same replication
 history, no replica has the confirm without the letter. ``bury`` returns that history, and its
-callers confirm the record only while the server still has it.
+callers confirm the record only if the server's history has not changed.
 
 A letter has the value, key, timestamp and headers of its record, plus the text headers below. If
 the record already has headers of these names (it may be a dead letter itself), they are replaced.

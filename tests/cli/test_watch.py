@@ -206,12 +206,12 @@ def test_snapshot_follows_recreated_streams(url: str) -> None:
         first = m.stream("a", create=True)
         m.stream("b", create=True)
         observer = Observer(m)
-        assert list(observer.look().streams) == ["a", "b"]
+        assert list(observer.snapshot().streams) == ["a", "b"]
         first.delete()
-        assert list(observer.look().streams) == ["b"]
+        assert list(observer.snapshot().streams) == ["b"]
         m.stream("b", create=True).delete()
         recreated = m.stream("b", create=True)
-        assert observer.look().streams["b"].stream.incarnation == recreated.incarnation
+        assert observer.snapshot().streams["b"].stream.incarnation == recreated.incarnation
 
 
 def test_damaged_stream_does_not_hide_others(url: str) -> None:
@@ -220,10 +220,10 @@ def test_damaged_stream_does_not_hide_others(url: str) -> None:
         m.redis.hset(keys.meta("b"), "next", "many")
         m.redis.hset(keys.meta("\x1b[2J"), "next", "1")
         m.redis.sadd(keys.STREAMS, "b", "\x1b[2J")
-        found = Observer(m).look()
+        found = Observer(m).snapshot()
         assert (list(found.streams), sorted(found.unreadable)) == (["a"], ["\x1b[2J", "b"])
         with pytest.raises(meteor.CorruptStream):
-            Observer(m, ("b",)).look()
+            Observer(m, ("b",)).snapshot()
 
 
 def test_snapshot_is_bounded_and_keeps_known_streams(
@@ -234,10 +234,10 @@ def test_snapshot_is_bounded_and_keeps_known_streams(
         for name in "bcdef":
             m.stream(name, create=True)
         observer = Observer(m)
-        found = observer.look()
+        found = observer.snapshot()
         assert (list(found.streams), found.left_off) == (["b", "c", "d"], 2)
         m.stream("a", create=True)
-        assert changes(found, observer.look()) == []
+        assert changes(found, observer.snapshot()) == []
 
 
 # The command

@@ -110,7 +110,7 @@ def _limit(limit: T | None, show: Callable[[T], str]) -> str:
     return "no limit" if limit is None else show(limit)
 
 
-#: The settings that 0 removes.
+#: Limits that the value 0 removes.
 _LIMITS = ("max_age", "max_bytes", "retain", "retain_bytes")
 #: The settings that can be changed later.
 _settings = options.together(

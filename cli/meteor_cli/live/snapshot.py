@@ -61,9 +61,9 @@ class Observer:
         self._client = client
         self._names = tuple(dict.fromkeys(names))
         self._opened: dict[str, Stream] = {}
-        self._has_looked = False
+        self._has_succeeded = False
 
-    def look(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         """Takes a snapshot.
 
         Raises:
@@ -91,9 +91,9 @@ class Observer:
                 if seen is not None:
                     streams[name] = seen
         # In later snapshots, an unreadable stream is a change to report, not a reason to fail.
-        if refusal is not None and not streams and not self._has_looked:
+        if refusal is not None and not streams and not self._has_succeeded:
             raise refusal
-        self._has_looked = True
+        self._has_succeeded = True
         self._opened = {name: self._opened[name] for name in streams}
         return Snapshot(dict(sorted(streams.items())), unreadable, max(len(names) - STREAMS_MAX, 0))
 

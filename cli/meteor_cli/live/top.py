@@ -39,7 +39,7 @@ class Gauge:
     def measure(self) -> View:
         """Takes a measurement; raises ``ConnectionFailed`` if the server does not reply."""
         server = self._client.describe()
-        found = self._observer.look()
+        found = self._observer.snapshot()
         before, self._before = self._before.streams, found
         rates = {
             name: rates_between(before.get(name), seen) for name, seen in found.streams.items()

@@ -29,7 +29,7 @@ class Watcher:
 
     def begin(self, named: tuple[str, ...]) -> None:
         """Prints existing problems. Raises if the server cannot be reached."""
-        self._before = self._observer.look()
+        self._before = self._observer.snapshot()
         say(f"watching {counted(len(self._before.streams), 'stream')}.")
         for name in named:
             if name not in self._before.streams and name not in self._before.unreadable:
@@ -45,7 +45,7 @@ class Watcher:
 
         self._sink.check_reader()
         try:
-            after = self._observer.look()
+            after = self._observer.snapshot()
         except ConnectionFailed as error:
             self._note_gone(error)
             return
