@@ -300,6 +300,6 @@ def test_untrusted_names_reach_the_terminal_escaped(url: str) -> None:
         m.redis.set(keys.lease("orders", "billing"), "evil\x1b[2J\x07 1 1")
     with Terminal([METEOR, "--url", url, "tail", "orders", "-g", "billing"]) as terminal:
         terminal.wait_for("waiting for it")
-        assert "evil\\x1b[2J\\x07 has the lease of group" in terminal.text
+        assert "evil\\x1b[2J\\x07 holds the lease of group" in terminal.text
         assert b"\x1b[2J" not in terminal.output
         assert b"\x07" not in terminal.output

@@ -180,7 +180,7 @@ def test_ended_member_releases_its_lease_immediately(
     with Running(url, "tail", "orders", "-g", "g", "--raw") as first:
         assert first.line() == "0"
         with Running(url, "tail", "orders", "-g", "g", "--raw", "-n", "1") as second:
-            assert "has the lease of group 'g'; waiting" in second.line("stderr")
+            assert "holds the lease of group 'g'; waiting" in second.line("stderr")
             done = first.end(how)
             assert done.code == 128 + how
             assert "Traceback" not in done.err

@@ -68,7 +68,9 @@ class Template:
             if len(escape) == 3:
                 return bytes.fromhex(escape[1:])
             if escape not in _ESCAPES:
-                raise ValueError(rf"There is no escape \{escape}. Write \\ for a backslash.")
+                raise ValueError(
+                    rf"The format has an unknown escape \{escape}. Write \\ for a backslash."
+                )
             return _ESCAPES[escape]
         if letter is None:
             return token[0].encode()
@@ -86,7 +88,9 @@ class Template:
             return _PLAIN[letter]
         if how is None and letter == "s":
             return self._stream.encode()
-        raise ValueError(f"There is no field {token[0]}. Write %% for a percent sign.")
+        raise ValueError(
+            f"The format has an unknown field {token[0]}. Write %% for a percent sign."
+        )
 
 
 def show_headers(record: Record) -> str:
