@@ -191,7 +191,7 @@ def test_on_error_is_called_for_records_that_publish_many_could_not_accept(
 
 
 def test_on_error_must_be_callable(bench: Bench) -> None:
-    with pytest.raises(TypeError, match="on_error needs a function"):
+    with pytest.raises(TypeError, match="on_error must be a function"):
         bench.publisher(on_error="log")
 
 

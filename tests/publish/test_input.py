@@ -256,7 +256,7 @@ def test_timestamps_in_seconds_are_refused_with_a_hint(
                 plain,
                 ValueError,
             )
-            assert "1700000000 is a time in seconds" in message
+            assert "1700000000 looks like a time in seconds" in message
             assert "Multiply it by 1000" in message
         in_january = datetime(1970, 1, 20, tzinfo=UTC)  # says what it means
         assert pub.publish(b"", timestamp=in_january).result(10) == 0
