@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import pytest
 from hypothesis import settings
 
-from tests.support.group_members import Crew
+from tests.support.group_members import GroupHarness
 from tests.support.java import require_java
-from tests.support.proxied_stream import Pair
+from tests.support.proxied_stream import ReplicatedStream
 from tests.support.servers import Server, binaries, plain_client
 from tests.support.xdist_scheduler import workers
 
@@ -112,17 +112,17 @@ def emptied(server_url: str) -> str:
 
 
 @pytest.fixture
-def crew(url: str) -> Iterator[Crew]:
+def harness(url: str) -> Iterator[GroupHarness]:
     """A stream and a group, with members in other processes."""
-    with Crew(url) as crew:
-        yield crew
+    with GroupHarness(url) as harness:
+        yield harness
 
 
 @pytest.fixture
-def pair(private_server: ServerFactory) -> Iterator[Pair]:
+def replicated(private_server: ServerFactory) -> Iterator[ReplicatedStream]:
     """A server with a replica that can lag and be promoted."""
     with ExitStack() as stack:
-        yield Pair(stack, private_server())
+        yield ReplicatedStream(stack, private_server())
 
 
 @pytest.fixture(scope="session")

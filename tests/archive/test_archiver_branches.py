@@ -10,7 +10,7 @@ import pytest
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Pair
+from tests.support.proxied_stream import NAME, ReplicatedStream
 from tests.support.waiting import eventually
 
 
@@ -19,15 +19,15 @@ class Split:
 
     def __init__(self, stack: ExitStack, primary: ServerFactory, store: Path) -> None:
         settings = {"capacity": 100, "store": store, "archive": False, "max_unarchived": 10_000}
-        self.pair = Pair(stack, primary(), **settings)
-        self.old = self.pair.bench.stream
+        self.replicated = ReplicatedStream(stack, primary(), **settings)
+        self.old = self.replicated.proxied.stream
         self.publish(self.old, b"common", 300)
         self.archive(self.old)
-        self.pair.lag()
+        self.replicated.lag()
         self.publish(self.old, b"old", 300)  # 300 to 599, which the replica never gets
         self.archive(self.old)
-        self.pair.replica.promote()
-        self.client = stack.enter_context(meteor.connect(self.pair.replica.url))
+        self.replicated.replica.promote()
+        self.client = stack.enter_context(meteor.connect(self.replicated.replica.url))
         self.new = self.client.stream(NAME, store=store, archive=False)
 
     def publish(self, stream: meteor.Stream, value: bytes, count: int) -> None:

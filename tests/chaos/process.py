@@ -78,5 +78,5 @@ class Process:
         self._watchdog.kill()
         self._watchdog.communicate()
 
-    def last_words(self, lines: int = 12) -> str:
+    def log_tail(self, lines: int = 12) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

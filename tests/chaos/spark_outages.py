@@ -21,7 +21,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Pair
+from tests.support.proxied_stream import NAME, ReplicatedStream
 from tests.support.servers import Server
 from tests.support.spark import stream_of
 from tests.support.waiting import eventually
@@ -142,9 +142,9 @@ def test_sink_of_another_source_outlives_a_long_outage(
 
 
 def test_copy_outlives_a_failover_that_loses_nothing(
-    spark: SparkSession, pair: Pair, tmp_path: Path
+    spark: SparkSession, replicated: ReplicatedStream, tmp_path: Path
 ) -> None:
-    url = pair.bench.proxy.url
+    url = replicated.proxied.proxy.url
     with meteor.connect(url) as m:
         publish(m, range(5000))
         rows = stream_of(spark, url, stream=NAME, maxOffsetsPerTrigger=100, group="g")
@@ -153,11 +153,11 @@ def test_copy_outlives_a_failover_that_loses_nothing(
             progress = Progress(m, query)
             progress.wait_for(300)
             # Stop the primary's clients first, or the replica would lack their last writes.
-            pair.bench.proxy.refuse()
-            pair.bench.proxy.cut()
-            pair.replica.wait_in_sync()
+            replicated.proxied.proxy.refuse()
+            replicated.proxied.proxy.cut()
+            replicated.replica.wait_in_sync()
             began = time.monotonic()
-            pair.fail_over()
+            replicated.fail_over()
             progress.wait_for(5000)
             assert time.monotonic() - began < 100
             publish(m, range(5000, 5100))

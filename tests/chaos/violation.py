@@ -16,7 +16,7 @@ BEFORE = 12
 AFTER = 6
 
 
-class Wrong(enum.StrEnum):
+class ViolationKind(enum.StrEnum):
     """The kinds of violations."""
 
     LOST = "lost"  # acknowledged or delivered, but not in the log
@@ -41,7 +41,7 @@ class Wrong(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Violation:
-    kind: Wrong
+    kind: ViolationKind
     text: str
     group: str = ""
     t: int = 0
@@ -58,9 +58,9 @@ class Findings:
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
         self._found: list[Violation] = []
-        self._counts: Counter[Wrong] = Counter()
+        self._counts: Counter[ViolationKind] = Counter()
 
-    def add(self, kind: Wrong, text: str, at: Event | None = None) -> None:
+    def add(self, kind: ViolationKind, text: str, at: Event | None = None) -> None:
         self._counts[kind] += 1
         if self._counts[kind] <= KEPT:
             group, t = (at.group, at.t) if at is not None else ("", self._end)

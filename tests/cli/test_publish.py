@@ -14,7 +14,7 @@ import pytest
 from meteor_cli.args.input import BLOCK, read_lines
 from meteor_py import Record, Stream, connect
 from tests.conftest import ServerFactory
-from tests.support.commands import METEOR, PATIENCE_S, Running, environment, meteor, succeed
+from tests.support.commands import METEOR, PATIENCE_S, RunningCommand, environment, meteor, succeed
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server
 from tests.support.terminal import Terminal
@@ -92,7 +92,7 @@ def test_the_whole_input_can_be_one_record(url: str) -> None:
 
 def test_line_is_published_without_waiting_for_the_next(url: str) -> None:
     succeed(url, "streams", "create", "orders")
-    with Running(url, "publish", "orders") as running:
+    with RunningCommand(url, "publish", "orders") as running:
         for n in range(3):
             running.write(b"%d\n" % n)
             expected = [b"%d" % m for m in range(n + 1)]
@@ -239,7 +239,7 @@ def test_invalid_line_is_reported_with_records_published_before(url: str) -> Non
 
 
 def test_ctrl_c_reports_published_records(url: str) -> None:
-    with Running(url, "publish", "orders") as running:
+    with RunningCommand(url, "publish", "orders") as running:
         running.write(b"one\ntwo\n")
         eventually(lambda: "orders" in connect(url).streams() and len(values(url)) == 2)
         done = running.end(signal.SIGINT)
@@ -253,7 +253,7 @@ def test_publish_waits_for_a_lost_server_until_the_timeout(
 ) -> None:
     server = private_server()
     succeed(server.url, "streams", "create", "orders")
-    with Running(server.url, "--timeout", "1", "publish", "orders") as running:
+    with RunningCommand(server.url, "--timeout", "1", "publish", "orders") as running:
         running.write(b"before\n")
         eventually(partial(is_there, server.url, [b"before"]))
         server.kill()
@@ -314,7 +314,10 @@ def test_records_before_a_refused_one_are_published(
 
 def test_ctrl_c_while_waiting_for_replies_counts_their_records(server: Server, url: str) -> None:
     stream = connect(url).stream("orders", create=True)
-    with Proxy(HOST, server.port) as proxy, Running(proxy.url, "publish", "orders") as running:
+    with (
+        Proxy(HOST, server.port) as proxy,
+        RunningCommand(proxy.url, "publish", "orders") as running,
+    ):
         running.write(b"one\n")
         eventually(lambda: stream.bounds()[1] == 1)
         proxy.stall("replies")

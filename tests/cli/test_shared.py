@@ -20,7 +20,7 @@ from meteor_py import (
     connect,
 )
 from meteor_py.shared.config import WAITING_MAX
-from tests.support.commands import METEOR, Running, meteor, succeed
+from tests.support.commands import METEOR, RunningCommand, meteor, succeed
 from tests.support.readers import everything
 from tests.support.terminal import Terminal
 from tests.support.waiting import eventually
@@ -340,7 +340,7 @@ def test_deleting_a_stream_deletes_binary_ordering_keys(url: str, stream: Stream
 
 
 def test_top_and_watch_show_shared_groups(url: str, stream: Stream, sub: SharedSubscriber) -> None:
-    with Running(url, "watch", "--json", "--interval", "0.1") as watching:
+    with RunningCommand(url, "watch", "--json", "--interval", "0.1") as watching:
         assert "watching 1 stream" in watching.line("stderr")
         stream.configure(capacity=1)
         with stream.publisher() as pub:

@@ -14,7 +14,7 @@ from meteor_cli.session import Session
 from meteor_py import Client, Stream, connect
 from meteor_py.records.codec import CodecName
 from tests.conftest import ServerFactory
-from tests.support.commands import METEOR, Running, meteor, succeed
+from tests.support.commands import METEOR, RunningCommand, meteor, succeed
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server
 from tests.support.terminal import Terminal
@@ -70,7 +70,7 @@ def test_tail_prints_the_requested_records(url: str, arguments: str, expected: r
 
 
 def test_tail_follows_with_the_last_ten_first(url: str, stream: Stream) -> None:
-    with Running(url, "tail", "orders", "--raw") as running:
+    with RunningCommand(url, "tail", "orders", "--raw") as running:
         assert [int(running.line()) for _ in range(10)] == list(range(10, 20))
         with stream.publisher() as pub:
             pub.publish(b"news").result()
@@ -88,7 +88,7 @@ def test_default_output_is_a_readable_line(url: str, stream: Stream) -> None:
 
 
 def test_range_ends_after_its_last_record(url: str, stream: Stream) -> None:
-    with Running(url, "tail", "orders", "--raw", "-o", "19..22") as running:
+    with RunningCommand(url, "tail", "orders", "--raw", "-o", "19..22") as running:
         assert running.line() == "19"
         with stream.publisher() as pub:
             pub.publish_many([b"20", b"21", b"22"]).result()
@@ -99,7 +99,7 @@ def test_range_ends_after_its_last_record(url: str, stream: Stream) -> None:
 def test_range_into_the_future_ends_in_time(url: str, stream: Stream) -> None:
     done = succeed(url, "tail", "orders", "--raw", "-o", "@-1h..@-0s")
     assert done.lines == [str(n) for n in range(20)]
-    with Running(url, "tail", "orders", "--raw", "-o", "@now..3s") as running:
+    with RunningCommand(url, "tail", "orders", "--raw", "-o", "@now..3s") as running:
         done = running.end()
     assert (done.code, done.out) == (0, b"")
 
@@ -177,9 +177,9 @@ def test_group_with_filter_confirms_filtered_records(url: str, stream: Stream) -
 def test_ended_member_releases_its_lease_immediately(
     url: str, stream: Stream, how: signal.Signals
 ) -> None:
-    with Running(url, "tail", "orders", "-g", "g", "--raw") as first:
+    with RunningCommand(url, "tail", "orders", "-g", "g", "--raw") as first:
         assert first.line() == "0"
-        with Running(url, "tail", "orders", "-g", "g", "--raw", "-n", "1") as second:
+        with RunningCommand(url, "tail", "orders", "-g", "g", "--raw", "-n", "1") as second:
             assert "has the lease of group 'g'; waiting" in second.line("stderr")
             done = first.end(how)
             assert done.code == 128 + how
@@ -192,7 +192,7 @@ def test_ended_member_releases_its_lease_immediately(
 
 
 def test_records_without_a_reader_are_not_confirmed(url: str, stream: Stream) -> None:
-    with Running(url, "tail", "orders", "-g", "g", "--raw") as running:
+    with RunningCommand(url, "tail", "orders", "-g", "g", "--raw") as running:
         assert running.line() == "0"
         eventually(lambda: confirmed(stream) == 20)
         assert running.process.stdout is not None
@@ -209,7 +209,7 @@ def test_records_without_a_reader_are_not_confirmed(url: str, stream: Stream) ->
 def test_closed_pipe_ends_tail_quietly(url: str, stream: Stream) -> None:
     with stream.publisher() as pub:
         pub.publish_many([b"x" * 1_000] * 5_000).result()
-    with Running(url, "tail", "orders", "-e", "--raw") as running:
+    with RunningCommand(url, "tail", "orders", "-e", "--raw") as running:
         assert running.line() == "0"
         assert running.process.stdout is not None
         running.process.stdout.close()
@@ -219,7 +219,7 @@ def test_closed_pipe_ends_tail_quietly(url: str, stream: Stream) -> None:
 
 
 def test_waiting_tail_notices_a_closed_pipe(url: str, stream: Stream) -> None:
-    with Running(url, "tail", "orders", "-n", "1", "--raw") as running:
+    with RunningCommand(url, "tail", "orders", "-n", "1", "--raw") as running:
         assert running.line() == "19"
         assert running.process.stdout is not None
         running.process.stdout.close()
@@ -308,7 +308,7 @@ def test_tail_waits_for_a_lost_server_until_the_timeout(
     server = private_server()
     with connect(server.url) as m:
         publish(m, b"before")
-    with Running(server.url, "--timeout", "2", "tail", "orders", "--raw") as running:
+    with RunningCommand(server.url, "--timeout", "2", "tail", "orders", "--raw") as running:
         assert running.line() == "before"
         server.kill()
         assert "does not reply; waiting" in running.line("stderr")
@@ -321,7 +321,7 @@ def test_tail_waits_for_a_lost_server_until_the_timeout(
 def test_tail_reconnects_after_a_broken_connection(server: Server, url: str) -> None:
     with connect(url) as m, Proxy(HOST, server.port) as proxy:
         publish(m, b"before")
-        with Running(proxy.url, "--timeout", "30", "tail", "orders", "--raw") as running:
+        with RunningCommand(proxy.url, "--timeout", "30", "tail", "orders", "--raw") as running:
             assert running.line() == "before"
             proxy.cut()
             publish(m, b"after")
@@ -329,7 +329,7 @@ def test_tail_reconnects_after_a_broken_connection(server: Server, url: str) -> 
 
 
 def test_deleted_stream_ends_tail_with_a_message(url: str, stream: Stream) -> None:
-    with Running(url, "tail", "orders", "-n", "1", "--raw") as running:
+    with RunningCommand(url, "tail", "orders", "-n", "1", "--raw") as running:
         assert running.line() == "19"
         stream.delete()
         done = running.end()
@@ -345,7 +345,9 @@ def publish(m: Client, value: bytes) -> None:
 def test_tail_follows_a_group_that_is_moved_during_a_write(url: str, stream: Stream) -> None:
     with stream.publisher() as pub:
         pub.publish_many([b"x" * 1000] * 2000)
-    with Running(url, "tail", "orders", "-g", "billing", "-o", "earliest", "--raw") as tailing:
+    with RunningCommand(
+        url, "tail", "orders", "-g", "billing", "-o", "earliest", "--raw"
+    ) as tailing:
         assert tailing.line() == "0"
         eventually(lambda: stream.groups()[0].owner is not None, 20, "no member reads")
         stream.seek_group("billing", 2010, force=True)

@@ -18,10 +18,10 @@ from meteor_cli.live.snapshot import Rates, Snapshot
 from meteor_cli.render.text import show_count
 from meteor_cli.signals import ended_once
 from tests.conftest import ServerFactory
-from tests.support.archivers import LONG_S, Depot
+from tests.support.archivers import LONG_S, StoredStream
 from tests.support.commands import METEOR, succeed
 from tests.support.commands import meteor as run
-from tests.support.group_members import STREAM, Crew
+from tests.support.group_members import STREAM, GroupHarness
 from tests.support.readers import fill
 from tests.support.snapshots import group, look, seen
 from tests.support.terminal import Terminal
@@ -53,25 +53,25 @@ def client(url: str) -> Iterator[meteor.Client]:
 def test_streams_groups_and_stores_are_shown_as_they_change(
     url: str, tmp_path: Path, client: meteor.Client
 ) -> None:
-    with Depot(url, tmp_path / "store") as depot, top(url) as terminal:
+    with StoredStream(url, tmp_path / "store") as stored, top(url) as terminal:
         terminal.wait_for(STREAM)
         assert terminal.lines[0].startswith("Valkey ")
         assert f" at {url}" in terminal.lines[0]
         assert "1 stream \u00b7 0 groups" in terminal.lines[1]
-        fill(depot.stream, 90)
+        fill(stored.stream, 90)
         terminal.wait_for(lambda t: "90/100" in line_of(t, STREAM))
         terminal.wait_for(lambda t: line_of(t, "(store)").endswith("90  none"))
-        with depot.stream.subscriber(group="billing", lease_ttl=LONG_S) as sub:
+        with stored.stream.subscriber(group="billing", lease_ttl=LONG_S) as sub:
             sub.poll()
             terminal.wait_for(lambda t: line_of(t, "billing").endswith(f"90  {sub.member}"))
             sub.confirm(29).result(20)
             terminal.wait_for(lambda t: line_of(t, "billing").endswith(f"60  {sub.member}"))
         terminal.wait_for(lambda t: line_of(t, "billing").endswith("60  none"))
-        depot.archive()
+        stored.archive()
         terminal.wait_for("90 stored")
         client.stream("trades", create=True)
         terminal.wait_for("trades")
-        depot.stream.delete()
+        stored.stream.delete()
         terminal.wait_for(lambda t: STREAM not in t.text)
 
 
@@ -138,10 +138,10 @@ def test_sigterm_restores_the_screen(url: str, client: meteor.Client) -> None:
         assert terminal.output.endswith(LEAVE)
 
 
-def test_hostile_names_are_shown_as_escapes(crew: Crew) -> None:
-    crew.subscriber().close()
-    crew.take_away("evil\x1b[2J\u202e\x9b31m")
-    with top(crew.url, columns=120) as terminal:
+def test_hostile_names_are_shown_as_escapes(harness: GroupHarness) -> None:
+    harness.subscriber().close()
+    harness.take_away("evil\x1b[2J\u202e\x9b31m")
+    with top(harness.url, columns=120) as terminal:
         terminal.wait_for(r"evil\x1b[2J\u202e\x9b31m")
         assert b"\x1b[2J" not in terminal.output
 
@@ -315,9 +315,9 @@ def test_once_as_json_has_rates_and_description_fields(
     url: str, tmp_path: Path, client: meteor.Client
 ) -> None:
     fill(client.stream("a", create=True), 5)
-    with Depot(url, tmp_path / "store") as depot:
-        depot.fill(50)
-        depot.stream.seek_group("g", 20)
+    with StoredStream(url, tmp_path / "store") as stored:
+        stored.fill(50)
+        stored.stream.seek_group("g", 20)
         first, second = succeed(url, "top", "--once", "--json").objects
     assert (first["name"], first["next"], first["capacity"], first["rate"]) == ("a", 5, 10_000, 0.0)
     assert (first["unarchived"], first["archive_rate"]) == (None, None)

@@ -17,7 +17,7 @@ from meteor_py.publish.transaction import Stage, abandon, commit, discard, forge
 from meteor_py.records.frame import Columns
 from tests.support.acl_server import connect, contents, dead_letter_rules, fill, roles
 from tests.support.acl_server import guarded as guarded
-from tests.support.group_scripts import GroupBench
+from tests.support.group_scripts import GroupScripts
 from tests.support.receivers import Handler, fails_for
 from tests.support.servers import Replica, Server
 from tests.support.waiting import eventually
@@ -99,11 +99,11 @@ def test_a_member_can_take_over_from_a_dead_member_and_seek_by_force(guarded: Se
     fill(guarded, 10)
     with connect(guarded, "member") as m:
         stream = m.stream("orders", create=False)
-        bench = GroupBench(m, "orders")
+        lua = GroupScripts(m, "orders")
         incarnation = stream.incarnation
-        bench.open(3, incarnation=incarnation)
-        _, term, *_ = bench.acquire("dead", ttl_ms=100, incarnation=incarnation)
-        assert bench.renew("dead", term, ttl_ms=100, incarnation=incarnation) == ("OK",)
+        lua.open(3, incarnation=incarnation)
+        _, term, *_ = lua.acquire("dead", ttl_ms=100, incarnation=incarnation)
+        assert lua.renew("dead", term, ttl_ms=100, incarnation=incarnation) == ("OK",)
         with stream.subscriber(group="g", lease_ttl=0.6) as sub:
             assert sub.poll(timeout=20).first_offset == 3
             assert (sub.term or 0) > term

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import meteor_py as meteor
 from tests.fundamentals.reading import publish
-from tests.support.group_members import Crew
+from tests.support.group_members import GroupHarness
 
 #: Seconds: a lease that the test waits for, and one that it never waits for.
 SHORT, LONG = 0.6, 60.0
@@ -38,9 +38,11 @@ def test_when_a_member_closes_the_next_continues_at_once(m: meteor.Client) -> No
         assert list(two.poll(5).offsets) == [3, 4]
 
 
-def test_when_a_member_is_killed_the_next_continues_when_its_lease_expires(crew: Crew) -> None:
-    crew.fill(5)
-    one, two = crew.members(2, lease_ttl=SHORT)  # each in its own process
+def test_when_a_member_is_killed_the_next_continues_when_its_lease_expires(
+    harness: GroupHarness,
+) -> None:
+    harness.fill(5)
+    one, two = harness.members(2, lease_ttl=SHORT)  # each in its own process
     assert one.poll() == [0, 1, 2, 3, 4]
     assert one.confirm(2) == 3
     one.kill()

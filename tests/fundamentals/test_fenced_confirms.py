@@ -12,7 +12,7 @@ import pytest
 
 import meteor_py as meteor
 from tests.fundamentals.reading import publish
-from tests.support.group_members import Crew, Refused
+from tests.support.group_members import GroupHarness, Refused
 
 
 def test_confirm_from_an_expired_term_is_refused(m: meteor.Client) -> None:
@@ -30,9 +30,9 @@ def test_confirm_from_an_expired_term_is_refused(m: meteor.Client) -> None:
         assert stream.group("billing").confirmed == 4
 
 
-def test_process_that_was_paused_cannot_confirm_when_it_wakes_up(crew: Crew) -> None:
-    crew.fill(10)
-    zombie, heir = crew.members(2, lease_ttl=0.6)  # each in its own process
+def test_process_that_was_paused_cannot_confirm_when_it_wakes_up(harness: GroupHarness) -> None:
+    harness.fill(10)
+    zombie, heir = harness.members(2, lease_ttl=0.6)  # each in its own process
     assert len(zombie.poll()) == 10
     zombie.pause()
     assert len(heir.poll(10)) == 10
@@ -40,7 +40,7 @@ def test_process_that_was_paused_cannot_confirm_when_it_wakes_up(crew: Crew) -> 
     zombie.resume()
     with pytest.raises(Refused, match="LeaseLost"):
         zombie.confirm(7)
-    assert crew.stream.group(crew.group).confirmed == 4
+    assert harness.stream.group(harness.group).confirmed == 4
 
 
 def test_owner_is_fenced_when_its_group_is_moved_by_hand(m: meteor.Client) -> None:

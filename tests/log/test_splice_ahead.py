@@ -23,7 +23,7 @@ from meteor_py.store.storage import LocalStorage
 from tests.support.group_members import Process
 from tests.support.readers import background, check_values, drain, fill
 from tests.support.stored_streams import (
-    Watched,
+    ObservedStore,
     archive,
     fill_segments,
     kept,
@@ -39,12 +39,14 @@ END = 70
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Watched:
-    return Watched(tmp_path)
+def store(tmp_path: Path) -> ObservedStore:
+    return ObservedStore(tmp_path)
 
 
 @pytest.fixture
-def stream(url: str, store: Watched, monkeypatch: pytest.MonkeyPatch) -> Iterator[meteor.Stream]:
+def stream(
+    url: str, store: ObservedStore, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[meteor.Stream]:
     """Segments of 30 records, row groups of five, and a ring of ten."""
     monkeypatch.setattr("meteor_py.store.segment_file.GROUP_RECORDS", 5)
     with meteor.connect(url) as m:
@@ -65,7 +67,7 @@ def threads() -> list[str]:
 
 
 def test_sequential_reader_finds_the_next_batch_already_fetched(
-    stream: meteor.Stream, store: Watched
+    stream: meteor.Stream, store: ObservedStore
 ) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
         assert check_values(sub.poll(timeout=0)) == [0, 1, 2, 3, 4]
@@ -78,7 +80,7 @@ def test_sequential_reader_finds_the_next_batch_already_fetched(
 
 
 def test_reader_that_seeks_often_prefetches_nothing(
-    stream: meteor.Stream, store: Watched, rng: random.Random
+    stream: meteor.Stream, store: ObservedStore, rng: random.Random
 ) -> None:
     targets = [n for n in rng.sample(range(STORED), 30) if n % 5]  # no target continues a batch
     with stream.subscriber() as sub:
@@ -106,7 +108,7 @@ def test_a_seek_to_the_prefetched_offset_works(stream: meteor.Stream) -> None:
 
 
 def test_an_error_while_prefetching_is_raised_when_its_batch_is_due(
-    stream: meteor.Stream, store: Watched
+    stream: meteor.Stream, store: ObservedStore
 ) -> None:
     def fail(first: int) -> None:
         if first == 10 and store.batches.count(10) == 1:
@@ -160,7 +162,7 @@ def test_a_reply_to_a_fetch_sent_ahead_is_not_taken_for_the_reply_to_another_com
 
 @pytest.mark.parametrize("when", [0, 5, 10, 15, 30, 55])
 def test_ctrl_c_while_reading_the_store_neither_loses_nor_duplicates_a_record(
-    stream: meteor.Stream, store: Watched, when: int
+    stream: meteor.Stream, store: ObservedStore, when: int
 ) -> None:
     def interrupt(first: int) -> None:
         if first == when and store.batches.count(when) < 3:
@@ -218,7 +220,7 @@ def interrupt_main() -> None:
 
 
 def test_close_waits_for_a_running_fetch_and_leaves_no_thread(
-    stream: meteor.Stream, store: Watched
+    stream: meteor.Stream, store: ObservedStore
 ) -> None:
     begun, finish = threading.Event(), threading.Event()
 
@@ -242,7 +244,7 @@ def test_close_waits_for_a_running_fetch_and_leaves_no_thread(
 
 @pytest.mark.parametrize("when", [0, 5, 10, 15])
 def test_close_in_another_thread_ends_a_poll_that_waits_for_the_store(
-    stream: meteor.Stream, store: Watched, when: int
+    stream: meteor.Stream, store: ObservedStore, when: int
 ) -> None:
     begun, finish = threading.Event(), threading.Event()
 
@@ -323,14 +325,14 @@ def test_after_a_fork_parent_and_child_continue_despite_a_prefetched_batch(
 # Reading no more than needed
 
 
-class Counted(io.FileIO):
+class CountingFile(io.FileIO):
     """A file that adds the bytes read to the total of all files."""
 
     total = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
         data = super().read(-1 if size is None else size)
-        Counted.total += len(data)
+        CountingFile.total += len(data)
         return data
 
 
@@ -341,10 +343,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def open_counted(folder: LocalStorage, path: str) -> Any:
         paths.append(path)
-        return pa.PythonFile(Counted(folder._inside(path)), mode="r")
+        return pa.PythonFile(CountingFile(folder._inside(path)), mode="r")
 
     monkeypatch.setattr(LocalStorage, "open", open_counted)
-    monkeypatch.setattr(Counted, "total", 0)
+    monkeypatch.setattr(CountingFile, "total", 0)
     return paths
 
 
@@ -374,10 +376,10 @@ def test_one_record_is_read_without_the_rest_of_its_file(
         (path,) = segments(tmp_path)
         assert path.stat().st_size > 40_000_000
         for target in (0, 12_345, 39_000):
-            Counted.total = 0
+            CountingFile.total = 0
             (batch,) = stream.read(target, target + 1)
             assert batch.values() == [values[target]]
-            assert 0 < Counted.total < 6_000_000
+            assert 0 < CountingFile.total < 6_000_000
 
 
 def test_sequential_reader_does_not_open_a_file_for_each_batch(

@@ -16,7 +16,7 @@ from meteor_py.store.base import TERMS
 from meteor_py.store.memory import MemoryStore
 from meteor_py.store.read_ahead import StoreReadAhead
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Pair, discard, poll_until
+from tests.support.proxied_stream import NAME, ReplicatedStream, discard, poll_until
 from tests.support.servers import Replica
 from tests.support.waiting import eventually
 
@@ -41,23 +41,23 @@ class Split:
 @pytest.fixture(params=["valkey", "redis"])
 def split(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iterator[Split]:
     with ExitStack() as stack:
-        pair = Pair(stack, private_server(*DURABLE, kind=request.param))
-        bench, survivor = pair.bench, pair.replica
-        with bench.stream.publisher() as publisher:
+        replicated = ReplicatedStream(stack, private_server(*DURABLE, kind=request.param))
+        proxied, survivor = replicated.proxied, replicated.replica
+        with proxied.stream.publisher() as publisher:
             publisher.publish_many([b"both"] * 100).result()
-        member = bench.subscriber(group="g", lease_ttl=60)
+        member = proxied.subscriber(group="g", lease_ttl=60)
         poll_until(member, lambda values: len(values) >= 100)
         member.confirm().result(10)
-        pair.lag()
+        replicated.lag()
         eventually(lambda: has_written_its_log(survivor))
         survivor.promote()
         with meteor.connect(survivor.url) as client:
             publish(client, b"kept", 20)
-        bench.server.kill()
-        bench.server.restart()
-        publisher = bench.publisher()
+        proxied.server.kill()
+        proxied.server.restart()
+        publisher = proxied.publisher()
         assert publisher.publish_many([b"lost"] * 10).result(10) == 100
-        reader = bench.subscriber(initial_offset="earliest")
+        reader = proxied.subscriber(initial_offset="earliest")
         for subscriber, count in ((reader, 110), (member, 10)):
             poll_until(subscriber, lambda values, enough=count: len(values) >= enough)  # type: ignore[misc]
         for records in (0, 5):
@@ -66,8 +66,8 @@ def split(request: pytest.FixtureRequest, private_server: ServerFactory) -> Iter
             with meteor.connect(survivor.url) as client:
                 publish(client, b"kept", records)
         checkpoint = reader.checkpoint
-        bench.move_to(survivor)
-        yield Split(publisher, reader, member, checkpoint, bench.stream)
+        proxied.move_to(survivor)
+        yield Split(publisher, reader, member, checkpoint, proxied.stream)
         discard(publisher)
 
 

@@ -233,7 +233,7 @@ def test_with_a_codec_keys_and_arrow_stay_bytes_and_slices_decode() -> None:
 
 
 def test_any_exception_in_a_codec_becomes_a_decode_error() -> None:
-    class Moody:
+    class FailingCodec:
         def encode(self, value: Any) -> bytes:
             raise NotImplementedError
 
@@ -242,7 +242,7 @@ def test_any_exception_in_a_codec_becomes_a_decode_error() -> None:
                 raise KeyError(data)
             return data
 
-    batch = make([50], Moody())
+    batch = make([50], FailingCodec())
     with pytest.raises(meteor.DecodeError) as caught:
         batch.values()
     assert caught.value.record.offset == FIRST + 3

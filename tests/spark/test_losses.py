@@ -16,7 +16,7 @@ import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.runtime.clock import now
 from pyspark_meteor import membership
-from tests.support.proxied_stream import NAME, Pair
+from tests.support.proxied_stream import NAME, ReplicatedStream
 from tests.support.readers import fill
 from tests.support.spark_engine import Checkpoint, Engine, own_process
 from tests.support.waiting import eventually
@@ -40,13 +40,13 @@ def client(url: str) -> Iterator[meteor.Client]:
 class Lagging:
     """A query over a failover that loses records 20 to 29, and their confirms."""
 
-    def __init__(self, pair: Pair, group: str) -> None:
-        self.pair = pair
+    def __init__(self, replicated: ReplicatedStream, group: str) -> None:
+        self.replicated = replicated
         self.kept = Checkpoint()
-        self.given = {"url": pair.bench.proxy.url}
+        self.given = {"url": replicated.proxied.proxy.url}
         if group:
             self.given["group"] = group
-        fill(pair.bench.stream, 20)
+        fill(replicated.proxied.stream, 20)
 
     def engine(self, **given: str) -> Engine:
         return Engine(self.kept, **self.given | {"failOnDataLoss": "false"} | given)
@@ -54,25 +54,27 @@ class Lagging:
     def begin(self, engine: Engine) -> None:
         assert engine.batch() == [*range(20)]
         assert engine.batch() == []
-        self.pair.lag()
-        fill(self.pair.bench.stream, 10)
+        self.replicated.lag()
+        fill(self.replicated.proxied.stream, 10)
 
     def wait_until_confirmed(self, offset: int) -> None:
-        stream, group = self.pair.bench.stream, self.given.get("group")
+        stream, group = self.replicated.proxied.stream, self.given.get("group")
         if group:
             eventually(
                 lambda: stream.group(group).confirmed == offset, 10, f"{offset} is not confirmed"
             )
 
     def fail_over(self, more: int) -> None:
-        self.pair.fail_over()
-        fill(self.pair.bench.stream, more)
+        self.replicated.fail_over()
+        fill(self.replicated.proxied.stream, more)
 
 
 @pytest.fixture(params=["", "g"])
-def lagging(pair: Pair, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Lagging:
+def lagging(
+    replicated: ReplicatedStream, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Lagging:
     monkeypatch.setattr(membership, "LEASE_S", 1.0)  # the replica never learns of the release
-    return Lagging(pair, request.param)
+    return Lagging(replicated, request.param)
 
 
 def test_lenient_query_steps_back_to_the_records_that_replaced_lost_ones(
@@ -88,7 +90,7 @@ def test_lenient_query_steps_back_to_the_records_that_replaced_lost_ones(
         assert engine.batch() == [*range(20, 25)]
         assert engine.batch() == []
         lagging.wait_until_confirmed(25)
-        fill(lagging.pair.bench.stream, 25)
+        fill(lagging.replicated.proxied.stream, 25)
         assert engine.batch() == [*range(25, 50)]
         assert engine.batch() == []
     assert "20 to 29" in caplog.text

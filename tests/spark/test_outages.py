@@ -26,7 +26,7 @@ from pyspark_meteor import membership, writers
 from pyspark_meteor.sink_options import parse_sink
 from pyspark_meteor.source import MeteorDataSource
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Bench, Pair
+from tests.support.proxied_stream import NAME, ProxiedStream, ReplicatedStream
 from tests.support.readers import fill
 from tests.support.servers import Server
 from tests.support.spark import offsets, start, stream_of
@@ -154,20 +154,20 @@ def test_query_fails_when_the_server_is_away_for_longer_than_server_timeout(
 
 
 def test_query_with_a_group_continues_after_a_failover_that_lost_its_term(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    replicated: ReplicatedStream, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(membership, "LEASE_S", 1.0)
-    fill(pair.bench.stream, 10)
-    with Engine(Checkpoint(), url=pair.bench.proxy.url, group="g") as engine:
+    fill(replicated.proxied.stream, 10)
+    with Engine(Checkpoint(), url=replicated.proxied.proxy.url, group="g") as engine:
         engine.begin()
-        pair.lag()  # the replica knows the group and the records, but not the term
+        replicated.lag()  # the replica knows the group and the records, but not the term
         assert engine.batch() == [*range(10)]
-        pair.fail_over()
+        replicated.fail_over()
         assert engine.batch() == []
-        fill(pair.bench.stream, 5)
+        fill(replicated.proxied.stream, 5)
         assert engine.batch() == [*range(10, 15)]
         assert engine.batch() == []
-        stream = pair.bench.stream
+        stream = replicated.proxied.stream
 
         def confirmed() -> bool:  # the engine asks for more every few ms
             assert engine.batch() == []
@@ -255,17 +255,17 @@ def test_commit_writes_each_row_once_if_its_connection_is_cut_repeatedly(
     private_server: ServerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transaction, "MOVE_BYTES", 1)  # one frame per call
-    with Bench(private_server()) as bench:
-        sink = Sink(bench.proxy.url, stream=NAME)
+    with ProxiedStream(private_server()) as proxied:
+        sink = Sink(proxied.proxy.url, stream=NAME)
         written = sink.write(iter([[n] for n in range(30)]))
         for number in range(1, 12):  # lose the reply to each call in turn
-            bench.proxy.cut_after_request(number)
+            proxied.proxy.cut_after_request(number)
             sink.writer.commit([written], 0)
-            bench.proxy.heal()
-            assert contents(bench.stream) == numbers(30)
+            proxied.proxy.heal()
+            assert contents(proxied.stream) == numbers(30)
             if number < 11:
-                bench.stream.delete()
-                bench.stream = bench.client.stream(NAME, capacity=1000)
+                proxied.stream.delete()
+                proxied.stream = proxied.client.stream(NAME, capacity=1000)
                 written = sink.write(iter([[n] for n in range(30)]))
 
 
@@ -285,17 +285,17 @@ def test_publishing_task_waits_for_a_server_that_restarts(durable: Server) -> No
 
 
 @pytest.mark.usefixtures("in_task")
-def test_sink_continues_on_the_promoted_replica(pair: Pair) -> None:
-    sink = Sink(pair.bench.proxy.url, stream=NAME)
+def test_sink_continues_on_the_promoted_replica(replicated: ReplicatedStream) -> None:
+    sink = Sink(replicated.proxied.proxy.url, stream=NAME)
 
     def rows() -> Iterator[list[int]]:
         yield [0, 1]
-        pair.replica.wait_in_sync()
-        pair.fail_over()
+        replicated.replica.wait_in_sync()
+        replicated.fail_over()
         yield [2, 3]
 
     sink.writer.commit([sink.write(rows())], 0)
-    assert contents(pair.bench.stream) == numbers(4)
+    assert contents(replicated.proxied.stream) == numbers(4)
 
 
 # Spark itself

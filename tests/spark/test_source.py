@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 import meteor_py as meteor
 from tests.conftest import ServerFactory
-from tests.support.proxied_stream import NAME, Pair
+from tests.support.proxied_stream import NAME, ReplicatedStream
 from tests.support.readers import fill, later_than_all
 from tests.support.spark import (
     PASSWORD,
@@ -200,18 +200,20 @@ def test_query_reads_all_streams_of_a_pattern_and_one_created_later(
 
 
 def test_failover_that_loses_records_fails_the_query_unless_it_may_lose_them(
-    spark: SparkSession, pair: Pair, tmp_path: Path
+    spark: SparkSession, replicated: ReplicatedStream, tmp_path: Path
 ) -> None:
-    url = pair.bench.proxy.url
+    url = replicated.proxied.proxy.url
     frame = stream_of(spark, url, stream=NAME, group="g").select("offset")
-    fill(pair.bench.stream, 20)
+    fill(replicated.proxied.stream, 20)
     run(frame, tmp_path)
-    eventually(lambda: not owners(pair.bench.stream), 10, "the lease was not released")
-    pair.lag()
-    fill(pair.bench.stream, 10)
+    eventually(lambda: not owners(replicated.proxied.stream), 10, "the lease was not released")
+    replicated.lag()
+    fill(replicated.proxied.stream, 10)
     run(frame, tmp_path)
-    pair.fail_over()
-    fill(pair.bench.stream, 30)  # beyond the checkpoint: the offset alone would not reveal it
+    replicated.fail_over()
+    fill(
+        replicated.proxied.stream, 30
+    )  # beyond the checkpoint: the offset alone would not reveal it
     error = failure(start(frame, tmp_path))
     assert "LogTruncated" in error
     assert "20 to 29" in error
@@ -220,8 +222,8 @@ def test_failover_that_loses_records_fails_the_query_unless_it_may_lose_them(
     lenient = stream_of(spark, url, stream=NAME, group="g", failOnDataLoss="false")
     run(lenient.select("offset"), tmp_path)
     assert offsets(spark, tmp_path) == sorted([*range(30), *range(20, 50)])
-    eventually(lambda: not owners(pair.bench.stream), 10, "the lease was not released")
-    assert pair.bench.stream.group("g").confirmed == 50
+    eventually(lambda: not owners(replicated.proxied.stream), 10, "the lease was not released")
+    assert replicated.proxied.stream.group("g").confirmed == 50
 
 
 def test_password_is_looked_up_and_shown_nowhere(

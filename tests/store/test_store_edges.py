@@ -227,7 +227,7 @@ def test_merging_stays_within_its_memory_limit(
 # Stores that hang
 
 
-class Hanging(MemoryStore):
+class HangingStore(MemoryStore):
     """A store that hangs until it is released."""
 
     def __init__(self) -> None:
@@ -250,13 +250,13 @@ class Hanging(MemoryStore):
 
 
 @pytest.fixture
-def hanging() -> Iterator[Hanging]:
-    store = Hanging()
+def hanging() -> Iterator[HangingStore]:
+    store = HangingStore()
     yield store
     store.released.set()
 
 
-def test_reader_of_a_hanging_store_can_be_closed(m: meteor.Client, hanging: Hanging) -> None:
+def test_reader_of_a_hanging_store_can_be_closed(m: meteor.Client, hanging: HangingStore) -> None:
     stream = stored(m, hanging)
     fill(stream, *[20] * 10)
     archive(stream)
@@ -268,7 +268,7 @@ def test_reader_of_a_hanging_store_can_be_closed(m: meteor.Client, hanging: Hang
 
 
 def test_hanging_archiver_does_not_keep_others_from_stopping(
-    url: str, hanging: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, hanging: HangingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close: Callable[..., None] = archiver_module.Archiver.close
 

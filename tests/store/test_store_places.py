@@ -102,7 +102,7 @@ def test_store_on_a_pyarrow_filesystem_has_no_address(tmp_path: Path) -> None:
     check(ParquetStore(tmp_path / "deep" / "down", "s"), 0, 10)
 
 
-class Torn:
+class PartialUploads:
     """A filesystem like HDFS, where a file is visible from its first byte on; uploads fail."""
 
     type_name = "hdfs"
@@ -110,7 +110,7 @@ class Torn:
     def __init__(self) -> None:
         self._whole = fs.LocalFileSystem()
 
-    def open_output_stream(self, path: str) -> Torn:
+    def open_output_stream(self, path: str) -> PartialUploads:
         self._path = path
         return self
 
@@ -126,7 +126,7 @@ def test_partial_upload_does_not_replace_the_merged_segments(tmp_path: Path) -> 
     store = claimed(tmp_path)
     store.append(INCARNATION, 1, records(0, 10))
     store.append(INCARNATION, 1, records(10, 20))
-    torn = ParquetStore(str(tmp_path), "s", filesystem=Torn())
+    torn = ParquetStore(str(tmp_path), "s", filesystem=PartialUploads())
     with pytest.raises(StoreUnavailable, match="connection was lost"):
         torn.compact(INCARNATION, 0, 20, records=100, size=1 << 30)
     with pytest.raises(StoreUnavailable, match="connection was lost"):

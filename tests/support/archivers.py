@@ -32,7 +32,15 @@ from meteor_py.archive.archive_term import ArchiveTerm
 from meteor_py.redis import keys
 from meteor_py.store import segment_log
 from tests.support.forking import exit_code, fork
-from tests.support.group_members import ANSWER_S, STREAM, Crew, Process, Refused, answer, serve
+from tests.support.group_members import (
+    ANSWER_S,
+    STREAM,
+    GroupHarness,
+    Process,
+    Refused,
+    answer,
+    serve,
+)
 from tests.support.readers import check_values, value
 from tests.support.waiting import eventually
 
@@ -63,7 +71,7 @@ def _may_mount() -> bool:
 needs_mounts = pytest.mark.skipif(not _may_mount(), reason="This user may not mount anything.")
 
 
-class Depot(Crew):
+class StoredStream(GroupHarness):
     """A crew for the group of archivers. It starts no archiver by itself."""
 
     def __init__(self, url: str, root: Path, **settings: Any) -> None:

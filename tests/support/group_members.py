@@ -202,7 +202,7 @@ class Event(NamedTuple):
     term: int
 
 
-class Crew:
+class GroupHarness:
     """A stream, its one group, and the group's members; closes everything it opened."""
 
     def __init__(self, url: str, group: str = GROUP, **settings: Any) -> None:

@@ -82,7 +82,7 @@ def read_straight(sub: meteor.Subscriber) -> list[int]:
     raise AssertionError("No batch was fetched in advance, so this test proves nothing.")
 
 
-class Watched(meteor.ParquetStore):
+class ObservedStore(meteor.ParquetStore):
     """A store that reports each batch after reading it, before returning it."""
 
     def __init__(self, root: Path, stream: str = NAME) -> None:

@@ -9,7 +9,7 @@ import msgspec
 STREAM = "chaos"
 
 
-class Orders(msgspec.Struct, frozen=True):
+class WorkerConfig(msgspec.Struct, frozen=True):
     """The command line of a worker, as JSON."""
 
     name: str  # name of this process; unique in a run
@@ -29,11 +29,11 @@ class Orders(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self).decode()
 
     @classmethod
-    def decode(cls, text: str) -> Orders:
+    def decode(cls, text: str) -> WorkerConfig:
         return msgspec.json.decode(text, type=cls)
 
 
-class Signs:
+class RunSignals:
     """Signals to workers, as files: paused and newly started workers get them too."""
 
     def __init__(self, directory: Path) -> None:

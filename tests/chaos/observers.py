@@ -18,7 +18,7 @@ import meteor_py as meteor
 from meteor_py.redis import keys
 from tests.chaos.archiving import UNAVAILABLE
 from tests.chaos.history import Event, Writer, now, value_of
-from tests.chaos.orders import STREAM
+from tests.chaos.worker_config import STREAM
 from tests.support.servers import plain_client
 
 SAMPLE_S = 0.05
