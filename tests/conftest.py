@@ -75,7 +75,8 @@ def url(server_url: str) -> str:
 def any_url(request: pytest.FixtureRequest) -> str:
     """The address of an empty server. The test runs once on each kind of server."""
     if request.param == "fake":
-        return f"fake://{secrets.token_hex(8)}"  # named, so that the clients of a test share it
+        # A named fake, which all clients of a test share.
+        return f"fake://{secrets.token_hex(8)}"
     name = "redis_server" if request.param == "redis" else "server"
     running: Server = request.getfixturevalue(name)
     return emptied(running.url)
@@ -113,7 +114,7 @@ def emptied(server_url: str) -> str:
 
 @pytest.fixture
 def harness(url: str) -> Iterator[GroupHarness]:
-    """A stream and a group, with members in other processes."""
+    """A stream and its group, whose members run in other processes."""
     with GroupHarness(url) as harness:
         yield harness
 
@@ -146,7 +147,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_configure() -> None:
     # The workers of pytest-xdist are started later and inherit the seed.
     os.environ.setdefault(SEED, str(secrets.randbelow(1 << 32)))
-    # A shell's background job ignores Ctrl-C, and so would all processes that the tests start.
+    # A background job of a shell ignores Ctrl-C, and the processes that tests start inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

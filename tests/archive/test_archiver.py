@@ -56,7 +56,7 @@ def test_client_archives_a_stream_with_a_store_until_it_is_closed(url: str, tmp_
 
 
 @pytest.mark.parametrize("starts", [False, True])
-def test_ctrl_c_while_an_archiver_starts_leaves_nothing_to_wait_for(
+def test_archiver_interrupted_while_it_starts_can_be_closed(
     stored: StoredStream, monkeypatch: pytest.MonkeyPatch, starts: bool
 ) -> None:
     start = JoinableThread.start
@@ -123,7 +123,7 @@ def test_archiver_may_run_in_the_callers_thread(stored: StoredStream) -> None:
         archiver.close()
 
 
-def test_archiver_ends_with_its_client(stored: StoredStream) -> None:
+def test_archiver_stops_when_its_client_closes(stored: StoredStream) -> None:
     client = meteor.connect(stored.url)
     stream = client.stream(STREAM, create=False)
     archiver = stream.archiver(segment_age=0, lease_ttl=LONG_S).start()
@@ -247,7 +247,7 @@ def test_flush_archives_all_existing_records(stored: StoredStream) -> None:
 @pytest.mark.parametrize(
     "setting", ["segment_records", "segment_bytes", "segment_age", "lease_ttl"]
 )
-def test_invalid_settings_are_refused_and_the_automatic_archiver_stays(
+def test_invalid_settings_are_refused_and_the_automatic_archiver_keeps_running(
     stored: StoredStream, setting: str
 ) -> None:
     client = stored.another_client()
@@ -296,7 +296,7 @@ def test_max_unarchived_is_at_least_the_capacity(url: str, tmp_path: Path) -> No
         with pytest.raises(meteor.StreamConfigMismatch, match="max_unarchived=100"):
             client.stream("s", max_unarchived=200)
         assert client.stream("s", max_unarchived=100).config == stream.config
-        with stream.archiver(segment_age=LONG_S).start():  # the lowest limit works, too
+        with stream.archiver(segment_age=LONG_S).start():  # the lowest limit works too
             fill(stream, *[100] * 5)
 
 
@@ -398,7 +398,7 @@ def test_stream_reopened_while_its_archiver_ends_gets_another(
     with meteor.connect(url) as client:
         stream = client.stream("s", store=tmp_path)
         assert fill(stream, 10) == stream.store.flush()
-        fill(stream, 10)  # an archiver that holds records checks the stream often
+        fill(stream, 10)  # an archiver with unwritten records checks the stream often
         client.redis.flushall()
         assert leaving.wait(10)
         stream = client.stream("s", store=tmp_path, resume=True)

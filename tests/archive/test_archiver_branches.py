@@ -1,4 +1,4 @@
-"""An old primary that stays up after a failover, with its own archiver."""
+"""After a failover, an old primary that is still running cannot corrupt the archive."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_archiver_of_an_old_primary_stops_when_the_new_one_has_archived(
     split: Split,
 ) -> None:
     with split.old.archiver(lease_ttl=5, segment_records=100).start() as archiver:
-        split.publish(split.old, b"late", 100)  # 600 to 699: before the new one archives
+        split.publish(split.old, b"late", 100)  # 600 to 699: before the new primary archives
         split.old.store.flush(20)
         split.publish(split.new, b"new", 500)  # 300 to 799
         split.archive(split.new)

@@ -74,7 +74,7 @@ def test_archivers_killed_one_after_another_still_make_progress(
 ) -> None:
     steps = ["after write 2", "after rename 3", "after advance 2"]
     rng.shuffle(steps)
-    for number, step in enumerate(steps, start=1):  # at the second segment of each
+    for number, step in enumerate(steps, start=1):  # each is killed at its second segment
         end = stored.fill(rng.randrange(2000, 3000))
         stored.process(f"kill {step}", segment_records=700).wait_killed()
         assert stored.read() == list(range(end))
@@ -149,7 +149,7 @@ def test_host_with_another_disk_neither_reads_nor_archives(
     other.mkdir()
     with pytest.raises(Refused, match=r"StoreMismatch.*nothing is there"):
         stored.process(bind={str(stored.root): str(other)}).ready()
-    with meteor.connect("fake://") as elsewhere:  # a stream of the same name has claimed it
+    with meteor.connect("fake://") as elsewhere:  # a stream of the same name has claimed the folder
         elsewhere.stream(STREAM, store=other, archive=False)
     claimed = files_in(other)
     with pytest.raises(Refused, match=r"StoreMismatch.*history of another"):
@@ -160,7 +160,7 @@ def test_host_with_another_disk_neither_reads_nor_archives(
 
 
 @needs_mounts
-def test_disk_mounted_over_the_store_gets_nothing_and_nothing_is_trimmed(
+def test_nothing_is_written_or_trimmed_if_another_disk_is_mounted_over_the_store(
     stored: StoredStream, tmp_path: Path
 ) -> None:
     stored.fill(1000)
@@ -173,13 +173,13 @@ def test_disk_mounted_over_the_store_gets_nothing_and_nothing_is_trimmed(
     eventually(lambda: host.ask("error") == "StoreMismatch")
     assert (stored.archived, stored.ring()[0]) == (1000, 1000)
     assert files_in(other) == []
-    stored.archiver()  # on a host with the right disk: the other host has released the lease
+    stored.archiver()  # on a host with the right disk; the other host has released the lease
     stored.check(end)
     assert files_in(other) == []
 
 
 @pytest.mark.parametrize("what", ["gone", "empty", "of another incarnation"])
-def test_missing_store_gets_nothing_and_nothing_is_trimmed_until_it_is_back(
+def test_nothing_is_written_or_trimmed_while_the_store_is_missing(
     stored: StoredStream, tmp_path: Path, what: str
 ) -> None:
     stored.fill(1000)
@@ -347,7 +347,7 @@ def test_resume_of_an_existing_stream_changes_nothing(stored: StoredStream) -> N
     assert stored.read() == list(range(end))
 
 
-def test_new_incarnation_begins_without_resume_and_old_files_stay(
+def test_without_resume_a_new_incarnation_starts_and_old_files_stay(
     stored: StoredStream, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored.fill(1000)
@@ -427,7 +427,7 @@ def test_lost_records_are_not_read_from_the_store_after_a_failover(
         assert check_values(behind.poll(max_records=100)) == list(range(100))
         replicated.fail_over()
         wanted = [value(i) for i in range(1000)]
-        # No client has written to the new server yet, so the epoch is still the old one.
+        # No client has written to the new server yet, so the epoch has not changed.
         assert poll_until(behind, lambda got: len(got) >= 900) == wanted[100:]
         with proxied.stream.publisher() as pub:
             pub.publish_many([other_value(i) for i in range(1000, 1300)]).result(10)

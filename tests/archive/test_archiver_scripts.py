@@ -90,7 +90,7 @@ def test_advance_records_progress_and_trims_the_ring_to_its_capacity(
 ) -> None:
     lua.begin(capacity=10)
     lua.fill(5, 5, 5, 5, 5)
-    assert lua.ring() == ["4-5", "9-5", "14-5", "19-5", "24-5"]  # all 25: none is archived
+    assert lua.ring() == ["4-5", "9-5", "14-5", "19-5", "24-5"]  # all 25, because none is archived
     assert lua.advance(7) == ("OK",)
     assert lua.archived == 7
     assert lua.ring() == ["9-5", "14-5", "19-5", "24-5"]  # a partly archived frame stays
@@ -154,7 +154,7 @@ def test_advance_reports_the_first_of_several_errors(lua: ArchiveScripts) -> Non
     assert lua.advance(5, known=0) == ("OK",)
 
 
-def test_advance_for_no_stream_or_one_without_a_store_creates_nothing(lua: ArchiveScripts) -> None:
+def test_advance_without_a_stream_or_store_creates_nothing(lua: ArchiveScripts) -> None:
     assert lua.advance(1, known=0) == ("NOSTREAM",)
     assert lua.snapshot() == {}
     lua.create()
@@ -244,7 +244,7 @@ def test_publish_beyond_max_unarchived_is_refused(lua: ArchiveScripts) -> None:
     assert lua.snapshot() == before
     assert lua.publish(0, 1, producer="q") == ("OK", 19, 1)
     assert lua.publish(1, 1, producer="q") == ("FULL", 0)
-    assert lua.publish(0, 1, producer="q") == ("OK", 19, 1)  # a repeat needs no room
+    assert lua.publish(0, 1, producer="q") == ("OK", 19, 1)  # a repeated batch needs no room
     assert lua.advance(1) == ("OK",)
     assert lua.publish(1, 1, producer="q") == ("OK", 20, 1)
 
@@ -270,12 +270,14 @@ def test_random_operations_never_drop_unarchived_or_recent_records(
             args = (INCARNATION, capacity)
             while lua.answer(scripts.CONFIGURE_STREAM, [lua.log, lua.meta], *args) == ("MORE",):
                 pass
-        floor = max(floor, min(archived, end - capacity))  # a larger capacity restores nothing
+        # Raising the capacity does not bring records back.
+        floor = max(floor, min(archived, end - capacity))
         frames = [tuple(map(int, entry_id.split("-"))) for entry_id in lua.ring()]
         if frames:
             last, count = frames[0]
             assert last - count + 1 <= floor <= last
-            assert sum(count for _, count in frames) == end - (last - count + 1)  # without a hole
+            # No offset is missing.
+            assert sum(count for _, count in frames) == end - (last - count + 1)
         else:
             assert end == 0
 

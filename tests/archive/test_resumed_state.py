@@ -77,7 +77,7 @@ def test_transaction_that_was_not_archived_is_written_again_after_a_resume(
     assert contents(stored.stream) == "a b c d"
 
 
-def test_version_without_records_is_known_after_a_resume(stored: StoredStream) -> None:
+def test_empty_version_is_remembered_after_a_resume(stored: StoredStream) -> None:
     write(stored.stream, 0, "a")
     stored.archive()
     write(stored.stream, 1)  # no records, so no segment follows
@@ -87,7 +87,7 @@ def test_version_without_records_is_known_after_a_resume(stored: StoredStream) -
         write(stored.stream, 0, "a")
 
 
-def test_half_a_transaction_is_reported_after_a_resume(
+def test_half_archived_transaction_is_reported_after_a_resume(
     stored: StoredStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transaction, "MOVE_BYTES", 1)  # each call moves one frame
@@ -101,7 +101,7 @@ def test_half_a_transaction_is_reported_after_a_resume(
     assert contents(stored.stream) == "a b"
 
 
-def test_planned_transaction_of_which_nothing_is_archived_is_written_after_a_resume(
+def test_planned_but_unarchived_transaction_is_written_after_a_resume(
     stored: StoredStream,
 ) -> None:
     write(stored.stream, 0, "a")
@@ -149,7 +149,7 @@ def test_transaction_in_doubt_is_reported_instead_of_written_twice(stored: Store
         write(stored.stream, version, numbers(100))
     with stored.stream.publisher() as pub:
         pub.publish_many([b"z"] * 2_000).result()
-    # Far behind: its segments end between two snapshots.
+    # The archiver is far behind, so its segments end between two snapshots.
     stored.process("kill after append", segment_records=150, segment_age=LONG_S).wait_killed()
     lose_server(stored)
     before = contents(stored.stream)
@@ -158,11 +158,11 @@ def test_transaction_in_doubt_is_reported_instead_of_written_twice(stored: Store
         with pytest.raises(meteor.PublishError, match="may or may not be in the log"):
             write(stored.stream, version, numbers(100))
     assert contents(stored.stream) == before
-    stored.redis.hdel(keys.fences(STREAM), "w")  # as the error says
+    stored.redis.hdel(keys.fences(STREAM), "w")  # as the error suggests
     assert write(stored.stream, 19, numbers(100))
 
 
-def test_archiver_that_catches_up_has_an_exact_state_again(stored: StoredStream) -> None:
+def test_archiver_that_has_caught_up_saves_exact_states_again(stored: StoredStream) -> None:
     for version in range(20):
         write(stored.stream, version, numbers(100))
     with stored.archiver(segment_records=150, segment_age=LONG_S):
@@ -268,7 +268,7 @@ def test_store_without_a_state_is_resumed_with_a_warning(
     assert "no state to resume with" in caplog.text
     assert contents(stored.stream) == "a b"
     assert stored.stream.groups() == []
-    stored.archive()  # saves a state again
+    stored.archive()  # the archiver saves a state again
     assert len(states(stored)) == 1
 
 
@@ -286,7 +286,7 @@ def test_damaged_state_is_reported_and_not_used(
 
 
 class PlainStore:
-    """A user's store that has only the methods that version 0.1 required."""
+    """A custom store with only the methods that version 0.1 required."""
 
     def __init__(self, stream: str) -> None:
         self._inner = MemoryStore(stream)
@@ -341,7 +341,7 @@ def choose(end: int, epochs: dict[int, int], saved: dict[int, list[StreamState]]
     return None if found is None else (found.end, found.fences)
 
 
-def test_state_of_the_records_end_is_chosen() -> None:
+def test_state_at_the_end_of_the_records_is_chosen() -> None:
     saved = {5 * TERMS + 1: [at(10, w="1:2:2:3"), at(20, w="2:2:2:3")]}
     assert choose(10, {5: 0}, saved) == (10, {"w": "1:2:2:3"})
     assert choose(20, {5: 0}, saved) == (20, {"w": "2:2:2:3"})
@@ -353,7 +353,7 @@ def test_writer_that_wrote_between_two_states_is_in_doubt() -> None:
     assert choose(15, {5: 0}, saved) == (10, {"v": "7:1:1:1", "w": f"3:0:{IN_DOUBT}:0"})
 
 
-def test_state_of_a_branch_that_was_lost_is_not_chosen() -> None:
+def test_state_of_a_lost_branch_is_not_chosen() -> None:
     saved = {
         5 * TERMS + 1: [at(10, w="1:2:2:3"), at(30, w="9:2:2:3")],
         6 * TERMS + 1: [at(40, "5:0,+6:20", w="4:2:2:3")],
@@ -392,7 +392,7 @@ def test_states_of_earlier_terms_are_removed_once_a_later_one_has_records(
     for path in states(stored):
         make_old(path, maintenance.GRACE_S + 60)
     last = states(stored)[-1]
-    stored.archive()  # the archiver tidies up when it starts
+    stored.archive()  # an archiver removes old states when it starts
     assert states(stored)[0] == last
     lose_server(stored)
     assert stored.read() == list(range(300))

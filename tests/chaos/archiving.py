@@ -1,6 +1,7 @@
 """The archiver program: archives, sometimes merges files, and dies or stops between two steps.
 
-The library maintains a store every ten minutes, but every second here, so that short runs cover it.
+The library maintains a store every ten minutes. Here it does so every second, so that short runs
+cover maintenance.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.chaos.history import Writer, now
 from tests.chaos.process import DIED
 from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 
-#: Limits of a segment: some fill up soon, others are written because of their age.
+#: Limits of a segment: some segments fill up soon, others are written because of their age.
 RECORDS = (5, 50, 400)
 AGES_S = (0.05, 0.2)
 #: Limits of a merged segment.

@@ -1,10 +1,10 @@
-"""The checker: finds violations in the events of all processes. Pure, O(n log n).
+"""The checker: finds violations in the events of all processes, without side effects.
 
-Log: each acknowledged record is in the log once, at the offset of its ack. No record is there that
-was not published, or was reported as failed. The records of each publisher are in its order, and
-records published after an acknowledgement follow the acknowledged one. Groups: see terms.py.
-Store, and readers without a group: see stored.py. Samples: confirmed offsets and the end of the
-log never decrease, and the ring keeps its capacity.
+Log: each acknowledged record is in the log once, at the offset of its ack. The log contains no
+record that was never published or was reported as failed. The records of each publisher are in its
+order, and records published after an acknowledgement follow the acknowledged one. Groups: see
+terms.py. Store, and readers without a group: see stored.py. Samples: confirmed offsets and the end
+of the log never decrease, and the ring keeps its capacity.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check(
     findings = Findings(history)
     log = read_log(history, findings)
     droppable = capacity if max_unarchived is None else None
-    # The recorder has seen every record, unless a small ring overtook it.
+    # The recorder has seen every record, unless a small ring has overtaken the recorder.
     whole = droppable is None or not any(e.kind == "gap" and not e.group for e in history)
     check_errors(history, findings)
     check_unavailable(history, findings)

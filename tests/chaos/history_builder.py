@@ -1,4 +1,4 @@
-"""Hand-made histories, for tests of the checker."""
+"""Builds histories by hand, for tests of the checker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group member: reads, confirms, and sometimes leaves, hangs or dies by itself.
+"""A group member that reads, confirms, and sometimes leaves, hangs or dies on its own.
 
 Some members poll and confirm batches; others iterate and confirm every few records. All of them
 record a delivery before they confirm it, so an unrecorded delivery is always repeated.
@@ -46,7 +46,7 @@ class PendingConfirm(NamedTuple):
 
 
 class Member(threading.Thread):
-    """A thread that acts as one member after another, each with a unique name."""
+    """A thread that runs one member after another, each with a unique name."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Member(threading.Thread):
                 self._wait_for_store(error, began)
 
     def _iterate_on(self, subscriber: meteor.Subscriber, silence_s: float, every: int) -> bool:
-        """Take records one by one until an error; return whether to close."""
+        """Take records one by one until an error. Returns whether to close the subscriber."""
         began = now()
         for record in subscriber:
             with self._lock:
@@ -233,7 +233,7 @@ class Member(threading.Thread):
             time.sleep(min(silence_s, 2.0) * 1.2)
 
     def _had_enough(self, subscriber: meteor.Subscriber) -> bool:
-        """Sometimes leave the group for a while; return whether to close."""
+        """Sometimes leave the group for a while. Returns whether to close the subscriber."""
         chance = 1.0 if self._signals.calm() else self._rng.random()
         if chance < LEAVE:
             subscriber.deactivate()
@@ -305,7 +305,7 @@ class Member(threading.Thread):
     def _on_assigned(self, subscriber: meteor.Subscriber) -> None:
         term = subscriber.term
         self._assigned = -1 if term is None else term
-        if term is not None:  # else the term is over, and another follows
+        if term is not None:  # otherwise the term is over, and another one follows
             self._note("assigned", term=term, first=subscriber.position)
 
     def _on_gap(self, first: int, last: int) -> None:

@@ -22,7 +22,7 @@ from tests.chaos.violation import ViolationKind
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: the change to a text, and the violations that it causes."""
+    """One planted bug: the change to the source text, and the violations that it causes."""
 
     what: str
     #: The name of a script, or of a function as "module:Class.method", inside meteor_py.
@@ -34,7 +34,7 @@ class Mutant:
     plan: dict[str, Any] = field(default_factory=dict)
 
 
-#: A store that is always available and without merges, and few other workers.
+#: A store that is always available and never merged, and few other workers.
 QUIET_STORE: dict[str, Any] = {
     "store": True,
     "compact_pause_s": 0.0,

@@ -26,7 +26,7 @@ from tests.support.proxy import Direction
 from tests.support.servers import Server, plain_client
 
 REPLY_S = 2.0
-#: How long an archiver stops at a commit, in lease TTLs: until another has begun.
+#: How long an archiver stops at a commit, in lease TTLs: long enough for another to take over.
 STOPS = (0.8, 2.5)
 #: How long an owner is paused after a lost reply, in lease TTLs; and seconds until it is paused.
 LAPSES = (1.3, 3.0)

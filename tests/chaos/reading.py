@@ -1,7 +1,7 @@
 """The reader program, for a stream with a store.
 
-One thread reads slowly, far behind the ring. One repeatedly reads from the beginning, or from a
-random offset, to the end. One lists the files of the store.
+One thread reads slowly, far behind the ring. A second repeatedly reads to the end, from offset 0 or
+a random offset. A third lists the files of the store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Work = Callable[[random.Random], None]
 
 
 class Reading:
-    """The three threads, until the run ends. The slow one then reads the rest."""
+    """Runs the three threads until the run ends. The slow reader then reads all other records."""
 
     def __init__(
         self, config: WorkerConfig, client: meteor.Client, writer: Writer, signals: RunSignals

@@ -35,7 +35,8 @@ from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST, Server, binaries
 
-#: Capacities: a ring that keeps all records of a run, and one that soon overtakes a paused group.
+#: Capacity of a ring that keeps all records of a run, and of one that soon overtakes a paused
+#: group.
 LARGE, SMALL = 10_000_000, 200
 #: Records that may wait for the archivers of a store.
 UNARCHIVED = 1_000
@@ -73,7 +74,7 @@ class Plan:
     pauses: tuple[float, ...] = (0.5, 1.1, 3.0)
     batch_pause_s: float = 0.06
     hang: float = 0.003
-    #: See Orders.
+    #: See WorkerConfig.
     die: float = 0.01
     compact_pause_s: float = 1.0
 
@@ -100,7 +101,8 @@ class Plan:
         if self.server != Plan.server:
             parts.append(f"--server {self.server}")
         if self.mutant:
-            return " ".join([*parts, f"--mutant {self.mutant}"])  # the mutant implies the others
+            # The mutant implies the other options.
+            return " ".join([*parts, f"--mutant {self.mutant}"])
         parts.append("--store" if self.store else "--no-store")
         parts += ["--small-ring"] if self.small_ring else []
         if self.kinds:
@@ -186,7 +188,7 @@ class Participants:
         self._members = [
             self._slot("member", f"m{n}", tuple(plan.group_names)) for n in range(plan.members)
         ]
-        # A member in a separate process, so that its faults affect no other group.
+        # This member runs in its own process, so that its faults affect no other group.
         self._members.append(self._slot("member", "solo", (self._rng.choice(plan.group_names),)))
         self._publishers = [self._slot("publisher", f"p{n}") for n in range(plan.publishers)]
         some = plan.store
@@ -275,7 +277,8 @@ class Participants:
         if not busy:
             self._writer.add("error", who="run", text="Not all groups confirmed a first record.")
         if self._plan.small_ring:
-            # Not earlier: a group without deliveries would skip dropped records without a report.
+            # Publish only now: a group that has read nothing skips dropped records without a
+            # report.
             self._stream.configure(capacity=SMALL)
 
     def _harm(self, progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""A slot for a worker in a run: its proxy stays, its processes change."""
+"""A slot for a worker of a run: one proxy, and one worker process after another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Role = Literal["publisher", "member", "archiver", "reader"]
 
 
 class Slot:
-    """One worker at a time. Its successor gets another name and the same proxy."""
+    """Runs one worker at a time. Each successor gets a new name and the same proxy."""
 
     def __init__(self, role: Role, config: WorkerConfig, proxy: Proxy, writer: Writer) -> None:
         self.name = config.name

@@ -15,7 +15,7 @@ from tests.chaos.history import Event
 from tests.chaos.terms import end_of
 from tests.chaos.violation import Findings, ViolationKind
 
-#: Nanoseconds by which a pause may delay a read-ahead's report of a failure.
+#: Nanoseconds by which a pause may delay the report of a failed read-ahead.
 KEPT_NS = 10_000_000_000
 #: Text of the error for files that are being merged.
 MERGING = "cannot be listed now: not all"
@@ -163,7 +163,7 @@ def check_unavailable(history: Sequence[Event], findings: Findings) -> None:
     for event in history:
         if event.kind != "unavailable":
             continue
-        # The last time that the store was hidden before this event.
+        # when the store was last hidden before this event
         number = bisect_right(hidden, event.t) - 1
         back = shown[number] if 0 <= number < len(shown) else event.t
         away = number >= 0 and event.began - KEPT_NS <= back

@@ -1,7 +1,7 @@
 """The checker of one group: deliveries and confirms.
 
-A term belongs to one member. It begins where the earlier terms ended: not above any offset that
-they requested to confirm, not below any that was acknowledged. Within a term offsets increase one
+A term belongs to one member. It begins where the earlier terms ended: not above the offsets whose
+confirms they requested, and not below an acknowledged confirm. Within a term offsets increase one
 by one, except for reported gaps. Once a newer term has begun, an older one neither confirms
 anything nor receives another batch. Over all terms, every record was delivered to the group.
 """

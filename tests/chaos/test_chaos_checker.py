@@ -253,7 +253,7 @@ def test_confirmed_offset_that_decreases_is_found(builder: HistoryBuilder) -> No
     assert builder.kinds() == {ViolationKind.WENT_BACK}
 
 
-def test_lost_acknowledged_confirm_is_found(builder: HistoryBuilder) -> None:
+def test_loss_of_an_acknowledged_confirm_is_found(builder: HistoryBuilder) -> None:
     builder.confirm("m1", 10, 3)
     builder.sample(2, 6)
     assert ViolationKind.WENT_BACK in builder.kinds()
@@ -310,12 +310,12 @@ def test_records_that_the_recorder_missed_too_are_not_judged(
     assert builder.found(capacity=2) == []
 
 
-def test_gap_of_records_that_the_ring_must_hold_is_wrong(builder: HistoryBuilder) -> None:
+def test_gap_of_records_that_the_ring_must_hold_is_a_violation(builder: HistoryBuilder) -> None:
     overtaken(builder, gone_to=4)
     assert builder.kinds(capacity=2) == {ViolationKind.WRONG_GAP}
 
 
-def test_any_gap_is_wrong_if_the_ring_is_not_trimmed(builder: HistoryBuilder) -> None:
+def test_any_gap_is_a_violation_if_the_ring_is_not_trimmed(builder: HistoryBuilder) -> None:
     overtaken(builder, gone_to=3)
     assert ViolationKind.WRONG_GAP in builder.kinds()
 

@@ -233,7 +233,7 @@ def test_file_name_contains_its_offsets() -> None:
 # Readers
 
 
-def test_gap_is_wrong_with_a_store(builder: StoreHistoryBuilder) -> None:
+def test_any_gap_is_a_violation_with_a_store(builder: StoreHistoryBuilder) -> None:
     builder.add("missing", who="m2", group="g", term=6, first=0, last=1)
     builder.finish(0, 2, 4)
     assert builder.kinds() == {ViolationKind.WRONG_GAP}

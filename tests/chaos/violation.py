@@ -23,13 +23,13 @@ class ViolationKind(enum.StrEnum):
     PHANTOM = "phantom"  # in the log or delivered, but never published, or reported as failed
     DUPLICATED = "duplicated"  # a payload at two offsets, or an offset twice in one term
     REORDERED = "reordered"  # the log or a term is out of order
-    TWO_PAYLOADS = "two payloads"  # one offset, two records
+    TWO_PAYLOADS = "two payloads"  # two records at one offset
     SKIPPED = "skipped"  # a hole in the deliveries of a group, or in the log
-    WENT_BACK = "went back"  # a confirmed offset, or the end of the log, is lower than it was
+    WENT_BACK = "went back"  # a confirmed offset, or the end of the log, has decreased
     TWO_OWNERS = "two owners"  # two members in one term
     STALE_CONFIRM = "stale confirm"  # an older term confirmed after a newer one had begun
     STALE_DELIVERY = "stale delivery"  # a batch requested after a newer term had begun
-    WRONG_GAP = "wrong gap"  # records reported as gone that are not, or must not be
+    WRONG_GAP = "wrong gap"  # records reported as gone that exist, or must exist
     OVERTRIMMED = "overtrimmed"  # the ring holds less than its capacity
     UNARCHIVED = "unarchived"  # the ring has dropped records that were not archived
     OVERGROWN = "overgrown"  # more records than allowed wait for an archiver

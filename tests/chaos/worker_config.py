@@ -1,4 +1,4 @@
-"""Orders that a worker gets at its start, and signs that a run sends to all workers."""
+"""The configuration of a worker, and the signals that a run sends to its workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STREAM = "chaos"
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """The command line of a worker, as JSON."""
+    """The configuration of one worker, passed on its command line as JSON."""
 
     name: str  # name of this process; unique in a run
     url: str
@@ -34,7 +34,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
 
 class RunSignals:
-    """Signals to workers, as files: paused and newly started workers get them too."""
+    """Signals to workers, stored as files so that paused and newly started workers see them too."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -50,7 +50,7 @@ class RunSignals:
         return self._end.exists()
 
     def stop(self, slot: str) -> bool:
-        """Whether an archiver must stop at its next commit. Clears the signal."""
+        """Returns whether an archiver must stop at its next commit, and clears the signal."""
         try:
             self._stop(slot).unlink()
         except FileNotFoundError:

@@ -85,7 +85,7 @@ def test_ls_as_json_has_stable_fields(filled: StoredStream) -> None:
     assert [entry["term"] for entry in found] == sorted({entry["term"] for entry in found})
 
 
-def test_ls_cuts_no_name_to_fit_a_narrow_terminal(filled: StoredStream) -> None:
+def test_ls_does_not_truncate_names_on_a_narrow_terminal(filled: StoredStream) -> None:
     with at_terminal(filled, "ls", STREAM, columns=40) as terminal:
         assert terminal.wait() == 0
         shown = "".join(terminal.lines)
@@ -216,7 +216,7 @@ def test_expire_needs_confirmation(filled: StoredStream) -> None:
     assert state(filled) == before
 
 
-def test_expire_deletes_no_more_than_confirmed(filled: StoredStream) -> None:
+def test_expire_deletes_no_more_than_the_user_has_confirmed(filled: StoredStream) -> None:
     with at_terminal(filled, "expire", STREAM, "--offset", "130") as terminal:
         terminal.wait_for("Continue?")
         filled.fill(60)
@@ -393,7 +393,7 @@ def test_run_once_archives_existing_records(stored: StoredStream, tmp_path: Path
     assert "archived below 60, 0 new records" in done.err
 
 
-def test_run_once_accepts_the_work_of_another_archiver(stored: StoredStream) -> None:
+def test_run_once_succeeds_if_another_archiver_does_the_work(stored: StoredStream) -> None:
     stored.fill(60)
     with stored.archiver(segment_age=LONG_S) as rival:
         eventually(lambda: stored.owner == rival.member, 20)
@@ -417,7 +417,7 @@ COMMANDS = [["ls"], ["verify"], ["compact"], ["run"], ["expire", "--offset", "1"
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_stream_without_a_store_gives_a_hint(url: str, command: list[str]) -> None:
+def test_stream_without_a_store_prints_a_hint(url: str, command: list[str]) -> None:
     with meteor.connect(url) as m:
         m.stream("plain", create=True)
     name, *options = command
@@ -431,7 +431,7 @@ def test_stream_without_a_store_gives_a_hint(url: str, command: list[str]) -> No
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_missing_store_is_an_error_and_store_option_names_a_moved_one(
+def test_missing_store_is_an_error_and_the_store_option_finds_a_moved_one(
     stored: StoredStream, command: list[str]
 ) -> None:
     stored.fill(60)

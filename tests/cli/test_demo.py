@@ -226,7 +226,7 @@ def test_suggested_python_code_prints_the_record(url: str) -> None:
         run.send_signal(signal.SIGTERM)
 
 
-def test_fake_server_is_refused() -> None:
+def test_demo_refuses_a_fake_server() -> None:
     done = meteor(None, "demo", "--url", "fake://")
     assert (done.code, done.out) == (2, b"")
     assert "serves only one" in done.err

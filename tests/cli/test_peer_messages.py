@@ -70,7 +70,7 @@ def test_broken_json_is_not_sent(url: str, members: list[Membership], group: Pee
 
 
 @pytest.mark.parametrize("text", ['{"a":', "7", "null"])
-def test_text_option_sends_text_unchanged(url: str, members: list[Membership], text: str) -> None:
+def test_text_option_sends_the_body_as_text(url: str, members: list[Membership], text: str) -> None:
     (found,) = succeed(url, "peers", "ask", NAME, "jobs", text, "--text").objects
     assert found["did"] == text
     (found,) = succeed(url, "peers", "propose", NAME, text, "--text", "--json").objects
@@ -98,7 +98,7 @@ def test_a_message_is_sent(
         assert got[0][0] == "w1"
 
 
-def test_failed_message_gives_one_message(url: str, members: list[Membership]) -> None:
+def test_failed_message_prints_one_error(url: str, members: list[Membership]) -> None:
     for arguments, sentence in (
         (["jobs", "x", "--to", "bob"], "no member 'bob' in group 'workers'. `meteor peers members"),
         (["hard", "x", "--to", "all"], "1 of 2 members of group 'workers' did not acknowledge"),
@@ -205,7 +205,7 @@ def test_dead_letters_are_listed_with_the_reason(url: str, post: Post, group: Pe
 # Votes
 
 
-def test_the_outcome_of_a_vote_is_the_exit_status(url: str, members: list[Membership]) -> None:
+def test_outcome_of_a_vote_determines_the_exit_status(url: str, members: list[Membership]) -> None:
     lines = succeed(url, "peers", "propose", NAME, '{"limit": 7}', "--kind", "2").lines
     assert [line.split(maxsplit=1) for line in lines] == [
         ["outcome", "passed"],

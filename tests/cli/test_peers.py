@@ -342,7 +342,7 @@ def test_watch_survives_a_server_restart(private_server: ServerFactory) -> None:
         ("reset", None, "the server lost state of the group, or the group was deleted"),
     ],
 )
-def test_event_description(kind: Any, reason: str | None, text: str) -> None:
+def test_event_is_described_in_words(kind: Any, reason: str | None, text: str) -> None:
     said, facts = describe_event(Event(7, kind, 0, member="w", reason=reason))
     assert said == text
     assert set(facts) == set(PEER_EVENTS[kind])

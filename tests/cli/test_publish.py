@@ -129,7 +129,7 @@ def test_publish_and_tail_without_an_address_share_the_personal_server(tmp_path:
         assert tailing.wait(PATIENCE_S) == 130
 
 
-def test_json_of_binary_records_makes_an_identical_stream(url: str) -> None:
+def test_binary_records_are_copied_unchanged_through_json(url: str) -> None:
     rng = random.Random(5)
     count = 30_000
     with connect(url) as m:
@@ -170,7 +170,7 @@ def identity(stream: Stream) -> list[tuple[object, ...]]:
     ]
 
 
-def test_overflowing_the_ring_gives_a_warning(url: str) -> None:
+def test_overflowing_the_ring_prints_a_warning(url: str) -> None:
     done = succeed(url, "publish", "orders", "--capacity", "3", given=b"a\nb\nc\nd\n")
     assert "warning: stream 'orders' keeps only 3 records" in done.err
     assert "warning" not in succeed(url, "publish", "orders", given=b"a\nb\nc\n").err.replace(
@@ -221,7 +221,7 @@ def test_messagepack_is_copied_unchanged_between_streams(url: str) -> None:
         (["x", "--jsonl", "--max-bytes", "0"], 2, "is not in the range"),
     ],
 )
-def test_wrong_argument_gives_one_message_and_exit_code(
+def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, "publish", "orders", *arguments)
@@ -265,7 +265,7 @@ def test_publish_waits_for_a_lost_server_until_the_timeout(
     assert "Traceback" not in done.err
 
 
-def test_unreachable_server_gives_one_message(private_server: ServerFactory) -> None:
+def test_unreachable_server_prints_one_message(private_server: ServerFactory) -> None:
     server = private_server()
     succeed(server.url, "streams", "create", "orders")
     server.kill()
@@ -282,7 +282,7 @@ def test_endless_line_is_refused(tmp_path: Path) -> None:
         list(read_lines(file.fileno(), b"\n", BLOCK))
 
 
-def test_lines_that_cross_blocks_are_whole(tmp_path: Path) -> None:
+def test_lines_that_cross_read_blocks_stay_whole(tmp_path: Path) -> None:
     lines = [b"%07d" % n * (n % 13) for n in range(60_000)]
     path = tmp_path / "lines"
     path.write_bytes(b"\n".join(lines))

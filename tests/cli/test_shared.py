@@ -61,7 +61,7 @@ def test_shared_groups_are_listed(url: str, stream: Stream, sub: SharedSubscribe
         assert line.split() == ["carts", "billing", "1", "12", "10", "0", "2", "0", "0"]
 
 
-def test_missing_shared_group_gives_a_hint(url: str, stream: Stream) -> None:
+def test_missing_shared_group_prints_a_hint(url: str, stream: Stream) -> None:
     done = succeed(url, "shared", "ls", "carts")
     assert (done.out, "there are no shared groups yet" in done.err) == (b"", True)
     connect(url).stream("plain", create=True)
@@ -155,7 +155,7 @@ def test_invalid_key_is_refused(url: str, stream: Stream, given: list[str], why:
 
 
 @pytest.mark.parametrize("group", [b"cart-7", NASTY, "\u202eé".encode(), b"\xc3", b"a\nb"])
-def test_shown_key_is_harmless_and_parses_back(group: bytes) -> None:
+def test_displayed_key_is_harmless_and_can_be_parsed_back(group: bytes) -> None:
     assert parse_key(show_key(group)) == group
     assert show_key(group).isprintable()
 
@@ -267,7 +267,7 @@ DEAD = Consumer("3", "z", 1, 1, -0.1)
         (described(consumers=TWO[1:]), [], "Nothing is blocked: 10 records are not settled."),
     ],
 )
-def test_reasons_for_waiting_records(
+def test_reason_why_records_wait_is_explained(
     found: SharedDescription, groups: list[KeyState], sentence: str
 ) -> None:
     told = reasons("carts", found, groups)

@@ -79,7 +79,7 @@ def test_settings_can_be_changed(url: str, stream: Stream) -> None:
     assert meteor(url, "streams", "configure", "orders").code == 2
 
 
-def test_limits_of_age_and_bytes_are_created_shown_changed_and_removed(url: str) -> None:
+def test_limits_by_age_and_bytes_are_set_shown_changed_and_removed(url: str) -> None:
     limits = ["--max-age", "1d12h", "--max-bytes", "10MB"]
     succeed(url, "streams", "create", "logs", *limits)
     assert "already exists" in succeed(url, "streams", "create", "logs", *limits).err
@@ -116,7 +116,7 @@ def test_shrinking_a_ring_below_its_content_needs_confirmation(url: str, stream:
     assert stream.describe().config.capacity == 3
 
 
-def test_repair_reports_by_default_and_removes_foreign_entries_when_told(
+def test_repair_only_reports_foreign_entries_unless_apply_is_given(
     url: str, stream: Stream
 ) -> None:
     assert "nothing to repair in 1 frame" in succeed(url, "streams", "repair", "orders").err
@@ -278,7 +278,7 @@ def test_moving_an_active_group_needs_force(url: str, stream: Stream) -> None:
         (["streams", "create", "no good"], 1, "name"),
     ],
 )
-def test_wrong_argument_gives_one_message_and_exit_code(
+def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, *arguments)

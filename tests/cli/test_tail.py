@@ -96,7 +96,7 @@ def test_range_ends_after_its_last_record(url: str, stream: Stream) -> None:
     assert (done.code, done.out) == (0, b"20\n21\n")
 
 
-def test_range_into_the_future_ends_in_time(url: str, stream: Stream) -> None:
+def test_range_that_ends_in_the_future_ends_at_that_time(url: str, stream: Stream) -> None:
     done = succeed(url, "tail", "orders", "--raw", "-o", "@-1h..@-0s")
     assert done.lines == [str(n) for n in range(20)]
     with RunningCommand(url, "tail", "orders", "--raw", "-o", "@now..3s") as running:
@@ -191,7 +191,7 @@ def test_ended_member_releases_its_lease_immediately(
     assert stream.groups()[0].owner is None
 
 
-def test_records_without_a_reader_are_not_confirmed(url: str, stream: Stream) -> None:
+def test_records_are_not_confirmed_after_the_pipe_was_closed(url: str, stream: Stream) -> None:
     with RunningCommand(url, "tail", "orders", "-g", "g", "--raw") as running:
         assert running.line() == "0"
         eventually(lambda: confirmed(stream) == 20)
@@ -270,7 +270,7 @@ def test_ctrl_c_in_a_terminal_ends_following_with_130(url: str, stream: Stream) 
 # -- errors ------------------------------------------------------------------------------------
 
 
-def test_missing_stream_gives_one_message_and_is_not_created(url: str) -> None:
+def test_missing_stream_prints_one_message_and_is_not_created(url: str) -> None:
     done = meteor(url, "tail", "nope")
     assert (done.code, done.out) == (1, b"")
     assert done.err.startswith("meteor: There is no stream 'nope'. `meteor streams ls`")
@@ -293,7 +293,7 @@ def test_missing_stream_gives_one_message_and_is_not_created(url: str) -> None:
         (["-g", "no good"], 1, "name"),
     ],
 )
-def test_wrong_argument_gives_one_message_and_exit_code(
+def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(url, "tail", "orders", *arguments)

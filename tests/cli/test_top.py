@@ -50,7 +50,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 # On a screen
 
 
-def test_streams_groups_and_stores_are_shown_as_they_change(
+def test_top_shows_streams_groups_and_stores_as_they_change(
     url: str, tmp_path: Path, client: meteor.Client
 ) -> None:
     with StoredStream(url, tmp_path / "store") as stored, top(url) as terminal:
@@ -347,7 +347,7 @@ def test_number_and_names_limit_the_streams(url: str, client: meteor.Client) -> 
         (["--url", "redis://127.0.0.1:1", "--once"], 1, "cannot be reached"),
     ],
 )
-def test_invalid_use_of_top_gives_a_message(
+def test_invalid_use_of_top_prints_a_message(
     url: str, arguments: list[str], code: int, sentence: str
 ) -> None:
     done = run(url, "top", *arguments)

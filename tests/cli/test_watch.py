@@ -90,7 +90,7 @@ def reported(
         (seen(archived=5), seen(archived=5, next=15), []),
     ],
 )
-def test_changes_of_a_stream(
+def test_changes_of_a_stream_are_reported(
     before: StreamSnapshot | None, after: StreamSnapshot | None, expected: list[tuple[str, str]]
 ) -> None:
     one, two = (look(*([each] if each else [])) for each in (before, after))
@@ -124,7 +124,7 @@ def test_changes_of_a_stream(
         (group(term=1), group(term=5), []),
     ],
 )
-def test_changes_of_a_group(before: Any, after: Any, expected: Any) -> None:
+def test_changes_of_a_group_are_reported(before: Any, after: Any, expected: Any) -> None:
     one, two = (look(seen(groups=(each,) if each else ())) for each in (before, after))
     assert reported(one, two) == expected
 
@@ -182,7 +182,7 @@ def test_change_is_sanitized_as_text_and_json() -> None:
 # Rates
 
 
-def test_rates_between_two_snapshots() -> None:
+def test_rates_are_computed_from_two_snapshots() -> None:
     before = seen(at=1.0, archived=0, groups=(group(), group("back", 9)))
     after = seen(
         at=3.0, next=30, archived=8, groups=(group(confirmed=5), group("back", 2), group("new"))
@@ -293,7 +293,7 @@ def test_watch_reports_events_of_a_stream_and_its_group(url: str, client: meteor
         assert (done.code, done.out) == (130, b"")
 
 
-def test_watch_names_both_members_of_a_takeover(harness: GroupHarness) -> None:
+def test_watch_reports_the_old_and_the_new_owner_of_a_lease(harness: GroupHarness) -> None:
     harness.fill(3)
     with Watch(harness.url) as watch:
         first = harness.member(lease_ttl=0.5)

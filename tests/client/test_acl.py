@@ -245,7 +245,7 @@ def test_a_writer_can_neither_read_nor_use_another_stream(guarded: Server) -> No
 
 @pytest.fixture
 def stored(guarded: Server, tmp_path: Path) -> Path:
-    """The directory of the store that the admin configured; no archiver runs."""
+    """Returns the directory of a store that the admin configured. No archiver is running."""
     with connect(guarded, "admin") as admin:
         admin.stream("orders", create=True).delete()
         admin.stream("orders", capacity=100, store=tmp_path, archive=False)
@@ -307,7 +307,7 @@ def test_a_publisher_cannot_read_or_use_another_stream(guarded: Server) -> None:
 
 
 @pytest.mark.parametrize("part", ["log", "index", "meta"])
-def test_only_admin_and_archiver_may_delete_or_trim_what_a_stream_consists_of(
+def test_only_admin_and_archiver_may_delete_or_trim_the_keys_of_a_stream(
     guarded: Server, part: str
 ) -> None:
     key = f"meteor:{{orders}}:{part}"
@@ -344,7 +344,7 @@ def test_the_loader_can_load_scripts_only(guarded: Server) -> None:
         m.stream("orders", create=False)
 
 
-def test_missing_script_that_the_role_may_not_load_is_a_clear_error(guarded: Server) -> None:
+def test_missing_script_that_the_role_may_not_load_raises_a_clear_error(guarded: Server) -> None:
     with guarded.client() as client:
         client.script_flush()
     with connect(guarded, "publisher") as m:

@@ -1,4 +1,4 @@
-"""A client reaches every kind of server, warns of dangerous ones, and shows no secret.
+"""A client connects to every kind of server, warns about unsafe ones, and reveals no secret.
 
 Also covers clients that are closed, forked, without a server, with a server that hangs, or shared
 by threads.
@@ -291,11 +291,11 @@ def test_no_repr_warning_or_error_shows_a_password(private_server: ServerFactory
         ("Cannot reach gs://b/d?sig=hush: token=hush", "Cannot reach gs://b/d?sig=*** token=***"),
     ],
 )
-def test_mask_shows_only_what_is_known_to_be_harmless(url: str, shown: str) -> None:
+def test_mask_shows_only_parts_that_are_known_to_be_harmless(url: str, shown: str) -> None:
     assert mask(url) == shown
 
 
-def test_mask_cuts_a_text_that_would_take_long() -> None:
+def test_mask_truncates_very_long_text() -> None:
     assert len(mask("://a:" * 1_000_000)) < 5_000
 
 
@@ -512,7 +512,7 @@ def test_the_examples_in_docstrings_work(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_every_public_name_exists_and_is_documented() -> None:
+def test_every_public_name_exists_and_has_a_docstring() -> None:
     for name in meteor.__all__:
         thing = getattr(meteor, name)
         if isinstance(thing, type):

@@ -1,4 +1,4 @@
-"""Errors travel between processes, and can be copied, with all their fields."""
+"""Errors can be pickled and copied, with all their fields."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_copied_or_pickled_error_has_type_text_and_fields(
     assert repr(vars(copied)) == repr(vars(error))
 
 
-def test_a_fresh_error_has_the_cause_of_the_kept_one_and_no_traceback() -> None:
+def test_a_fresh_copy_of_an_error_has_its_cause_but_no_traceback() -> None:
     kept = meteor.OutcomeUnknown("Who knows?", stream="orders")
     try:
         raise kept from ConnectionResetError()

@@ -1,7 +1,7 @@
 """Every Lua script gives every reply that its header documents, on Valkey, Redis and fakeredis.
 
-The tests call the scripts as the library does, but directly, to create states that a publisher
-would not get into. A refusal must change nothing.
+The tests call the scripts directly, to create states that no publisher would create. A refusal must
+change nothing.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_publish_remembers_a_producer_for_its_ttl(lua: StreamScripts) -> None:
     key = keys.producer("s", "p")
     lua.publish(ttl_ms=5000)
     assert 0 < lua.plain.pttl(key) <= 5000
-    lua.publish(ttl_ms=90_000)  # a repeat keeps it alive too
+    lua.publish(ttl_ms=90_000)  # a repeated batch also extends it
     assert 5000 < lua.plain.pttl(key) <= 90_000
 
 
@@ -157,7 +157,7 @@ def test_publish_does_not_compare_a_replication_id_that_the_sender_cannot_see(
 
 
 def test_publish_checks_in_the_documented_order(lua: StreamScripts) -> None:
-    """With everything wrong at once, the first error is reported; then each is fixed in turn."""
+    """Pass only wrong arguments and fix them one by one; each time, the first error is reported."""
     lua.create(archived=0, max_unarchived=2, next=OFFSET_MAX)
     lua.plain.hset(keys.producer("s", "p"), mapping={"epoch": 3, "last": 4, "4": "4:0:1:7"})
     wrong: dict[str, Any] = {"incarnation": "second", "history": "g" * 40, "epoch": 2, "seq": 9}
@@ -170,7 +170,7 @@ def test_publish_checks_in_the_documented_order(lua: StreamScripts) -> None:
     assert lua.publish(**wrong) == ("OUTOFSEQ", 0)
     wrong["epoch"] = 3
     assert lua.publish(**wrong) == ("OUTOFSEQ", 5)
-    assert lua.publish(4, epoch=3) == ("OK", 0, 1)  # a repeat, though there is no room
+    assert lua.publish(4, epoch=3) == ("OK", 0, 1)  # a repeated batch, although there is no room
     wrong["seq"] = 5
     assert lua.publish(**wrong) == ("EXHAUSTED",)
     lua.plain.hset(lua.meta, "next", 2)
@@ -204,7 +204,7 @@ def test_a_new_producer_epoch_fences_the_old_one(lua: StreamScripts) -> None:
         assert lua.publish(seq, epoch=0) == ("STALEPRODUCER", 1)
     assert lua.publish(0, epoch=1) == ("OK", 5, 1)
     assert lua.publish(1, epoch=1) == ("OK", 6, 1)
-    assert lua.publish(4, epoch=1) == ("OUTOFSEQ", 2)  # the former epoch had a 4
+    assert lua.publish(4, epoch=1) == ("OUTOFSEQ", 2)  # the previous epoch had a batch 4
 
 
 def test_producers_are_independent(lua: StreamScripts) -> None:
@@ -246,21 +246,21 @@ def test_with_a_store_only_archived_records_are_trimmed(lua: StreamScripts) -> N
     assert lua.entries()[0][0] == b"5-1"
 
 
-def test_the_append_time_is_the_servers_and_never_decreases(lua: StreamScripts) -> None:
+def test_the_append_time_comes_from_the_server_and_never_decreases(lua: StreamScripts) -> None:
     lua.create()
     before = int(time.time() * 1000)
     lua.publish(0)
     now = int(lua.entries()[0][1][b"t"])
     assert before - 1000 <= now <= int(time.time() * 1000) + 1000
     ahead = now + 10**9
-    lua.plain.hset(lua.meta, "appended", ahead)  # the clock was wrong, and was set back
+    lua.plain.hset(lua.meta, "appended", ahead)  # the clock was ahead, and was set back
     lua.publish(1)
     lua.publish(2)
     assert [int(fields[b"t"]) for _, fields in lua.entries()] == [now, ahead, ahead]
     assert lua.meta_field("appended") == str(ahead)
 
 
-def test_offsets_stay_exact_up_to_the_last(lua: StreamScripts) -> None:
+def test_offsets_are_exact_up_to_the_maximum(lua: StreamScripts) -> None:
     end = OFFSET_MAX - 10
     lua.create(capacity=6, next=end, appended=1000)
     for seq, n in enumerate([3, 1, 4, 1]):
@@ -296,7 +296,9 @@ def test_a_stream_near_its_last_offset_is_read_like_any_other(lua: StreamScripts
 # create_stream, describe, locate
 
 
-def test_create_stream_replies_whether_it_created_and_with_all_fields(lua: StreamScripts) -> None:
+def test_create_stream_replies_with_all_fields_and_whether_it_created_the_stream(
+    lua: StreamScripts,
+) -> None:
     args = [INCARNATION, HISTORY, "capacity", "5"]
     created, fields = lua.run(scripts.CREATE_STREAM, [lua.meta], *args)
     again, same = lua.run(scripts.CREATE_STREAM, [lua.meta], "other", "", "capacity", "9")
@@ -415,7 +417,7 @@ def test_epoch_numbers_increase_even_if_the_clock_does_not(lua: StreamScripts) -
     assert int(lua.meta_field("epoch")) == far + 7
 
 
-def test_the_table_lists_every_epoch_and_marks_it(lua: StreamScripts) -> None:
+def test_the_table_lists_and_marks_every_epoch(lua: StreamScripts) -> None:
     lua.create()
     lua.publish(0, 5)
     for found, seen in (("h" * 40, "b"), ("b", "c"), ("c", "d")):

@@ -96,7 +96,7 @@ def test_the_first_publisher_creates_the_stream_for_objects_opened_before(
 
 
 @pytest.mark.parametrize("settings", [{"create": True}, {"capacity": 5}, {"codec": "json"}])
-def test_a_setting_or_create_creates_the_stream_at_once(
+def test_passing_a_setting_or_create_creates_the_stream_at_once(
     client: meteor.Client, settings: dict[str, Any]
 ) -> None:
     stream = client.stream("s", **settings)
@@ -121,7 +121,7 @@ def test_a_stream_is_created_once_and_then_opened(client: meteor.Client) -> None
     assert client.stream("s", create=False).config == created.config
 
 
-def test_without_settings_a_stream_has_meteors_defaults(client: meteor.Client) -> None:
+def test_a_stream_without_settings_has_the_documented_defaults(client: meteor.Client) -> None:
     assert client.stream("s", create=True).config == meteor.StreamConfig(
         10_000, "none", False, "bytes"
     )
@@ -260,7 +260,7 @@ def test_reading_checks_its_arguments_when_it_is_called(real: meteor.Client, bad
 def with_times(
     client: meteor.Client, name: str, frames: list[tuple[int, int]]
 ) -> tuple[meteor.Stream, list[tuple[int, int]]]:
-    """A stream with frames of n records at these times, and (first offset, time) of each."""
+    """Create a stream with frames of n records; return the (first offset, time) of each frame."""
     stream = client.stream(name, create=True)
     first, found = 0, []
     with client.redis as plain:
@@ -273,7 +273,7 @@ def with_times(
 
 
 @pytest.mark.parametrize("trimmed", [0, 17])
-def test_an_offset_is_found_by_time_as_a_scan_would_find_it(
+def test_offset_at_finds_the_same_offset_as_a_scan(
     client: meteor.Client, rng: random.Random, trimmed: int
 ) -> None:
     time, frames = 1000, []
@@ -306,7 +306,7 @@ def test_seeking_the_time_of_a_record_finds_its_frame(client: meteor.Client) -> 
         assert stream.offset_at(record.time) == 0
 
 
-def test_any_time_in_an_empty_stream_is_its_end(client: meteor.Client) -> None:
+def test_offset_at_in_an_empty_stream_returns_its_end(client: meteor.Client) -> None:
     assert client.stream("s", create=True).offset_at(at(0)) == 0
     assert client.stream("s", create=True).offset_at(datetime.now(UTC)) == 0
 
@@ -323,7 +323,7 @@ def test_a_search_takes_as_many_steps_in_a_long_log_as_in_a_short_one(real: mete
 # Configuring
 
 
-def test_the_ring_holds_its_capacity_plus_at_most_one_frame_through_every_change(
+def test_the_ring_holds_its_capacity_plus_at_most_one_frame_after_every_change(
     client: meteor.Client, rng: random.Random
 ) -> None:
     capacity = 100
@@ -346,11 +346,12 @@ def test_the_ring_holds_its_capacity_plus_at_most_one_frame_through_every_change
         assert (described.next, described.frames) == (end, len(model))
         if model:
             assert described.first == model[0][0]
-            assert end - (model[0][1] + 1) < capacity  # too few without the first frame
+            # Without its first frame, the ring would hold too few records.
+            assert end - (model[0][1] + 1) < capacity
     assert offsets(stream) == list(range(model[0][0], end))
 
 
-def test_a_grown_ring_keeps_more_from_then_on(client: meteor.Client) -> None:
+def test_a_ring_with_a_raised_capacity_keeps_more_records(client: meteor.Client) -> None:
     stream = client.stream("s", capacity=3)
     fill(stream, *[1] * 5)
     stream.configure(capacity=6)

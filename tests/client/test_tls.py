@@ -20,7 +20,7 @@ NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two CAs, a certificate for 127.0.0.1, and one for a client, with its key in three forms."""
+    """Create two CAs, a certificate for 127.0.0.1, and one for a client with three key files."""
     folder = tmp_path_factory.mktemp("certificates")
 
     def openssl(*args: str) -> None:

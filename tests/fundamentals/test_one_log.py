@@ -29,7 +29,7 @@ def stream(m: meteor.Client, tmp_path: Path) -> meteor.Stream:
     return stream
 
 
-def test_everything_is_read_though_the_ring_is_small(stream: meteor.Stream) -> None:
+def test_all_records_are_read_even_if_the_ring_is_small(stream: meteor.Stream) -> None:
     assert stream.describe().length <= 15
     assert numbers(stream) == list(range(100))
 

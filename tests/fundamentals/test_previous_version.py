@@ -105,7 +105,7 @@ def test_publishing_continues_at_the_next_offset(m: meteor.Client) -> None:
     assert values(orders, 9) == [b"nine", b"ten", b"eleven", b"twelve", b"thirteen"]
 
 
-def test_ring_written_by_0_1_still_names_what_it_has_dropped(m: meteor.Client) -> None:
+def test_records_dropped_under_0_1_are_reported_with_their_offsets(m: meteor.Client) -> None:
     with m.stream("ring", create=True).subscriber() as sub:
         sub.seek(0)
         with pytest.raises(meteor.RecordsLost) as lost:
@@ -115,7 +115,7 @@ def test_ring_written_by_0_1_still_names_what_it_has_dropped(m: meteor.Client) -
         assert list(sub.poll(5).offsets) == list(range(30, 40))
 
 
-def test_limits_apply_to_what_0_1_has_published(m: meteor.Client) -> None:
+def test_limits_apply_to_records_published_by_0_1(m: meteor.Client) -> None:
     orders = m.stream("orders")
     assert (orders.config.max_age, orders.config.max_bytes, orders.config.retain) == (None,) * 3
     assert orders.repair().healthy
@@ -162,7 +162,7 @@ def test_group_written_by_0_1_continues_at_its_confirmed_offset(m: meteor.Client
     assert orders.group("billing").confirmed == 11
 
 
-def test_group_that_0_1_only_started_begins_at_its_start(m: meteor.Client) -> None:
+def test_unconfirmed_group_written_by_0_1_begins_at_its_start(m: meteor.Client) -> None:
     orders = m.stream("orders", create=True)
     with pytest.raises(meteor.NoConfirmedOffset):
         orders.subscriber(group="audit", initial_offset="none")
@@ -201,7 +201,7 @@ def offsets_by_key(records: list[meteor.SharedRecord]) -> dict[bytes | None, lis
     return {key: [r.offset for r in records if r.key == key] for key in {r.key for r in records}}
 
 
-def test_shared_group_written_by_0_1_delivers_what_was_not_settled_once_and_in_key_order(
+def test_shared_group_written_by_0_1_delivers_unsettled_records_once_and_in_key_order(
     m: meteor.Client,
 ) -> None:
     carts = m.stream("carts", create=True)
@@ -313,7 +313,7 @@ def test_archiver_continues_where_0_1_stopped(m: meteor.Client, store: Path) -> 
     assert values(trades) == [b"trade %d" % n for n in range(60)]
 
 
-def test_lost_server_of_0_1_is_resumed_from_its_store(
+def test_stream_of_0_1_is_resumed_from_its_store_after_its_server_was_lost(
     m: meteor.Client, any_url: str, store: Path
 ) -> None:
     m.redis.flushall()

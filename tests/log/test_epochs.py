@@ -68,7 +68,7 @@ def read_to(sub: meteor.Subscriber, end: int) -> list[bytes]:
 # Publishers
 
 
-def test_a_publisher_that_was_ahead_learns_once_what_was_lost_and_continues(
+def test_a_publisher_that_was_ahead_learns_once_which_records_were_lost_and_continues(
     replicated: ReplicatedStream,
 ) -> None:
     proxied = replicated.proxied
@@ -90,7 +90,7 @@ def test_a_publisher_that_was_ahead_learns_once_what_was_lost_and_continues(
 
 
 @pytest.mark.parametrize("call", ["flush", "close", "publish_many"])
-def test_the_next_call_of_any_kind_raises_the_loss(any_pair: ReplicatedStream, call: str) -> None:
+def test_the_next_call_of_any_kind_reports_the_loss(any_pair: ReplicatedStream, call: str) -> None:
     proxied = any_pair.proxied
     pub = proxied.warm_publisher()
     any_pair.lag()
@@ -157,7 +157,9 @@ def test_a_publisher_in_a_new_producer_epoch_learns_of_the_loss(any_pair: Replic
     pub.close()
 
 
-def test_a_publisher_that_was_not_ahead_does_not_notice(replicated: ReplicatedStream) -> None:
+def test_a_failover_does_not_affect_a_publisher_that_was_not_ahead(
+    replicated: ReplicatedStream,
+) -> None:
     proxied = replicated.proxied
     pub = proxied.warm_publisher()
     other = proxied.publisher()
@@ -288,7 +290,7 @@ def test_a_second_failover_is_distinguished_from_the_first(any_pair: ReplicatedS
 
 
 @pytest.mark.parametrize("grown", [False, True])
-def test_a_branch_unknown_to_the_new_server_is_noticed(
+def test_a_branch_unknown_to_the_new_server_is_detected(
     any_pair: ReplicatedStream, grown: bool
 ) -> None:
     proxied = any_pair.proxied
@@ -337,7 +339,7 @@ def test_a_restart_without_loss_changes_nothing_for_clients(
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_a_restart_from_an_old_snapshot_is_noticed(
+def test_a_restart_from_an_old_snapshot_is_detected(
     private_server: ServerFactory, kind: str
 ) -> None:
     server = private_server("--save", "3600 1000000", kind="redis" if kind == "redis" else "valkey")
@@ -358,7 +360,7 @@ def test_a_restart_from_an_old_snapshot_is_noticed(
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_flushing_the_server_is_noticed_by_all_clients(
+def test_all_clients_detect_that_the_server_was_flushed(
     private_server: ServerFactory, kind: Any
 ) -> None:
     with ProxiedStream(private_server(kind=kind)) as proxied:

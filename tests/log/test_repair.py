@@ -83,7 +83,7 @@ def test_publishing_continues_after_an_entry_beyond_the_end_is_removed(
     assert stream.repair().healthy
 
 
-def test_publishing_continues_though_the_entry_was_deleted_by_hand(
+def test_publishing_continues_after_the_entry_was_deleted_by_hand(
     stream: meteor.Stream, plain: Any
 ) -> None:
     plain.xdel(LOG, plain.xadd(LOG, {"user": "1"}))
@@ -109,9 +109,7 @@ def test_foreign_entries_between_frames_are_removed(stream: meteor.Stream, plain
     assert values(stream) == [*TEN, b"0", b"1"]
 
 
-def test_log_of_nothing_but_foreign_entries_becomes_empty(
-    client: meteor.Client, plain: Any
-) -> None:
+def test_log_with_only_foreign_entries_becomes_empty(client: meteor.Client, plain: Any) -> None:
     stream = client.stream("s", create=True)
     for _ in range(1_200):
         plain.xadd(LOG, {"user": "1"})

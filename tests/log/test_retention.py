@@ -147,7 +147,7 @@ def test_publishing_drops_records_older_than_max_age(client: meteor.Client, cloc
     assert stream.bounds() == (21, 22)
 
 
-def test_steady_publishing_keeps_records_for_max_age_and_a_32nd_more(
+def test_steady_publishing_drops_records_at_most_a_32nd_of_max_age_late(
     client: meteor.Client, clock: Clock
 ) -> None:
     stream = client.stream("s", max_age=3200)
@@ -158,7 +158,7 @@ def test_steady_publishing_keeps_records_for_max_age_and_a_32nd_more(
     assert 64 <= end - first <= 64 + 3
 
 
-def test_reader_gets_the_range_that_max_age_dropped(client: meteor.Client, clock: Clock) -> None:
+def test_reader_learns_which_records_max_age_dropped(client: meteor.Client, clock: Clock) -> None:
     stream = client.stream("s", max_age=10)
     with stream.subscriber() as sub:
         publish_each(stream, 10)
@@ -277,7 +277,7 @@ def test_invalid_limits_are_refused(client: meteor.Client, name: str) -> None:
 # With a store
 
 
-def test_unarchived_records_outlive_every_limit(url: str, tmp_path: Path) -> None:
+def test_unarchived_records_are_kept_beyond_every_limit(url: str, tmp_path: Path) -> None:
     with meteor.connect(url) as m:
         stream = m.stream("s", store=tmp_path, archive=False, max_bytes=1_000, max_age=0.001)
         publish_each(stream, 300)
@@ -293,7 +293,7 @@ def test_unarchived_records_outlive_every_limit(url: str, tmp_path: Path) -> Non
         assert sum(len(batch) for batch in stream.read(0)) == 351
 
 
-def test_marks_stay_bounded_while_the_archiver_is_away(client: meteor.Client) -> None:
+def test_marks_stay_bounded_while_no_archiver_runs(client: meteor.Client) -> None:
     stream = client.stream("s", max_bytes=3_200)
     client.redis.hset(keys.meta("s"), mapping={"archived": 0, "max_unarchived": 10**6})
     publish_each(stream, 1_000, size=100)

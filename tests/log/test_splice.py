@@ -218,7 +218,7 @@ def test_records_of_every_shape_are_the_same_in_store_and_ring(
 # Moving
 
 
-def test_any_offset_in_store_or_ring_can_be_sought(stream: meteor.Stream) -> None:
+def test_seek_reaches_any_offset_in_store_and_ring(stream: meteor.Stream) -> None:
     fill_segments(stream, 4, 9, 3)
     fill(stream, 6, 3)
     with stream.subscriber() as sub:

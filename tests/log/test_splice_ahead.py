@@ -350,7 +350,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
-def test_one_record_among_many_segments_opens_at_most_three_files(
+def test_reading_one_record_among_many_segments_opens_at_most_three_files(
     url: str, tmp_path: Path, opened: list[str], rng: random.Random
 ) -> None:
     with meteor.connect(url) as m:

@@ -266,7 +266,7 @@ def test_damage_in_one_row_group_leaves_the_other_row_groups_readable(
 
 
 @pytest.mark.parametrize("damage", [fill_with_noise, partial(flip, name="appended")])
-def test_seeking_a_time_in_a_damaged_segment_is_a_clear_error(
+def test_seeking_a_time_in_a_damaged_segment_raises_a_clear_error(
     stream: meteor.Stream, segment: Path, rng: random.Random, damage: Damage
 ) -> None:
     (record,) = (record for batch in stream.read(15, 16) for record in batch)
@@ -381,7 +381,7 @@ def test_reader_waits_for_a_store_that_is_briefly_unavailable(
 
 
 @pytest.mark.parametrize("on_gap", ["raise", "skip"])
-def test_a_store_that_stays_unavailable_is_an_error_that_loses_nothing(
+def test_a_store_that_stays_unavailable_raises_an_error_and_loses_nothing(
     stream: meteor.Stream, tmp_path: Path, on_gap: OnGap
 ) -> None:
     home, away = tmp_path / NAME, tmp_path / "away"

@@ -40,12 +40,12 @@ def both(arguments: list[str], folder: Path, given: bytes = b"in") -> list[Any]:
 
 
 @pytest.mark.parametrize("what", PROGRAMS)
-def test_program_behaves_the_same(what: str, tmp_path: Path) -> None:
+def test_forked_program_behaves_like_a_started_one(what: str, tmp_path: Path) -> None:
     forked, started = both(["-W", "ignore", "-c", PROGRAMS[what], "1", "2"], tmp_path)
     assert forked == started
 
 
-def test_scripts_and_modules_behave_the_same(tmp_path: Path) -> None:
+def test_forked_scripts_and_modules_behave_like_started_ones(tmp_path: Path) -> None:
     (tmp_path / "told.py").write_text(PROGRAMS["arguments"].replace("sys.path[0]", "__file__"))
     for arguments in (["-m", "told", "1"], [str(tmp_path / "told.py"), "1"]):
         forked, started = both(arguments, tmp_path)

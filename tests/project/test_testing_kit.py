@@ -183,7 +183,9 @@ import meteor_py.testing.fixtures
     assert last.startswith("ImportError: meteor_py.testing.fixtures needs pytest. Install it with")
 
 
-def test_fixtures_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_a_missing_dependency_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = """
 def test_fake(meteor_fake):
     pass

@@ -56,7 +56,9 @@ def test_an_ack_has_the_offset_once_it_is_known(proxied: ProxiedStream) -> None:
     assert "offset 1" in repr(ack)
 
 
-def test_callbacks_are_called_once_before_and_after_the_outcome(proxied: ProxiedStream) -> None:
+def test_callbacks_added_before_and_after_the_outcome_are_called_once(
+    proxied: ProxiedStream,
+) -> None:
     pub = proxied.warm_publisher()
     called: list[tuple[str, int | None]] = []
     proxied.proxy.stall("replies")

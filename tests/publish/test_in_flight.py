@@ -69,7 +69,7 @@ def test_a_rewound_window_is_sent_again_under_the_same_numbers() -> None:
     assert (numbers(batches), window.epoch) == ([0, 1, 2], 0)
 
 
-def test_only_sent_batches_become_doubtful() -> None:
+def test_only_sent_batches_can_be_in_doubt() -> None:
     window, batches = filled(3, sent=2)
     window.doubt_sent()
     assert doubts(batches) == [True, True, False]
@@ -79,7 +79,7 @@ def test_only_sent_batches_become_doubtful() -> None:
     assert doubts(batches) == [False, False, False]
 
 
-def test_a_refusal_without_doubt_leaves_later_batches_without_doubt() -> None:
+def test_a_definite_refusal_leaves_no_later_batch_in_doubt() -> None:
     window, batches = filled(3, sent=3)
     window.mark_acknowledged(10)
     window.rewind_to_acknowledged()

@@ -26,7 +26,7 @@ from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_a_batch_sent_behind_one_that_is_refused_for_now_ends_as_unknown(
+def test_a_batch_sent_behind_a_temporarily_refused_one_ends_as_unknown(
     private_server: ServerFactory, kind: Literal["valkey", "redis"]
 ) -> None:
     """The publisher saw no reply to the second batch, which may arrive late, after the first."""
@@ -169,7 +169,7 @@ def fail_in_publish(pub: meteor.Publisher) -> object:
 
 
 @pytest.mark.parametrize("fail", [fail_in_result, fail_in_flush, fail_in_publish])
-def test_an_error_that_is_kept_does_not_keep_its_callers_variables(
+def test_a_stored_error_does_not_keep_the_callers_variables_alive(
     private_server: ServerFactory, fail: Callable[[meteor.Publisher], object]
 ) -> None:
     server = private_server()
@@ -220,7 +220,7 @@ def test_acknowledged_batches_are_not_sent_again_when_an_older_one_expires(
     assert sending._acked.offset == 4, "so that a later loss is reported"
 
 
-def test_flush_returns_at_once_when_no_sender_is_left_to_check(proxied: ProxiedStream) -> None:
+def test_flush_returns_at_once_if_the_sender_has_ended(proxied: ProxiedStream) -> None:
     pub = proxied.warm_publisher()
     pub._sender._acknowledged_at -= 10  # as if it were long ago
     pub.close()
@@ -229,7 +229,7 @@ def test_flush_returns_at_once_when_no_sender_is_left_to_check(proxied: ProxiedS
     assert time.monotonic() - begun < 3
 
 
-def test_a_hung_server_does_not_stretch_the_timeouts_of_flush_and_close(
+def test_a_hung_server_does_not_extend_the_timeouts_of_flush_and_close(
     proxied: ProxiedStream,
 ) -> None:
     pub = proxied.warm_publisher()

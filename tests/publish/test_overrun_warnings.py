@@ -75,7 +75,7 @@ def test_publisher_warns_of_shared_groups_too(
     assert "'workers'" in text
 
 
-def test_limits_of_bytes_are_watched_too(
+def test_publisher_warns_of_records_dropped_by_max_bytes(
     client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.stream("s", max_bytes=1_000)

@@ -193,7 +193,7 @@ def test_arrow_timestamps_of_any_unit_become_ms(
         pub.publish_many(pa.array([b"x"]), timestamps=pa.array([moment], pa.timestamp("us")))
 
 
-def test_ranges_shows_where_another_publisher_published_in_between(proxied: ProxiedStream) -> None:
+def test_ranges_show_where_another_publisher_published_in_between(proxied: ProxiedStream) -> None:
     pub = proxied.warm_publisher()
     proxied.proxy.stall("replies")
     many = pub.publish_many([b"m"] * (8 * FRAME_RECORDS_MAX))

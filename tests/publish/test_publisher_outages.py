@@ -123,7 +123,7 @@ def test_publisher_waits_for_a_server_that_briefly_refuses_writes(
 
 
 @pytest.mark.parametrize(("begin", "end", "word"), NOT_NOW)
-def test_a_server_that_keeps_refusing_writes_is_an_error_and_nothing_is_in_doubt(
+def test_records_fail_with_a_known_outcome_if_the_server_keeps_refusing_writes(
     private: ProxiedStream, begin: tuple[str, ...], end: tuple[str, ...], word: str
 ) -> None:
     pub = private.warm_publisher(delivery_timeout=0.4)
@@ -184,7 +184,7 @@ def test_publisher_waits_for_a_server_that_loads_its_data(private_server: Server
 # No server, wrong server
 
 
-def test_a_connection_refused_is_one_clear_sentence_without_the_password(
+def test_a_refused_connection_is_reported_in_one_sentence_without_the_password(
     private_server: ServerFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -271,7 +271,7 @@ def test_kill_and_restart_with_an_append_only_file_lose_nothing(
         assert len(set(epochs)) == 4
 
 
-def test_an_entry_above_the_end_is_reported_as_the_cause_that_stops_publishing(url: str) -> None:
+def test_publish_error_names_an_entry_beyond_the_end_as_the_cause(url: str) -> None:
     with meteor.connect(url) as m:
         stream = m.stream("s", create=True)
         with m.redis as client:
@@ -280,7 +280,7 @@ def test_an_entry_above_the_end_is_reported_as_the_cause_that_stops_publishing(u
             pub.publish(b"x").result()
 
 
-def test_publishers_of_a_closed_client_give_up_a_hung_server_together(
+def test_publishers_of_a_closed_client_give_up_on_a_hung_server_together(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()

@@ -102,7 +102,7 @@ def test_a_version_that_was_begun_with_another_number_of_records_is_finished_and
     assert contents(stream) == numbers(5)
 
 
-def test_a_fence_of_a_release_that_did_not_count_records_is_finished_and_not_compared(
+def test_a_version_whose_fence_has_no_record_count_is_finished_without_a_comparison(
     stream: meteor.Stream, frame_by_frame: None
 ) -> None:
     begin(stream, 1, stage(stream, "a", "0 1", "2"), moves=1)
@@ -291,7 +291,7 @@ def test_a_stage_lost_before_the_plan_is_reported_and_can_be_written_again(
 
 @pytest.mark.parametrize("moves", [0, 1])
 @pytest.mark.parametrize("key", [keys.stage("s", "a"), keys.plan("s", "w")])
-def test_a_plan_whose_frames_are_gone_is_reported_and_miscounts_nothing(
+def test_a_plan_whose_frames_are_gone_is_reported_and_can_be_resolved(
     stream: meteor.Stream, frame_by_frame: None, key: str, moves: int
 ) -> None:
     a = stage(stream, "a", "0 1", "2 3", "4")

@@ -140,7 +140,7 @@ def test_a_batch_is_a_sequence(batch: RecordBatch) -> None:
         assert batch.count(records[0]) == 1
 
 
-def test_values_and_keys_are_those_of_the_records(batch: RecordBatch) -> None:
+def test_values_and_keys_equal_those_of_the_records(batch: RecordBatch) -> None:
     assert batch.values() == [expected(offset).value for offset in batch.offsets]
     assert batch.keys() == [expected(offset).key for offset in batch.offsets]
 

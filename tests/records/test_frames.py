@@ -131,7 +131,7 @@ def test_every_layout_is_decoded_as_it_was_encoded(
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize(("c", "h", "k"), PRESENT)
-def test_the_name_of_a_frame_says_its_columns_and_compression(
+def test_the_name_of_a_frame_encodes_its_columns_and_compression(
     compression: Compression, c: bool, h: bool, k: bool
 ) -> None:
     letters = "c" * c + "h" * h + "k" * k + "v"
@@ -219,7 +219,7 @@ def mutate(rng: random.Random, payload: bytes, other: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_mutant_is_a_typed_error_with_offsets_or_a_well_formed_batch(
+def test_a_mutated_frame_raises_a_typed_error_or_decodes_to_a_well_formed_batch(
     base: str, rng: random.Random
 ) -> None:
     refused = decode_mutants(base, rng, 150)
@@ -245,7 +245,7 @@ def decode_mutants(base: str, rng: random.Random, count: int) -> list[meteor.Cor
     return refused
 
 
-def test_a_mutant_of_the_whole_entry_is_a_typed_error_or_a_well_formed_batch(
+def test_a_mutated_entry_raises_a_typed_error_or_decodes_to_a_well_formed_batch(
     rng: random.Random,
 ) -> None:
     for _ in range(3000):

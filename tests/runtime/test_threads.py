@@ -109,7 +109,7 @@ def test_threads_of_the_parent_are_not_alive_in_a_forked_child() -> None:
     assert status == 0
 
 
-def test_ends_within_pushes_until_the_thread_ends() -> None:
+def test_ends_within_calls_its_function_until_the_thread_ends() -> None:
     pushed = threading.Semaphore(0)
 
     def three() -> None:

@@ -90,7 +90,7 @@ def test_directory_deleted_under_a_server_can_be_opened_again(kept: Path) -> Non
             assert ask(second, "PING")
 
 
-def test_leftover_of_a_crash_of_user_and_supervisor_is_removed_later() -> None:
+def test_leftovers_of_a_crashed_user_and_supervisor_are_removed_later() -> None:
     user = User()
     with user.process:
         assert user.reply() == "ready"

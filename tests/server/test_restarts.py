@@ -213,7 +213,7 @@ def test_publisher_waits_for_a_server_program_that_is_missing(
         assert ack.result(WAIT_S) == 1
 
 
-def test_pause_before_a_restart_grows_and_ends(
+def test_pause_before_a_restart_grows_to_a_limit_and_is_reset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1_000_000.0
@@ -236,7 +236,7 @@ def test_pause_before_a_restart_grows_and_ends(
     assert limit.wait_s(tmp_path) <= 0
 
 
-def test_server_whose_files_cannot_be_written_comes_back_later(kept: Path) -> None:
+def test_server_that_cannot_write_its_files_comes_back_later(kept: Path) -> None:
     with meteor.connect(f"embedded://{kept}", timeout=0.5) as m:
         stream = m.stream("s", create=True)
         with stream.publisher() as pub:
@@ -394,7 +394,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     run(script)
 
 
-def test_program_that_ends_restarts_nothing(kept: Path) -> None:
+def test_exiting_program_restarts_no_server(kept: Path) -> None:
     script = f"""
 import atexit, meteor_py as meteor, os, signal
 m = meteor.connect("embedded://{kept}")

@@ -27,7 +27,7 @@ def documented(kind: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("option", sorted(documented("source")))
-def test_documented_default_of_a_source_option_changes_nothing(option: str) -> None:
+def test_source_option_with_its_documented_default_changes_nothing(option: str) -> None:
     given = GIVEN | ({"minOffsetsPerTrigger": "5"} if option == "maxTriggerDelay" else {})
     value = documented("source")[option]
     assert parse(given | {option: value}) == parse(given)
@@ -38,13 +38,13 @@ def parse(given: dict[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("option", sorted({*documented("sink")} - {"capacity"}))
-def test_documented_default_of_a_sink_option_changes_nothing(option: str) -> None:
+def test_sink_option_with_its_documented_default_changes_nothing(option: str) -> None:
     value = documented("sink")[option]
     explicit = parse_sink(GIVEN | {option: value}, VALUES, streaming=True)
     assert explicit == parse_sink(GIVEN, VALUES, streaming=True)
 
 
-def test_documented_capacity_of_new_streams_is_that_of_a_stream() -> None:
+def test_documented_capacity_of_new_streams_is_the_default_capacity() -> None:
     assert int(documented("sink")["capacity"]) == StreamConfig().capacity
 
 

@@ -98,7 +98,7 @@ def test_lenient_query_steps_back_to_the_records_that_replaced_lost_ones(
     lagging.wait_until_confirmed(50)
 
 
-def test_step_back_happens_after_a_crash_too(lagging: Lagging) -> None:
+def test_lenient_query_steps_back_after_a_crash_too(lagging: Lagging) -> None:
     with lagging.engine() as engine:
         lagging.begin(engine)
         assert engine.plan()
@@ -119,7 +119,7 @@ def test_step_back_happens_after_a_crash_too(lagging: Lagging) -> None:
 
 
 @pytest.mark.parametrize("parts", ["1", "3"])
-def test_repeated_batch_of_a_deleted_stream_fails_or_ends(
+def test_repeated_batch_of_a_deleted_stream_fails_or_is_empty(
     url: str, client: meteor.Client, parts: str
 ) -> None:
     stream = client.stream("orders", capacity=1000)

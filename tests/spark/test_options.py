@@ -55,7 +55,9 @@ def test_option_names_ignore_case() -> None:
         ({"startingTimestamp": "1970-01-01T01:00:00+01:00"}, OffsetSpec("time", 0)),
     ],
 )
-def test_start_can_be_written_in_many_ways(given: dict[str, str], spec: OffsetSpec) -> None:
+def test_start_position_accepts_every_documented_form(
+    given: dict[str, str], spec: OffsetSpec
+) -> None:
     assert parse(given).starting["orders"] == spec
 
 
@@ -181,7 +183,9 @@ def stream(url: str) -> Iterator[meteor.Stream]:
         yield m.stream("orders", capacity=1000)
 
 
-def test_batches_respect_the_limit_and_end_with_the_stream(url: str, stream: meteor.Stream) -> None:
+def test_batches_respect_the_limit_and_stop_at_the_end_of_the_stream(
+    url: str, stream: meteor.Stream
+) -> None:
     fill(stream, 10, 10, 5)
     with Engine(Checkpoint(), url=url, maxOffsetsPerTrigger="10", minPartitions="3") as engine:
         assert engine.limit == ReadMaxRows(10)

@@ -172,7 +172,7 @@ def test_lost_records_fail_the_query_unless_it_may_lose_them(
     assert offsets(spark, tmp_path) == [*range(10), *range(first, end)]
 
 
-def test_query_reads_all_streams_of_a_pattern_and_one_created_later(
+def test_query_reads_all_streams_that_match_a_pattern_even_one_created_later(
     spark: SparkSession, url: str, client: meteor.Client, tmp_path: Path
 ) -> None:
     for name in ("shop.a", "shop.b", "other"):

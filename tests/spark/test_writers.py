@@ -171,7 +171,7 @@ def sink(
     return Sink(url, monkeypatch)
 
 
-def test_only_the_attempt_that_the_engine_counts_is_written(
+def test_only_the_attempt_that_spark_commits_is_written(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
     lost, counted, late = map(sink.attempt, ("lost", "counted", "late"))

@@ -129,7 +129,7 @@ def test_dataset_of_an_empty_store_is_empty(url: str, tmp_path: Path) -> None:
         assert dataset.schema.equals(meteor.ARROW_SCHEMA)
 
 
-def test_paths_are_those_of_the_filesystem(stream: meteor.Stream) -> None:
+def test_paths_can_be_opened_with_the_filesystem(stream: meteor.Stream) -> None:
     store = stream.store
     assert store.paths() == store.files()
     assert all(info.is_file for info in store.filesystem.get_file_info(store.paths()))

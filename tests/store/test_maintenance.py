@@ -228,7 +228,7 @@ def test_expiry_leaves_superseded_segments_above_it_to_later_tidying(
     check(store, 40, END)
 
 
-def test_nothing_is_removed_once_the_term_is_in_doubt(untidy: ParquetStore, tmp_path: Path) -> None:
+def test_nothing_is_removed_once_the_term_may_be_over(untidy: ParquetStore, tmp_path: Path) -> None:
     before = names(tmp_path)
     asked: list[set[str]] = []
 

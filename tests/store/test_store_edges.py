@@ -294,7 +294,7 @@ def works(archiver: meteor.Archiver) -> bool:
     return archiver._thread is not None and archiver._thread.is_alive()
 
 
-def test_reader_keeps_the_given_store_after_skipping_a_lost_branch(
+def test_reader_keeps_the_store_it_was_given_after_skipping_a_lost_branch(
     m: meteor.Client,
 ) -> None:
     stream = stored(m, MemoryStore(NAME))

@@ -199,7 +199,7 @@ def test_folder_of_another_stream_is_refused(tmp_path: Path) -> None:
         ParquetStore(tmp_path, "t").identity()
 
 
-def test_identity_file_that_is_a_folder_is_unavailable(tmp_path: Path) -> None:
+def test_identity_file_that_is_a_folder_raises_store_unavailable(tmp_path: Path) -> None:
     (tmp_path / "s" / IDENTITY_FILE).mkdir(parents=True)
     with pytest.raises(StoreUnavailable):
         ParquetStore(tmp_path, "s").identity()

@@ -112,7 +112,9 @@ def test_history_in_s3_is_claimed_read_searched_tidied_and_deleted(s3: S3) -> No
     check(again, 0, 10, incarnation=OTHER)
 
 
-def test_upload_cut_in_the_middle_is_not_visible(proxied: ProxiedStore, rng: random.Random) -> None:
+def test_upload_interrupted_in_the_middle_is_not_visible(
+    proxied: ProxiedStore, rng: random.Random
+) -> None:
     proxied.proxy.chunk(PIECE, PAUSE_S)
     upload = proxied.append(1, large(rng, 10, 1 << 20))
     proxied.wait_for(50_000)
@@ -127,7 +129,7 @@ def test_upload_cut_in_the_middle_is_not_visible(proxied: ProxiedStore, rng: ran
     assert proxied.store.bounds(INCARNATION) == Bounds(0, 30, 2)
 
 
-def test_multipart_upload_with_a_cut_part_is_not_visible(
+def test_multipart_upload_with_an_interrupted_part_is_not_visible(
     proxied: ProxiedStore, rng: random.Random
 ) -> None:
     proxied.proxy.chunk(1 << 16, PAUSE_S)
@@ -141,7 +143,7 @@ def test_multipart_upload_with_a_cut_part_is_not_visible(
     check(proxied.store, 0, 30)
 
 
-def test_upload_cut_once_is_retried_automatically(
+def test_interrupted_upload_is_retried_automatically(
     s3: S3, proxied: ProxiedStore, rng: random.Random
 ) -> None:
     uri = s3.uri(proxied.proxy.port)

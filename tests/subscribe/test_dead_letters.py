@@ -153,7 +153,7 @@ def test_codec_of_the_target_does_not_encode_the_value(any_url: str) -> None:
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_the_largest_record_can_be_buried(
+def test_the_largest_record_can_become_a_dead_letter(
     url: str, rng: Random, compression: meteor.Compression
 ) -> None:
     size = 32 * 2**20
@@ -521,7 +521,7 @@ def values_of(stream: meteor.Stream) -> list[bytes]:
 # Other failures
 
 
-def test_promotion_under_an_idle_connection_is_noticed(
+def test_promotion_of_the_server_is_detected_on_an_idle_connection(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()
@@ -622,7 +622,7 @@ def test_stop_ends_the_retries_early(private_server: ServerFactory) -> None:
         assert time.monotonic() - start < 10
 
 
-def test_stop_is_not_asked_if_the_first_attempt_succeeds(streams: DeadLetterStreams) -> None:
+def test_stop_is_not_called_if_the_first_attempt_succeeds(streams: DeadLetterStreams) -> None:
     streams.bury(streams.record(), timeout_s=0, stop=lambda: True)
     assert len(streams.letters()) == 1
 

@@ -106,7 +106,7 @@ def test_skip_gap_without_a_gap_does_nothing(ring: meteor.Stream) -> None:
         assert (sub.position, sub.skipped) == (5, 0)
 
 
-def test_records_fetched_before_the_ring_moved_are_handed_out(ring: meteor.Stream) -> None:
+def test_records_fetched_before_the_ring_moved_are_returned(ring: meteor.Stream) -> None:
     fill(ring, 5, 5)
     with ring.subscriber(initial_offset="earliest") as sub:
         sub.poll(timeout=0, max_records=2)
@@ -129,7 +129,7 @@ def test_records_dropped_while_a_gap_is_skipped_are_counted(
         assert sub.skipped == 40
 
 
-def test_overtaken_reader_at_earliest_is_told_once_a_poll_has_fixed_its_position(
+def test_overtaken_reader_at_earliest_gets_records_lost_after_its_first_poll(
     ring: meteor.Stream,
 ) -> None:
     with ring.subscriber(initial_offset="earliest") as sub:
@@ -145,7 +145,7 @@ def test_overtaken_reader_at_earliest_is_told_once_a_poll_has_fixed_its_position
         assert range_lost(sub) == (25, 29)
 
 
-def test_overtaken_reader_at_earliest_is_told_if_no_record_existed_when_it_was_opened(
+def test_overtaken_reader_at_earliest_gets_records_lost_if_the_stream_was_empty(
     ring: meteor.Stream,
 ) -> None:
     with ring.subscriber(initial_offset="earliest") as sub, ring.subscriber(group="g") as member:
@@ -154,7 +154,7 @@ def test_overtaken_reader_at_earliest_is_told_if_no_record_existed_when_it_was_o
         assert range_lost(member) == (0, 14)
 
 
-def test_overtaken_group_is_told_once_a_poll_has_fixed_its_position(ring: meteor.Stream) -> None:
+def test_overtaken_group_gets_records_lost_after_its_first_poll(ring: meteor.Stream) -> None:
     fill(ring, 10)
     ring.seek_group("g", "earliest")
     with ring.subscriber(group="g") as sub:
@@ -188,7 +188,7 @@ def test_callback_that_raises_does_not_lose_the_records_after_the_gap(
         assert drain(sub) == list(range(10, 20))
 
 
-def test_every_record_is_either_handed_out_or_counted_as_skipped(
+def test_every_record_is_either_returned_or_counted_as_skipped(
     client: meteor.Client, rng: random.Random
 ) -> None:
     stream = client.stream("busy", capacity=50)
@@ -298,7 +298,7 @@ def test_bad_frame_is_reported_after_the_records_before_it_and_can_be_skipped(
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_loop_hands_out_all_records_before_a_bad_frame_then_raises(
+def test_loop_yields_all_records_before_a_bad_frame_then_raises(
     client: meteor.Client, plain: redis.Redis, bad: str
 ) -> None:
     stream = damaged(client, plain, bad)

@@ -66,7 +66,7 @@ def test_confirmed_offset_never_moves_backwards(harness: GroupHarness, wait: boo
     ("offset", "error"),
     [(5, ValueError), (10, ValueError), (-1, ValueError), (True, TypeError), ("3", TypeError)],
 )
-def test_confirm_of_a_record_that_was_not_handed_out_is_refused(
+def test_confirm_of_a_record_that_was_not_returned_is_refused(
     harness: GroupHarness, offset: Any, error: type[Exception]
 ) -> None:
     harness.fill(10)
@@ -78,7 +78,9 @@ def test_confirm_of_a_record_that_was_not_handed_out_is_refused(
     assert harness.confirmed is None
 
 
-def test_group_calls_without_a_group_raise_not_grouped(harness: GroupHarness) -> None:
+def test_group_methods_of_a_subscriber_without_a_group_raise_not_grouped(
+    harness: GroupHarness,
+) -> None:
     harness.fill(1)
     sub = harness.subscriber(group=None)
     for what in ("confirm", "deactivate", "reactivate"):

@@ -266,7 +266,7 @@ def test_poll_raises_if_the_server_is_unreachable_and_loses_nothing(proxied: Pro
     assert events(proxied) == ["assigned"]
 
 
-def test_owner_without_a_server_stops_trusting_its_lease_and_hands_out_nothing(
+def test_owner_without_a_server_stops_trusting_its_lease_and_returns_nothing(
     proxied: ProxiedStream,
 ) -> None:
     sub = proxied.subscriber(group=GROUP, lease_ttl=0.6)

@@ -156,7 +156,7 @@ def test_group_from_earliest_starts_while_the_ring_moves(harness: GroupHarness) 
                 assert sub.poll(10).first_offset > 0
 
 
-def test_first_record_of_a_wrapped_ring_is_handed_out(harness: GroupHarness) -> None:
+def test_first_record_of_a_wrapped_ring_is_returned(harness: GroupHarness) -> None:
     harness.fill(10, 10)
     assert check_values(harness.subscriber(initial_offset="earliest").poll(5)) == list(
         range(10, 20)
@@ -205,7 +205,9 @@ def test_group_ahead_of_a_lagging_replica_gets_log_truncated_and_continues(
     assert _confirmed(proxied) == 30
 
 
-def test_group_level_with_a_lagging_replica_continues(replicated: ReplicatedStream) -> None:
+def test_group_that_is_not_ahead_of_a_lagging_replica_continues(
+    replicated: ReplicatedStream,
+) -> None:
     proxied = replicated.proxied
     fill(proxied.stream, 10)
     sub = proxied.subscriber(group=GROUP, lease_ttl=60)

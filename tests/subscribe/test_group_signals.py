@@ -239,7 +239,7 @@ def test_ctrl_c_while_closing_leaves_neither_a_thread_nor_a_lease(proxied: Proxi
         sub.close()
 
 
-def test_ctrl_c_in_a_poll_ends_polling(harness: GroupHarness) -> None:
+def test_member_does_not_count_as_polling_after_ctrl_c_in_a_poll(harness: GroupHarness) -> None:
     harness.fill(5)
     sub = harness.subscriber(lease_ttl=30)
     sub.poll(5)
@@ -316,7 +316,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_locked(harness: GroupHarness, work:
 
 
 @pytest.mark.parametrize("starts", [False, True])
-def test_ctrl_c_while_a_receiver_starts_leaves_nothing_to_wait_for(
+def test_receiver_interrupted_while_it_starts_can_be_closed(
     harness: GroupHarness, monkeypatch: pytest.MonkeyPatch, starts: bool
 ) -> None:
     sub = harness.subscriber(lease_ttl=30)

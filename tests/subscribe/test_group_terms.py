@@ -203,7 +203,7 @@ def test_slow_loop_continues_where_it_left_off(harness: GroupHarness) -> None:
     assert {event.term for event in harness.events()} == {sub.term}
 
 
-def test_loop_without_the_lease_hands_out_nothing(harness: GroupHarness) -> None:
+def test_loop_without_the_lease_yields_nothing(harness: GroupHarness) -> None:
     harness.fill(10)
     first = harness.subscriber(lease_ttl=60, max_poll_interval=0.2)
     second = harness.subscriber(lease_ttl=60)
@@ -275,7 +275,7 @@ def test_close_ends_a_wait_in_another_thread_at_once(
     assert time.monotonic() - began < 8  # a blocking read lasts two seconds
 
 
-def test_members_come_and_go_quickly(harness: GroupHarness) -> None:
+def test_members_can_join_and_leave_quickly(harness: GroupHarness) -> None:
     for number in range(50):
         harness.fill(1)
         with harness.stream.subscriber(group=harness.group, lease_ttl=60) as sub:

@@ -257,7 +257,7 @@ def test_epoch_unknown_to_the_server_was_lost() -> None:
     assert diverged_at(Position("i", 2_000, 100), "1:0,1500:100", 300) is None
 
 
-def test_demotion_and_promotion_under_an_idle_publisher_are_noticed(
+def test_idle_publisher_detects_demotion_and_promotion_of_its_server(
     private_server: ServerFactory,
 ) -> None:
     first = private_server()

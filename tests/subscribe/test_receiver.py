@@ -272,7 +272,7 @@ def test_error_in_the_block_is_not_hidden_by_the_receivers(url: str) -> None:
 # Invalid calls
 
 
-def test_subscriber_has_one_reader(stream: meteor.Stream) -> None:
+def test_subscriber_allows_only_one_reader_at_a_time(stream: meteor.Stream) -> None:
     with stream.subscriber() as sub:
         sub.attach_receiver(Handler())
         for refused in (

@@ -389,7 +389,7 @@ def test_deleted_dead_letter_stream_ends_the_receiver_with_an_error(
     assert next_of(stream) == [0, 1]
 
 
-def test_stream_cannot_take_its_own_dead_letters(stream: meteor.Stream) -> None:
+def test_stream_cannot_be_its_own_dead_letter_stream(stream: meteor.Stream) -> None:
     same = stream.client.stream("s", create=True)
     with stream.subscriber() as sub, pytest.raises(ValueError, match="the stream itself"):
         sub.attach_receiver(Handler(), on_error=same)
