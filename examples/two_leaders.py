@@ -5,9 +5,9 @@
 Two processes join a peer group. One is elected and writes a counter. SIGSTOP freezes it, like a
 long pause of a virtual machine. The other is elected in a higher term and continues the counter.
 Then the first process wakes up in the middle of a write. It knows at once, without a request, that
-its term is over, and its write is refused. Even if the write had already been sent, the server would
-refuse it, because the write carries the number of its term. Finally SIGKILL ends the current leader,
-and the first process leads again.
+its term is over, and its write is refused. Even if the write had already been sent, the server
+would refuse it, because the write carries the number of its term. Finally SIGKILL ends the current
+leader, and the first process leads again.
 
 The program starts a private server and stops it at the end.
 """

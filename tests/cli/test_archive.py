@@ -1,4 +1,4 @@
-"""``meteor archive``: listing, maintenance, and archiving until the command ends."""
+"""``meteor archive``: lists and maintains files, and archives until the command ends."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ DAMAGE = b"PAR1 is not enough"
 
 @pytest.fixture
 def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
-    """A stream with a store, but without an archiver."""
+    """A stream with a store and no archiver."""
     with StoredStream(url, tmp_path / "store") as stored:
         yield stored
 
 
 @pytest.fixture
 def filled(stored: StoredStream) -> StoredStream:
-    """A depot with three files of 60 records each."""
+    """A stream with three archived files of 60 records each."""
     for _ in range(3):
         stored.fill(60)
         stored.archive()
@@ -293,13 +293,13 @@ def test_run_archives_and_releases_its_lease_at_the_end(
         stored.fill(60)
         stored.wait_archived(60)
         while "archived below 60, 0 waiting" not in command.line("stderr"):
-            pass  # ends: line() raises when no more output arrives
+            pass  # line() raises when the command has ended
         assert stored.lease_left_ms > 0
         done = command.end(how)
     assert (done.code, done.out) == (code, b"")
     assert "Traceback" not in done.err
     assert stored.owner is None
-    stored.archiver()  # the lease was released: it would not expire during the test
+    stored.archiver()  # the lease was released: it does not expire during the test
     stored.fill(60)
     stored.check(120)
 
@@ -340,7 +340,7 @@ def test_run_continues_when_the_store_is_back(stored: StoredStream) -> None:
         stored.root.rename(away)
         stored.fill(60)
         while "Cannot archive stream" not in command.line("stderr"):
-            pass  # ends: line() raises when no more output arrives
+            pass  # line() raises when the command has ended
         away.rename(stored.root)
         while "archived below 60, 0 waiting" not in command.line("stderr"):
             pass
@@ -372,7 +372,7 @@ def test_run_continues_when_one_stream_is_deleted(stored: StoredStream, tmp_path
         eventually(lambda: other.describe().archiver, 20)
         stored.stream.delete()
         while "was deleted" not in command.line("stderr"):
-            pass  # ends: line() raises when no more output arrives
+            pass  # line() raises when the command has ended
         fill(other, 70)
         eventually(lambda: other.describe().archived == 70, 20)
         assert command.end(signal.SIGINT).code == 130

@@ -1,4 +1,4 @@
-"""Features of all commands: help, addresses, errors, completion, and the reference."""
+"""Features that all commands share: help, addresses, errors, completion, and the reference."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_demo_shows_every_part_in_80_columns_and_leaves_nothing_behind(
         before = client.info("stats")["total_connections_received"]
         done = meteor(url, "demo", "--records", "20000", environ=environ, preloaded=False)
         connections = client.info("stats")["total_connections_received"] - before
-    assert connections == 0, "only --url counts, not $METEOR_URL"
+    assert connections == 0, "only --url is used, not $METEOR_URL"
     assert (done.code, done.err, done.text.count("✓")) == (0, "", STEPS), done
     assert "Published 20,000 records of 100 bytes" in done.text
     assert "It needs Java 17 or newer.)" in done.text
@@ -92,7 +92,7 @@ def test_server_of_another_user_is_left_unchanged(url: str) -> None:
         assert neighbour.client_id() == connection
         assert neighbour.keys("*") == before
     assert done.err.startswith("meteor: warning: The server at ")
-    assert done.err.count("\n") == 1, "a sentence without a source line"
+    assert done.err.count("\n") == 1, "the warning shows no source line"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_server_of_another_user_is_left_unchanged(url: str) -> None:
     ["Started a", "Read them all back", "three consumers", "leader of a peer", "once and in order"],
 )
 def test_ctrl_c_leaves_nothing_behind(moment: str, leftovers: Leftovers) -> None:
-    # Enough records to keep the last step busy.
+    # enough records to keep the last step busy
     command = (METEOR, "demo", "--no-spark", "--records", "200000")
     with Terminal(command, rows=60, environment=leftovers.environ, preloaded=False) as terminal:
         terminal.wait_for(moment)
@@ -164,7 +164,7 @@ def test_spark_reads_the_stream_and_its_log_is_hidden(url: str, leftovers: Lefto
     arguments = ("demo", "--records", "20000", "--url", url)
     done = meteor(None, *arguments, environ=leftovers.environ, patience_s=240, preloaded=False)
     assert (done.code, done.text.count("✓")) == (0, STEPS + 1), done
-    assert done.err.count("\n") == 1, "the warning of that server"
+    assert done.err.count("\n") == 1, "the warning about that server"
     assert "20,500" in done.text
     assert 'spark.read.format("meteor").option("stream", "orders-' in done.text
     assert [line for line in done.lines if len(line) > 80] == []

@@ -1,4 +1,4 @@
-"""Notations for positions and times, and their meaning."""
+"""Positions and times on the command line are parsed and resolved to offsets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_invalid_time_is_refused_with_valid_forms(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def stream() -> Iterator[meteor.Stream]:
-    """Offsets 2 to 11; two were dropped by the ring."""
+    """A stream with offsets 2 to 11: the ring has dropped two records."""
     with meteor.connect("embedded://") as m:
         stream = m.stream("orders", capacity=10)
         with stream.publisher() as pub:

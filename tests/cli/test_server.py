@@ -25,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def own(home: Path) -> Iterator[tuple[RunningCommand, str]]:
-    """The user's personal server, and its URL."""
+    """The command that runs the user's personal server, and its URL."""
     with RunningCommand(None, "server") as running:
         yield running, running.line()
 
@@ -91,7 +91,7 @@ def test_command_restarts_a_killed_server(
         with plain_client(url) as client:
             client.set("key", "kept")
         os.kill(before, signal.SIGKILL)
-        after = eventually(lambda: replacement_of(url, before), 30, "it is not restarted")
+        after = eventually(lambda: replacement_of(url, before), 30, "the server was not restarted")
         with plain_client(url) as client:
             assert client.get("key") == kept
         lines: list[str] = []
@@ -123,7 +123,7 @@ def test_command_survives_a_killed_connection(own: tuple[RunningCommand, str]) -
     running, url = own
     with plain_client(url) as client:
 
-        def waits() -> bool:  # its connection, and this one
+        def waits() -> bool:  # the command's connection, and this one
             return len(client.client_list()) == 2
 
         eventually(waits, 30, "the command is not connected")

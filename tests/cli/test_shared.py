@@ -32,7 +32,7 @@ SHOWN = r"\xff\x00\x1b[2J\\"
 
 @pytest.fixture
 def stream(url: str) -> Iterator[Stream]:
-    """Twelve records of three carts in turn, one of which has a hostile id."""
+    """Twelve records of three carts in turn. One cart has a hostile id."""
     with connect(url) as m:
         stream = m.stream("carts", ordering_key="key")
         with stream.publisher() as pub:
@@ -43,7 +43,7 @@ def stream(url: str) -> Iterator[Stream]:
 
 @pytest.fixture
 def sub(stream: Stream) -> Iterator[SharedSubscriber]:
-    """A consumer that holds two records of each cart; cart a gets parked, b delayed."""
+    """A consumer that holds two records of each cart. Cart a becomes parked, cart b delayed."""
     with stream.shared_subscriber("billing", max_per_key=2, on_poison="park") as sub:
         records = {record.offset: record for record in sub.poll()}
         records[0].reject("no such cart")

@@ -223,7 +223,7 @@ def test_waiting_tail_notices_a_closed_pipe(url: str, stream: Stream) -> None:
         assert running.line() == "19"
         assert running.process.stdout is not None
         running.process.stdout.close()
-        assert running.process.wait(30) == 0, "though no record arrived"
+        assert running.process.wait(30) == 0, "the command must end although no record arrived"
 
 
 def test_records_reach_the_terminal_escaped(url: str) -> None:
@@ -235,7 +235,7 @@ def test_records_reach_the_terminal_escaped(url: str) -> None:
         with Terminal([METEOR, "--url", url, "tail", "hostile", "-e", *style]) as terminal:
             assert terminal.wait() == 0
         shown = terminal.output.replace(b"\x1b[2m", b"").replace(b"\x1b[0m", b"")
-        shown = shown.replace(b"\x1b[36m", b"")  # our own colours
+        shown = shown.replace(b"\x1b[36m", b"")  # escape sequences for our own colours
         assert b"pwned" in shown or b"b64" in shown
         assert not {*b"\x1b\x07\0\x9b"} & {*shown}
         assert "\u202e" not in shown.decode(errors="replace")
@@ -380,4 +380,4 @@ def test_records_dropped_before_a_relative_start_are_not_lost(
         tailer.read(parse_span(start), None, follow=False)
         assert tailer.lost == 0
         tailer.read(parse_span("3"), None, follow=False)
-        assert tailer.lost > 0, "these records were requested"
+        assert tailer.lost > 0, "these records were requested explicitly"

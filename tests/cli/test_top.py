@@ -31,7 +31,7 @@ ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 
 def top(url: str, *arguments: str, columns: int = 80, rows: int = 24) -> Terminal:
     command: list[str | Path] = [METEOR, "--url", url, "top", "--interval", "0.2", *arguments]
-    # As a shell sets them; they do not change with the size of the window.
+    # A shell sets these variables; they do not change with the size of the window.
     environment = {"COLUMNS": str(columns), "LINES": str(rows)}
     return Terminal(command, columns=columns, rows=rows, environment=environment)
 
@@ -95,7 +95,7 @@ def test_rates_are_shown_while_records_flow_and_are_zero_after(
 def test_resize_redraws_immediately(url: str, client: meteor.Client) -> None:
     for number in range(30):
         fill(client.stream(f"stream-{number:02}-{'x' * 60}", create=True), 3)
-    with top(url, "--interval", "3600") as terminal:  # only the signal makes it redraw
+    with top(url, "--interval", "3600") as terminal:  # only the signal makes top redraw
         terminal.wait_for("\u2026 and 11 more streams")
         assert terminal.lines[-1] == "\u2026 and 11 more streams"
         assert all(len(line) <= 80 for line in terminal.lines)
@@ -115,7 +115,7 @@ def test_q_and_ctrl_c_restore_the_screen(
     url: str, client: meteor.Client, key: str, code: int
 ) -> None:
     client.stream("orders", create=True)
-    # A shell, which Ctrl-C does not end, shows the modes of the terminal before and after.
+    # Ctrl-C does not end the shell, which shows the terminal's modes before and after.
     script = 'trap : INT; stty -g; "$0" --url "$1" top --interval 3600; echo "code $?"; stty -g'
     with Terminal(["sh", "-c", script, METEOR, url]) as terminal:
         terminal.wait_for("orders")
@@ -181,7 +181,7 @@ def test_server_that_stays_down_ends_top_with_a_message(private_server: ServerFa
     server = private_server()
     with meteor.connect(server.url) as m:
         m.stream("orders", create=True)
-    with top(server.url, "--timeout", "1") as terminal:  # top waits six times as long in all
+    with top(server.url, "--timeout", "1") as terminal:  # top waits six times as long in total
         terminal.wait_for("orders")
         server.kill()
         assert terminal.wait() == 1
@@ -370,7 +370,7 @@ def test_once_on_a_terminal_fits_its_width(url: str, client: meteor.Client) -> N
     with Terminal(command, rows=60) as terminal:
         assert terminal.wait() == 0
         assert ENTER not in terminal.output
-        assert sum(line[:2].isdigit() for line in terminal.lines) == 40, "each is one line"
+        assert sum(line[:2].isdigit() for line in terminal.lines) == 40, "each stream is one line"
 
 
 def test_closed_pipe_ends_top_quietly(url: str, client: meteor.Client) -> None:

@@ -1,4 +1,4 @@
-"""``meteor watch``: changes between two snapshots, and the command on a real server."""
+"""``meteor watch`` reports changes between two snapshots, also as a process on a real server."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_watch_reports_the_old_and_the_new_owner_of_a_lease(harness: GroupHarnes
         second = harness.member(lease_ttl=LONG_S)
         assert second.poll(20) == [0, 1, 2]
         line = watch.line()
-        if line.endswith(f"{first.name} no longer has the lease"):  # a snapshot fell in between
+        if line.endswith(f"{first.name} no longer has the lease"):  # seen by a snapshot in between
             assert watch.line().endswith(f"lease taken by {second.name}")
         else:
             assert line.endswith(f"lease taken over from {first.name} by {second.name}")

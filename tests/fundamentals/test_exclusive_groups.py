@@ -1,4 +1,4 @@
-"""Exclusive groups: one member of a group reads at a time, and there is always a next one.
+"""Exclusive groups: one member reads at a time, and another takes over if it stops.
 
 A group is a reliable queue over a stream. The member that holds the lease gets the records; the
 others wait. If it closes, another takes over at once. If it dies or hangs, another takes over when
@@ -57,7 +57,7 @@ def test_when_a_member_hangs_the_next_continues(m: meteor.Client) -> None:
         stream.subscriber(group="billing", lease_ttl=SHORT) as two,
     ):
         assert len(hanging.poll(5)) == 5  # from here on, it does not poll
-        assert list(two.poll(10).offsets) == [0, 1, 2, 3, 4]  # none of them was confirmed
+        assert list(two.poll(10).offsets) == [0, 1, 2, 3, 4]  # no record was confirmed
         assert not hanging.is_assigned
 
 

@@ -1,9 +1,10 @@
 """Fenced confirms: only the member that holds the lease can confirm.
 
 Each time a member acquires the lease, a new term with a higher number begins. The server checks the
-term of every confirm. A member that was cut off, paused or replaced, and does not know it yet, gets
-``LeaseLost``, and its confirm changes nothing. A confirm that took effect before the lease was lost
-is reported as such, even if its reply was lost. Confirmed offsets never go back.
+term of every confirm. If a member was cut off, paused or replaced and has not noticed yet, its
+confirm raises ``LeaseLost`` and changes nothing. If a confirm took effect before the member lost
+its lease, it is reported as successful, even if its reply was lost. Confirmed offsets never
+decrease.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Order: a stream is one sequence, and every reader sees it in that sequence.
+"""Order: a stream is one sequence of records, and every reader sees them in that order.
 
 Records have the offsets 0, 1, 2... without holes. The records of one publisher stay in the order in
-which it published them, no matter how many publish at the same time. Shared subscribers work in
+which it published them, no matter how many publishers are active. Shared subscribers work in
 parallel, but the records of one ordering key are processed in order, by one consumer at a time.
 """
 

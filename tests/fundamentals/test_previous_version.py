@@ -1,4 +1,4 @@
-"""Upgrading keeps your data: this version opens whatever version 0.1 left behind.
+"""Upgrading keeps your data: this version continues all state that version 0.1 wrote.
 
 Streams, subscriber groups, shared groups, peer groups, stores and unfinished transactions continue
 where they left off, on Valkey and Redis, even if members died or were alive when 0.1 was stopped.

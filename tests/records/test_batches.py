@@ -1,4 +1,4 @@
-"""A RecordBatch is a sequence of records, whatever frames it came in, and copies nothing.
+"""A RecordBatch is a sequence of records, however they were framed, and copies nothing.
 
 Each test runs on batches of every kind: small frames merged into lists, one Arrow frame, several
 of both, sliced or not. All of them must behave the same.
@@ -26,7 +26,7 @@ MS = pa.timestamp("ms", tz="UTC")
 
 
 def expected(offset: int) -> Record:
-    """The record of this offset in all batches here."""
+    """Returns the record that all batches here have at this offset."""
     appended = APPENDED + offset // 50
     explicit = None if offset % 3 == 0 else APPENDED - offset
     return Record(
@@ -51,7 +51,7 @@ def entry(first: int, n: int) -> tuple[bytes, list[bytes]]:
     return b"%d-%d" % (first + n - 1, n), fields
 
 
-# Frames begin and end where the append time changes, so that it is the same in all of them.
+# The append time changes only between frames, so that it is the same in all kinds of batches.
 MAKES = {
     "one record": [1],
     "lists": [1, 3, 1, 32, 13],
@@ -70,7 +70,7 @@ def make(sizes: Sequence[int], codec: Codec | None = None) -> RecordBatch:
 
 
 def as_sliced(batch: RecordBatch) -> RecordBatch:
-    """The same batch, cut out of a larger one."""
+    """Returns an equal batch that is a slice of a larger one."""
     whole = make([*MAKES["both"], 50, 50, 50])
     part = whole[: len(batch)]
     assert isinstance(part, RecordBatch)

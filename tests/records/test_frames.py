@@ -1,4 +1,4 @@
-"""Frames are decoded as they were encoded, and bytes that are not a frame raise a typed error.
+"""Decoding restores the encoded records, and bytes that are not a frame raise a typed error.
 
 Covers the round trip of every layout, thousands of broken frames (flipped bits, cut ends, spliced
 halves), frames of a newer version, and foreign entries. ``test_bombs.py`` has decompression bombs,
@@ -47,7 +47,7 @@ def batch_of(*entries: Entry) -> RecordBatch:
 
 
 def sample(n: int, *, c: bool = False, h: bool = False, k: bool = False) -> Columns:
-    """Columns with occasional nulls, and values that compress well enough."""
+    """Returns columns with occasional nulls, and values that compress well."""
     return Columns(
         [b"value-%d" % i * 5 for i in range(n)],
         [None if i % 3 == 2 else b"key-%d" % (i % 7) for i in range(n)] if k else None,
@@ -75,7 +75,7 @@ def records_of(columns: Columns, first: int) -> list[Record]:
 
 
 def check_well_formed(batch: RecordBatch) -> None:
-    """Use everything a batch offers."""
+    """Call every method of a batch."""
     records = list(batch)
     assert [r.offset for r in records] == list(batch.offsets)
     assert [r.value for r in records] == batch.values()
@@ -226,11 +226,11 @@ def test_a_mutated_frame_raises_a_typed_error_or_decodes_to_a_well_formed_batch(
     for each in refused:
         assert (each.stream, each.first) == ("s", 100)
         assert f"{each.first} to {each.last}" in str(each)
-    assert refused or base == "1 of 0v"  # whose bytes are all value
+    assert refused or base == "1 of 0v"  # every byte of which belongs to the value
 
 
 def decode_mutants(base: str, rng: random.Random, count: int) -> list[meteor.CorruptFrame]:
-    """Decode mutants of a frame, check what is decoded, and return the errors of the others."""
+    """Decode mutants of a frame; check those that can be decoded, and return the others' errors."""
     entry_id, fields = BASES[base]
     other = rng.choice(list(BASES.values()))[1][3]
     refused: list[meteor.CorruptFrame] = []

@@ -1,4 +1,4 @@
-"""The outcome of an operation: waiting for it, callbacks, and whether its error was seen."""
+"""The outcome of an operation can be awaited, runs callbacks, and tracks observed errors."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_condition_is_neither_left_locked_nor_released_twice_by_an_interrupt(rng
     with RepeatingThread(notify) as rival, fuzzing(rng) as (interrupts, time_left):
         while time_left():
             interrupts.during(rng.choice((wait, wait, notify)))
-            assert not condition.is_mine(), "the interrupt has left it locked"
+            assert not condition.is_mine(), "the interrupt left the lock held"
         rival.must_advance()
     assert not condition._waiters
 
@@ -100,7 +100,9 @@ def test_notify_wakes_every_waiting_thread_even_if_it_is_interrupted(rng: Random
         rivals = [stack.enter_context(RepeatingThread(waiter(index))) for index in range(3)]
         with fuzzing(rng) as (interrupts, time_left):
             while time_left():
-                eventually(lambda: len(condition._waiters) == 3, 5, "an interrupt left some asleep")
+                eventually(
+                    lambda: len(condition._waiters) == 3, 5, "an interrupt left threads waiting"
+                )
                 interrupts.during(notify, 3e-5)
                 notify()
         for rival in rivals:
@@ -144,7 +146,7 @@ def test_interrupted_run_locked_leaves_nothing_locked(rng: Random) -> None:
     with RepeatingThread(other_thread_advances) as rival, fuzzing(rng) as (interrupts, time_left):
         while time_left():
             interrupts.during(lambda: run_locked(lock, 1.0, lambda: None), 2e-5)
-            assert not lock._is_owned(), "the interrupt has left it locked"  # type: ignore[attr-defined]
+            assert not lock._is_owned(), "the interrupt left the lock held"  # type: ignore[attr-defined]
         rival.must_advance()
 
 

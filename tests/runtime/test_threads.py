@@ -22,7 +22,7 @@ class _Signal(Exception):
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Calls something that blocks, and interrupts it with a signal."""
+    """Returns a function that runs a blocking call and interrupts it with a signal."""
 
     def raises(*_: object) -> None:
         raise _Signal

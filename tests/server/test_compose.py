@@ -42,7 +42,7 @@ def settings(arguments: list[str]) -> dict[str, str]:
 
 @pytest.fixture(params=sorted(binaries()))
 def services(request: pytest.FixtureRequest) -> Iterator[dict[str, Server]]:
-    """Both services on this machine: with their flags, on free ports."""
+    """Both services with their flags, on free ports of this machine."""
     binary = binaries()[request.param]
     with Server(binary, *flags("redis")) as redis:
         here = {"redis": HOST, "6379": str(redis.port)}
@@ -93,7 +93,7 @@ def test_data_survives_the_containers() -> None:
         (volume,) = SERVICES[service]["volumes"]
         name, path = volume.split(":")
         assert name in COMPOSE["volumes"]
-        assert path == "/data"  # where the image's redis-server writes
+        assert path == "/data"  # the directory to which the image's redis-server writes
 
 
 def test_ports_are_open_to_this_machine_only() -> None:

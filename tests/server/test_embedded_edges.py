@@ -53,7 +53,7 @@ def kept(tmp_path: Path) -> Iterator[Path]:
 
 
 def fake_server(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a Python script run instead of the server."""
+    """Replace the server program with a Python script."""
     path.write_text(f"#!{sys.executable}\n{text}")
     path.chmod(0o755)
     monkeypatch.setenv("METEOR_SERVER", str(path))
@@ -101,7 +101,7 @@ def test_leftovers_of_a_crashed_user_and_supervisor_are_removed_later() -> None:
         user.process.kill()
     wait_until_gone(directory)
     with open_embedded():
-        assert directory.exists()  # its server might be about to start
+        assert directory.exists()  # the server in it might be about to start
     os.utime(directory, (0, 0))
     with open_embedded() as other:
         assert not directory.exists()

@@ -1,4 +1,4 @@
-"""The embedded server: its users share it, and it stops with the last one, however that one ends.
+"""Users of an embedded server share it, and it stops when the last one ends or dies.
 
 Users are real processes that can be killed; `processes_of` finds the processes of a directory.
 """
@@ -190,7 +190,7 @@ def mode(path: Path | str) -> int:
 
 
 def run(script: str) -> None:
-    """Run a program to its end. Newer Pythons warn about forks with threads."""
+    """Run a program to its end, ignoring the warnings of newer Pythons about forks with threads."""
     command = [sys.executable, "-W", "ignore", "-c", PRELUDE + script]
     subprocess.run(command, cwd=ROOT, timeout=WAIT_S, check=True)
 
@@ -230,7 +230,7 @@ def test_opening_while_the_previous_server_stops_never_fails(
     kept: Path, users: Callable[[], User]
 ) -> None:
     one, other = users(), users()
-    one.say("loop", kept, 8)  # each until it has opened that many servers
+    one.say("loop", kept, 8)  # each user stops after that many servers
     other.say("loop", kept, 8)
     assert one.reply() == other.reply() == "None"
     wait_until_gone(kept)
@@ -251,7 +251,7 @@ def test_private_server_leaves_nothing_behind() -> None:
     with open_embedded() as server, open_embedded() as other:
         assert other.directory != server.directory
         pids = [server.pid, supervisor_of(server.pid)]
-        ask(server, "CONFIG", "SET", "appendonly", "yes")  # creates a directory in its directory
+        ask(server, "CONFIG", "SET", "appendonly", "yes")  # creates a subdirectory
         server.close()
         assert not server.directory.exists()
         for pid in pids:  # the kernel releases a lock a moment before the process is gone
@@ -264,7 +264,7 @@ def test_server_outlives_the_crash_of_one_user(kept: Path, users: Callable[[], U
     server = one.open(kept)
     other.open(kept)
     one.kill()
-    end = time.monotonic() + 3 * supervisor.POLL_S  # the supervisor has checked again
+    end = time.monotonic() + 3 * supervisor.POLL_S  # by now, the supervisor has checked again
     while time.monotonic() < end:
         assert other.do("ask", "PING") == repr(b"+PONG\r\n")
     assert is_running(server)
@@ -300,7 +300,7 @@ def test_crash_of_the_supervisor_stops_the_server_and_keeps_its_data(kept: Path)
     with open_embedded(kept) as first:
         ask(first, "SET", "key", "value")
         kill(supervisor_of(first.pid))
-        # At once: the old server may still reply for a moment, and must not be joined.
+        # Reopen at once: the old server may still reply for a moment, and must not be used.
         with open_embedded(kept) as second:
             assert not is_running(first.pid)
             assert ask(second, "GET", "key") == "value"

@@ -75,14 +75,14 @@ def test_publishers_and_subscribers_continue_after_a_kill(kept: Path, victim: st
             victims = {"server": [server], "supervisor": [supervisor_of(server)]}
             for pid in victims.get(victim, [supervisor_of(server), server]):
                 os.kill(pid, signal.SIGKILL)
-            wait_for_end(server)  # without a supervisor, it replies for another moment
+            wait_for_end(server)  # without its supervisor, the server still replies for a moment
             began = time.monotonic()
             assert pub.publish(b"after").result(WAIT_S) == 1000
             for reader in (sub, member):
                 assert reader.poll(timeout=WAIT_S).values() == [b"after"]
             paused_s = time.monotonic() - began
             member.confirm()
-        assert paused_s < 5.0  # a tenth of a second on an idle machine
+        assert paused_s < 5.0  # takes a tenth of a second on an idle machine
         assert server_of(m) != server
         assert [v for batch in stream.read() for v in batch.values()] == [
             *(b"%d" % n for n in range(1000)),
@@ -226,13 +226,13 @@ def test_pause_before_a_restart_grows_to_a_limit_and_is_reset(
         now += waits[-1]
         assert limit.wait_s(tmp_path) <= 0.001
     assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
-    now -= 3600  # the clock was set
+    now -= 3600  # the clock was set back
     assert limit.wait_s(tmp_path) <= 0
     now += 3600 + limit.WINDOW_S
     assert limit.wait_s(tmp_path) <= 0
     limit.record(tmp_path)
     assert len((tmp_path / limit.RESTARTS).read_text().splitlines()) == 1
-    (tmp_path / limit.RESTARTS).write_text("12\n3")  # cut off by a full disk
+    (tmp_path / limit.RESTARTS).write_text("12\n3")  # a full disk truncated the file
     assert limit.wait_s(tmp_path) <= 0
 
 
@@ -317,7 +317,7 @@ def test_tcp_url_stays_the_same(kept: Path) -> None:
     with open_embedded(kept, tcp=True) as server, open_embedded(kept) as other:
         url, socket_url = server.url, other.url
         kill(server.pid)
-        other.reach(WAIT_S)  # this user did not ask for TCP, but its restart keeps the port
+        other.reach(WAIT_S)  # this user did not request TCP, but a restart keeps the port
         server.reach(WAIT_S)
         assert (server.url, other.url) == (url, socket_url)
         assert ask(server, "PING")
@@ -409,7 +409,7 @@ sub.poll(0)
 
 
 def test_server_program_is_looked_up_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that was upgraded while a program runs has another path."""
+    """The path changes if the package is upgraded while a program runs."""
     with open_embedded(kept) as server:
         link = kept.parent / "another-server"
         link.symlink_to(find_server())
