@@ -1,4 +1,4 @@
-"""Every client that knew lost records learns of the loss; other clients do not notice it.
+"""Every client that had seen lost records learns of the loss; other clients are not affected.
 
 A lagging replica is promoted and its primary killed. The clients, which connect through a proxy,
 find the replica instead: the records that only the primary had are lost, and their offsets are
@@ -32,7 +32,7 @@ def replicated(
 
 @pytest.fixture
 def any_pair(private_server: ServerFactory) -> Iterator[ReplicatedStream]:
-    """A pair of either kind: of Redis if possible, whose replicas need a second less to sync."""
+    """A primary with a replica: Redis if installed, whose replicas sync a second faster."""
     with ExitStack() as stack:
         yield ReplicatedStream(
             stack, private_server(kind="redis" if "redis" in binaries() else "valkey")
@@ -248,7 +248,7 @@ def test_records_fetched_before_the_loss_are_not_mixed_with_the_new_branch(
     any_pair.lag()
     publish(proxied, "a", 10, 20)
     sub = proxied.subscriber(initial_offset="earliest")
-    assert sub.poll(max_records=5).values() == numbered("a", 0, 5)  # sub has fetched all
+    assert sub.poll(max_records=5).values() == numbered("a", 0, 5)  # sub has fetched all records
     any_pair.fail_over()
     publish(proxied, "b", 10, 40)
     fetched = sub.poll(0.05).values()

@@ -1,4 +1,4 @@
-"""One fetch holds a bounded number of bytes, whatever the size of the frames before it."""
+"""One fetch returns a bounded number of bytes, whatever the size of earlier frames."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stream(url: str) -> Iterator[meteor.Stream]:
     with meteor.connect(url) as m:
         stream = m.stream("s", capacity=100_000)
         yield stream
-        stream.delete()  # a large value left behind would slow down the next test
+        stream.delete()  # large values left on the server would slow down the next test
 
 
 def publish_small(stream: meteor.Stream, frames: int = SMALL) -> None:
@@ -72,7 +72,7 @@ def test_fetch_is_bounded_if_an_older_release_has_written_the_frames(stream: met
     stream.client.redis.hdel(keys.meta("s"), "large")
     with stream.subscriber(initial_offset="earliest") as sub:
         assert max(fetch_sizes(sub, SMALL + BIG_FRAMES)) <= FETCH_BYTES_MAX
-    publish_small(stream, 1)  # this publish notes that frames before it may be large
+    publish_small(stream, 1)  # this publish records that earlier frames may be large
     with stream.subscriber(initial_offset="earliest") as sub:
         assert max(fetch_sizes(sub, SMALL + BIG_FRAMES + 1)) <= FETCH_BYTES_MAX
 

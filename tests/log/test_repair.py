@@ -1,4 +1,4 @@
-"""``stream.repair()``: removing entries that no publisher wrote from a log.
+"""``stream.repair()`` removes entries from a log that no publisher wrote.
 
 A foreign entry beyond the end stops publishing, even after it is deleted. A repair keeps every
 frame with its offset, while publishers and subscribers stay open.
@@ -102,7 +102,7 @@ def test_foreign_entries_between_frames_are_removed(stream: meteor.Stream, plain
     ]
     for n, fields in enumerate(strange):
         plain.xadd(LOG, fields, id=f"9-{3 + n}")
-    plain.xadd(LOG, {"t": "1", "0v": "x"}, id="9-99")  # more records than there are
+    plain.xadd(LOG, {"t": "1", "0v": "x"}, id="9-99")  # claims more records than the log has
     publish(stream, 2)
     report = stream.repair(dry_run=False)
     assert (report.frames, report.foreign, report.blocked) == (6, 7, False)

@@ -1,7 +1,7 @@
 """Retention of the ring by age and by bytes: ``max_age`` and ``max_bytes`` of a stream.
 
 Publishing drops records that exceed a limit, in any mix of frames. It keeps the newest frame and
-records that are not archived. New limits also apply to the records that are in the ring already.
+records that are not archived. New limits also apply to records that are already in the ring.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Records that the ring has dropped are read from the store: to any reader, both are one log.
+"""Readers get records that the ring has dropped from the store: ring and store are one log.
 
-The other files: missing records and unavailable stores (test_splice_gaps), prefetching
-(test_splice_ahead), groups, processes and failovers (test_splice_groups), random operations
+Other files cover missing records and unavailable stores (test_splice_gaps), prefetching
+(test_splice_ahead), groups, processes and failovers (test_splice_groups), and random operations
 (test_splice_model).
 """
 
@@ -89,7 +89,7 @@ def test_all_of_25_records_are_read_from_a_ring_of_ten_and_a_store(
             with stream.publisher() as pub:
                 for n in range(25):
                     pub.publish(value(n)).result()
-            assert read(stream) == list(range(25))  # in the ring, in the store, or in both
+            assert read(stream) == list(range(25))  # from ring, store or both
             assert stream.store.flush() == 25
         assert stream.describe().length == 10
         stream.seek_group("g", 0)

@@ -1,4 +1,4 @@
-"""A sequential reader of a store prefetches the next batch, and reads nothing more.
+"""A sequential reader of a store prefetches the next batch and nothing beyond it.
 
 A prefetched batch is delivered at its offset or not at all, even after a seek, Ctrl-C, a fork, a
 close or a change of the stream.
@@ -82,7 +82,7 @@ def test_sequential_reader_finds_the_next_batch_already_fetched(
 def test_reader_that_seeks_often_prefetches_nothing(
     stream: meteor.Stream, store: ObservedStore, rng: random.Random
 ) -> None:
-    targets = [n for n in rng.sample(range(STORED), 30) if n % 5]  # no target continues a batch
+    targets = [n for n in rng.sample(range(STORED), 30) if n % 5]  # never where a batch ends
     with stream.subscriber() as sub:
         for target in targets:
             sub.seek(target)

@@ -41,7 +41,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 @pytest.fixture
 def stream(client: meteor.Client, tmp_path: Path) -> meteor.Stream:
-    """The store has 0 to 49 in segments of ten, the ring 40 to 49."""
+    """The store holds offsets 0 to 49 in segments of ten; the ring holds 40 to 49."""
     stream = kept(client, tmp_path)
     fill_segments(stream, *[10] * 5)
     return stream

@@ -1,4 +1,4 @@
-"""Groups, processes and failovers over a store and a ring: each record once, from the right branch.
+"""With a store, groups get each record once and from the right branch, even after failovers.
 
 A group starts, is moved and continues in the store as it does in the ring. Readers in other
 processes keep up while the ring is trimmed. A batch from the store is delivered only if the stream
@@ -34,7 +34,7 @@ from tests.support.stored_streams import (
 
 @pytest.fixture
 def stored(url: str, tmp_path: Path) -> Iterator[GroupHarness]:
-    """The store has 0 to 49 in segments of ten, the ring 40 to 49."""
+    """The store holds offsets 0 to 49 in segments of ten; the ring holds 40 to 49."""
     with GroupHarness(url, store=tmp_path, capacity=10, archive=False) as harness:
         fill_segments(harness.stream, *[10] * 5)
         yield harness
@@ -216,7 +216,7 @@ def after_fail_over(replicated: ReplicatedStream) -> meteor.Stream:
 
 @pytest.fixture
 def lagging(replicated: ReplicatedStream, tmp_path: Path) -> ReplicatedStream:
-    """The replica has 50 records, 40 of them archived; the primary 100, all archived."""
+    """The replica has 50 records, 40 of them archived. The primary has 100, all archived."""
     stream = kept(replicated.proxied.client, tmp_path, max_unarchived=1_000)
     for first in range(0, 40, 10):
         publish(stream, "a", first, first + 10)

@@ -1,4 +1,4 @@
-"""Random operations: after any publishing, archiving, merging and expiring, reading matches a list.
+"""After any sequence of publishing, archiving, merging and expiring, reading matches a list.
 
 One test reads random ranges of a million records. State machines apply all operations to small
 streams in any order, and compare the result with lists.
@@ -53,7 +53,7 @@ def values(start: int, stop: int) -> pa.Array:
 
 offsets = st.one_of(
     st.integers(0, MILLION),
-    st.integers(MILLION - 15_000, MILLION - 5_000),  # around the seam
+    st.integers(MILLION - 15_000, MILLION - 5_000),  # where the ring begins
 )
 
 
@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
         assert ack.result() == first
         while self.tail.position < span.stop:
             batch = self.tail.poll(timeout=5)
-            self.model.records += batch  # as they are in the ring
+            self.model.records += batch  # as the ring returns them
         assert self.model.next == span.stop
         for i, record in zip(span, self.model.records[first:], strict=True):
             assert (record.offset, record.value) == (i, b"%d" % i * (i % 50))

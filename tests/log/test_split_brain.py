@@ -1,4 +1,4 @@
-"""Two servers continue one stream after a split; clients of one move to the other."""
+"""After a split brain, clients of the lost branch learn which records are gone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 
 @dataclass
 class Split:
-    """Clients of a lost branch, whose next call reaches the surviving one.
+    """Clients of a lost branch, whose next call reaches the surviving branch.
 
     Both branches have the same first 100 records. Then the lost branch gets 10 more. The
     surviving one gets 20, an empty restart, and 5 more. Each branch has begun its own epochs.

@@ -1,4 +1,4 @@
-"""Where a stream can be split, and positions that were stored outside it."""
+"""Streams can be split at frame ends, and stored positions are validated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.proxied_stream import ReplicatedStream
 
 @pytest.fixture
 def stream(any_url: str) -> meteor.Stream:
-    """Frames of 3, 1 and 4 records; a ring that has dropped the first."""
+    """A stream with frames of 3, 1 and 4 records, of which the ring has dropped the first."""
     stream = meteor.connect(any_url).stream("orders", capacity=5)
     with stream.publisher() as pub:
         for size in (3, 1, 4):

@@ -1,4 +1,4 @@
-"""Common fixtures: seeds repeat, servers are empty, and leaked threads fail a test."""
+"""The common fixtures: seeds are repeatable, servers are empty, leaked threads fail a test."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Contents of the wheel, sizes of files, imports and exports of the library."""
+"""The wheel is complete, files are short, and imports and exports follow the rules."""
 
 import ast
 import json

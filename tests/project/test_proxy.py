@@ -1,4 +1,4 @@
-"""Each fault of the proxy, with a real server and a plain client."""
+"""Each fault of the test proxy works as documented, with a real server and a plain client."""
 
 import socket
 import time
@@ -345,8 +345,10 @@ def test_retarget_connects_new_clients_to_another_server(
 def test_stalled_replication_link_makes_the_replica_lag_and_loses_acknowledged_writes(
     private_server: ServerFactory,
 ) -> None:
-    """An asynchronous failover. SIGSTOP of the replica cannot simulate it: the writes would wait
-    in its socket buffer."""
+    """Simulates an asynchronous failover.
+
+    Stopping the replica would not suffice, because the writes would wait in its socket buffer.
+    """
     master = private_server()
     with Proxy(HOST, master.port) as link, Replica(master, port=link.port) as replica:
         client = master.client()

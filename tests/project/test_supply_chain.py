@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-#: New major versions of these appear often and keep what we use.
+#: New major versions of these appear often, and do not break the parts that we use.
 UNBOUNDED = {"pyarrow"}
 
 

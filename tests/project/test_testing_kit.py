@@ -1,4 +1,4 @@
-"""The testing kit as users see it: pytest runs in a directory with its own conftest.py."""
+"""The testing kit works for users: pytest runs in a directory with its own conftest.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def report(server):
 
 
 def command(*options: str) -> list[str]:
-    # Without our settings, and with warnings as errors: the kit must not cause any.
+    # Run without our settings and with warnings as errors: the kit must cause no warning.
     plain = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "-W", "error"]
     return [sys.executable, "-m", "pytest", *plain, *options]
 
@@ -288,9 +288,9 @@ def test_kill_also_kills_forked_children(server: Server) -> None:
     if not children.exists():
         pytest.skip("This system does not list the children of a process.")
     (child,) = eventually(lambda: children.read_text().split())
-    os.kill(int(child), signal.SIGSTOP)  # otherwise it might notice the death of its parent
+    os.kill(int(child), signal.SIGSTOP)  # otherwise the child might notice the death of its parent
     server.kill()
-    eventually(lambda: is_gone(int(child)), 10, "its child is still running")
+    eventually(lambda: is_gone(int(child)), 10, "the server's child is still running")
 
 
 # The guide, docs/testing.md

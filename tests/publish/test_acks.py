@@ -91,7 +91,7 @@ def test_a_callback_that_raises_is_logged_and_has_no_other_effect(
     assert [type(error)] == [r.exc_info[0] for r in caplog.records if r.exc_info]
 
 
-# Failures that no one waits for
+# Failures of records whose acks are not checked
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -150,7 +150,7 @@ def test_on_error_is_called_before_flush_returns_and_its_errors_are_not_raised_a
     ack = pub.publish(b"lost")
     pub.flush()
     assert [type(error) for error in seen] == [type(failure(ack))]
-    assert seen[0] is not failure(ack)  # a copy: raising it keeps nothing alive
+    assert seen[0] is not failure(ack)  # a copy, so that raising it keeps nothing alive
     proxied.proxy.resume()
     pub.close()
     assert warnings_in(caplog) == []
@@ -187,7 +187,7 @@ def test_on_error_is_called_for_records_that_publish_many_could_not_accept(
     many = publisher.publish_many([bytes(1_000)] * n)
     assert isinstance(failure(many), meteor.MeteorError)
     assert meteor.PublisherFull in [type(error) for error, _ in seen]
-    assert not any(locked for _, locked in seen)  # so it may publish
+    assert not any(locked for _, locked in seen)  # no lock is held, so the callback may publish
     proxied.proxy.resume()
     publisher.close()
 

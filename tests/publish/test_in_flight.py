@@ -1,4 +1,4 @@
-"""The in-flight window as a data structure: order, numbers, progress and doubts."""
+"""The in-flight window keeps order, numbers and progress, and knows which batches are in doubt."""
 
 from __future__ import annotations
 

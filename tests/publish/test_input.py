@@ -1,4 +1,4 @@
-"""Wrong arguments are refused with a full sentence before anything is sent or written.
+"""Wrong arguments raise an error with a full sentence before anything is sent or written.
 
 Each case runs against a real server whose whole contents must be the same afterwards. Well-formed
 arguments that are too large, too late or beyond the end are refused the same way.
@@ -258,7 +258,7 @@ def test_timestamps_in_seconds_are_refused_with_a_hint(
             )
             assert "1700000000 is a time in seconds" in message
             assert "Multiply it by 1000" in message
-        in_january = datetime(1970, 1, 20, tzinfo=UTC)  # says what it means
+        in_january = datetime(1970, 1, 20, tzinfo=UTC)  # the error says what the integer would mean
         assert pub.publish(b"", timestamp=in_january).result(10) == 0
         early = pa.array([in_january] * MANY, pa.timestamp("ms", tz="UTC"))
         assert pub.publish_many([b""] * MANY, timestamps=early).result(10) == 1

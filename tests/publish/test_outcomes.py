@@ -1,4 +1,4 @@
-"""A publisher reports the true outcome of each record, and in time.
+"""A publisher reports the true outcome of each record in time.
 
 It reports an outcome in doubt as unknown, even if the last reply was a refusal.
 """
@@ -29,7 +29,7 @@ from tests.support.waiting import eventually
 def test_a_batch_sent_behind_a_temporarily_refused_one_ends_as_unknown(
     private_server: ServerFactory, kind: Literal["valkey", "redis"]
 ) -> None:
-    """The publisher saw no reply to the second batch, which may arrive late, after the first."""
+    """The publisher saw no reply to the second batch, which may still arrive after the first."""
     with ProxiedStream(
         private_server(kind=kind), capacity=2
     ) as proxied:  # two records fill a batch
@@ -99,7 +99,7 @@ def test_delivery_timeout_holds_however_many_batches_wait(private_server: Server
         begun = time.monotonic()
         acks = [pub.publish(b"%d" % number) for number in range(2_000)]
         errors = [failure(ack) for ack in acks]
-        assert time.monotonic() - begun < 6  # at five per 50 ms, they would take 20 seconds
+        assert time.monotonic() - begun < 6  # five per 50 ms would take 20 seconds
         server.resume()
         assert {type(error) for error in errors[10:]} == {meteor.ConnectionFailed}
         assert pub.publish(b"later").result(10) == client.stream(NAME).describe().next - 1
@@ -114,7 +114,7 @@ def test_delivery_timeout_holds_however_many_batches_wait(private_server: Server
 def test_a_publisher_that_sends_nothing_more_learns_that_its_records_are_lost(
     replicated: ReplicatedStream, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "_REPLICATION_ID_S", 0.0)  # do not wait until the reply is old
+    monkeypatch.setattr(sender, "_REPLICATION_ID_S", 0.0)  # check at every call
     pub = replicated.proxied.warm_publisher()
     replicated.lag()
     assert pub.publish_many([b"lost"] * 5).result(10) == 1
@@ -144,7 +144,7 @@ def test_a_server_that_is_gone_delays_flush_and_close_by_a_few_seconds_only(
 
 
 class Document:
-    """Something large in the variables of a caller."""
+    """A large object in a local variable of the caller."""
 
 
 def fail_in_result(pub: meteor.Publisher) -> object:
@@ -214,7 +214,7 @@ def test_acknowledged_batches_are_not_sent_again_when_an_older_one_expires(
         finally:
             sending._accumulator.settle = keep  # type: ignore[method-assign]
             sending.window = original
-    assert [batch for batch, _ in settled] == batches, "none of them is left to be sent again"
+    assert [batch for batch, _ in settled] == batches, "no batch is left to be sent again"
     assert all(isinstance(error, meteor.NotReplicated) for _, error in settled)
     assert sending._acked is not None
     assert sending._acked.offset == 4, "so that a later loss is reported"

@@ -1,4 +1,4 @@
-"""The warning of a publisher whose ring drops records that a group has not confirmed."""
+"""A publisher warns when the ring drops records that a group has not confirmed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The publisher without faults: batching, order, columns, limits, memory, wrong input.
+"""A publisher without faults: batching, order, columns, limits, memory, invalid input.
 
 Outcomes are in test_acks.py, faults in test_publisher_faults.py, test_publisher_outages.py and
 test_publisher_model.py.
@@ -363,7 +363,7 @@ def test_publisher_full_is_raised_if_nothing_is_settled_within_the_delivery_time
     assert not partly.done()  # nine are still pending
     hold.set()
     assert isinstance(failure(partly), meteor.PublisherFull)
-    assert partly.ranges == []  # those nine have timed out, too
+    assert partly.ranges == []  # those nine have timed out too
     assert pub.publish(b"later").result(5) == proxied.next - 1
 
 

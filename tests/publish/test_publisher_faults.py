@@ -84,7 +84,7 @@ def test_with_replies_lost_repeatedly_every_record_is_in_the_log_once_and_in_ord
 ) -> None:
     with ProxiedStream(
         private_server(kind=kind), capacity=20
-    ) as small:  # frames of 20: a full window
+    ) as small:  # frames of 20 records fill the window
         pub = small.publisher()
         small.stream.configure(capacity=1_000_000)
         faults = ("lost_reply", "torn_reply", "late_reply", "lost_request")
@@ -119,7 +119,7 @@ def test_a_cut_after_any_batch_of_the_window_loses_and_duplicates_nothing(
 def test_an_interrupted_connection_does_not_reconnect_without_the_sender(
     proxied: ProxiedStream,
 ) -> None:
-    # redis-py would reconnect at the next send, and a reply would be taken for another batch's.
+    # redis-py would reconnect at the next send, and replies would be assigned to the wrong batch.
     link = proxied.through._connector.open_connection()
     assert link.call("PING") == b"PONG"
     link.interrupt()
@@ -196,7 +196,7 @@ def test_a_batch_after_a_refused_repeat_is_not_sent_as_a_new_one(
     pub = private.warm_publisher()
     ahead, behind = private.queue_behind_one(pub, [FULL])
     private.direct.execute_command("ACL", "SETUSER", "default", "-evalsha")
-    private.proxy.chunk(1000, 0.02)  # the batch behind arrives in half a second
+    private.proxy.chunk(1000, 0.02)  # the next batch arrives half a second later
     private.proxy.cut()
     private.proxy.resume()
     eventually(lambda: "errorstat_NOPERM" in private.direct.info("errorstats"))

@@ -1,4 +1,4 @@
-"""Publishers and subscribers under random faults: their reports must match the log.
+"""Under random faults, the reports of publishers and subscribers match the log.
 
 An acknowledged record is in the log once, at the offset of its ack. A failed record is not there. A
 record with an unknown outcome is there at most once. All are in the order of publishing. After
@@ -146,7 +146,7 @@ def test_under_random_faults_acks_are_correct_and_nothing_is_duplicated_or_reord
     published: list[meteor.Ack] = []
     stop = threading.Event()
     with ExitStack() as stack:
-        # Frames of seven records, so that the window is full.
+        # Small frames of seven records keep the window full.
         proxied = stack.enter_context(ProxiedStream(server, capacity=7, user="app"))
         pub = proxied.publisher(acks=acks, delivery_timeout=rng.choice([0.4, 1.0, 3.0]))
         if acks:
@@ -184,7 +184,7 @@ def test_under_random_faults_acks_are_correct_and_nothing_is_duplicated_or_reord
 
 
 class TrackingSubscriber:
-    """A subscriber that keeps the records it read, and removes those reported lost."""
+    """A subscriber that stores the records it has read, and removes those reported as lost."""
 
     def __init__(self, proxied: ProxiedStream) -> None:
         self.seen: dict[int, bytes] = {}
@@ -212,7 +212,7 @@ class TrackingSubscriber:
 
 
 class TrackingPublisher:
-    """A publisher that keeps acknowledged records, and removes those reported lost."""
+    """A publisher that stores acknowledged records, and removes those reported as lost."""
 
     def __init__(self, proxied: ProxiedStream, name: str, acks: int) -> None:
         self.acked: dict[int, bytes] = {}

@@ -1,4 +1,4 @@
-"""Publishers wait for a server that is full, busy or gone, and fail if that lasts too long.
+"""Publishers wait for a server that is full, busy or gone, and fail after the deadline.
 
 They write nothing to a stream that was deleted or recreated.
 """
@@ -289,9 +289,9 @@ def test_publishers_of_a_closed_client_give_up_on_a_hung_server_together(
     pubs = [stream.publisher(delivery_timeout=1.0) for _ in range(6)]
     for pub in pubs:
         pub.publish(b"x").result(10)
-    eventually(lambda: all(pub._sender._idle_s() > 1.0 for pub in pubs))  # so each pub must check
+    eventually(lambda: all(pub._sender._idle_s() > 1.0 for pub in pubs))  # so each must check
     server.pause()
     started = time.monotonic()
     client.close()
-    assert time.monotonic() - started < 10.0  # one after another: three seconds each
+    assert time.monotonic() - started < 10.0  # one after another, each would take three seconds
     server.resume()

@@ -1,4 +1,4 @@
-"""Committed frames are in the log exactly once, even if committers die, repeat or come late."""
+"""Committed frames are in the log exactly once, even if committers die, repeat or are late."""
 
 from __future__ import annotations
 
@@ -279,7 +279,8 @@ def test_a_stage_lost_before_the_plan_is_reported_and_can_be_written_again(
 ) -> None:
     a, b = stage(stream, "a", "0 1"), stage(stream, "b", "2", "3")
     plain = stream.client.redis
-    for fields in (["1n", "1f", "1p", "1c"], ["0n", "0f", "0p", "0c"]):  # some frames, then all
+    # Lose some frames, then all.
+    for fields in (["1n", "1f", "1p", "1c"], ["0n", "0f", "0p", "0c"]):
         plain.hdel(keys.stage("s", "b"), *fields)
         with pytest.raises(meteor.PublishError, match=r"are gone \(b\).*Write them again"):
             commit(stream._handle, "w", 1, [a, b])
@@ -297,7 +298,7 @@ def test_a_plan_whose_frames_are_gone_is_reported_and_can_be_resolved(
     a = stage(stream, "a", "0 1", "2 3", "4")
     begin(stream, 1, a, moves=moves)
     stream.client.redis.delete(key)
-    for version in (1, 2):  # a later version must not overtake it
+    for version in (1, 2):  # a later version must not be written first
         words = f"{moves} of 3 frames are in the log"
         with pytest.raises(meteor.PublishError, match=words) as caught:
             commit(stream._handle, "w", version, [stage(stream, "b", "x")])
@@ -374,7 +375,7 @@ def test_a_commit_to_a_full_stream_waits_for_the_archiver_and_can_be_finished_la
             for _ in range(2):
                 with pytest.raises(meteor.StreamFull, match="archiver"):
                     commit(stream._handle, "w", 1, [a])
-                discard(stream._handle, "w", ["a"])  # as the engine does
+                discard(stream._handle, "w", ["a"])  # as Spark's engine does
         assert contents(stream) == numbers(20)
         assert stream.describe().first == 0
         with stream.archiver(segment_age=0.0).start():
@@ -448,8 +449,8 @@ def test_next_run_deletes_stages_that_dead_runs_left(stream: meteor.Stream) -> N
         owner = StageOwner("w", 17, run)
         discard_stale(stream._handle, owner)
         staged = [stage(stream, f"w.17.{part}.{run}", "0 1", owner=owner) for part in "ab"]
-        assert len(plain.keys(keys.stage("s", "w.*"))) == 2, "those of one run"
-    discard_stale(stream._handle, StageOwner("w", 16, "late"))  # deletes no newer stages
+        assert len(plain.keys(keys.stage("s", "w.*"))) == 2, "the stages of one run"
+    discard_stale(stream._handle, StageOwner("w", 16, "late"))  # newer stages are not deleted
     assert commit(stream._handle, "w", 17, staged)
     assert contents(stream) == "0 1 0 1"
     assert plain.keys("*stage*") == []
@@ -517,7 +518,7 @@ def test_fences_expire_and_are_deleted_by_later_calls(stream: meteor.Stream) -> 
         let_expire(handle, "kept", 100.0)
     assert plain.hkeys(keys.fences("s")) == [b"kept"]
     assert plain.zrange(keys.fence_times("s"), 0, -1) == [b"kept"]
-    assert write("t0", 100.0), "it was forgotten"
+    assert write("t0", 100.0), "the fence has expired"
 
 
 def test_fence_of_a_deleted_stream_leaves_nothing(stream: meteor.Stream) -> None:

@@ -1,4 +1,4 @@
-"""Queries whose server has lost records or streams, without Spark.
+"""Queries report records and streams that the server has lost. Runs without Spark.
 
 ``tests.support.spark_engine`` stands in for Spark's engine in this process; servers are real.
 """
@@ -38,7 +38,7 @@ def client(url: str) -> Iterator[meteor.Client]:
 
 
 class Lagging:
-    """A query over a failover that loses records 20 to 29, and their confirms."""
+    """A query during a failover that loses records 20 to 29 and their confirms."""
 
     def __init__(self, replicated: ReplicatedStream, group: str) -> None:
         self.replicated = replicated
@@ -83,7 +83,7 @@ def test_lenient_query_steps_back_to_the_records_that_replaced_lost_ones(
     with lagging.engine() as engine:
         lagging.begin(engine)
         assert engine.batch() == [*range(20, 30)]
-        assert engine.batch() == []  # its start confirms the last batch
+        assert engine.batch() == []  # starting the query confirms the last batch
         lagging.wait_until_confirmed(30)
         lagging.fail_over(more=5)
         assert engine.batch() == [], "the step back goes into the checkpoint first"
@@ -102,7 +102,7 @@ def test_lenient_query_steps_back_after_a_crash_too(lagging: Lagging) -> None:
     with lagging.engine() as engine:
         lagging.begin(engine)
         assert engine.plan()
-    lagging.fail_over(more=30)  # beyond the checkpoint: the offset alone would not reveal it
+    lagging.fail_over(more=30)  # beyond the checkpoint, which hides the loss from an offset
     strict = lagging.engine(failOnDataLoss="true")
     with strict, pytest.raises(meteor.LogTruncated, match="20 to 29"):
         strict.batch()
@@ -135,9 +135,9 @@ def test_repeated_batch_of_a_deleted_stream_fails_or_is_empty(
         strict.batch()
     with Engine(kept, url=url, minPartitions=parts, failOnDataLoss="false") as engine:
         assert engine.batch() == []
-        assert engine.batch() == [], "the offsets omit it now"
+        assert engine.batch() == [], "the offsets no longer include the stream"
         fill(client.stream("orders", capacity=1000), 3)
-        assert engine.batch() == [], "its start goes into the checkpoint first"
+        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
         assert engine.batch() == [0, 1, 2]
 
 
@@ -189,14 +189,14 @@ def test_query_warns_once_about_each_missing_stream(
     assert "'oders'" in warning
     assert "`meteor streams ls`" in warning
     caplog.clear()
-    with Engine(kept, **given) as engine:  # the engine does not ask for its start
+    with Engine(kept, **given) as engine:  # the engine does not ask for the start of this stream
         engine.reader.prepareForTriggerAvailableNow()
         assert engine.batch() == []
     assert warnings(caplog) == [warning]
     caplog.clear()
     fill(client.stream("oders", capacity=1000), 1)
     with Engine(kept, **given) as engine:
-        assert engine.batch() == [], "its start goes into the checkpoint first"
+        assert engine.batch() == [], "the start of the stream goes into the checkpoint first"
         assert engine.batch() == [0]
     with Engine(Checkpoint(), url=url, streamsPattern="no.*") as engine:
         assert engine.batch() == []

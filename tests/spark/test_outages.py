@@ -1,4 +1,4 @@
-"""Servers that restart, fail over or cut connections: queries wait, and lose nothing.
+"""Queries wait for servers that restart, fail over or cut connections, and lose nothing.
 
 ``tests.support.spark_engine`` stands in for Spark's engine; one test runs Spark itself. The long
 outages are in tests/chaos/spark_outages.py.
@@ -36,7 +36,7 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(400)
 
-#: Seconds that a server is away: long enough for several attempts.
+#: Seconds for which a server is down: long enough for several attempts.
 AWAY_S = 1.0
 KEEP = ("--appendonly", "yes", "--appendfsync", "always")
 SCHEMA = StructType([StructField("value", BinaryType())])
@@ -56,7 +56,7 @@ def durable(private_server: ServerFactory) -> Server:
 
 @contextmanager
 def away(server: Server) -> Iterator[None]:
-    """Kill the server; it comes back with its data while the block runs."""
+    """Kill the server, and restart it with its data while the block runs."""
     server.kill()
     timer = threading.Timer(AWAY_S, server.start)
     timer.start()
@@ -169,7 +169,7 @@ def test_query_with_a_group_continues_after_a_failover_that_lost_its_term(
         assert engine.batch() == []
         stream = replicated.proxied.stream
 
-        def confirmed() -> bool:  # the engine asks for more every few ms
+        def confirmed() -> bool:  # the engine asks for more records every few ms
             assert engine.batch() == []
             return stream.group("g").confirmed == 15
 
@@ -317,11 +317,11 @@ def test_spark_query_survives_server_restarts_while_busy_and_while_idle(
             eventually(lambda: copy.end().offset >= 300, 60, "the query makes no progress")
             with away(durable):
                 assert query.isActive
-            eventually(lambda: copy.end().offset == 2000, 60, "it did not go on")
+            eventually(lambda: copy.end().offset == 2000, 60, "the query did not continue")
             with away(durable):  # idle
                 assert query.isActive
             fill(stream, 50)
-            eventually(lambda: copy.end().offset == 2050, 60, "it did not go on")
+            eventually(lambda: copy.end().offset == 2050, 60, "the query did not continue")
             assert query.isActive
         finally:
             query.stop()
@@ -337,10 +337,10 @@ def test_spark_query_can_be_stopped_while_it_waits_for_the_server(
     query = start(stream_of(spark, durable.url, stream=NAME), tmp_path, follow=True)
     query.processAllAvailable()
     durable.kill()
-    eventually(lambda: "Getting offsets" in query.status["message"], 20, "it does not ask")
+    eventually(lambda: "Getting offsets" in query.status["message"], 20, "the query is not polling")
     stopping = threading.Thread(target=query.stop)
     stopping.start()
     stopping.join(20)
-    assert not stopping.is_alive(), "it waits for the server"
+    assert not stopping.is_alive(), "the query waits for the server"
     durable.start()
     assert offsets(spark, tmp_path) == [*range(10)]

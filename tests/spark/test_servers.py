@@ -1,4 +1,4 @@
-"""The server of a source or sink in each process, and the secrecy of its password."""
+"""Every process of a query finds its server, and none reveals the password."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streaming queries in Spark: no record twice, none missing, and every loss reported."""
+"""Streaming queries in Spark read each record once and report every loss."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_query_that_is_stopped_and_restarted_reads_each_record_once(
     done = sum(batches(query))
     assert done < MANY
 
-    query = run(frame, tmp_path)  # with a limit and an end
+    query = run(frame, tmp_path)  # with a limit per batch, until all records are read
     assert max(batches(query)) <= 30_000
     assert len(batches(query)) >= (MANY - done) // 30_000
     progress = query.recentProgress[-1]["sources"][0]
@@ -130,7 +130,7 @@ def test_query_starts_at_a_time_and_respects_the_limits_of_a_batch(
     # Once the query owns the lease, it has planned, and five records were too few for a batch.
     eventually(lambda: owners(stream), 60, "the query does not start")
     fill(stream, 5)
-    eventually(lambda: batches(query) == [10], 60, "a batch of the minimum is not read")
+    eventually(lambda: batches(query) == [10], 60, "the minimum batch is not read")
     query.stop()
     assert offsets(spark, tmp_path) == [*range(10, 120)]
 
@@ -213,7 +213,7 @@ def test_failover_that_loses_records_fails_the_query_unless_it_may_lose_them(
     replicated.fail_over()
     fill(
         replicated.proxied.stream, 30
-    )  # beyond the checkpoint: the offset alone would not reveal it
+    )  # beyond the checkpoint, so that the offset alone does not reveal the loss
     error = failure(start(frame, tmp_path))
     assert "LogTruncated" in error
     assert "20 to 29" in error
