@@ -51,7 +51,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def stream(url: str, tmp_path: Path) -> Iterator[meteor.Stream]:
-    """2,000 archived records of incompressible values, the last ten also in the ring."""
+    """A stream with 2,000 archived, incompressible records; the ring also holds the last ten."""
     with meteor.connect(url) as m:
         stream = kept(m, tmp_path, max_unarchived=10_000)
         with stream.publisher() as pub:
@@ -92,7 +92,7 @@ def test_columns_that_were_not_read_are_null_except_the_offset(stream: meteor.St
     assert found.column("offset").to_pylist() == list(range(2_000))
     assert found.column("value").slice(0, 1_000).null_count == 1_000
     assert found.column("appended").null_count == 0
-    assert found.column("value")[-1].as_py() is not None  # from the ring: frames are whole
+    assert found.column("value")[-1].as_py() is not None  # frames in the ring are whole
 
 
 def test_unknown_column_is_refused(stream: meteor.Stream) -> None:

@@ -1,4 +1,4 @@
-"""The files of a store: ``files`` is complete or raises, ``segments`` lists the existing ones."""
+"""``files()`` of a store is complete or raises; ``segments()`` lists the files that exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_files_of_an_unmounted_disk_raise_store_unavailable(stored: StoredStream
 def test_files_include_segments_merged_during_the_call(
     stored: StoredStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the bounds were read, more records arrived, and their files have been merged."""
+    """More records arrive after the bounds were read, and their files are merged."""
     stored.fill(60)
     stored.archive()
     stored.fill(60)

@@ -1,4 +1,4 @@
-"""Stores of many segments: they are listed rarely, and small segments are merged."""
+"""Stores with many segments are listed rarely, and their small segments are merged."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def folder_of(store: ParquetStore) -> Path:
 
 
 def rest(store: ParquetStore) -> None:
-    """Make the last change of the folder an hour old, and that of its files older."""
+    """Set the modification time of the folder to an hour ago, and those of its files earlier."""
     folder = folder_of(store)
     for path in folder.iterdir():
         make_old(path, HOUR_S + 60)
@@ -76,7 +76,7 @@ def merge_all(store: ParquetStore, end: int, term: int = 1) -> int:
     merges = 0
     while store.merge_small(INCARNATION, term, end, always):
         merges += 1
-        assert merges < 1_000, "it does not end"
+        assert merges < 1_000, "merging does not end"
     return merges
 
 
@@ -141,7 +141,7 @@ def test_folder_at_the_same_path_on_another_disk_is_listed(tmp_path: Path) -> No
 def test_folder_without_a_reliable_modification_time_is_listed_each_time(
     tmp_path: Path, shows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some mounts of object stores behave like this."""
+    """Mounted object stores may have such modification times."""
     store, other = claimed(tmp_path), ParquetStore(tmp_path, "s")
     end = fill(store, 3)
     folder = folder_of(store)

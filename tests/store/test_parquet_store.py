@@ -1,4 +1,4 @@
-"""Parquet segments on a disk: damage is distinguished from loss, and a crash leaves no trace.
+"""Parquet segments on disk: damage is distinguished from loss, and a crash leaves nothing behind.
 
 tests/store/test_segments.py covers which segment is live at an offset.
 """
@@ -122,7 +122,7 @@ def test_flipped_byte_is_detected_anywhere_and_no_wrong_record_is_read(
     whole = path.read_bytes()
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
     body = rng.sample(range(footer), 80)
-    # Half of the file is the footer, which only the checksum of the whole file covers.
+    # Half of the file is the footer, which only the whole-file checksum covers.
     tail = [*rng.sample(range(footer, len(whole)), 80), *range(len(whole) - 12, len(whole))]
     damaged = 0
     for position in [0, 1, 2, 3, *body, footer, *tail]:
@@ -188,7 +188,7 @@ def test_missing_segment_is_reported_lost_with_its_offsets(store: ParquetStore) 
 def test_segment_that_is_listed_but_missing_is_reported_lost_with_its_offsets(
     store: ParquetStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As at an object store whose listing is stale."""
+    """Simulates an object store whose listing is stale."""
     gone, open_file = paths(store)[1].name, store._storage.open
 
     def open_unless_gone(path: str) -> Any:

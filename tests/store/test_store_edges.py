@@ -1,4 +1,4 @@
-"""Edge cases of stores: servers that come back, stores that hang, settings that clash."""
+"""Edge cases of stores: servers that come back, stores that hang, conflicting settings."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_archiver_starts_a_higher_term_in_each_epoch(m: meteor.Client, tmp_path:
 def test_archiver_continues_if_the_server_has_lost_its_terms(
     m: meteor.Client, tmp_path: Path
 ) -> None:
-    """The store holds higher terms of this epoch; those of the archiver must count, too."""
+    """The store has higher terms of this epoch, yet the archiver's new terms must count."""
     stream = stored(m, tmp_path)
     for skipped in (0, 1_000):
         m.redis.hincrby(keys.group(NAME, keys.ARCHIVERS), "term", skipped)
@@ -177,7 +177,7 @@ def test_frame_above_max_unarchived_is_accepted_when_all_is_archived(
 ) -> None:
     stream = stored(m, tmp_path, capacity=5_000, max_unarchived=5_000)
     with stream.publisher() as pub:
-        stream.configure(capacity=10, max_unarchived=10)  # the publisher still cuts large frames
+        stream.configure(capacity=10, max_unarchived=10)  # the publisher still makes large frames
         assert pub.publish_many([b"x"] * 1_000).result(20) == 0
         with stream.archiver().start():
             assert pub.publish_many([b"x"] * 1_000).result(20) == 1_000
@@ -194,7 +194,7 @@ def test_expiry_stops_at_the_position_of_a_group_and_never_goes_back(
     assert m._connector.run(EXPIRE_HISTORY, args, [stream.incarnation, 80]) == [b"OK", 40]
     stream.seek_group("slow", 0)
     assert m._connector.run(EXPIRE_HISTORY, args, [stream.incarnation, 90]) == [b"OK", 40], (
-        "it never decreases"
+        "the expired offset never decreases"
     )
 
 

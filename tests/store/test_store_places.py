@@ -1,4 +1,4 @@
-"""Addresses, identity and isolation of a Parquet store, and the masking of its secrets."""
+"""A Parquet store validates its address and identity, stays in its folder, and masks secrets."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_store_on_a_pyarrow_filesystem_has_no_address(tmp_path: Path) -> None:
 
 
 class PartialUploads:
-    """A filesystem like HDFS, where a file is visible from its first byte on; uploads fail."""
+    """A filesystem like HDFS, where a file is visible from its first byte. Uploads fail."""
 
     type_name = "hdfs"
 

@@ -1,4 +1,4 @@
-"""A Parquet store in S3, also on a network that fails: a partial upload is never visible."""
+"""A Parquet store in S3 works on a failing network: a partial upload is never visible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores in use and misuse: losses, expiry, private servers, archivers, wrong arguments."""
+"""Stores in everyday use: losses, expiry, private servers, archivers, wrong arguments."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_close_raises_the_error_that_stopped_the_archiver(
     eventually(lambda: not archiver.alive)
     with pytest.raises(meteor.AccessDenied):
         archiver.close()
-    archiver.close()  # raises only once
+    archiver.close()  # the error is raised only once
 
 
 def test_flush_reports_the_error_of_the_archiver(
@@ -231,7 +231,7 @@ def test_flush_reports_the_error_of_the_archiver(
     eventually(lambda: _reports_the_error(found))
     incarnation.unlink()
     assert found.flush(20) == 10
-    eventually(lambda: "is archived again" in caplog.text)
+    eventually(lambda: "records are not archived again" in caplog.text)
 
 
 def _reports_the_error(found: meteor.Archive) -> bool:

@@ -1,4 +1,4 @@
-"""A dead letter is a copy of the record plus the reason, stored exactly once."""
+"""A dead letter is a copy of the record with the reason, stored exactly once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def streams(any_url: str) -> Iterator[DeadLetterStreams]:
 
 @pytest.fixture
 def real(url: str) -> Iterator[DeadLetterStreams]:
-    """A graveyard on a real server."""
+    """The same streams on a real server."""
     streams = DeadLetterStreams(url)
     with streams.client:
         yield streams
@@ -322,7 +322,7 @@ def test_restarted_server_that_kept_its_data_has_one_letter(
             server.start()
         streams.bury(second)
         assert [letter.value for letter in streams.letters()] == [b"first", b"second"]
-        assert streams.target.describe().epoch > epoch, "another history, and no new epoch"
+        assert streams.target.describe().epoch > epoch, "new history, but no new epoch"
 
 
 def test_letter_lost_in_a_failover_is_written_again_in_a_new_epoch(
@@ -398,7 +398,7 @@ def test_record_is_not_confirmed_if_a_failover_may_have_lost_its_letter(
         assert values_of(proxied.client.stream("dead", create=True)) == [b"bad 2"]
         replicated.fail_over()
         assert values_of(proxied.client.stream("dead", create=True)) == []
-        with proxied.stream.publisher() as pub:  # so that a confirm follows that of record 3
+        with proxied.stream.publisher() as pub:  # causes another confirm, after that of record 3
             pub.publish(b"ok 4").result(10)
         go_on.set()
         eventually(lambda: proxied.stream.group(GROUP).confirmed >= 4, 30)

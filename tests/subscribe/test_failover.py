@@ -1,6 +1,6 @@
-"""Members in separate processes that die, stop, hang or leave, and the members that take over.
+"""Another member takes over when a member process dies, stops, hangs or leaves.
 
-All times are the server's: the times of its events, and of lease expiry.
+All times come from the server: the times of events and of lease expiry.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_only_one_waiting_member_takes_over_from_a_dead_one(harness: GroupHarnes
     assert first.poll() == [0, 1, 2, 3, 4]
     wait_for_lease(harness, *others)
     first.kill()
-    for number in (2, 3, 4):  # one after another, though all were woken
+    for number in (2, 3, 4):  # one after another, although all were woken
         eventually(lambda number=number: len(harness.events("assigned")) == number)  # type: ignore[misc]
         (owner,) = [member for member in others if member.name == harness.owner]
         assert owner.answer() == [0, 1, 2, 3, 4]
@@ -118,7 +118,7 @@ def test_leaving_member_hands_over_the_lease_at_once(harness: GroupHarness, how:
         assert first.wait() == 0
     else:
         first.answer()
-    assert second.answer() == [2, 3, 4]  # woken by the event: the lease would have lasted longer
+    assert second.answer() == [2, 3, 4]  # woken by the event, before the lease would have expired
     assert [(event.what, event.member) for event in harness.events()] == [
         ("assigned", first.name),
         ("released", first.name),

@@ -1,4 +1,4 @@
-"""Members in separate processes, while their group is moved or deleted, or the server fails.
+"""Member processes survive when their group is moved or deleted, or the server fails.
 
 ``test_group_admin`` and ``test_group_faults`` test the same within one process.
 """
@@ -47,7 +47,7 @@ def test_owner_of_a_moved_group_continues_at_the_new_offset(
             first.confirm()
     assert first.poll(max_records=2) == [1, 2]  # not [4, 5], though its lease was valid
     with pytest.raises(Refused, match="LeaseLost"):
-        first.confirm(3)  # handed out in the earlier term
+        first.confirm(3)  # returned in the earlier term
     assert harness.confirmed == 1
     new = first.state.term
     assert old is not None

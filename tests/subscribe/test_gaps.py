@@ -1,7 +1,7 @@
 """Missing or unreadable records are reported with their offsets, and reading continues after them.
 
-No record is omitted silently: not when the ring overtakes a reader, not when a frame was deleted,
-damaged or written by another program, not when the server lost its last writes.
+No record is omitted silently, even if the ring overtakes a reader, a frame was deleted, damaged or
+written by another program, or the server lost its last writes.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ BAD = {
 
 
 def damaged(client: meteor.Client, plain: redis.Redis, bad: str) -> meteor.Stream:
-    """Records 0 to 9 good, 10 to 14 bad, 15 to 19 good."""
+    """A stream whose records 0 to 9 and 15 to 19 are good, and 10 to 14 are bad."""
     stream = client.stream("s", create=True)
     fill(stream, 1, 9, 5, 5)
     name, payload, _ = BAD[bad]
@@ -439,7 +439,7 @@ def test_reader_of_lost_writes_gets_log_truncated(
         fill(stream, 10)
         with stream.subscriber(initial_offset="earliest") as behind:
             check_values(behind.poll(timeout=0, max_records=3))
-            behind.seek(3)  # nothing fetched ahead
+            behind.seek(3)  # no record is fetched ahead
             server.client().save()
             fill(stream, 10)
             with stream.subscriber(initial_offset="earliest") as ahead:

@@ -1,4 +1,4 @@
-"""Confirms: their scope, when they are sent, and how refusals are reported."""
+"""Confirms have the documented scope, are sent in time, and report refusals."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ def test_many_confirms_are_merged_into_few_commands(harness: GroupHarness) -> No
     began = time.monotonic()
     for record in sub:
         ack = sub.confirm()
-        harness.redis.ping()  # leaves time to send each of them
+        harness.redis.ping()  # leaves time to send each confirm separately
         if record.offset == 999:
             break
     assert ack.result(10) == 1000
     elapsed_s = time.monotonic() - began
-    assert _script_calls(harness) - calls <= elapsed_s / 0.05 + 8  # some are for the lease
+    assert _script_calls(harness) - calls <= elapsed_s / 0.05 + 8  # some calls renew the lease
     assert harness.confirmed == 1000
 
 

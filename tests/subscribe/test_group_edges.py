@@ -231,7 +231,7 @@ def test_lost_checkpoint_is_reported_until_on_assigned_returns_another(
 
 
 def polled(sub: meteor.Subscriber) -> meteor.RecordBatch:
-    """Return the next records; after a failover, that may take a while."""
+    """Return the next records, which may take a while after a failover."""
     return eventually(lambda: sub.poll(1), 20)
 
 

@@ -1,4 +1,4 @@
-"""Groups while the server or the connection to it fails."""
+"""Groups keep their guarantees while the server or the connection to it fails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def proxied(private_server: ServerFactory) -> Iterator[ProxiedStream]:
 
 @pytest.fixture
 def lasting(private_server: ServerFactory) -> Iterator[ProxiedStream]:
-    """A stream on a server that keeps its data over a restart."""
+    """A stream on a server that keeps its data across a restart."""
     with ProxiedStream(private_server("--appendonly", "yes", "--appendfsync", "always")) as proxied:
         fill(proxied.stream, 10)
         yield proxied
@@ -108,7 +108,7 @@ def test_confirm_with_a_lost_reply_is_repeated(proxied: ProxiedStream, cut: str)
 
 
 class InterruptedConfirm:
-    """A member whose connection fails in a confirm, and which then loses the lease."""
+    """A member whose connection fails during a confirm, and which then loses its lease."""
 
     def __init__(self, proxied: ProxiedStream, cut: str) -> None:
         self._proxied = proxied
@@ -122,7 +122,7 @@ class InterruptedConfirm:
         self.later = self.sub.confirm(7)
 
     def lose_the_lease(self, start: int) -> None:
-        """Let another member take over at ``start``, then let this one learn of it."""
+        """Let another member take over at ``start``, then let this member learn of it."""
         with self._proxied.stream.subscriber(group=GROUP, lease_ttl=60) as heir:
             batch = eventually(lambda: heir.poll(1), 20)
             assert batch.first_offset == start

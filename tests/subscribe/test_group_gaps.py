@@ -1,4 +1,4 @@
-"""Lost records: a group reports them, and continues only after skip_gap() or with on_gap="skip"."""
+"""A group reports lost records, and continues after skip_gap() or with on_gap="skip"."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_lease_goes_to_one_member_and_others_learn_its_owner(ten: GroupScripts) 
     answer = ten.acquire("a", ttl_ms=5000)
     term = ok(answer)
     assert answer == ("OK", term, 0, 1, 10, "")
-    assert before < term < before + 60_000  # terms follow the clock
+    assert before < term < before + 60_000  # term numbers follow the clock
     assert ten.holder() == f"m-a {term}"
     assert 0 < ten.plain.pttl(ten.lease) <= 5000
     stored = ten.snapshot()
@@ -203,7 +203,7 @@ def test_expired_lease_is_reserved_for_its_owner_during_the_grace_period(ten: Gr
     assert ten.renew("a", term) == ("OK",)  # the owner reclaims it
     assert ten.acquire("b", expired=term)[0] == "HELD"
     ten.expire()
-    later = ok(ten.acquire("b", expired=term))  # the owner has not reclaimed it
+    later = ok(ten.acquire("b", expired=term))  # the owner has not reclaimed its lease
     assert later > term
     ten.expire()
     assert ten.acquire("c", expired=term)[0] == "EXPIRED"  # another term has ended since
@@ -488,7 +488,7 @@ def test_lease_expires(ten: GroupScripts) -> None:
 
 
 def lose_tail(lua: GroupScripts, first: int) -> None:
-    """Make the server lose all records from ``first`` on, and begin a new epoch there."""
+    """Make the server lose all records from ``first`` on and begin a new epoch there."""
     for entry_id, _ in lua.entries():
         if int(entry_id.split(b"-")[0]) >= first:
             lua.plain.xdel(lua.log, entry_id)

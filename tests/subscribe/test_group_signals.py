@@ -1,4 +1,4 @@
-"""Groups with signal handlers that close, Ctrl-C, forks, and interpreter exit."""
+"""Groups survive signal handlers that close them, Ctrl-C, forks and interpreter exit."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_signal_handler_may_close_in_the_middle_of_a_confirm(
                 confirming._send_at = now() + 1
                 sub.confirm(offset)
                 for confirmation in confirming._waiting:
-                    confirmation.sent = True  # its first try has failed
+                    confirmation.sent = True  # the first attempt has failed
             closing = CloseOnSignal(sub)
             real = state.notify_all
             want = confirming.want
@@ -285,7 +285,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_locked(harness: GroupHarness, work:
 
         def profile(frame: FrameType, event: str, arg: object) -> None:
             nonlocal left
-            if event in ("call", "c_return"):  # where Python checks for signals
+            if event in ("call", "c_return"):  # Python checks for signals here
                 left -= 1
                 if left < 0:
                     raise KeyboardInterrupt
@@ -294,7 +294,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing_locked(harness: GroupHarness, work:
         sys.setprofile(profile)
         try:
             if work == "confirm":
-                sub.confirm(interrupts)  # another offset each time: a confirmed one does nothing
+                sub.confirm(interrupts)  # another offset each time: a repeat does nothing
             elif work == "poll":
                 sub.poll(0, 1)
             else:

@@ -1,4 +1,4 @@
-"""Terms: how they begin and end while members are healthy, slow or hung."""
+"""Terms begin and end correctly while members are healthy, slow or hung."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_on_assigned_that_raises_is_called_again_at_the_next_poll(harness: Group
         with pytest.raises(KeyError):
             sub.poll(5)
     assert drain(sub) == [1, 2]
-    assert calls == [sub.term] * 3  # in one and the same term
+    assert calls == [sub.term] * 3  # in the same term
 
 
 @pytest.mark.parametrize(("start", "error"), [(4, ValueError), (-1, ValueError), ("1", TypeError)])
@@ -106,7 +106,7 @@ def test_member_that_regains_the_lease_starts_at_the_confirmed_offset(
     assert check_values(second.poll(5, max_records=8)) == list(range(8))
     second.confirm(6).result(5)
     second.deactivate()
-    first.reactivate()  # not polled since, so it has not seen the other term
+    first.reactivate()  # it has not polled since, so it has not seen the other term
     assert check_values(first.poll(5)) == [7, 8, 9]
     assert first.confirm().result(5) == 10
 

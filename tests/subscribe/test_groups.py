@@ -26,7 +26,7 @@ def harness(any_url: str) -> Iterator[GroupHarness]:
 
 @pytest.fixture
 def served(url: str) -> Iterator[GroupHarness]:
-    """A crew on one kind of server, for receivers: a wait in fake:// cannot be interrupted."""
+    """A harness on a real server, for receivers: a wait in fake:// cannot be interrupted."""
     with GroupHarness(url) as harness:
         yield harness
 
@@ -363,7 +363,7 @@ def test_expired_lease_is_taken_over_after_the_grace_period(
     first_answer = two.acquire()
     assert isinstance(first_answer, LeaseUnavailable)
     assert first_answer.expired == old.number
-    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # waited for another term
+    assert isinstance(two.acquire(old.number - 1), LeaseUnavailable)  # it waited for another term
     new = two.acquire(first_answer.expired)
     assert isinstance(new, Term)
     assert new.number > old.number

@@ -1,7 +1,7 @@
 """A subscriber survives interruptions and outages, and does not disturb other clients.
 
-Ctrl-C at any moment, a server that is killed and restarted or stays down, a stream that is deleted
-or recreated, a fork, other readers and publishers.
+Covers Ctrl-C at any moment, a server that is killed, a stream that is deleted or recreated, forks,
+and other readers and publishers.
 """
 
 from __future__ import annotations

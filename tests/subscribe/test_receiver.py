@@ -1,4 +1,4 @@
-"""Receivers pass every record in order, keep their lease, and never end without an error."""
+"""Receivers pass on every record in order, keep their lease, and never end without an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.receivers import (
 )
 from tests.support.waiting import eventually
 
-#: Settings of a member that soon loses its lease to a rival unless it shows that it is alive.
+#: Settings of a member that soon loses its lease to another member unless it polls.
 QUICK: dict[str, Any] = {"group": "g", "lease_ttl": 0.6, "max_poll_interval": 0.6}
 
 
@@ -47,7 +47,7 @@ def test_receiver_gets_every_record_in_order(any_url: str, group: str | None) ->
         with stream.subscriber(group=group, initial_offset="earliest") as sub:
             receiver = sub.attach_receiver(handler)
             handler.wait_for(*range(52))
-            fill(stream, 1, 100)  # while it waits
+            fill(stream, 1, 100)  # published while the receiver waits
             handler.wait_for(*range(153))
             assert sub.position == 153
         assert not receiver.alive
@@ -92,7 +92,7 @@ def test_auto_confirm_does_not_confirm_the_current_record(stream: meteor.Stream)
         sub.attach_receiver(Handler(gate))
         with gate.hold():
             eventually(lambda: confirmed(stream) == 4)
-            fill(stream, 1)  # gives a wrong confirm time to be sent
+            fill(stream, 1)  # leaves time for a wrong confirm to be sent
             assert confirmed(stream) == 4
         eventually(lambda: confirmed(stream) == 11)
 
@@ -313,7 +313,7 @@ def test_invalid_arguments_are_refused_and_attach_nothing(stream: meteor.Stream)
 def test_many_short_records_keep_the_lease(stream: meteor.Stream) -> None:
     fill(stream, 12)
     pause = threading.Event()
-    handler = Handler(lambda record: pause.wait(0.1))  # all records take twice max_poll_interval
+    handler = Handler(lambda record: pause.wait(0.1))  # in total twice max_poll_interval
     with stream.subscriber(**QUICK) as sub, stream.subscriber(**QUICK) as rival:
         sub.attach_receiver(handler)
         term = eventually(lambda: sub.term)

@@ -1,4 +1,4 @@
-"""A record for which the handler raises is treated as ``on_error`` says, and never lost."""
+"""If the handler raises, ``on_error`` decides what happens to the record. It is never lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Services as the documentation recommends: they end on SIGTERM, and count exactly once."""
+"""Services written as the documentation recommends end on SIGTERM, and count exactly once."""
 
 from __future__ import annotations
 
@@ -182,14 +182,14 @@ print("end", flush=True)
 )
 
 _GUARD = "WHERE next = ?3"
-#: The same number of parameters, but no guard.
+#: Takes the same parameters, but does not check the offset.
 _NO_GUARD = "WHERE next >= 0 AND ?3 >= 0"
 
 TOTAL = sum(range(100))
 
 
 def count(harness: GroupHarness, path: Path, guard: str, stop: str) -> tuple[int, int]:
-    """Sum up 100 amounts in two processes; the owner is stopped for longer than its lease."""
+    """Sum up 100 amounts in two processes. The owner is stopped for longer than its lease."""
     with closing(sqlite3.connect(path)) as db:
         with db:
             db.execute("CREATE TABLE total (amount INT, next INT)")
@@ -204,7 +204,7 @@ def count(harness: GroupHarness, path: Path, guard: str, stop: str) -> tuple[int
         one.write("go")
         assert one.read() == stop
         one.pause()
-        one.write("go")  # for when it is resumed
+        one.write("go")  # read by the process when it is resumed
         other.write("go")
         assert other.read() == "end"
         one.resume()

@@ -212,7 +212,7 @@ def test_poll_may_wait_longer_than_the_connection_timeout(url: str) -> None:
 
 
 def test_poll_may_wait_longer_than_one_blocking_read(stream: meteor.Stream) -> None:
-    """A blocking read lasts two seconds: redis-py 8 abandons a reply after five."""
+    """A blocking read lasts two seconds, because redis-py 8 abandons a reply after five."""
     with stream.subscriber() as sub:
         start = time.monotonic()
         assert not sub.poll(timeout=2.3)
@@ -271,7 +271,7 @@ def test_earliest_means_the_first_record_at_the_time_of_reading(client: meteor.C
     fill(stream, 10)
     with stream.subscriber(initial_offset="earliest") as sub:
         assert sub.position == 0
-        fill(stream, 10, 10)  # the ring drops everything before
+        fill(stream, 10, 10)  # the ring drops all earlier records
         assert drain(sub) == list(range(20, 30))
         sub.seek("earliest")
         fill(stream, 10, 10)
