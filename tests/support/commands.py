@@ -1,4 +1,4 @@
-"""The ``meteor`` command as a process, as in a shell, but with its modules already imported."""
+"""Runs the ``meteor`` command as a process, as in a shell, but with its modules preloaded."""
 
 from __future__ import annotations
 

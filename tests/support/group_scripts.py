@@ -1,4 +1,4 @@
-"""The scripts of subscriber groups, for tests that call them directly."""
+"""Direct calls of the scripts of subscriber groups."""
 
 from __future__ import annotations
 

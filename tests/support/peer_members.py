@@ -1,4 +1,4 @@
-"""A peer group with two members, for tests of commands."""
+"""A peer group with two members, for tests of the command line."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ NAME = "orders"
 class ProxiedStream:
     """One stream, its server, and a proxy in front of it; closes everything it opened.
 
-    with Bench(server) as bench:
-        pub = bench.publisher()
-        bench.proxy.stall("replies")
+    with ProxiedStream(server) as proxied:
+        pub = proxied.publisher()
+        proxied.proxy.stall("replies")
         ack = pub.publish(b"executed, no reply")
-        bench.wait_for_next(1)
+        proxied.wait_for_next(1)
     """
 
     def __init__(self, server: Server, user: str = "", **settings: Any) -> None:
@@ -138,7 +138,7 @@ class ProxiedStream:
 
 
 class ReplicatedStream:
-    """A bench whose server has a replica, and the link between the two."""
+    """A proxied stream whose server has a replica, with a proxy in the replication link."""
 
     def __init__(self, stack: ExitStack, primary: Server, **settings: Any) -> None:
         self._stack = stack
@@ -159,7 +159,7 @@ class ReplicatedStream:
         return link, replica
 
     def lag(self) -> None:
-        """Cut the replica off from further writes."""
+        """Cut the replica off from all further writes."""
         self.replica.wait_in_sync()
         self.link.stall()
 
@@ -211,6 +211,6 @@ def proxied(server: Server, url: str) -> Iterator[ProxiedStream]:
 def private(
     request: pytest.FixtureRequest, private_server: ServerFactory
 ) -> Iterator[ProxiedStream]:
-    """A bench with a private server; runs once for each kind of server."""
+    """A proxied stream on a private server. The test runs once for each kind of server."""
     with ProxiedStream(private_server(kind=request.param)) as running:
         yield running
