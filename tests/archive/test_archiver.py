@@ -42,7 +42,9 @@ def stored(url: str, tmp_path: Path) -> Iterator[StoredStream]:
 # Automatic archivers
 
 
-def test_client_archives_a_stream_with_a_store_until_it_is_closed(url: str, tmp_path: Path) -> None:
+def test_client_archives_streams_with_a_store_until_the_client_is_closed(
+    url: str, tmp_path: Path
+) -> None:
     with meteor.connect(url) as client:
         stream = client.stream("s", capacity=10, store=tmp_path)
         (thread,) = archiver_threads()
@@ -91,7 +93,7 @@ def test_client_without_archive_or_store_does_not_archive(stored: StoredStream) 
     assert stored.events() == []
 
 
-def test_explicit_archiver_replaces_the_automatic_one(
+def test_explicit_archiver_replaces_the_automatic_archiver(
     stored: StoredStream,
 ) -> None:
     client = stored.another_client()
@@ -188,7 +190,7 @@ def test_second_archiver_takes_over_at_once_when_the_first_closes(
     stored.check(end)
 
 
-def test_second_archiver_takes_over_when_the_lease_of_a_killed_one_expires(
+def test_second_archiver_takes_over_when_the_lease_of_a_killed_archiver_expires(
     stored: StoredStream,
 ) -> None:
     first = stored.process(lease_ttl=SHORT_S)
@@ -383,7 +385,7 @@ def test_archiver_writes_nothing_into_the_next_incarnation(stored: StoredStream,
     stored.check(stored.fill(200))
 
 
-def test_stream_reopened_while_its_archiver_ends_gets_another(
+def test_stream_reopened_while_its_archiver_ends_gets_a_new_archiver(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave, leaving = meteor.Archiver._leave, threading.Event()

@@ -65,7 +65,7 @@ def test_late_segments_of_an_old_primary_do_not_count(split: Split) -> None:
     assert [flaw for flaw in split.new.store.verify() if not flaw.harmless] == []
 
 
-def test_archiver_of_an_old_primary_stops_when_the_new_one_has_archived(
+def test_archiver_of_an_old_primary_stops_when_the_new_primary_has_archived(
     split: Split,
 ) -> None:
     with split.old.archiver(lease_ttl=5, segment_records=100).start() as archiver:

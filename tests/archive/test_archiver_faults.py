@@ -109,7 +109,7 @@ def test_segments_written_after_losing_the_lease_do_not_count(
     assert first.ask("alive")  # the first archiver waits for the lease
 
 
-def test_stopped_archiver_continues_if_no_other_took_over(stored: StoredStream) -> None:
+def test_stopped_archiver_continues_if_no_other_archiver_took_over(stored: StoredStream) -> None:
     stored.fill(1000)
     only = stored.process("stop before advance", segment_records=1000)
     only.wait_stopped()
@@ -298,7 +298,9 @@ def test_full_disk_stops_publishers_until_there_is_space(
 # Resuming after the server lost everything
 
 
-def test_stream_is_resumed_from_its_store_after_the_server_lost_it(stored: StoredStream) -> None:
+def test_stream_is_resumed_from_its_store_after_the_server_has_lost_it(
+    stored: StoredStream,
+) -> None:
     stored.fill(1000)
     stored.archive()
     with stored.stream.subscriber(initial_offset="earliest") as sub:

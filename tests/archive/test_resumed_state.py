@@ -126,7 +126,7 @@ def test_first_planned_transaction_is_written_after_a_resume(stored: StoredStrea
     "step",
     ["before state", "after state", "after write", "after append", "before advance"],
 )
-def test_archiver_killed_at_any_step_leaves_a_state_that_fits_its_records(
+def test_archiver_killed_at_any_step_leaves_a_state_that_matches_its_records(
     stored: StoredStream, step: str
 ) -> None:
     write(stored.stream, 0, "a", "b")
@@ -173,7 +173,7 @@ def test_archiver_that_has_caught_up_saves_exact_states_again(stored: StoredStre
     assert contents(stored.stream) == " ".join([numbers(100)] * 20 + ["a"])
 
 
-def test_transactions_during_archiving_are_exactly_once_after_a_resume(
+def test_transactions_committed_during_archiving_are_exactly_once_after_a_resume(
     stored: StoredStream,
 ) -> None:
     with stored.archiver(segment_records=50):
@@ -348,7 +348,7 @@ def test_state_at_the_end_of_the_records_is_chosen() -> None:
     assert choose(9, {5: 0}, saved) is None
 
 
-def test_writer_that_wrote_between_two_states_is_in_doubt() -> None:
+def test_state_of_a_writer_that_wrote_between_two_snapshots_is_in_doubt() -> None:
     saved = {5 * TERMS + 1: [at(10, v="7:1:1:1", w="1:2:2:3"), at(20, v="7:1:1:1", w="3:1:2:3")]}
     assert choose(15, {5: 0}, saved) == (10, {"v": "7:1:1:1", "w": f"3:0:{IN_DOUBT}:0"})
 
@@ -382,7 +382,7 @@ def test_groups_are_moved_back_to_the_end_of_the_records() -> None:
 # Removing states
 
 
-def test_states_of_earlier_terms_are_removed_once_a_later_one_has_records(
+def test_states_of_earlier_terms_are_removed_once_a_later_term_has_records(
     stored: StoredStream,
 ) -> None:
     for _ in range(3):

@@ -113,7 +113,7 @@ def test_offset_with_two_payloads_is_found(builder: HistoryBuilder) -> None:
     assert ViolationKind.TWO_PAYLOADS in builder.kinds()
 
 
-def test_records_out_of_their_publishers_order_are_reordered() -> None:
+def test_records_out_of_their_publishers_order_are_reported_as_reordered() -> None:
     builder = HistoryBuilder()
     builder.add("publish", who="q", values=["q-0", "q-1"])
     builder.log("q-1", "q-0")
@@ -197,13 +197,15 @@ def test_records_confirmed_but_never_delivered_are_skipped(builder: HistoryBuild
 # Terms and confirms
 
 
-def test_two_members_in_one_term_are_two_owners(builder: HistoryBuilder) -> None:
+def test_two_members_in_one_term_are_reported_as_two_owners(builder: HistoryBuilder) -> None:
     builder.assigned("m3", 10, 2)
     finish(builder)
     assert builder.kinds() == {ViolationKind.TWO_OWNERS}
 
 
-def test_confirm_of_an_older_term_after_a_newer_began_is_stale(builder: HistoryBuilder) -> None:
+def test_confirm_of_an_older_term_is_stale_after_a_newer_term_began(
+    builder: HistoryBuilder,
+) -> None:
     finish(builder)
     builder.confirm("m1", 10, 3)
     assert ViolationKind.STALE_CONFIRM in builder.kinds()
@@ -300,7 +302,7 @@ def test_record_missing_from_a_small_ring_is_lost(builder: HistoryBuilder) -> No
     assert ViolationKind.LOST in builder.kinds(capacity=2)
 
 
-def test_records_that_the_recorder_missed_too_are_not_judged(
+def test_records_that_the_recorder_also_missed_are_not_reported(
     builder: HistoryBuilder,
 ) -> None:
     overtaken(builder, gone_to=3)

@@ -139,7 +139,7 @@ def test_commit_before_the_append_is_found(builder: StoreHistoryBuilder) -> None
     assert ViolationKind.STALE_COMMIT in builder.kinds()
 
 
-def test_commit_of_an_older_term_is_stale_once_a_newer_one_has_appended() -> None:
+def test_commit_of_an_older_term_is_stale_once_a_newer_term_has_appended() -> None:
     builder = StoreHistoryBuilder()
     builder.append("a1", OLD, 0, 3)
     builder.append("a2", NEW, 0, 1)
@@ -149,7 +149,7 @@ def test_commit_of_an_older_term_is_stale_once_a_newer_one_has_appended() -> Non
     assert builder.kinds() == {ViolationKind.STALE_COMMIT}
 
 
-def test_commit_of_an_older_term_before_the_newer_has_begun_is_not_stale() -> None:
+def test_commit_of_an_older_term_is_not_stale_before_a_newer_term_has_begun() -> None:
     builder = StoreHistoryBuilder()
     builder.append("a1", OLD, 0, 4)
     builder.sample(0, 6, archived=5)
@@ -178,19 +178,19 @@ def test_listing_with_a_hole_is_found(builder: StoreHistoryBuilder) -> None:
     assert builder.kinds() == {ViolationKind.LOST}
 
 
-def test_listing_of_overlapping_files_is_found(builder: StoreHistoryBuilder) -> None:
+def test_overlapping_files_in_a_listing_are_found(builder: StoreHistoryBuilder) -> None:
     builder.listed("0-3", "2-5")
     builder.finish(0, 2, 4)
     assert builder.kinds() == {ViolationKind.DUPLICATED}
 
 
-def test_listing_that_ends_too_soon_is_found(builder: StoreHistoryBuilder) -> None:
+def test_listing_that_ends_too_early_is_found(builder: StoreHistoryBuilder) -> None:
     builder.listed("0-1", "2-3")
     builder.finish(0, 2, 4)
     assert builder.kinds() == {ViolationKind.LOST}
 
 
-def test_listing_of_unarchived_records_is_found(builder: StoreHistoryBuilder) -> None:
+def test_unarchived_records_in_a_listing_are_found(builder: StoreHistoryBuilder) -> None:
     builder.listed("0-1", "2-4", before=2, after=4)
     builder.finish(0, 2, 4)
     assert builder.kinds() == {ViolationKind.PHANTOM}
@@ -220,7 +220,7 @@ def test_file_of_unarchived_records_is_found(builder: StoreHistoryBuilder) -> No
     assert builder.kinds() == {ViolationKind.PHANTOM}
 
 
-def test_flaw_is_reported(builder: StoreHistoryBuilder) -> None:
+def test_flaw_of_the_store_is_reported(builder: StoreHistoryBuilder) -> None:
     builder.finish(0, 2, 4)
     builder.add("flaw", first=2, last=3, text="corrupt")
     assert builder.kinds() == {ViolationKind.DAMAGED}

@@ -52,7 +52,7 @@ def at_terminal(stored: StoredStream, *arguments: str, columns: int = 100) -> Te
 # ls
 
 
-def test_ls_shows_the_files_that_count_in_order(filled: StoredStream) -> None:
+def test_ls_shows_the_live_files_in_order(filled: StoredStream) -> None:
     done = succeed(filled.url, "archive", "ls", STREAM)
     files = [Path(file).name for file in filled.stream.store.files()]
     rows = [line.split() for line in done.lines]
@@ -393,7 +393,7 @@ def test_run_once_archives_existing_records(stored: StoredStream, tmp_path: Path
     assert "archived below 60, 0 new records" in done.err
 
 
-def test_run_once_succeeds_if_another_archiver_does_the_work(stored: StoredStream) -> None:
+def test_run_once_succeeds_if_another_archiver_archives_the_records(stored: StoredStream) -> None:
     stored.fill(60)
     with stored.archiver(segment_age=LONG_S) as rival:
         eventually(lambda: stored.owner == rival.member, 20)
@@ -431,7 +431,7 @@ def test_stream_without_a_store_prints_a_hint(url: str, command: list[str]) -> N
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_missing_store_is_an_error_and_the_store_option_finds_a_moved_one(
+def test_missing_store_is_an_error_and_the_store_option_finds_a_moved_store(
     stored: StoredStream, command: list[str]
 ) -> None:
     stored.fill(60)

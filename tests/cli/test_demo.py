@@ -62,7 +62,7 @@ def leftovers() -> Iterator[Leftovers]:
         yield Leftovers(Path(folder))
 
 
-def test_demo_shows_every_part_in_80_columns_and_leaves_nothing_behind(
+def test_demo_shows_every_step_in_80_columns_and_leaves_nothing_behind(
     url: str, leftovers: Leftovers, tmp_path: Path
 ) -> None:
     environ = leftovers.environ | {"JAVA_HOME": str(tmp_path)}  # without Java
@@ -111,7 +111,7 @@ def test_ctrl_c_leaves_nothing_behind(moment: str, leftovers: Leftovers) -> None
     eventually(leftovers.are_gone, PATIENCE_S, "files or processes are left")
 
 
-def test_terminal_shows_bars_and_records_and_a_second_ctrl_c_does_not_stop_cleanup(
+def test_demo_shows_progress_bars_and_a_second_ctrl_c_does_not_stop_its_cleanup(
     leftovers: Leftovers,
 ) -> None:
     command = (METEOR, "demo", "--no-spark", "--records", "1000")
@@ -159,7 +159,7 @@ def test_processes_end_when_the_demo_is_killed(leftovers: Leftovers) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(330)  # a loaded machine starts Spark slowly
-def test_spark_reads_the_stream_and_its_log_is_hidden(url: str, leftovers: Leftovers) -> None:
+def test_demo_reads_the_stream_with_spark_and_hides_its_log(url: str, leftovers: Leftovers) -> None:
     require_java()
     arguments = ("demo", "--records", "20000", "--url", url)
     done = meteor(None, *arguments, environ=leftovers.environ, patience_s=240, preloaded=False)

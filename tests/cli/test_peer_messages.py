@@ -111,7 +111,7 @@ def test_failed_message_prints_one_error(url: str, members: list[Membership]) ->
         assert sentence in done.err
 
 
-def test_members_named_like_targets_can_be_reached(url: str, group: PeerGroup) -> None:
+def test_members_whose_names_equal_a_target_can_be_reached(url: str, group: PeerGroup) -> None:
     for name in ("leads", "any", "all", "leader"):
         group.join(name).on("who")(lambda message: message.member)
     for name in ("any", "all", "leader", "leads"):
@@ -127,7 +127,7 @@ def test_members_named_like_targets_can_be_reached(url: str, group: PeerGroup) -
 
 @pytest.mark.parametrize("command", ["ask", "send"])
 @pytest.mark.parametrize("to", ["any", "all", "w2"])
-def test_missing_reply_suggests_a_missing_handler(
+def test_error_for_a_missing_reply_suggests_that_the_handler_is_missing(
     url: str, members: list[Membership], command: str, to: str
 ) -> None:
     members[0].on("half")(lambda message: None)
@@ -139,7 +139,7 @@ def test_missing_reply_suggests_a_missing_handler(
     assert "1 seconds" not in done.text + done.err
 
 
-def test_failed_handler_does_not_suggest_a_missing_handler(
+def test_error_of_a_failed_handler_does_not_suggest_that_the_handler_is_missing(
     url: str, members: list[Membership]
 ) -> None:
     for command in ("ask", "send"):
@@ -236,7 +236,9 @@ def test_invalid_kind_of_vote_is_refused(url: str, members: list[Membership]) ->
         assert "nor a number from 1 to 1,000." in done.err
 
 
-def test_vote_needing_more_votes_than_members_does_not_pass(url: str, group: PeerGroup) -> None:
+def test_vote_that_needs_more_votes_than_there_are_members_does_not_pass(
+    url: str, group: PeerGroup
+) -> None:
     for name in ("w1", "w2"):
         group.join(name).on_vote(lambda proposal: True)
         count = "1 member" if name == "w1" else "2 members"

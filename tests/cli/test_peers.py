@@ -51,7 +51,7 @@ def test_ls_without_peer_groups_says_so(url: str) -> None:
     assert (done.out, "there are no peer groups yet" in done.err) == (b"", True)
 
 
-def test_unreadable_peer_group_does_not_hide_others(
+def test_unreadable_peer_group_does_not_hide_other_groups(
     url: str, members: list[Membership], group: PeerGroup
 ) -> None:
     client = group._handle.protocol.connector

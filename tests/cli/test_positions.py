@@ -45,7 +45,7 @@ def test_a_time_without_a_zone_is_local() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "yesterday", "1h", "-1x", "--1h", "2026-13-01", "9" * 30])
-def test_invalid_time_is_refused_with_valid_forms(text: str) -> None:
+def test_error_for_an_invalid_time_lists_the_valid_forms(text: str) -> None:
     with pytest.raises(ValueError, match="is not a time; write ms"):
         parse_time(text, NOW)
 
@@ -100,7 +100,7 @@ def test_position_resolves_to_an_offset(
     assert (None if span.stop is None else span.stop.resolve(stream)) == stop
 
 
-def test_time_resolves_to_the_first_record_appended_since(stream: meteor.Stream) -> None:
+def test_time_resolves_to_the_first_record_appended_at_or_after_it(stream: meteor.Stream) -> None:
     middle = next(record for batch in stream.read(7) for record in batch)
     found = parse_span(f"@{middle.appended}").start.resolve(stream)
     assert found <= 7
@@ -111,7 +111,7 @@ def test_time_resolves_to_the_first_record_appended_since(stream: meteor.Stream)
     "text",
     ["", "first", "5..x", "1-2", "+", "-", "@", "@never", "5...7", "1e3", "٣", "0x10", "@1..x"],
 )
-def test_invalid_position_is_refused_with_valid_forms(text: str) -> None:
+def test_error_for_an_invalid_position_lists_the_valid_forms(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a (position|time); write"):
         parse_span(text)
 

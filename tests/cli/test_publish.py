@@ -231,7 +231,7 @@ def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
     assert connect(url).streams() == []
 
 
-def test_invalid_line_is_reported_with_records_published_before(url: str) -> None:
+def test_error_for_an_invalid_line_reports_the_records_published_before_it(url: str) -> None:
     done = meteor(url, "publish", "orders", "--jsonl", given=b'{"value":"a"}\n{"val":"b"}\n')
     assert done.code == 1
     assert "Line 2 is not a record in the format of `meteor tail --json`" in done.err

@@ -144,7 +144,7 @@ def test_private_server_leaves_nothing_behind(home: Path) -> None:
     assert not home.exists()
 
 
-def test_tcp_url_contains_the_password_with_a_warning(tmp_path: Path) -> None:
+def test_tcp_url_contains_the_password_and_the_command_warns_about_it(tmp_path: Path) -> None:
     with RunningCommand(None, "server", "--tcp", "--dir", str(tmp_path / "data")) as running:
         url = running.line()
         assert url.startswith("redis://:")
@@ -156,7 +156,9 @@ def test_tcp_url_contains_the_password_with_a_warning(tmp_path: Path) -> None:
     assert "the URL contains the password" in done.err
 
 
-def test_tcp_is_refused_for_a_running_server_without_it(own: tuple[RunningCommand, str]) -> None:
+def test_tcp_option_is_refused_for_a_server_that_runs_without_tcp(
+    own: tuple[RunningCommand, str],
+) -> None:
     done = meteor(None, "server", "--tcp")
     assert (done.code, done.out) == (1, b"")
     assert "is already running without TCP" in done.err

@@ -291,7 +291,7 @@ def test_stream_can_be_created_with_an_ordering_key(url: str) -> None:
     assert "create another stream" in done.err
 
 
-def test_groups_shows_the_kind_and_the_consumers(url: str, sub: SharedSubscriber) -> None:
+def test_groups_command_shows_the_kind_and_the_consumers(url: str, sub: SharedSubscriber) -> None:
     sub.stream.seek_group("alone", 3)
     alone, shared = (line.split() for line in succeed(url, "groups", "ls", "carts").lines[1:])
     assert alone == ["carts", "alone", "3", "9", "exclusive", "-"]

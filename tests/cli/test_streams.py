@@ -106,7 +106,9 @@ def test_new_limit_that_drops_records_needs_confirmation(url: str, stream: Strea
     assert "dropped" not in looser.err
 
 
-def test_shrinking_a_ring_below_its_content_needs_confirmation(url: str, stream: Stream) -> None:
+def test_shrinking_a_ring_that_would_drop_records_needs_confirmation(
+    url: str, stream: Stream
+) -> None:
     arguments = ["streams", "configure", "orders", "--capacity", "3"]
     for more, code in ((["--dry-run"], 0), ([], 2), (["--yes"], 0)):
         assert stream.describe().config.capacity == 10_000
@@ -227,7 +229,7 @@ def test_deleting_an_active_group_needs_force(url: str, stream: Stream) -> None:
         ("@-1h", 0, 0, 6),
     ],
 )
-def test_seek_shows_where_a_group_goes_and_moves_it(
+def test_seek_shows_the_target_offset_and_moves_the_group(
     url: str, stream: Stream, to: str, offset: int, skipped: int, repeated: int
 ) -> None:
     expected = {
@@ -287,7 +289,7 @@ def test_wrong_argument_prints_one_message_and_sets_the_exit_code(
     assert "Traceback" not in done.err
 
 
-def test_misspelt_stream_gets_a_suggestion(url: str, stream: Stream) -> None:
+def test_error_for_a_misspelled_stream_suggests_the_right_name(url: str, stream: Stream) -> None:
     done = meteor(url, "tail", stream.name[:-1] + "z")
     assert f"Did you mean {stream.name!r}?" in done.err
 
@@ -297,7 +299,7 @@ def test_seek_can_create_a_group(url: str, stream: Stream) -> None:
     assert {group.name: group.confirmed for group in stream.groups()} == {"billing": 6, "fresh": 3}
 
 
-def test_unreadable_stream_does_not_hide_others(url: str, stream: Stream) -> None:
+def test_unreadable_stream_does_not_hide_other_streams(url: str, stream: Stream) -> None:
     stream.seek_group("billing", 0)
     stream.client.stream("trades", create=True).seek_group("alien", 0)
     stream.client.redis.hdel(keys.group("trades", "alien"), "start", "confirmed")

@@ -69,7 +69,7 @@ def test_tail_prints_the_requested_records(url: str, arguments: str, expected: r
     assert values(url, *arguments.split()) == list(expected)
 
 
-def test_tail_follows_with_the_last_ten_first(url: str, stream: Stream) -> None:
+def test_tail_prints_the_last_ten_records_and_then_follows(url: str, stream: Stream) -> None:
     with RunningCommand(url, "tail", "orders", "--raw") as running:
         assert [int(running.line()) for _ in range(10)] == list(range(10, 20))
         with stream.publisher() as pub:
@@ -104,7 +104,7 @@ def test_range_that_ends_in_the_future_ends_at_that_time(url: str, stream: Strea
     assert (done.code, done.out) == (0, b"")
 
 
-def test_format_shows_the_fields_it_names(url: str, stream: Stream) -> None:
+def test_format_prints_the_named_fields(url: str, stream: Stream) -> None:
     arguments = ["tail", "orders", "-o", "3..5", "--format", r"%o|%k|%v|%h\n"]
     assert succeed(url, *arguments).lines == ["3|odd|3|n=3", "4|even|4|n=4"]
     assert meteor(url, "tail", "orders", "-e", "--format", "%q").code == 2
@@ -174,7 +174,7 @@ def test_group_with_filter_confirms_filtered_records(url: str, stream: Stream) -
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_ended_member_releases_its_lease_immediately(
+def test_tail_releases_its_lease_immediately_when_it_ends(
     url: str, stream: Stream, how: signal.Signals
 ) -> None:
     with RunningCommand(url, "tail", "orders", "-g", "g", "--raw") as first:
@@ -252,7 +252,7 @@ def test_raw_to_a_terminal_is_refused_without_force(url: str, stream: Stream) ->
         assert "19" in terminal.text
 
 
-def test_ctrl_c_in_a_terminal_ends_following_with_130(url: str, stream: Stream) -> None:
+def test_ctrl_c_in_a_terminal_ends_tail_with_exit_code_130(url: str, stream: Stream) -> None:
     with Terminal([METEOR, "--url", url, "tail", "orders"]) as terminal:
         terminal.wait_for("odd: 19")
         with stream.publisher() as pub:

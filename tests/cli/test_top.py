@@ -230,7 +230,7 @@ def test_table_is_complete_without_a_screen() -> None:
     assert any(line.endswith("o" * 40) for line in lines)
 
 
-def test_stream_with_many_groups_leaves_room_for_others() -> None:
+def test_stream_with_many_groups_leaves_room_for_other_streams() -> None:
     crowd = seen("a", groups=tuple(group(f"g{n}") for n in range(100)))
     lines = drawn(look(crowd, seen("b")), 80, 24)
     assert [line.split()[0] for line in lines if line[:2] in ("a ", "b ")] == ["a", "b"]
@@ -241,7 +241,7 @@ def test_stream_with_many_groups_leaves_room_for_others() -> None:
     ("sort", "expected"),
     [("name", "abcd"), ("rate", "cdab"), ("lag", "dabc"), ("memory", "badc")],
 )
-def test_sort_order_decides_which_streams_are_shown(sort: Sort, expected: str) -> None:
+def test_sort_option_decides_which_streams_are_shown(sort: Sort, expected: str) -> None:
     streams = look(
         seen("a", bytes=5), seen("b", bytes=9), seen("c", bytes=None),
         seen("d", bytes=1, archived=3),
@@ -252,7 +252,7 @@ def test_sort_order_decides_which_streams_are_shown(sort: Sort, expected: str) -
     assert drawn(streams, 80, 7, sort, **rates)[4].startswith(expected[0])
 
 
-def test_groups_are_sorted_by_lag_with_their_streams() -> None:
+def test_sorting_by_lag_sorts_groups_within_their_streams() -> None:
     streams = look(seen(groups=(group("a", lag=1), group("b", lag=9))))
     assert [line.split()[0] for line in drawn(streams, 80, None, "lag")[5:]] == ["b", "a"]
 
@@ -288,7 +288,7 @@ def test_colours_mark_lag_and_problems() -> None:
     }  # fmt: skip
 
 
-def test_numbers_stay_short() -> None:
+def test_large_numbers_are_abbreviated() -> None:
     sizes = [10**power - 1 for power in range(1, 19)] + [2**63]
     assert max(len(show_count(size)) for size in sizes[:15]) <= 5
     assert [show_count(n) for n in (0, 9_999, 10_000, 999_999, 1_000_000)] == [
@@ -299,7 +299,7 @@ def test_numbers_stay_short() -> None:
 # With --once
 
 
-def test_once_into_a_pipe_is_plain_and_complete(url: str, client: meteor.Client) -> None:
+def test_output_of_once_in_a_pipe_is_plain_and_complete(url: str, client: meteor.Client) -> None:
     name = "n" * 128
     stream = client.stream(name, create=True)
     stream.seek_group("g" * 128, 0)
@@ -326,7 +326,7 @@ def test_once_as_json_has_rates_and_description_fields(
     assert (found["name"], found["lag"], found["rate"], found["owner"]) == ("g", 30, 0.0, None)
 
 
-def test_number_and_names_limit_the_streams(url: str, client: meteor.Client) -> None:
+def test_number_option_and_names_limit_the_streams_shown(url: str, client: meteor.Client) -> None:
     for name in "abc":
         client.stream(name, create=True)
     assert [each["name"] for each in succeed(url, "top", "--once", "--json", "-n2").objects] == [
@@ -356,14 +356,14 @@ def test_invalid_use_of_top_prints_a_message(
     assert "Traceback" not in done.err
 
 
-def test_dumb_terminal_suggests_once(url: str) -> None:
+def test_top_on_a_dumb_terminal_suggests_the_option_once(url: str) -> None:
     command: list[str | Path] = [METEOR, "--url", url, "top"]
     with Terminal(command, environment={"TERM": "dumb"}) as terminal:
         assert terminal.wait() == 2
         assert "Use --once" in terminal.text
 
 
-def test_once_on_a_terminal_fits_its_width(url: str, client: meteor.Client) -> None:
+def test_output_of_once_on_a_terminal_fits_its_width(url: str, client: meteor.Client) -> None:
     for number in range(40):
         client.stream(f"{number:02}{'x' * 100}", create=True)
     command: list[str | Path] = [METEOR, "--url", url, "top", "--once"]

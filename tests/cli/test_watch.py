@@ -214,7 +214,7 @@ def test_snapshot_follows_recreated_streams(url: str) -> None:
         assert observer.look().streams["b"].stream.incarnation == recreated.incarnation
 
 
-def test_damaged_stream_does_not_hide_others(url: str) -> None:
+def test_damaged_stream_does_not_hide_other_streams(url: str) -> None:
     with meteor.connect(url) as m:
         m.stream("a", create=True)
         m.redis.hset(keys.meta("b"), "next", "many")

@@ -285,7 +285,7 @@ def test_an_archiver_can_neither_publish_nor_join_a_group(guarded: Server, store
     assert contents(guarded) == before
 
 
-def test_archiver_without_the_rights_raises(guarded: Server, stored: Path) -> None:
+def test_archiver_without_the_required_rights_raises(guarded: Server, stored: Path) -> None:
     with connect(guarded, "subscriber") as m:
         stream = m.stream("orders", store=stored, archive=False, create=False)
         with pytest.raises(meteor.AccessDenied):

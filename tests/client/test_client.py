@@ -176,7 +176,7 @@ def test_a_server_is_described_by_product_memory_clients_and_role(
                 assert other.describe().role == "replica"
 
 
-def test_description_of_a_fake_server_and_of_one_without_memory_limit(url: str) -> None:
+def test_fake_server_and_server_without_memory_limit_can_be_described(url: str) -> None:
     with meteor.connect("fake://") as m:
         assert m.describe() == meteor.ServerDescription("fake")
     with meteor.connect(url) as m:
@@ -206,7 +206,7 @@ def test_a_server_that_evicts_and_persists_nothing_causes_warnings_with_remedies
     assert "Set appendonly yes." in forgets
 
 
-def test_a_warning_points_to_the_line_of_the_user(url: str) -> None:
+def test_a_warning_points_to_the_users_line_of_code(url: str) -> None:
     with meteor.connect(url) as m, pytest.warns(meteor.DataSafetyWarning) as caught:
         m.streams()
     assert caught[0].filename == __file__
@@ -354,7 +354,7 @@ def test_a_connection_that_died_while_idle_is_replaced_silently(
                 assert drain(sub) == [0, 1, 2]
 
 
-def test_a_late_reply_is_never_taken_for_the_reply_to_the_next_command(
+def test_a_late_reply_is_never_mistaken_for_the_reply_to_the_next_command(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()

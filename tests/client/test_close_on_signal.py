@@ -159,7 +159,7 @@ def test_publishers_send_their_records_and_printed_lines_appear(url: str, start:
     assert values(url) == [b"%d" % n for n in range(10)]
 
 
-def test_unresponsive_server_delays_the_exit_by_at_most_the_timeout(
+def test_unresponsive_server_delays_the_exit_by_the_timeout_at_most(
     private_server: ServerFactory, start: Start
 ) -> None:
     server = private_server()
@@ -321,7 +321,7 @@ def test_process_1_of_a_container_exits_with_status_143(url: str, tmp_path: Path
     assert len(values(url)) == 10
 
 
-def test_other_threads_are_refused() -> None:
+def test_close_on_signal_is_refused_in_other_threads() -> None:
     caught: list[BaseException] = []
 
     def call() -> None:

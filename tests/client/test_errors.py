@@ -60,7 +60,7 @@ def pickled(error: errors.MeteorError) -> object:
 
 @pytest.mark.parametrize("how", [pickled, copy.copy, copy.deepcopy, errors.fresh])
 @pytest.mark.parametrize("kind", sorted(set(kinds()), key=str))
-def test_a_copied_or_pickled_error_has_type_text_and_fields(
+def test_a_copied_or_pickled_error_keeps_its_type_text_and_fields(
     kind: type, how: Callable[[errors.MeteorError], object]
 ) -> None:
     error = example(kind)

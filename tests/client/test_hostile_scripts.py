@@ -60,7 +60,7 @@ def test_a_malformed_stage_is_not_moved(client: meteor.Client, entry: str) -> No
         assert stream.end().offset == 0
 
 
-def test_split_points_of_large_frames_are_found_in_several_calls(client: meteor.Client) -> None:
+def test_finding_split_points_of_large_frames_takes_several_calls(client: meteor.Client) -> None:
     with client:
         stream = client.stream(NAME)
         with stream.publisher() as publisher:

@@ -97,7 +97,7 @@ def test_scripts_loaded_beforehand_are_never_sent_again(
     assert not {"eval", "eval_ro", "script|load"} & set(calls(plain))
 
 
-def test_all_scripts_have_a_header_and_are_listed_for_the_loader() -> None:
+def test_every_script_has_a_header_and_is_loaded_by_load_scripts() -> None:
     from importlib.resources import files
 
     lua = Path(str(files("meteor_py.redis"))) / "lua"

@@ -277,7 +277,7 @@ def test_offsets_are_exact_up_to_the_maximum(lua: StreamScripts) -> None:
     assert located == [b"OK", OFFSET_MAX - 6, OFFSET_MAX - 6]
 
 
-def test_a_stream_near_its_last_offset_is_read_like_any_other(lua: StreamScripts) -> None:
+def test_a_stream_near_the_maximum_offset_can_be_read(lua: StreamScripts) -> None:
     start = OFFSET_MAX - 100
     stream = lua.client.stream("s", create=True)
     lua.plain.hset(lua.meta, "next", start)

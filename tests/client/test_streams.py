@@ -65,7 +65,7 @@ READERS: dict[str, Callable[[meteor.Stream], object]] = {
 
 
 @pytest.mark.parametrize("how", READERS)
-def test_readers_do_not_create_a_stream_and_suggest_similar_names(
+def test_readers_do_not_create_a_stream_and_their_error_suggests_similar_names(
     client: meteor.Client, how: str
 ) -> None:
     for name in ("orders", "order", "unlike"):
@@ -79,7 +79,7 @@ def test_readers_do_not_create_a_stream_and_suggest_similar_names(
     assert all_keys(client) == before
 
 
-def test_the_first_publisher_creates_the_stream_for_objects_opened_before(
+def test_the_first_publisher_creates_the_stream_also_for_objects_opened_earlier(
     client: meteor.Client,
 ) -> None:
     early, late = client.stream("s"), client.stream("s")
@@ -164,7 +164,7 @@ def test_with_create_false_nothing_is_created(client: meteor.Client) -> None:
     assert all_keys(client) == []
 
 
-def test_listing_is_sorted_and_leaves_out_names_without_a_stream(client: meteor.Client) -> None:
+def test_list_of_streams_is_sorted_and_omits_names_without_a_stream(client: meteor.Client) -> None:
     assert client.streams() == []
     for name in ("b", "a.1", "a"):
         client.stream(name, create=True)
@@ -176,7 +176,7 @@ def test_listing_is_sorted_and_leaves_out_names_without_a_stream(client: meteor.
 # Describing
 
 
-def test_a_description_has_bounds_sizes_and_settings(client: meteor.Client) -> None:
+def test_describe_returns_bounds_sizes_and_settings(client: meteor.Client) -> None:
     stream = client.stream("s", capacity=10)
     empty = stream.describe()
     assert (empty.first, empty.next, empty.length, empty.frames, empty.appended) == (0, 0, 0, 0, 0)
@@ -195,7 +195,7 @@ def test_a_description_has_bounds_sizes_and_settings(client: meteor.Client) -> N
 # Reading
 
 
-def test_reading_returns_exactly_the_requested_range(
+def test_read_returns_exactly_the_requested_range(
     client: meteor.Client, rng: random.Random
 ) -> None:
     stream = client.stream("s", capacity=1000)
@@ -211,7 +211,7 @@ def test_reading_returns_exactly_the_requested_range(
     assert offsets(stream, datetime.now(UTC) + timedelta(days=1)) == []
 
 
-def test_reading_ends_where_the_stream_ended_when_it_was_called(client: meteor.Client) -> None:
+def test_read_stops_where_the_stream_ended_when_read_was_called(client: meteor.Client) -> None:
     stream = client.stream("s", create=True)
     fill(stream, 5)
     batches = stream.read()
@@ -219,7 +219,7 @@ def test_reading_ends_where_the_stream_ended_when_it_was_called(client: meteor.C
     assert [offset for batch in batches for offset in batch.offsets] == [0, 1, 2, 3, 4]
 
 
-def test_reading_dropped_records_raises(client: meteor.Client) -> None:
+def test_read_of_dropped_records_raises(client: meteor.Client) -> None:
     stream = client.stream("s", capacity=5)
     fill(stream, 5, 5)
     assert offsets(stream) == [5, 6, 7, 8, 9]
@@ -228,7 +228,7 @@ def test_reading_dropped_records_raises(client: meteor.Client) -> None:
     assert (caught.value.first, caught.value.last) == (2, 4)
 
 
-def test_reading_returns_nothing_beyond_its_stop_even_if_the_ring_moves_past_it(
+def test_read_returns_no_record_beyond_stop_even_if_the_ring_moves_past_it(
     real: meteor.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = real.stream("s", capacity=10)
@@ -249,7 +249,7 @@ def test_reading_returns_nothing_beyond_its_stop_even_if_the_ring_moves_past_it(
 
 
 @pytest.mark.parametrize("bad", [(-1,), (0, -1), ("yesterday",), (datetime(2020, 1, 1),)])
-def test_reading_checks_its_arguments_when_it_is_called(real: meteor.Client, bad: Any) -> None:
+def test_read_checks_its_arguments_when_it_is_called(real: meteor.Client, bad: Any) -> None:
     with pytest.raises(ValueError, match=r"\.$"):
         real.stream("s", create=True).read(*bad)
 
@@ -290,7 +290,7 @@ def test_offset_at_finds_the_same_offset_as_a_scan(
         assert stream.offset_at(at(wanted)) == expected
 
 
-def test_a_time_between_two_milliseconds_means_the_later_one(client: meteor.Client) -> None:
+def test_a_time_between_two_milliseconds_is_rounded_up(client: meteor.Client) -> None:
     stream, _ = with_times(client, "s", [(1, 1000), (1, 1001), (1, 1002)])
     assert stream.offset_at(at(1000)) == 0
     assert stream.offset_at(at(1000, us=1)) == 1

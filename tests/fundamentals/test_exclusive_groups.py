@@ -27,7 +27,7 @@ def test_one_member_reads_and_the_others_wait(m: meteor.Client) -> None:
         assert (one.is_assigned, two.is_assigned) == (True, False)
 
 
-def test_when_a_member_closes_the_next_continues_at_once(m: meteor.Client) -> None:
+def test_next_member_continues_at_once_when_a_member_closes(m: meteor.Client) -> None:
     stream = m.stream("orders", create=True)
     publish(stream, range(5))
     one = stream.subscriber(group="billing", lease_ttl=LONG)
@@ -38,7 +38,7 @@ def test_when_a_member_closes_the_next_continues_at_once(m: meteor.Client) -> No
         assert list(two.poll(5).offsets) == [3, 4]
 
 
-def test_when_a_member_is_killed_the_next_continues_when_its_lease_expires(
+def test_next_member_continues_when_the_lease_of_a_killed_member_expires(
     harness: GroupHarness,
 ) -> None:
     harness.fill(5)
@@ -49,7 +49,7 @@ def test_when_a_member_is_killed_the_next_continues_when_its_lease_expires(
     assert two.poll(10) == [3, 4]
 
 
-def test_when_a_member_hangs_the_next_continues(m: meteor.Client) -> None:
+def test_next_member_continues_when_a_member_hangs(m: meteor.Client) -> None:
     stream = m.stream("orders", create=True)
     publish(stream, range(5))
     with (

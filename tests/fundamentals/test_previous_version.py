@@ -41,7 +41,7 @@ def values(stream: meteor.Stream, start: int = 0) -> list[bytes]:
     return [value for batch in stream.read(start) for value in batch.values()]
 
 
-def test_fixture_is_loaded_key_by_key_as_0_1_left_it(
+def test_fixture_restores_every_key_that_0_1_wrote(
     m: meteor.Client, any_url: str, store: Path
 ) -> None:
     with plain_client(any_url) as plain:
@@ -260,7 +260,7 @@ def test_peer_group_written_by_0_1_has_its_settings_members_and_values(m: meteor
         assert group.term > 0
 
 
-def test_member_that_was_alive_under_0_1_expires_and_the_next_term_is_higher(
+def test_member_that_was_alive_under_0_1_expires_and_the_next_term_has_a_higher_number(
     m: meteor.Client,
 ) -> None:
     with m.peer_group("workers") as group:

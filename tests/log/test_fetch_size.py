@@ -51,7 +51,7 @@ def fetches(stream: meteor.Stream) -> int:
     return sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("xread", "xrange"))
 
 
-def test_fetch_is_bounded_when_frames_grow_after_the_last_one(stream: meteor.Stream) -> None:
+def test_fetch_is_bounded_when_frames_grow_after_the_last_fetch(stream: meteor.Stream) -> None:
     publish_small(stream)
     with stream.subscriber(initial_offset="earliest") as sub:
         fetch_sizes(sub, SMALL)
@@ -77,7 +77,7 @@ def test_fetch_is_bounded_if_an_older_release_has_written_the_frames(stream: met
         assert max(fetch_sizes(sub, SMALL + BIG_FRAMES + 1)) <= FETCH_BYTES_MAX
 
 
-def test_small_frames_are_fetched_together_after_large_ones(stream: meteor.Stream) -> None:
+def test_small_frames_are_fetched_together_after_large_frames(stream: meteor.Stream) -> None:
     with stream.publisher(max_record_bytes=len(BIG)) as pub:
         pub.publish(BIG).result(10)
     publish_small(stream, 8 * FETCH_FRAMES_MAX)

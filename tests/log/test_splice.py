@@ -264,7 +264,7 @@ def check_times(stream: meteor.Stream) -> None:
             assert sub.poll(timeout=0, max_records=1)[0].appended == record.appended
 
 
-def test_times_are_found_in_the_store_in_the_ring_and_between_them(
+def test_times_are_found_in_the_store_in_the_ring_and_where_they_meet(
     any_url: str, tmp_path: Path
 ) -> None:
     with meteor.connect(any_url) as m:
@@ -308,7 +308,7 @@ def test_the_row_group_that_contains_a_time_is_found(
     check_times(stream)
 
 
-def test_a_description_has_the_first_readable_record_and_the_archived_bounds(
+def test_describe_returns_the_first_readable_offset_and_the_archived_bounds(
     stream: meteor.Stream,
 ) -> None:
     def seen() -> tuple[int, int, int, int | None]:

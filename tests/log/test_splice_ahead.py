@@ -139,7 +139,7 @@ def test_two_subscribers_of_one_stream_object_do_not_interfere(
     assert seen == [list(range(END))] * 2
 
 
-def test_a_reply_to_a_fetch_sent_ahead_is_not_taken_for_the_reply_to_another_command(
+def test_a_reply_to_a_prefetch_is_not_mistaken_for_the_reply_to_another_command(
     url: str, tmp_path: Path
 ) -> None:
     with meteor.connect(url) as m:
@@ -363,7 +363,7 @@ def test_reading_one_record_among_many_segments_opens_at_most_three_files(
             assert len(opened) <= 3
 
 
-def test_one_record_is_read_without_the_rest_of_its_file(
+def test_reading_one_record_does_not_read_the_rest_of_its_file(
     url: str, tmp_path: Path, opened: list[str], rng: random.Random
 ) -> None:
     values = [rng.randbytes(1_000) for _ in range(40_000)]  # incompressible

@@ -405,7 +405,7 @@ def test_a_store_that_stays_unavailable_raises_an_error_and_loses_nothing(
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_a_store_that_returns_during_the_check_is_not_taken_for_an_empty_one(
+def test_a_store_that_returns_during_the_check_is_not_considered_empty(
     stream: meteor.Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
 ) -> None:
     home, away = tmp_path / NAME, tmp_path / "away"
@@ -449,7 +449,7 @@ def test_reading_the_store_of_a_deleted_stream_raises_stream_not_found(
                 sub.poll(timeout=0)
 
 
-def test_a_recreated_stream_does_not_show_archived_records_of_the_old_one(
+def test_a_recreated_stream_does_not_return_archived_records_of_the_deleted_stream(
     client: meteor.Client, stream: meteor.Stream, tmp_path: Path
 ) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:

@@ -59,7 +59,7 @@ offsets = st.one_of(
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(start=offsets, length=st.one_of(st.integers(0, 100), st.integers(0, 60_000)))
-def test_any_range_of_a_million_records_is_read_as_it_was_published(
+def test_any_range_of_a_million_records_is_read_exactly_as_published(
     million: meteor.Stream, start: int, length: int
 ) -> None:
     stop = min(start + length, MILLION)

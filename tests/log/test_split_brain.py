@@ -124,13 +124,13 @@ KEPT = f"{TRUNK},+7:100,+9:120"
         pytest.param(9, 131, "", 130, id="end-of-log"),
     ],
 )
-def test_a_position_survives_as_far_as_it_shares_epochs_with_the_server(
+def test_a_position_is_valid_up_to_the_end_of_its_last_shared_epoch(
     epoch: int, offset: int, known: str, expected: int | None
 ) -> None:
     assert diverged_at(Position("i", epoch, offset, known), KEPT, 130) == expected
 
 
-def test_tables_of_earlier_versions_are_judged_by_the_order_of_numbers() -> None:
+def test_epoch_tables_of_earlier_versions_are_compared_by_epoch_number() -> None:
     table = "1:0,5:50,+7:100"  # version 0.1 wrote the first two, without empty epochs
     assert diverged_at(Position("i", 3, 50), table, 130) is None  # epoch 3 was dropped
     assert diverged_at(Position("i", 3, 51), table, 130) == 50

@@ -72,7 +72,7 @@ def test_a_position_of_an_older_incarnation_is_refused(url: str) -> None:
             sub.seek(kept)
 
 
-def test_a_position_above_lost_records_is_refused_with_their_range(
+def test_a_position_beyond_lost_records_is_refused_with_their_range(
     replicated: ReplicatedStream,
 ) -> None:
     proxied = replicated.proxied

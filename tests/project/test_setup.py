@@ -50,7 +50,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_recent_java_is_used_unchanged(machine: Machine) -> None:
+def test_recent_java_is_used(machine: Machine) -> None:
     machine.add("java", JAVA.format(21))
     assert machine.run("java.sh").stdout == "Java 21 is ready.\n"
 

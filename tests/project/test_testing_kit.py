@@ -257,7 +257,7 @@ def test_pause_kill_and_close_may_be_repeated(server: Server) -> None:
     server.close()
 
 
-def test_wrong_use_raises(server: Server) -> None:
+def test_wrong_use_of_a_server_raises(server: Server) -> None:
     with pytest.raises(RuntimeError, match="is already running"):
         server.start()
     os.kill(server.pid, signal.SIGKILL)

@@ -43,7 +43,7 @@ def pub(proxied: ProxiedStream) -> meteor.Publisher:
 # Acks
 
 
-def test_an_ack_has_the_offset_once_it_is_known(proxied: ProxiedStream) -> None:
+def test_an_ack_returns_the_offset_once_the_server_has_replied(proxied: ProxiedStream) -> None:
     pub = proxied.warm_publisher()
     proxied.proxy.stall("replies")
     ack = pub.publish(b"x")
@@ -551,7 +551,7 @@ def test_acks_wait_until_the_replica_has_the_record(replicated: ReplicatedStream
     assert ack.result(10) == 1
 
 
-def test_without_the_replica_acks_fail_with_the_offset_of_their_record_in_the_log(
+def test_acks_fail_with_the_offset_of_their_record_if_the_replica_is_gone(
     replicated: ReplicatedStream,
 ) -> None:
     proxied = replicated.proxied

@@ -50,7 +50,7 @@ def test_replies_belong_to_the_batches_in_the_order_of_sending() -> None:
     assert (window.acknowledged, window.sent) == (1, 3)
 
 
-def test_popping_the_oldest_keeps_the_progress_of_the_others() -> None:
+def test_removing_the_oldest_batch_keeps_the_progress_of_the_others() -> None:
     window, batches = filled(4, sent=3)
     window.mark_acknowledged(10)
     window.mark_acknowledged(11)

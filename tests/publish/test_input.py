@@ -294,7 +294,7 @@ def test_publish_many_refuses_a_single_value(
         (0, 0, RECORD_BYTES_MAX),
     ],
 )
-def test_a_record_over_the_limit_is_refused_with_all_others_of_its_call(
+def test_a_call_with_a_record_over_the_limit_is_refused_as_a_whole(
     client: meteor.Client, plain: redis.Redis, value: int, key: int, headers: int
 ) -> None:
     stream = client.stream("s", create=True)
@@ -447,7 +447,9 @@ def test_an_invalid_address_is_refused_without_showing_a_secret(url: Any) -> Non
         "host=other", "path=/x",
     ],
 )  # fmt: skip
-def test_options_that_guarantees_depend_on_cannot_be_set_in_the_address(option: str) -> None:
+def test_connection_options_that_affect_guarantees_cannot_be_set_in_the_address(
+    option: str,
+) -> None:
     name = option.partition("=")[0]
     with pytest.raises(ValueError, match=f"^'{name}' cannot be set in the URL, .*timeout"):
         meteor.connect(f"redis://h?{option}")

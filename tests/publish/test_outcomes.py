@@ -90,7 +90,9 @@ def test_record_whose_server_dies_while_waiting_for_replicas_is_unknown(
 # Deadlines
 
 
-def test_delivery_timeout_holds_however_many_batches_wait(private_server: ServerFactory) -> None:
+def test_delivery_timeout_holds_no_matter_how_many_batches_wait(
+    private_server: ServerFactory,
+) -> None:
     server = private_server()
     with meteor.connect(server.url) as client:
         pub = client.stream(NAME, capacity=1).publisher(delivery_timeout=1.0)  # a batch per record

@@ -64,7 +64,7 @@ def test_publisher_that_stays_open_warns_while_it_publishes(
     assert len(warnings(caplog)) == 1
 
 
-def test_publisher_warns_of_shared_groups_too(
+def test_publisher_also_warns_about_shared_groups(
     client: meteor.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = client.stream("s", capacity=100, ordering_key="key")

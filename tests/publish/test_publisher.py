@@ -43,7 +43,9 @@ def pub(proxied: ProxiedStream) -> meteor.Publisher:
 # Batching and order
 
 
-def test_records_collect_in_one_frame_while_another_is_in_flight(proxied: ProxiedStream) -> None:
+def test_records_are_collected_in_one_frame_while_another_is_in_flight(
+    proxied: ProxiedStream,
+) -> None:
     pub = proxied.warm_publisher()
     ahead, gathered = proxied.queue_behind_one(pub, [[b"%d" % n for n in range(10)]])
     single = pub.publish(b"10")
@@ -67,7 +69,7 @@ def test_five_full_batches_are_in_flight_at_a_time(proxied: ProxiedStream) -> No
     assert proxied.frames() == [1, 1] + [FRAME_RECORDS_MAX] * 8
 
 
-def test_each_thread_finds_its_records_in_the_order_of_its_calls(proxied: ProxiedStream) -> None:
+def test_records_of_each_thread_are_in_the_order_of_its_calls(proxied: ProxiedStream) -> None:
     pub = proxied.publisher()
     acks: dict[bytes, meteor.Ack] = {}
 
@@ -285,7 +287,7 @@ def test_frames_are_compressed(proxied: ProxiedStream, compression: meteor.Compr
 # Lingering, memory
 
 
-def test_lingering_collects_records_until_the_time_is_up(proxied: ProxiedStream) -> None:
+def test_linger_time_collects_records_into_one_frame(proxied: ProxiedStream) -> None:
     pub = proxied.publisher(linger=0.3)
     begun = time.monotonic()
     acks = [pub.publish(b"%d" % n) for n in range(20)]
@@ -295,7 +297,7 @@ def test_lingering_collects_records_until_the_time_is_up(proxied: ProxiedStream)
 
 
 @pytest.mark.parametrize("end", ["flush", "close", "fill", "fill with a list"])
-def test_flush_close_and_a_full_frame_end_the_lingering(proxied: ProxiedStream, end: str) -> None:
+def test_flush_close_and_a_full_frame_end_the_linger_time(proxied: ProxiedStream, end: str) -> None:
     pub = proxied.publisher(linger=60)
     ack: meteor.Ack | meteor.ManyAck = pub.publish(b"x")
     begun = time.monotonic()
@@ -349,7 +351,7 @@ def hold_sender(proxied: ProxiedStream, pub: meteor.Publisher) -> threading.Even
     return release
 
 
-def test_publisher_full_is_raised_if_nothing_is_settled_within_the_delivery_timeout(
+def test_publisher_full_is_raised_if_no_record_is_settled_within_the_delivery_timeout(
     proxied: ProxiedStream,
 ) -> None:
     pub = proxied.warm_publisher(max_pending_bytes=10_000, delivery_timeout=0.3)

@@ -79,7 +79,7 @@ def meanwhile(work: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["valkey", "redis"])
-def test_with_replies_lost_repeatedly_every_record_is_in_the_log_once_and_in_order(
+def test_every_record_is_in_the_log_once_and_in_order_if_replies_are_lost_repeatedly(
     private_server: ServerFactory, rng: Random, kind: Kind
 ) -> None:
     with ProxiedStream(
@@ -143,7 +143,7 @@ def test_a_reconnect_that_is_refused_for_a_while_changes_nothing(proxied: Proxie
 # The producer's state, the script
 
 
-def test_a_publisher_forgotten_by_the_server_with_nothing_in_doubt_does_not_notice(
+def test_a_publisher_without_batches_in_doubt_continues_if_the_server_forgets_it(
     proxied: ProxiedStream,
 ) -> None:
     pub = proxied.warm_publisher()
@@ -156,7 +156,7 @@ def test_a_publisher_forgotten_by_the_server_with_nothing_in_doubt_does_not_noti
     assert proxied.next == 6 + 6 * 4096
 
 
-def test_a_publisher_forgotten_with_batches_in_doubt_fails_those_and_delivers_the_rest(
+def test_a_publisher_forgotten_by_the_server_fails_only_the_batches_in_doubt(
     proxied: ProxiedStream,
 ) -> None:
     pub = proxied.warm_publisher()
@@ -190,7 +190,7 @@ def test_a_script_that_is_flushed_repeatedly_is_sent_again(
     assert offsets == {b"%d" % n: n for n in range(3000)}
 
 
-def test_a_batch_after_a_refused_repeat_is_not_sent_as_a_new_one(
+def test_a_batch_after_a_refused_repeat_keeps_its_number(
     private: ProxiedStream,
 ) -> None:
     pub = private.warm_publisher()
@@ -210,7 +210,7 @@ def test_a_batch_after_a_refused_repeat_is_not_sent_as_a_new_one(
 # Permanent refusals
 
 
-def test_only_a_permanently_refused_batch_fails_and_the_next_ones_follow_in_a_new_epoch(
+def test_only_a_permanently_refused_batch_fails_and_later_batches_follow_in_a_new_epoch(
     server: Server, url: str
 ) -> None:
     with ProxiedStream(server, capacity=4) as proxied:
@@ -231,7 +231,7 @@ def test_only_a_permanently_refused_batch_fails_and_the_next_ones_follow_in_a_ne
         assert proxied.values() == [b"a"] * 4 + [b"c"]
 
 
-def test_a_publisher_without_permission_fails_and_continues_once_it_is_granted(
+def test_a_publisher_without_permission_fails_until_the_permission_is_granted(
     private: ProxiedStream,
 ) -> None:
     pub = private.warm_publisher()
@@ -249,7 +249,7 @@ def test_a_publisher_without_permission_fails_and_continues_once_it_is_granted(
 # Deadlines
 
 
-def test_at_the_deadline_sent_records_are_unknown_and_unsent_ones_failed(
+def test_at_the_deadline_sent_records_are_unknown_and_unsent_records_have_failed(
     proxied: ProxiedStream,
 ) -> None:
     pub = proxied.warm_publisher(delivery_timeout=0.4)

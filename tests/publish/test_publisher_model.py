@@ -259,7 +259,7 @@ class TrackingPublisher:
             self.acked.pop(offset, None)
 
 
-def test_after_random_failovers_clients_know_exactly_what_the_log_holds(
+def test_after_random_failovers_clients_know_exactly_which_records_are_in_the_log(
     private_server: ServerFactory, rng: random.Random
 ) -> None:
     with ExitStack() as stack:

@@ -120,7 +120,9 @@ def test_a_server_that_restarts_between_plan_and_move_begins_an_epoch_and_loses_
         assert stream.describe().epoch > epoch
 
 
-def test_a_version_confirmed_by_replicas_outlives_the_primary(replicated: ReplicatedStream) -> None:
+def test_a_version_confirmed_by_replicas_survives_the_loss_of_the_primary(
+    replicated: ReplicatedStream,
+) -> None:
     stream = replicated.proxied.stream
     assert commit(stream._handle, "w", 1, [stage(stream, "a", "0", "1")], replicas=1)
     replicated.lag()
@@ -131,7 +133,7 @@ def test_a_version_confirmed_by_replicas_outlives_the_primary(replicated: Replic
         assert not commit(stream._handle, "w", 1, [stage(stream, "b", "x")])
 
 
-def test_a_lagging_replica_is_reported_for_a_repeated_version_too(
+def test_a_lagging_replica_is_also_reported_for_a_repeated_version(
     replicated: ReplicatedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transaction, "_REPLICAS_S", 0.05)

@@ -102,7 +102,7 @@ def test_a_version_that_was_begun_with_another_number_of_records_is_finished_and
     assert contents(stream) == numbers(5)
 
 
-def test_a_version_whose_fence_has_no_record_count_is_finished_without_a_comparison(
+def test_a_version_is_finished_without_a_comparison_if_its_fence_has_no_record_count(
     stream: meteor.Stream, frame_by_frame: None
 ) -> None:
     begin(stream, 1, stage(stream, "a", "0 1", "2"), moves=1)
@@ -160,7 +160,7 @@ def test_only_the_fences_remain_and_pending_stages_expire(
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2, 3])
-def test_the_plan_of_a_dead_committer_is_finished_by_the_next_one(
+def test_the_next_committer_finishes_the_plan_of_a_dead_committer(
     stream: meteor.Stream, frame_by_frame: None, moves: int
 ) -> None:
     a, b = stage(stream, "a", "0", "1 2"), stage(stream, "b", "3")
@@ -226,7 +226,7 @@ def test_a_late_committer_of_an_old_version_moves_nothing(
     assert contents(stream) == numbers(4)
 
 
-def test_a_plan_that_a_failover_has_lost_is_made_again(
+def test_a_plan_lost_in_a_failover_is_made_again(
     stream: meteor.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(stream._handle, "w", 1, [stage(stream, "a", "0 1")])
@@ -387,7 +387,7 @@ def test_a_commit_to_a_full_stream_waits_for_the_archiver_and_can_be_finished_la
 
 @pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
 @pytest.mark.parametrize("checksum", [True, False])
-def test_committed_frames_equal_those_of_a_publisher(
+def test_committed_frames_are_identical_to_published_frames(
     stream: meteor.Stream, compression: Any, checksum: bool
 ) -> None:
     m = stream.client
@@ -443,7 +443,7 @@ def test_concurrent_readers_and_publishers_see_dense_offsets(
 # Stages of processes that died
 
 
-def test_next_run_deletes_stages_that_dead_runs_left(stream: meteor.Stream) -> None:
+def test_next_run_deletes_stages_that_dead_runs_left_behind(stream: meteor.Stream) -> None:
     plain = stream.client.redis
     for run in ("1", "2", "3"):
         owner = StageOwner("w", 17, run)
@@ -489,7 +489,7 @@ def test_plan_that_has_begun_keeps_its_stages_when_the_next_run_cleans_up(
     assert stream.client.redis.keys("*stage*") == []
 
 
-def test_worker_that_gives_up_leaves_neither_stage_nor_entry(stream: meteor.Stream) -> None:
+def test_worker_that_gives_up_leaves_no_stage_and_no_list_entry(stream: meteor.Stream) -> None:
     given_up = Stage(stream._handle, "a", owner=StageOwner("w", 1, "run"))
     given_up.write(Columns([b"x"]))
     given_up.finish()

@@ -223,7 +223,7 @@ def test_a_value_that_the_codec_cannot_decode_is_reported_with_the_raw_record(
         assert caught.value.record.value == b"value-%d" % FIRST
 
 
-def test_with_a_codec_keys_and_arrow_stay_bytes_and_slices_decode() -> None:
+def test_codec_does_not_change_keys_and_arrow_columns_and_applies_to_slices() -> None:
     batch = make([50, 10], find_codec("text"))
     assert batch.values() == [f"value-{offset}" for offset in batch.offsets]
     assert batch[5].value == "value-1005"

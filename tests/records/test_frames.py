@@ -148,7 +148,7 @@ def test_a_bare_record_is_encoded_as_its_value() -> None:
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
-def test_a_frame_that_readers_would_take_for_a_bomb_is_not_compressed(
+def test_a_frame_that_readers_would_mistake_for_a_bomb_is_not_compressed(
     compression: Compression,
 ) -> None:
     columns = Columns([bytes(1000)] * 500)
@@ -275,7 +275,7 @@ def test_a_checksum_detects_a_flipped_bit_in_a_well_formed_frame(at: int) -> Non
 
 
 @pytest.mark.parametrize(("name", "n"), [("0v", 2), ("0kv", 2), ("1v", 4), ("1v", 6), ("1v", 1)])
-def test_a_wrong_number_of_records_is_corrupt(name: str, n: int) -> None:
+def test_a_frame_with_a_wrong_number_of_records_is_corrupt(name: str, n: int) -> None:
     columns = sample(1 if name.startswith("0") else 5, k=name == "0kv")
     _, payload = encode(columns, "none")
     with pytest.raises(meteor.CorruptFrame) as caught:

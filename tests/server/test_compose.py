@@ -71,7 +71,9 @@ def test_nothing_acknowledged_is_evicted_and_everything_is_on_disk_within_a_seco
         assert given["maxmemory"] != "0"
 
 
-def test_health_check_tells_a_working_server_from_a_dead_one(services: dict[str, Server]) -> None:
+def test_health_check_distinguishes_a_working_server_from_a_dead_one(
+    services: dict[str, Server],
+) -> None:
     if not shutil.which("redis-cli"):
         assert os.environ.get("CI") != "true", "redis-cli is missing"
         pytest.skip("redis-cli is not on PATH (Debian: apt-get install redis-tools).")
@@ -88,7 +90,7 @@ def test_health_check_tells_a_working_server_from_a_dead_one(services: dict[str,
     eventually(lambda: not healthy("redis") and not healthy("replica"))
 
 
-def test_data_survives_the_containers() -> None:
+def test_data_survives_removal_of_the_containers() -> None:
     for service in ("redis", "replica"):
         (volume,) = SERVICES[service]["volumes"]
         name, path = volume.split(":")
@@ -129,7 +131,7 @@ def test_the_demo_installs_the_mounted_source_and_runs_a_command_that_exists() -
     subprocess.run([sys.executable, "-m", module, *arguments, "--help"], cwd=ROOT, check=True)
 
 
-def test_python_of_the_demo_is_supported() -> None:
+def test_python_version_of_the_demo_is_supported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = SERVICES["demo"]["image"].removeprefix("python:").removesuffix("-slim")
     assert f"Programming Language :: Python :: {version}" in project["classifiers"]

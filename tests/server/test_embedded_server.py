@@ -259,7 +259,7 @@ def test_private_server_leaves_nothing_behind() -> None:
         assert ask(other, "PING")
 
 
-def test_server_outlives_the_crash_of_one_user(kept: Path, users: Callable[[], User]) -> None:
+def test_server_survives_the_crash_of_one_user(kept: Path, users: Callable[[], User]) -> None:
     one, other = users(), users()
     server = one.open(kept)
     other.open(kept)
@@ -296,7 +296,7 @@ def test_interpreter_exit_stops_servers_left_open(kept: Path, users: Callable[[]
     assert [directory.exists() for directory in directories] == [False, True]
 
 
-def test_crash_of_the_supervisor_stops_the_server_and_keeps_its_data(kept: Path) -> None:
+def test_crash_of_the_supervisor_stops_the_server_and_keeps_the_data(kept: Path) -> None:
     with open_embedded(kept) as first:
         ask(first, "SET", "key", "value")
         kill(supervisor_of(first.pid))
@@ -318,7 +318,7 @@ def test_crash_of_the_supervisor_leaves_nothing_behind(private: bool, kept: Path
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_crash_of_the_server_stops_the_supervisor_and_keeps_its_data(
+def test_crash_of_the_server_stops_the_supervisor_and_keeps_the_data(
     private: bool, kept: Path
 ) -> None:
     with open_embedded(None if private else kept) as first:
@@ -362,7 +362,7 @@ assert ask(server.socket_path, "PING") == b"+PONG\\r\\n"
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_forked_child_does_not_keep_the_server_after_its_parent(
+def test_server_stops_with_the_parent_even_if_a_forked_child_is_alive(
     private: bool, kept: Path, users: Callable[[], User]
 ) -> None:
     user = users()
@@ -391,7 +391,7 @@ assert os.wait()[1] == 0
     run(script)
 
 
-def test_child_forked_at_any_moment_of_an_opening_has_no_lock(kept: Path) -> None:
+def test_child_forked_while_a_server_is_opened_holds_no_lock(kept: Path) -> None:
     script = f"""
 def open_and_close():
     while not ending:
@@ -436,7 +436,7 @@ def test_other_users_cannot_access_directory_socket_and_configuration(
         os.umask(umask)
 
 
-def test_socket_of_a_deep_directory_is_elsewhere(tmp_path: Path) -> None:
+def test_socket_of_a_server_with_a_long_path_is_in_another_directory(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 120) / "kept"
     with open_embedded(deep) as first:
         assert len(first.socket_path) <= datadir.SOCKET_PATH_MAX_BYTES
@@ -448,7 +448,7 @@ def test_socket_of_a_deep_directory_is_elsewhere(tmp_path: Path) -> None:
     assert not Path(first.socket_path).parent.exists()
 
 
-def test_tcp_needs_the_password_and_shows_it_nowhere(kept: Path) -> None:
+def test_tcp_requires_a_password_that_is_shown_nowhere(kept: Path) -> None:
     with open_embedded(kept, tcp=True) as server:
         found = re.fullmatch(r"redis://:(\w{32,})@127\.0\.0\.1:(\d+)/0", server.url)
         assert found

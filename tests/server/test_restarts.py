@@ -60,7 +60,9 @@ def starts(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("victim", ["server", "supervisor", "both"])
-def test_publishers_and_subscribers_continue_after_a_kill(kept: Path, victim: str) -> None:
+def test_publishers_and_subscribers_continue_after_the_server_was_killed(
+    kept: Path, victim: str
+) -> None:
     with meteor.connect(f"embedded://{kept}") as m:
         stream = m.stream("s", create=True)
         with (
@@ -313,7 +315,7 @@ def listener(port: int) -> socket.socket:
     return found
 
 
-def test_tcp_url_stays_the_same(kept: Path) -> None:
+def test_tcp_url_survives_a_restart(kept: Path) -> None:
     with open_embedded(kept, tcp=True) as server, open_embedded(kept) as other:
         url, socket_url = server.url, other.url
         kill(server.pid)
@@ -335,7 +337,7 @@ def test_restart_chooses_another_port_if_a_program_took_it(kept: Path) -> None:
         assert ask(server, "PING")
 
 
-def test_socket_of_a_deep_directory_stays_the_same(tmp_path: Path) -> None:
+def test_socket_of_a_server_with_a_long_path_survives_a_restart(tmp_path: Path) -> None:
     with open_embedded(tmp_path / ("d" * 120)) as server:
         before = server.socket_path
         kill(server.pid)

@@ -77,7 +77,7 @@ def lagging(
     return Lagging(replicated, request.param)
 
 
-def test_lenient_query_steps_back_to_the_records_that_replaced_lost_ones(
+def test_lenient_query_steps_back_to_the_records_that_replaced_lost_records(
     lagging: Lagging, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lagging.engine() as engine:

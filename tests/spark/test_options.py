@@ -200,7 +200,7 @@ def test_batches_respect_the_limit_and_stop_at_the_end_of_the_stream(
 @pytest.mark.parametrize(
     ("starting", "wanted"), [("-4", 6), ("latest", 10), ("earliest", 0), ('{"orders": "-2"}', 8)]
 )
-def test_crash_in_any_of_the_first_batches_changes_neither_start_nor_batch(
+def test_crash_in_any_of_the_first_batches_changes_neither_the_start_nor_the_batch(
     url: str, stream: meteor.Stream, starting: str, wanted: int, group: str
 ) -> None:
     fill(stream, 10)
@@ -218,7 +218,7 @@ def test_crash_in_any_of_the_first_batches_changes_neither_start_nor_batch(
         assert engine.batch() == [*range(20, 30)]
 
 
-def test_records_that_the_ring_drops_after_the_first_batch_are_a_reported_loss(
+def test_records_that_the_ring_drops_after_the_first_batch_are_reported_lost(
     url: str, stream: meteor.Stream
 ) -> None:
     small = stream.client.stream("small", capacity=100)

@@ -138,7 +138,7 @@ def test_batch_query_waits_for_a_server_that_restarts(
     assert sum(batch.num_rows for batch in batches) == 10
 
 
-def test_query_fails_when_the_server_is_away_for_longer_than_server_timeout(
+def test_query_fails_if_an_outage_lasts_longer_than_server_timeout(
     durable: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     with meteor.connect(durable.url) as m:

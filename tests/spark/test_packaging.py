@@ -147,7 +147,7 @@ assert not loaded, loaded
 """
 
 
-def test_import_needs_neither_server_nor_library(tmp_path: Path) -> None:
+def test_importing_the_connector_needs_neither_a_server_nor_the_library(tmp_path: Path) -> None:
     # Spark imports this module whenever it looks up a format, even that of another data source.
     env = without_paths() | {"METEOR_URL": "redis://127.0.0.1:1"}
     subprocess.run([sys.executable, "-c", IMPORT], cwd=tmp_path, env=env, check=True)

@@ -95,7 +95,7 @@ def write(frame: DataFrame, url: str, **options: Any) -> None:
 # Queries
 
 
-def test_copy_has_every_row_once_even_if_a_batch_is_repeated(
+def test_query_writes_every_row_once_even_if_a_batch_is_repeated(
     spark: SparkSession, m: meteor.Client, url: str, target: meteor.Stream, tmp_path: Path
 ) -> None:
     source(m, 0, 2500)
@@ -224,7 +224,7 @@ def test_failed_batch_write_without_a_txn_id_leaves_nothing_but_its_records(
     assert set(m.redis.keys("*")) == before | {keys.log("s").encode()}
 
 
-def test_column_names_the_stream_of_each_row(
+def test_stream_column_names_the_target_of_each_row(
     spark: SparkSession, m: meteor.Client, url: str
 ) -> None:
     columns = "cast(id as string) value", "cast(id % 2 as string) stream"

@@ -153,7 +153,7 @@ def test_query_reads_records_that_the_ring_drops_from_the_store(
     assert offsets(spark, tmp_path) == [*range(4100)]
 
 
-def test_lost_records_fail_the_query_unless_it_may_lose_them(
+def test_lost_records_fail_the_query_unless_loss_is_allowed(
     spark: SparkSession, url: str, client: meteor.Client, tmp_path: Path
 ) -> None:
     stream = client.stream("orders", capacity=100)
@@ -199,7 +199,7 @@ def test_query_reads_all_streams_that_match_a_pattern_even_one_created_later(
     query.stop()
 
 
-def test_failover_that_loses_records_fails_the_query_unless_it_may_lose_them(
+def test_failover_that_loses_records_fails_the_query_unless_loss_is_allowed(
     spark: SparkSession, replicated: ReplicatedStream, tmp_path: Path
 ) -> None:
     url = replicated.proxied.proxy.url

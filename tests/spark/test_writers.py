@@ -253,7 +253,7 @@ def test_batch_of_a_restored_checkpoint_with_other_rows_is_refused(
     assert m.redis.keys("*stage*") == []
 
 
-def test_staged_and_counted_rows_are_compared_together(
+def test_sum_of_staged_and_counted_rows_is_compared(
     m: meteor.Client, target: meteor.Stream, sink: Sink
 ) -> None:
     def attempts() -> list[writers.Written]:
@@ -295,7 +295,7 @@ def test_lenient_query_continues_after_a_batch_with_other_rows(
     assert contents(target) == "x x z z"
 
 
-def test_no_stream_of_a_column_is_written_if_one_has_other_rows(
+def test_no_target_stream_is_written_if_one_already_has_other_rows(
     url: str, m: meteor.Client, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_column = Sink(url, monkeypatch, stream="")

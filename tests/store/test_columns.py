@@ -73,7 +73,7 @@ def read(stream: meteor.Stream, columns: Sequence[str] | None) -> pa.Table:
     return pa.concat_tables(tables)
 
 
-def test_one_column_is_read_without_the_values(
+def test_reading_one_column_does_not_read_the_values(
     stream: meteor.Stream, bytes_read: list[int]
 ) -> None:
     whole = read(stream, None)

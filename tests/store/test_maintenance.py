@@ -216,7 +216,7 @@ def test_merged_segments_stay_while_their_replacement_is_young(
     }
 
 
-def test_expiry_leaves_superseded_segments_above_it_to_later_tidying(
+def test_expiry_does_not_remove_superseded_segments_above_the_expired_offset(
     store: ParquetStore, tmp_path: Path
 ) -> None:
     """A reader may have listed them just before their replacement appeared."""

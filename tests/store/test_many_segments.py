@@ -91,7 +91,7 @@ def check(store: ParquetStore, end: int) -> None:
 # Listing
 
 
-def test_unchanged_folder_is_listed_once(tmp_path: Path, listings: list[str]) -> None:
+def test_unchanged_folder_is_listed_only_once(tmp_path: Path, listings: list[str]) -> None:
     store = claimed(tmp_path)
     end = fill(store, 20)
     rest(store)
@@ -271,7 +271,7 @@ def test_segments_of_different_epochs_are_not_merged(tmp_path: Path) -> None:
     check(store, end)
 
 
-def test_segments_of_later_terms_and_uncommitted_ones_are_not_merged(tmp_path: Path) -> None:
+def test_uncommitted_segments_and_segments_of_later_terms_are_not_merged(tmp_path: Path) -> None:
     store = claimed(tmp_path)
     end = fill(store, 40, term=2)
     assert merge_all(store, end, term=1) == 0

@@ -78,7 +78,7 @@ any_segment = st.builds(
 
 @settings(max_examples=200)
 @given(st.lists(any_segment, max_size=12, unique=True), st.none() | st.integers(0, 45))
-def test_live_record_is_from_the_newest_term_that_begins_at_or_before_it(
+def test_live_record_belongs_to_the_newest_term_that_begins_at_or_before_its_offset(
     segments: list[Segment], end: int | None
 ) -> None:
     begins = {s.term: min(t.first for t in segments if t.term == s.term) for s in segments}

@@ -183,7 +183,7 @@ def test_frame_above_max_unarchived_is_accepted_when_all_is_archived(
             assert pub.publish_many([b"x"] * 1_000).result(20) == 1_000
 
 
-def test_expiry_stops_at_the_position_of_a_group_and_never_goes_back(
+def test_expiry_stops_at_the_position_of_a_group_and_never_moves_back(
     m: meteor.Client, tmp_path: Path
 ) -> None:
     stream = stored(m, tmp_path)

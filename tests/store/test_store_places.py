@@ -73,7 +73,9 @@ def test_relative_path_is_made_absolute_at_once(
     assert ParquetStore(store.uri, "s").identity() == "id"
 
 
-def test_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_a_path_is_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ParquetStore("~/data", "s").uri == f"file://{tmp_path}/data"
 
@@ -183,7 +185,7 @@ def test_error_about_an_address_hides_its_secrets(uri: str) -> None:
     "contents",
     [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"id"', b'{"version": 1}', b'{"store": "id"}'],
 )
-def test_unreadable_identity_file_is_not_taken_for_a_missing_one(
+def test_unreadable_identity_file_is_not_mistaken_for_a_missing_file(
     tmp_path: Path, contents: bytes
 ) -> None:
     store = claimed(tmp_path)

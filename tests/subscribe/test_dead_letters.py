@@ -72,7 +72,7 @@ def real(url: str) -> Iterator[DeadLetterStreams]:
 # Contents
 
 
-def test_letter_has_the_whole_record_and_its_origin(streams: DeadLetterStreams) -> None:
+def test_dead_letter_contains_the_whole_record_and_its_origin(streams: DeadLetterStreams) -> None:
     streams.record(b"before")
     record = streams.record(b"poison", key=b"k", headers={"mine": b"\xff"}, timestamp=WHEN)
     streams.bury(record, reason="it is größer", tries=5)
@@ -90,7 +90,7 @@ def test_letter_has_the_whole_record_and_its_origin(streams: DeadLetterStreams) 
 
 
 @pytest.mark.parametrize("options", [{}, {"key": b""}, {"headers": {}}])
-def test_letter_of_a_record_without_key_or_headers_has_none_either(
+def test_dead_letter_of_a_record_without_key_and_headers_has_neither(
     streams: DeadLetterStreams, options: dict[str, Any]
 ) -> None:
     record = streams.record(b"", **options)
@@ -103,7 +103,7 @@ def test_letter_of_a_record_without_key_or_headers_has_none_either(
     assert all(name.startswith("meteor-") for name in letter.headers)
 
 
-def test_letter_buried_again_names_its_last_stream(streams: DeadLetterStreams) -> None:
+def test_dead_letter_of_a_dead_letter_names_its_last_stream(streams: DeadLetterStreams) -> None:
     streams.bury(streams.record(b"poison", headers={"mine": b"1"}))
     (letter,) = streams.letters()
     last = streams.client.stream("last", create=True)
@@ -433,7 +433,7 @@ def test_letter_and_confirm_that_both_survived_are_not_repeated(
         assert values_of(proxied.client.stream("dead", create=True)) == [b"bad 0"]
 
 
-def test_record_with_a_reused_offset_has_its_own_letter(
+def test_record_with_a_reused_offset_gets_its_own_dead_letter(
     replicated: ReplicatedStream, private_server: ServerFactory
 ) -> None:
     proxied = replicated.proxied
@@ -627,7 +627,7 @@ def test_stop_is_not_called_if_the_first_attempt_succeeds(streams: DeadLetterStr
     assert len(streams.letters()) == 1
 
 
-def test_bury_waits_for_a_server_without_memory_and_repeats_succeed(
+def test_bury_waits_while_the_server_is_out_of_memory(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()

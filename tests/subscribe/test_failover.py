@@ -28,7 +28,7 @@ def wait_for_lease(harness: GroupHarness, *members: Member) -> None:
 # Dead
 
 
-def test_killed_member_is_replaced_when_its_lease_has_expired(harness: GroupHarness) -> None:
+def test_killed_member_is_replaced_when_its_lease_expires(harness: GroupHarness) -> None:
     harness.fill(10)
     first, second = harness.members(2, lease_ttl=SHORT_S)
     assert first.poll(max_records=6) == [0, 1, 2, 3, 4, 5]
@@ -47,7 +47,7 @@ def test_killed_member_is_replaced_when_its_lease_has_expired(harness: GroupHarn
     assert second.confirm() == 10
 
 
-def test_only_one_waiting_member_takes_over_from_a_dead_one(harness: GroupHarness) -> None:
+def test_only_one_waiting_member_takes_over_from_a_dead_member(harness: GroupHarness) -> None:
     harness.fill(5)
     first, *others = harness.members(4, lease_ttl=SHORT_S)
     assert first.poll() == [0, 1, 2, 3, 4]
@@ -63,7 +63,9 @@ def test_only_one_waiting_member_takes_over_from_a_dead_one(harness: GroupHarnes
         owner.ask("close")
 
 
-def test_lease_that_expired_unobserved_goes_to_a_later_member(harness: GroupHarness) -> None:
+def test_lease_that_expired_while_no_member_was_waiting_goes_to_a_later_member(
+    harness: GroupHarness,
+) -> None:
     harness.fill(5)
     first = harness.member(lease_ttl=SHORT_S)
     first.poll()
@@ -88,7 +90,7 @@ def test_no_record_is_lost_or_skipped_when_members_are_killed(harness: GroupHarn
     assert sorted(set(seen)) == list(range(max(seen) + 1))
 
 
-def test_group_from_latest_skips_nothing_if_its_first_member_dies_unconfirmed(
+def test_group_at_latest_skips_nothing_if_its_first_member_dies_before_a_confirm(
     harness: GroupHarness,
 ) -> None:
     harness.fill(5)
@@ -212,7 +214,7 @@ def test_stopped_loop_ends_at_its_next_confirm(harness: GroupHarness) -> None:
     assert first.state.assigned is False
 
 
-def test_stopped_member_keeps_the_lease_if_no_other_wanted_it(harness: GroupHarness) -> None:
+def test_stopped_member_keeps_the_lease_if_no_other_member_wanted_it(harness: GroupHarness) -> None:
     harness.fill(10)
     first = harness.member(lease_ttl=SHORT_S)
     assert first.poll(max_records=4) == [0, 1, 2, 3]

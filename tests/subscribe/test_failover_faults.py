@@ -179,7 +179,7 @@ def test_full_server_still_confirms_renews_and_replaces_a_dead_member(
 # The server is killed
 
 
-def test_group_keeps_its_owner_when_a_killed_server_restarts_in_time(
+def test_group_keeps_its_owner_if_a_killed_server_restarts_before_the_lease_expires(
     private_server: ServerFactory,
 ) -> None:
     server = private_server("--appendonly", "yes", "--appendfsync", "always")

@@ -456,7 +456,7 @@ def test_reader_of_lost_writes_gets_log_truncated(
             assert drain(behind) == list(range(3, 25))
 
 
-def test_server_that_lost_everything_raises_stream_not_found(
+def test_subscriber_of_a_server_that_lost_everything_raises_stream_not_found(
     private_server: ServerFactory,
 ) -> None:
     server = private_server()

@@ -66,7 +66,7 @@ def test_more_groups_than_fit_into_one_request_are_listed(harness: GroupHarness)
 # Moving
 
 
-def test_idle_group_continues_where_it_was_moved(harness: GroupHarness) -> None:
+def test_idle_group_continues_at_the_offset_to_which_it_was_moved(harness: GroupHarness) -> None:
     harness.fill(10)
     with harness.subscriber() as sub:
         sub.poll(5)

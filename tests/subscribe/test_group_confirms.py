@@ -143,7 +143,7 @@ def test_confirm_with_a_waiter_is_sent_at_once(
         assert sub.confirm().result(10) == offset + 1
 
 
-def test_late_confirm_of_an_old_term_does_not_disturb_the_current_one(
+def test_late_confirm_of_an_old_term_does_not_affect_the_current_term(
     harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hazard: a slow thread has read the term, and then another term begins."""

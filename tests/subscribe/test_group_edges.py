@@ -73,7 +73,7 @@ def test_reclaimed_lapsed_lease_is_renewed(harness: GroupHarness) -> None:
     assert stays(lambda: sub.is_assigned and harness.owner == sub.member, 0.6)
 
 
-def test_hanging_on_assigned_loses_the_lease(harness: GroupHarness) -> None:
+def test_member_whose_on_assigned_hangs_loses_the_lease(harness: GroupHarness) -> None:
     harness.fill(5)
     release = threading.Event()
     hung = harness.subscriber(
@@ -89,7 +89,7 @@ def test_hanging_on_assigned_loses_the_lease(harness: GroupHarness) -> None:
     assert harness.owner == other.member
 
 
-def test_hanging_on_gap_skipped_loses_the_lease(url: str) -> None:
+def test_member_whose_on_gap_skipped_hangs_loses_the_lease(url: str) -> None:
     with GroupHarness(url, capacity=10) as harness:
         harness.fill(10)
         with harness.stream.subscriber(group=GROUP) as first:
@@ -123,7 +123,7 @@ def void(_: object) -> None:
 # Dropped subscribers
 
 
-def test_loop_keeps_an_unnamed_subscriber_alive(harness: GroupHarness) -> None:
+def test_loop_keeps_a_subscriber_alive_that_no_variable_refers_to(harness: GroupHarness) -> None:
     harness.fill(5)
     got: list[int] = []
 
@@ -197,7 +197,7 @@ def no_gc() -> Iterator[None]:
 # Starting at a checkpoint
 
 
-def test_lost_checkpoint_is_reported_until_on_assigned_returns_another(
+def test_lost_checkpoint_is_reported_until_on_assigned_returns_another_position(
     replicated: ReplicatedStream,
 ) -> None:
     proxied = replicated.proxied

@@ -161,7 +161,7 @@ def test_confirm_that_took_effect_before_the_group_was_moved_succeeds(
 
 
 @CUTS
-def test_confirm_of_a_forgotten_term_has_an_unknown_outcome(
+def test_confirm_of_a_term_that_the_server_has_forgotten_raises_outcome_unknown(
     proxied: ProxiedStream, cut: str
 ) -> None:
     member = InterruptedConfirm(proxied, cut)
@@ -284,7 +284,7 @@ def test_owner_without_a_server_stops_trusting_its_lease_and_returns_nothing(
 
 
 @pytest.mark.parametrize("how", ["close", "deactivate"])
-def test_leaving_ends_in_time_if_the_server_does_not_reply(
+def test_member_leaves_in_time_if_the_server_does_not_reply(
     proxied: ProxiedStream, how: str
 ) -> None:
     sub = proxied.subscriber(group=GROUP, lease_ttl=1.2)

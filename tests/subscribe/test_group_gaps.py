@@ -142,7 +142,7 @@ def test_on_gap_skip_confirms_nothing_under_a_lost_lease(harness: GroupHarness) 
     assert len(sub.poll(0)) == 0
 
 
-def test_group_from_earliest_starts_while_the_ring_moves(harness: GroupHarness) -> None:
+def test_group_at_earliest_starts_even_while_the_ring_moves(harness: GroupHarness) -> None:
     harness.fill(10, 10)
 
     def publish(stop: threading.Event) -> None:
@@ -292,7 +292,7 @@ def test_group_of_an_earlier_incarnation_is_not_taken_over(harness: GroupHarness
     discard(old)
 
 
-def test_member_that_cannot_join_the_new_group_gets_an_error_until_it_can(
+def test_member_that_cannot_join_the_new_group_raises_until_it_can(
     harness: GroupHarness,
 ) -> None:
     harness.fill(5)

@@ -54,7 +54,7 @@ CALLS: dict[str, Callable[..., Answer]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_missing_or_recreated_stream_is_refused_and_nothing_written(
+def test_call_for_a_missing_or_recreated_stream_is_refused_and_writes_nothing(
     lua: GroupScripts, call: str
 ) -> None:
     assert CALLS[call](lua, INCARNATION) == ("NOSTREAM",)
@@ -68,7 +68,7 @@ def test_missing_or_recreated_stream_is_refused_and_nothing_written(
 
 @pytest.mark.parametrize("left_behind", [False, True])
 @pytest.mark.parametrize("call", ["acquire", "renew", "confirm", "delete"])
-def test_missing_group_or_one_of_an_earlier_incarnation_is_refused(
+def test_missing_group_or_group_of_an_earlier_incarnation_is_refused(
     lua: GroupScripts, call: str, left_behind: bool
 ) -> None:
     lua.create()
@@ -99,7 +99,7 @@ def test_group_without_a_start_begins_at_the_end_and_stays_there(lua: GroupScrip
     assert lua.open("") == ("OK", 10)
 
 
-def test_without_create_only_a_confirmed_offset_counts(lua: GroupScripts) -> None:
+def test_open_without_create_requires_a_confirmed_offset(lua: GroupScripts) -> None:
     lua.create(next=10)
     assert lua.open(create=False) == ("NOOFFSET",)
     assert not lua.plain.exists(lua.group, lua.groups)
@@ -186,7 +186,7 @@ def test_positions_of_the_last_terms_that_were_taken_from_their_owners_are_kept(
     assert ended == [f"{n:016x}:{n // 3}" for n in range(28, 28 - len(ended), -1)]
 
 
-def test_released_term_is_not_listed_among_those_taken_from_their_owners(ten: GroupScripts) -> None:
+def test_released_term_is_not_listed_among_terms_taken_from_their_owners(ten: GroupScripts) -> None:
     ten.acquire("a")
     ten.release("a")
     ten.acquire("b")
@@ -239,7 +239,7 @@ def test_position_is_the_confirmed_offset_or_the_start(lua: GroupScripts) -> Non
     assert lua.acquire("b")[2:] == (6, 7, 20, "")
 
 
-def test_only_the_first_term_floats(lua: GroupScripts) -> None:
+def test_only_the_first_term_has_a_floating_start(lua: GroupScripts) -> None:
     lua.create(next=10)
     lua.open(2, floating=True)
     first = lua.acquire("a")
@@ -469,7 +469,7 @@ def test_every_key_is_deleted_with_its_group_or_stream(any_url: str) -> None:
         assert client.redis.keys("*") == []  # the member that leaves late creates no key
 
 
-def test_events_are_bounded(ten: GroupScripts) -> None:
+def test_number_of_stored_events_is_bounded(ten: GroupScripts) -> None:
     pipe = ten.plain.pipeline(transaction=False)
     for _ in range(1500):
         pipe.xadd(ten.events, {"event": "released", "group": "g"})

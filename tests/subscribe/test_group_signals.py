@@ -425,7 +425,9 @@ if sys.argv[2] == "poll":
 
 
 @pytest.mark.parametrize("how", ["poll", "receiver"])
-def test_exit_ends_in_time_if_the_server_does_not_reply(proxied: ProxiedStream, how: str) -> None:
+def test_interpreter_exits_in_time_if_the_server_does_not_reply(
+    proxied: ProxiedStream, how: str
+) -> None:
     with GroupHarness(proxied.proxy.url) as harness:
         program = harness.program(LEAVE, how)
         assert program.read() == "ready"

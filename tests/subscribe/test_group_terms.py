@@ -68,7 +68,7 @@ def test_on_assigned_that_raises_is_called_again_at_the_next_poll(harness: Group
 
 
 @pytest.mark.parametrize(("start", "error"), [(4, ValueError), (-1, ValueError), ("1", TypeError)])
-def test_on_assigned_must_name_an_offset_that_exists(
+def test_on_assigned_must_return_an_offset_that_exists(
     harness: GroupHarness, start: object, error: type[Exception]
 ) -> None:
     harness.fill(3)
@@ -174,7 +174,9 @@ def test_hung_member_loses_the_lease_and_does_not_compete_before_it_polls(
     assert harness.owner == hung.member
 
 
-def test_hung_member_continues_its_term_if_no_other_wanted_the_lease(harness: GroupHarness) -> None:
+def test_hung_member_continues_its_term_if_no_other_member_wanted_the_lease(
+    harness: GroupHarness,
+) -> None:
     harness.fill(4)
     calls: list[int | None] = []
     sub = harness.subscriber(
@@ -283,7 +285,7 @@ def test_members_can_join_and_leave_quickly(harness: GroupHarness) -> None:
             sub.confirm()
 
 
-def test_session_stopped_while_choosing_a_job_ends_at_once(
+def test_session_stopped_while_it_chooses_its_next_job_ends_at_once(
     harness: GroupHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look = GroupSession.next_job

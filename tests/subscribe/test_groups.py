@@ -261,7 +261,7 @@ def test_one_receiver_of_a_group_gets_every_record_in_order(served: GroupHarness
     assert sorted(seen) == [[], [], [0, 1, 2, 3, 4]]
 
 
-def test_later_members_get_nothing_while_the_first_is_alive(served: GroupHarness) -> None:
+def test_later_members_get_no_records_while_the_first_member_is_alive(served: GroupHarness) -> None:
     seen: list[list[int]] = [[], [], []]
     subs = [served.subscriber(lease_ttl=60)]
     subs[0].attach_receiver(_note(seen[0], subs[0]))

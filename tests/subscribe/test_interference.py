@@ -222,7 +222,7 @@ def test_waiting_poll_of_a_deleted_stream_raises(stream: meteor.Stream, plain: r
 
 
 @pytest.mark.parametrize("read", [0, 5])
-def test_recreated_stream_is_not_taken_for_the_old_one(
+def test_recreated_stream_is_not_mistaken_for_the_deleted_stream(
     client: meteor.Client, stream: meteor.Stream, read: int
 ) -> None:
     if read:

@@ -251,7 +251,7 @@ def test_publish_failure_does_not_hide_a_loss() -> None:
     assert [accumulator.take_failure() for _ in range(3)] == [unknown, loss, None]
 
 
-def test_epoch_unknown_to_the_server_was_lost() -> None:
+def test_epoch_unknown_to_the_server_counts_as_lost() -> None:
     # The server's clock was set back, so the new epoch has the lower number.
     assert diverged_at(Position("i", 2_000, 200), "1:0,1500:100", 300) == 100
     assert diverged_at(Position("i", 2_000, 100), "1:0,1500:100", 300) is None

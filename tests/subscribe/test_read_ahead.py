@@ -101,7 +101,7 @@ def test_lost_connection_loses_no_record(stream: meteor.Stream, server: Server) 
         read_all(sub, RECORDS)
 
 
-def test_deleted_stream_is_noticed(stream: meteor.Stream) -> None:
+def test_reader_notices_that_the_stream_was_deleted(stream: meteor.Stream) -> None:
     with stream.subscriber(initial_offset="earliest") as sub:
         read_straight(sub)
         stream.delete()

@@ -185,7 +185,9 @@ def test_handler_may_close_the_subscriber(stream: meteor.Stream, group: str | No
         assert next_of(stream) == list(range(4, 10))
 
 
-def test_handler_may_close_the_receiver_and_its_record_counts(stream: meteor.Stream) -> None:
+def test_handler_may_close_the_receiver_and_its_record_counts_as_done(
+    stream: meteor.Stream,
+) -> None:
     fill(stream, 10)
     attached = threading.Event()
     with stream.subscriber(group="g", auto_confirm=True) as sub:
@@ -243,7 +245,7 @@ def test_close_returns_at_once_without_a_current_record(stream: meteor.Stream, s
         assert not receiver.alive
 
 
-def test_client_closes_all_receivers_and_raises_the_error_of_one(url: str) -> None:
+def test_closing_a_client_closes_all_receivers_and_raises_the_error_of_one(url: str) -> None:
     client = meteor.connect(url)
     stream = client.stream("s", create=True)
     fill(stream, 5)
@@ -324,7 +326,7 @@ def test_many_short_records_keep_the_lease(stream: meteor.Stream) -> None:
         assert waiting.given == []
 
 
-def test_hung_handler_loses_the_lease_and_its_receiver_waits_for_it(
+def test_receiver_with_a_hung_handler_loses_the_lease_and_waits_to_regain_it(
     stream: meteor.Stream,
 ) -> None:
     fill(stream, 6)

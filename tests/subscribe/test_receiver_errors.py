@@ -151,7 +151,9 @@ def test_skip_counts_the_record_and_continues(
         assert confirmed(stream) == 6
 
 
-def test_skipped_record_is_confirmed_if_all_before_it_are(stream: meteor.Stream) -> None:
+def test_skipped_record_is_confirmed_if_all_earlier_records_are_confirmed(
+    stream: meteor.Stream,
+) -> None:
     fill(stream, 3)
     with stream.subscriber(group="g") as sub:
         receiver = sub.attach_receiver(fails_for(0, 2), on_error="skip")
@@ -296,7 +298,7 @@ def test_record_becomes_a_dead_letter_after_three_tries(
 
 
 @pytest.mark.parametrize("first", ["confirmed", "open"])
-def test_dead_letter_is_confirmed_if_all_before_it_are(
+def test_dead_letter_is_confirmed_if_all_earlier_records_are_confirmed(
     stream: meteor.Stream, dead: meteor.Stream, first: str
 ) -> None:
     fill(stream, 3)
