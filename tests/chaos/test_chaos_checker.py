@@ -31,7 +31,7 @@ def builder() -> HistoryBuilder:
 
 
 def finish(builder: HistoryBuilder) -> None:
-    """A second member takes over and drains the group, and the log is read."""
+    """Let a second member take over and drain the group, and record the log."""
     builder.assigned("m2", 20, 2)
     builder.deliver("m2", 20, 2, "p-2", "p-3", "p-4", "p-5")
     builder.confirm("m2", 20, 6)

@@ -1,4 +1,4 @@
-"""``meteor peers send``, ``ask``, ``dead`` and ``propose``: messages and votes, as processes."""
+"""``meteor peers send``, ``ask``, ``dead`` and ``propose``: messages and votes of members."""
 
 from __future__ import annotations
 

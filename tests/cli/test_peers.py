@@ -1,4 +1,4 @@
-"""``meteor peers``: peer groups on the command line, as processes and in a terminal."""
+"""``meteor peers`` inspects and changes peer groups, in pipes and in a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``meteor publish``, as a process, against a real server."""
+"""``meteor publish`` runs as a process and publishes to a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``meteor shared``, and shared groups in other commands, as processes."""
+"""``meteor shared``, and other commands that show shared groups, run as processes."""
 
 from __future__ import annotations
 

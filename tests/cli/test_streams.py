@@ -1,4 +1,4 @@
-"""``meteor streams``, ``groups`` and ``seek``, as processes, against a real server."""
+"""``meteor streams``, ``groups`` and ``seek`` run as processes on a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``meteor tail``, as a process, against a real server."""
+"""``meteor tail`` runs as a process and reads from a real server."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def lua(any_url: str) -> Iterator[StreamScripts]:
         lua.plain.close()
 
 
-# publish: its replies
+# publish: replies
 
 
 def test_publish_replies_with_the_first_offset_and_the_epoch(lua: StreamScripts) -> None:

@@ -11,7 +11,7 @@ import meteor_py as meteor
 from tests.fundamentals.reading import publish
 from tests.support.group_members import GroupHarness
 
-#: Seconds: a lease that the test waits for, and one that it never waits for.
+#: Lease TTLs in seconds: one that expires during a test, and one that does not.
 SHORT, LONG = 0.6, 60.0
 
 

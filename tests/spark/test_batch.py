@@ -1,4 +1,4 @@
-"""Streams as tables in Spark: ranges of offsets and of time, and all columns."""
+"""Spark reads streams as tables, by ranges of offsets or time, with all columns."""
 
 from __future__ import annotations
 

@@ -433,7 +433,7 @@ def test_recreated_stream_fails_the_query_or_is_read_from_its_beginning(
         fill(again, 2)
         assert engine.plan()
         again.delete()
-        assert engine.read() == [], "planned but gone: the batch must still end"
+        assert engine.read() == [], "the planned records are gone, but the batch must end"
         kept.done += 1
         engine.batch()
         assert engine.batch() == []  # and is not planned again

@@ -130,7 +130,7 @@ class MemoryFile(SegmentFile):
 
 
 class Crash(Exception):
-    """The process dies here."""
+    """Raised where the process dies."""
 
 
 class MemoryLog(SegmentLog):

@@ -196,7 +196,7 @@ def test_group_ahead_of_a_lagging_replica_gets_log_truncated_and_continues(
         assert truncated(sub) == (10, 19)
     with pytest.raises(meteor.LogTruncated):
         sub.confirm().result(10)
-    assert _confirmed(proxied) == 6  # a reader of the old branch cannot confirm the new one
+    assert _confirmed(proxied) == 6  # a reader of the old branch cannot confirm records of the new
     sub.skip_gap()
     batch = sub.poll(20)
     assert list(batch.offsets) == list(range(6, 30))  # from the offset confirmed there
