@@ -159,7 +159,7 @@ def percentile(samples: Sequence[float], percent: int) -> float:
 def at_once(*jobs: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Any]:
     """Run each job in a separate process and return their results.
 
-    Each job is called with a function that waits until all are ready, then its arguments.
+    Each job gets a function that waits until all jobs are ready, followed by its arguments.
     """
     barrier = _CONTEXT.Barrier(len(jobs))
     pipes = [_CONTEXT.Pipe(duplex=False) for _ in jobs]

@@ -224,7 +224,7 @@ class Nemesis:
     def lose_reply_and_lease(self) -> bool:
         """Lose the reply to an owner's next script, then pause the owner until its lease is over.
 
-        The owner must find out whether a confirm took effect when another member has the lease.
+        When another member has the lease, the owner must still find out whether its confirm took effect.
         """
         slot = self._idle_slot(
             [

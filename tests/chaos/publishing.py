@@ -10,7 +10,7 @@ import meteor_py as meteor
 from tests.chaos.history import Writer, payload, value_of
 from tests.chaos.worker_config import STREAM, RunSignals, WorkerConfig
 
-#: Batches in flight, above which the publisher waits for the oldest.
+#: With more batches in flight than this, the publisher waits for the oldest one.
 PENDING_MAX = 200
 SETTLE_S = 30.0
 

@@ -64,9 +64,9 @@ def check_archived(samples: Sequence[Event], max_unarchived: int, findings: Find
 
 
 def check_commits(history: Sequence[Event], samples: Sequence[Event], findings: Findings) -> None:
-    """Check that archived records were appended, and by the newest term once it has appended.
+    """Check that each commit covers appended records, and that no older term commits.
 
-    A term appends from ``archived`` on, and has fenced the older terms by then.
+    When a term appends, from ``archived`` on, it has already fenced the older terms.
     """
     appends = [event for event in history if event.kind in ("append", "appended")]
     newest, who, place, reported = -1, "no archiver", 0, -1

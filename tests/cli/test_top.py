@@ -1,4 +1,4 @@
-"""``meteor top``: as a live screen in a terminal, and with ``--once`` in a pipe."""
+"""``meteor top`` shows a live screen in a terminal, and prints a table with ``--once``."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def copy(spark: SparkSession, url: str, folder: Path, **options: str) -> Streami
 
 
 def forget_last_commit(folder: Path) -> None:
-    """Remove Spark's note of its last commit, as if the driver had died just before it."""
+    """Remove Spark's record of its last commit, as if the driver had died just before."""
     commits = folder / "checkpoint" / "commits"
     names = [path.name for path in commits.iterdir() if path.name.isdigit()]
     last = max(names, key=int)
