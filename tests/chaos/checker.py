@@ -90,7 +90,7 @@ def check_errors(history: Sequence[Event], findings: Findings) -> None:
 def check_records(
     history: Sequence[Event], log: dict[int, str], findings: Findings, *, whole: bool
 ) -> None:
-    """Check that each record is at its offset once, and in a `whole` log that none is missing."""
+    """Check that each record is in the log once, at its offset, and none is missing if `whole`."""
     published = {v for event in history if event.kind == "publish" for v in event.values}
     places: dict[str, int] = {}
     for offset, value in log.items():

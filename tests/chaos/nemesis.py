@@ -224,7 +224,7 @@ class Nemesis:
     def lose_reply_and_lease(self) -> bool:
         """Lose the reply to an owner's next script, then pause the owner until its lease is over.
 
-        When another member has the lease, the owner must still find out whether its confirm took effect.
+        The owner must then find out whether its confirm took effect, although another member reads.
         """
         slot = self._idle_slot(
             [

@@ -177,7 +177,8 @@ def test_password_decrypts_the_key_of_the_client(strict_url: str, folder: Path) 
         "ssl_keyfile": folder / "locked",
     }
     use(connect(strict_url, **own, ssl_password=PASSWORD))
-    for wrong in ({}, {"ssl_password": f"{PASSWORD}-wrong"}):  # no prompt without one
+    # A missing password does not cause a prompt.
+    for wrong in ({}, {"ssl_password": f"{PASSWORD}-wrong"}):
         client = connect(strict_url, **own, **wrong)
         assert PASSWORD not in refusal(client) + repr(client) + str(client.address)
 

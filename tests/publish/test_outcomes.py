@@ -224,7 +224,7 @@ def test_acknowledged_batches_are_not_sent_again_when_an_older_one_expires(
 
 def test_flush_returns_at_once_if_the_sender_has_ended(proxied: ProxiedStream) -> None:
     pub = proxied.warm_publisher()
-    pub._sender._acknowledged_at -= 10  # as if it were long ago
+    pub._sender._acknowledged_at -= 10  # as if the last reply were old
     pub.close()
     begun = time.monotonic()
     pub.flush()

@@ -1,4 +1,4 @@
-"""Rows that Spark writes are in the stream exactly once; others are refused by name."""
+"""Rows that Spark writes are in the stream exactly once, and errors name the invalid ones."""
 
 from __future__ import annotations
 

@@ -240,8 +240,8 @@ class Archiving(RuleBasedStateMachine):
     def begin_a_term(self, n: int, back: int, kept: int | None) -> None:
         """Pause the archiver with the records that it has gathered, and let another take over.
 
-        With `kept`, because of a failover: the server loses its last commits, and keeps only that
-        many records after them.
+        With `kept`, simulate a failover: the server loses its last commits and keeps only that many
+        records beyond them.
         """
         gathered = self.log[self.archived : self.archived + n]
         if gathered:

@@ -167,7 +167,7 @@ def test_signal_handler_that_uses_the_client_in_a_call_gets_its_own_reply(
 
 
 class alarms:  # in lower case, because it is used like a function
-    """Call something from a signal handler, repeatedly."""
+    """Calls a function from a signal handler, repeatedly."""
 
     def __init__(self, action: Callable[[], object], first_s: float = 0.001) -> None:
         self._action = action
