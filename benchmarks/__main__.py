@@ -112,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Compare meteor_py with redis-py on a private server. A complete run takes about "
-        "five minutes and writes benchmarks/RESULTS.md. Do not run anything else at the same time.",
+        description="Compare meteor_py with redis-py on a private server. A complete run takes "
+        "about five minutes and writes benchmarks/RESULTS.md. Run nothing else at the same time.",
     )
     parser.add_argument("--quick", action="store_true", help="measure less, in about a minute")
     parser.add_argument(

@@ -187,7 +187,7 @@ class Nemesis:
         return True
 
     def _resume_archiver(self, slot: Slot) -> None:
-        assert self._signals is not None, "stop_at_commit needs signs"
+        assert self._signals is not None, "stop_at_commit needs signals"
         self._signals.stop(slot.name)  # the archiver may not have reached a commit
         slot.resume()
 

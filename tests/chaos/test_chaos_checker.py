@@ -220,6 +220,20 @@ def test_late_confirm_without_a_reply_is_stale(builder: HistoryBuilder) -> None:
     assert builder.kinds() == {ViolationKind.STALE_CONFIRM}
 
 
+@pytest.mark.parametrize("other", ["none", "unknown", "unanswered"])
+def test_refused_confirm_that_took_effect_is_a_false_refusal(
+    builder: HistoryBuilder, other: str
+) -> None:
+    builder.ask("m1", 10, 3, number=99)
+    builder.add("refused", group=GROUP, who="m1", term=10, first=3, number=99, text="LeaseLost")
+    if other != "none":  # another confirm explains where the next term begins
+        builder.ask("m1", 10, 3, number=100)
+    if other == "unknown":
+        builder.add("refused", group=GROUP, who="m1", term=10, number=100, text="OutcomeUnknown")
+    builder.assigned("m2", 20, 3)
+    assert (ViolationKind.FALSE_REFUSAL in builder.kinds()) == (other == "none")
+
+
 def test_confirm_requested_before_the_newer_term_is_not_stale(builder: HistoryBuilder) -> None:
     asked = builder.ask("m1", 10, 3, number=7)
     builder.assigned("m2", 20, 3)

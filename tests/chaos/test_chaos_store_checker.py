@@ -17,7 +17,7 @@ OLD, NEW = 10, 20
 
 
 class StoreHistoryBuilder(HistoryBuilder):
-    """A story with archivers and files."""
+    """Builds histories with archivers and files."""
 
     def append(self, who: str, term: int, first: int, last: int, *, done: bool = True) -> None:
         self.add("append", who=who, term=term, first=first, last=last)

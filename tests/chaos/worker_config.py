@@ -14,7 +14,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
     name: str  # name of this process; unique in a run
     url: str
-    directory: str  # histories and signs of the run
+    directory: str  # histories and signals of the run
     seed: str
     groups: tuple[str, ...] = ()  # a member joins all of them
     lease_ttl_s: float = 1.0

@@ -31,7 +31,7 @@ def replicated(
 
 
 @pytest.fixture
-def any_pair(private_server: ServerFactory) -> Iterator[ReplicatedStream]:
+def any_replicated(private_server: ServerFactory) -> Iterator[ReplicatedStream]:
     """A primary with a replica: Redis if installed, whose replicas sync a second faster."""
     with ExitStack() as stack:
         yield ReplicatedStream(
@@ -90,12 +90,14 @@ def test_a_publisher_that_was_ahead_learns_once_which_records_were_lost_and_cont
 
 
 @pytest.mark.parametrize("call", ["flush", "close", "publish_many"])
-def test_the_next_call_of_any_kind_reports_the_loss(any_pair: ReplicatedStream, call: str) -> None:
-    proxied = any_pair.proxied
+def test_the_next_call_of_any_kind_reports_the_loss(
+    any_replicated: ReplicatedStream, call: str
+) -> None:
+    proxied = any_replicated.proxied
     pub = proxied.warm_publisher()
-    any_pair.lag()
+    any_replicated.lag()
     assert pub.publish(b"lost").result(5) == 1
-    any_pair.fail_over()
+    any_replicated.fail_over()
     assert lost_range(failure(pub.publish(b"pending"))) == (1, 1)
     calls: dict[str, Callable[[], object]] = {
         "flush": pub.flush,
@@ -110,13 +112,13 @@ def test_the_next_call_of_any_kind_reports_the_loss(any_pair: ReplicatedStream, 
 
 @pytest.mark.parametrize("grown", [0, 5, 50])
 def test_a_publisher_learns_of_the_loss_after_another_has_begun_the_new_branch(
-    any_pair: ReplicatedStream, grown: int
+    any_replicated: ReplicatedStream, grown: int
 ) -> None:
-    proxied = any_pair.proxied
+    proxied = any_replicated.proxied
     pub = proxied.warm_publisher()
-    any_pair.lag()
+    any_replicated.lag()
     assert pub.publish_many(numbered("a", 1, 21)).result(5) == 1
-    any_pair.fail_over()
+    any_replicated.fail_over()
     publish(proxied, "b", 1, 2 + grown)
     assert lost_range(failure(pub.publish(b"pending"))) == (1, 20)
     with pytest.raises(meteor.LogTruncated):
@@ -125,15 +127,15 @@ def test_a_publisher_learns_of_the_loss_after_another_has_begun_the_new_branch(
 
 
 def test_a_publisher_unknown_to_the_new_server_learns_of_the_loss(
-    any_pair: ReplicatedStream,
+    any_replicated: ReplicatedStream,
 ) -> None:
-    proxied = any_pair.proxied
+    proxied = any_replicated.proxied
     publish(proxied, "a", 0, 10)
-    any_pair.lag()
+    any_replicated.lag()
     pub = proxied.publisher()
     assert pub.publish(b"a10").result(5) == 10
     assert pub.publish(b"a11").result(5) == 11
-    any_pair.fail_over()
+    any_replicated.fail_over()
     publish(proxied, "b", 10, 30)
     assert lost_range(failure(pub.publish(b"pending"))) == (10, 11)
     with pytest.raises(meteor.LogTruncated):
@@ -141,14 +143,16 @@ def test_a_publisher_unknown_to_the_new_server_learns_of_the_loss(
     assert pub.publish(b"b30").result(5) == 30
 
 
-def test_a_publisher_in_a_new_producer_epoch_learns_of_the_loss(any_pair: ReplicatedStream) -> None:
-    proxied = any_pair.proxied
+def test_a_publisher_in_a_new_producer_epoch_learns_of_the_loss(
+    any_replicated: ReplicatedStream,
+) -> None:
+    proxied = any_replicated.proxied
     pub = proxied.warm_publisher(delivery_timeout=0.4)
-    any_pair.lag()
+    any_replicated.lag()
     assert pub.publish(b"a1").result(5) == 1
     proxied.proxy.stall()
     assert isinstance(failure(pub.publish(b"unknown")), meteor.OutcomeUnknown)
-    any_pair.fail_over()
+    any_replicated.fail_over()
     publish(proxied, "b", 1, 30)
     assert pub.publish(b"b30").result(5) == 30  # a publisher cannot recognise its lost record
     with pytest.raises(meteor.LogTruncated) as caught:
@@ -224,15 +228,15 @@ def test_only_subscribers_that_were_ahead_learn_of_the_loss(replicated: Replicat
 
 
 def test_skip_gap_before_the_new_branch_begins_moves_to_its_start(
-    any_pair: ReplicatedStream,
+    any_replicated: ReplicatedStream,
 ) -> None:
-    proxied = any_pair.proxied
+    proxied = any_replicated.proxied
     publish(proxied, "a", 0, 10)
-    any_pair.lag()
+    any_replicated.lag()
     publish(proxied, "a", 10, 20)
     sub = proxied.subscriber(initial_offset="earliest")
     read_to(sub, 20)
-    any_pair.fail_over()
+    any_replicated.fail_over()
     assert poll_loss(sub) == (10, 19)
     sub.skip_gap()
     assert (sub.position, sub.poll(0.05).values()) == (10, [])
@@ -240,16 +244,37 @@ def test_skip_gap_before_the_new_branch_begins_moves_to_its_start(
     assert read_to(sub, 40) == numbered("b", 10, 40)
 
 
-def test_records_fetched_before_the_loss_are_not_mixed_with_the_new_branch(
-    any_pair: ReplicatedStream,
+@pytest.mark.parametrize("grown", [False, True])
+def test_records_lost_before_a_subscriber_read_them_are_not_a_gap(
+    any_replicated: ReplicatedStream, grown: bool
 ) -> None:
-    proxied = any_pair.proxied
+    proxied = any_replicated.proxied
+    publish(proxied, "a", 0, 1)
+    any_replicated.lag()
+    publish(proxied, "a", 1, 2)
+    publish(proxied, "a", 2, 4)
+    sub = proxied.subscriber(initial_offset="earliest")
+    assert sub.poll(max_records=1).values() == [b"a0"]  # sub knows that the log ends at 4
+    any_replicated.fail_over()
+    if grown:
+        publish(proxied, "b", 1, 3)
+    assert poll_until(sub, lambda values: len(values) == 2 * grown) == numbered(
+        "b", 1, 1 + 2 * grown
+    )
+    publish(proxied, "b", sub.position, 5)
+    assert read_to(sub, 5) == numbered("b", 1 + 2 * grown, 5)
+
+
+def test_records_fetched_before_the_loss_are_not_mixed_with_the_new_branch(
+    any_replicated: ReplicatedStream,
+) -> None:
+    proxied = any_replicated.proxied
     publish(proxied, "a", 0, 10)
-    any_pair.lag()
+    any_replicated.lag()
     publish(proxied, "a", 10, 20)
     sub = proxied.subscriber(initial_offset="earliest")
     assert sub.poll(max_records=5).values() == numbered("a", 0, 5)  # sub has fetched all records
-    any_pair.fail_over()
+    any_replicated.fail_over()
     publish(proxied, "b", 10, 40)
     fetched = sub.poll(0.05).values()
     assert fetched == numbered("a", 5, 20)
@@ -261,25 +286,27 @@ def test_records_fetched_before_the_loss_are_not_mixed_with_the_new_branch(
 # Several failovers
 
 
-def test_a_second_failover_is_distinguished_from_the_first(any_pair: ReplicatedStream) -> None:
-    proxied = any_pair.proxied
+def test_a_second_failover_is_distinguished_from_the_first(
+    any_replicated: ReplicatedStream,
+) -> None:
+    proxied = any_replicated.proxied
     subs = [proxied.subscriber(initial_offset="earliest") for _ in range(2)]
     asleep, awake = subs
     publish(proxied, "a", 0, 100)
-    any_pair.lag()
+    any_replicated.lag()
     pub = proxied.publisher()
     assert pub.publish_many(numbered("a", 100, 200)).result(5) == 100
     for sub in subs:
         read_to(sub, 200)
-    any_pair.fail_over()
+    any_replicated.fail_over()
     publish(proxied, "b", 100, 150)
-    any_pair.link, any_pair.replica = any_pair.add_replica()
+    any_replicated.link, any_replicated.replica = any_replicated.add_replica()
     assert poll_loss(awake) == (100, 199)
     awake.skip_gap()
-    any_pair.lag()
+    any_replicated.lag()
     publish(proxied, "b", 150, 250)
     assert read_to(awake, 250) == numbered("b", 100, 250)
-    any_pair.fail_over()
+    any_replicated.fail_over()
     publish(proxied, "c", 150, 400)
     assert poll_loss(awake) == (150, 249)
     assert poll_loss(asleep) == (100, 199)
@@ -291,21 +318,21 @@ def test_a_second_failover_is_distinguished_from_the_first(any_pair: ReplicatedS
 
 @pytest.mark.parametrize("grown", [False, True])
 def test_a_branch_unknown_to_the_new_server_is_detected(
-    any_pair: ReplicatedStream, grown: bool
+    any_replicated: ReplicatedStream, grown: bool
 ) -> None:
-    proxied = any_pair.proxied
+    proxied = any_replicated.proxied
     sub = proxied.subscriber(initial_offset="earliest")
     pub = proxied.publisher()
     assert pub.publish_many(numbered("a", 0, 50)).result(5) == 0
-    old_link, old_replica = any_pair.add_replica()
+    old_link, old_replica = any_replicated.add_replica()
     old_link.stall()
     assert pub.publish_many(numbered("a", 50, 100)).result(5) == 50
-    any_pair.lag()
-    any_pair.fail_over()
+    any_replicated.lag()
+    any_replicated.fail_over()
     assert pub.publish_many(numbered("b", 100, 150)).result(5) == 100
     assert len(read_to(sub, 150)) == 150
-    any_pair.replica = old_replica
-    any_pair.fail_over()
+    any_replicated.replica = old_replica
+    any_replicated.fail_over()
     if grown:
         publish(proxied, "c", 50, 300)
     assert poll_loss(sub) == (50, 149)
