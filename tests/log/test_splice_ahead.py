@@ -279,11 +279,11 @@ FORK = """
 import os, sys, threading
 import meteor_py as meteor
 from tests.support.readers import check_values, drain
-from tests.support.stored_streams import Watched, read_ahead_of
+from tests.support.stored_streams import ObservedStore, read_ahead_of
 
 url, root, state = sys.argv[1:]
 parent, begun, finish = os.getpid(), threading.Event(), threading.Event()
-store = Watched(root)
+store = ObservedStore(root)
 
 def hold(first):
     if os.getpid() == parent and threading.current_thread() is not threading.main_thread():

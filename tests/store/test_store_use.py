@@ -233,7 +233,7 @@ def test_flush_reports_the_error_of_the_archiver(
     eventually(lambda: _reports_the_error(found))
     incarnation.unlink()
     assert found.flush(20) == 10
-    eventually(lambda: "records are not archived again" in caplog.text)
+    eventually(lambda: "is archived again" in caplog.text)
 
 
 def _reports_the_error(found: meteor.Archive) -> bool:
