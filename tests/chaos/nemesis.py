@@ -28,8 +28,9 @@ from tests.support.servers import Server, plain_client
 REPLY_S = 2.0
 #: How long an archiver stops at a commit, in lease TTLs: long enough for another to take over.
 STOPS = (0.8, 2.5)
-#: How long an owner is paused after a lost reply, in lease TTLs; and seconds until it is paused.
+#: How long an owner is paused after a lost reply, in lease TTLs.
 LAPSES = (1.3, 3.0)
+#: Seconds from the lost reply to that pause.
 LOSE_S = (0.02, 0.2)
 SIDES: tuple[Direction, ...] = ("requests", "replies", "both")
 

@@ -41,7 +41,7 @@ def session() -> Iterator[SparkSession]:
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.sql.shuffle.partitions": "2",
         "spark.sql.session.timeZone": "UTC",
-        "spark.sql.codegen.wholeStage": "false",  # compiling takes longer than running
+        "spark.sql.codegen.wholeStage": "false",  # compiling a query takes longer than running it
         # Java does not run long enough here for its optimising compiler to pay off.
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
         "spark.sql.streaming.stopTimeout": "30s",
