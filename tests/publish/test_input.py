@@ -38,7 +38,7 @@ def plain(url: str) -> Iterator[redis.Redis]:
 
 
 def check_refused(use: Callable[[], object], plain: redis.Redis, *allowed: type[Exception]) -> str:
-    """Check that ``use`` raises a full sentence and leaves the server unchanged."""
+    """Check that ``use`` raises an error with a full sentence and changes nothing on the server."""
     before = everything(plain)
     with pytest.raises(allowed or (ValueError, TypeError)) as caught:
         use()
