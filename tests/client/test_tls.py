@@ -164,7 +164,9 @@ def test_only_the_given_ciphers_are_used(old_url: str, folder: Path) -> None:
 
 def test_client_sends_its_certificate(strict_url: str, folder: Path) -> None:
     trusted = {"ssl_ca_certs": folder / "ca.pem"}
-    assert "certificate required" in refusal(connect(strict_url, **trusted))
+    # Whether the server's alert or the closed connection is seen first depends on timing.
+    reason = refusal(connect(strict_url, **trusted))
+    assert "certificate required" in reason or "EOF occurred in violation of protocol" in reason
     own = {"ssl_certfile": folder / "client.pem", "ssl_keyfile": folder / "client.key"}
     use(connect(strict_url, **trusted, **own))
     use(connect(strict_url, **trusted, ssl_certfile=folder / "together.pem"))
