@@ -1,4 +1,4 @@
-# `make demo` and `make test` install all they need into .venv; they need only Python 3.11 or newer.
+# `make demo` and `make test` install everything they need into .venv. They require only Python 3.11 or newer.
 
 BIN := .venv/bin
 N ?= 4
@@ -50,7 +50,7 @@ spark: .venv/installed ## install Spark, and Java if it is missing
 	scripts/java.sh
 	$(BIN)/python -m pip install --quiet --editable '.[spark]'
 
-lock: .venv/installed ## renew requirements-dev.txt, the exact tools with their hashes
+lock: .venv/installed ## update requirements-dev.txt, which pins the development tools by hash
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile pyproject.toml --group test --group lint --universal --python-version 3.11 \
 		--upgrade --generate-hashes --no-emit-index-url --no-header --no-annotate \

@@ -1,4 +1,4 @@
-"""Parquet files that no archiver wrote are refused before they take a reader's memory."""
+"""Readers refuse Parquet files that no archiver wrote before they use much memory."""
 
 from __future__ import annotations
 
