@@ -1,8 +1,8 @@
 """Segment files: writing records to Parquet, and reading them back with checks.
 
 Row groups are small enough to fetch a single record cheaply. Offsets are dense, so the row group of
-an offset is found by counting. Pages carry checksums, which are compared on each read. These do not
-cover the footer, so the name of the file has a checksum of the whole file.
+an offset is found by counting. Pages carry checksums, which are verified on each read. They do not
+cover the footer, so the file's name contains a checksum of the whole file.
 
 A file may come from another writer, and its metadata may be wrong. A reader therefore checks the
 footer and the header of each page before it decodes them, in the memory that it then decodes:
@@ -52,9 +52,9 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
     """Write a file, sync it to disk, read it back, and return its ``digest``.
 
     Raises:
-        OSError: The file could not be written, or does not hold what was written to it.
+        OSError: The file could not be written, or reading it back gave other records.
     """
-    import pyarrow.parquet as pq  # imported in functions: programs without a store never load it
+    import pyarrow.parquet as pq  # imported here, so that programs without a store never load it
 
     records = records.replace_schema_metadata({_METADATA: json.dumps(about)})
     size = max(records.nbytes // max(len(records), 1), 1)
@@ -62,7 +62,7 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
         path,
         records.schema,
         compression="zstd",
-        # Not for values: they rarely repeat, and detecting repeats costs more than everything else.
+        # No dictionary for values: they rarely repeat, and building one would take too long.
         use_dictionary=["key", "timestamp", "appended", "headers.key_value.key"],
         column_encoding={"offset": "DELTA_BINARY_PACKED"},
         write_statistics=["offset", "timestamp", "appended"],
@@ -75,7 +75,7 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
         os.fsync(file.fileno())
         data = file.read()
     if not _holds(data, records):
-        raise OSError(f"{path.name} does not hold what was written to it.")
+        raise OSError(f"{path.name} does not contain the records that were written to it.")
     return digest(data)
 
 
@@ -106,8 +106,8 @@ def _holds(data: bytes, records: pa.Table) -> bool:
 def _reader(data: bytes) -> pa.BufferReader:
     """Copy the bytes into memory that pyarrow owns.
 
-    Threads of pyarrow may release a buffer a moment after the call has returned. Releasing a Python
-    object needs the GIL, which aborts the process if the interpreter is shutting down at that
+    pyarrow's threads may release a buffer shortly after the call has returned. To release a Python
+    object, they take the GIL, which aborts the process if the interpreter is shutting down at that
     moment (apache/arrow issue 34314).
     """
     buffer = pa.allocate_buffer(len(data))
@@ -151,7 +151,7 @@ class SegmentFile:
 
     def read(self, group: int, columns: Sequence[str] | None = None) -> pa.RecordBatch:
         """Return all records of a row group, with all columns or only ``columns``."""
-        # Always read the offsets: they show whether these are the right records.
+        # Always read the offsets, to check that these are the right records.
         wanted = None if columns is None else sorted({"offset", *columns})
         table = self._decode(group, wanted)
         first, stop = self.edges[group], self.edges[group + 1]
@@ -185,7 +185,7 @@ class SegmentFile:
 
         row_group = self._groups[group]
         if row_group.rows > GROUP_RECORDS or row_group.largest > UNPACKED_MAX:
-            raise ValueError(f"its row group {group} is larger than a segment's")
+            raise ValueError(f"its row group {group} is too large for a segment")
         wanted = [x for x in row_group.columns if columns is None or x.name in columns]
         # pyarrow looks for columns at their positions in the file, so the buffer is as large as the
         # file. The memory between the columns is not touched, and therefore not used.
@@ -217,12 +217,12 @@ def _read_footer(source: Any, size: int) -> bytes:
         raise ValueError("it does not end as a Parquet file does")
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length > min(size - 4, _FOOTER_MAX):
-        raise ValueError("its footer is larger than a segment's")
+        raise ValueError("its footer is too large for a segment")
     if length > len(tail):
         tail = source.read_at(length, size - length)
     footer = tail[-length:]
     if footer.count(0) > _FOOTER_ZEROS_MAX:
-        raise ValueError("its footer has more entries than a segment's")
+        raise ValueError("its footer has too many entries for a segment")
     return footer
 
 
@@ -270,8 +270,8 @@ def _merged(columns: Sequence[Column]) -> list[tuple[int, int]]:
 
 
 def examine(data: bytes, segment: Segment) -> str | None:
-    """Return what is wrong with the bytes of a file; None if they are intact."""
-    changed = "its bytes are not those that were written (checksum)"
+    """Return a description of the damage to a file's bytes; None if they are intact."""
+    changed = "its bytes have changed since they were written (checksum)"
     intact = digest(data) == segment.sha
     try:
         _read_all(data, segment)

@@ -1,4 +1,4 @@
-"""Parquet files that no archiver wrote are refused before they take a reader's memory."""
+"""Readers refuse Parquet files that no archiver wrote before they use much memory."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_pages_that_unpack_to_more_than_the_footer_claims_are_refused(
 def test_a_row_group_of_too_many_records_is_refused(tmp_path: Path) -> None:
     rows = 100_000
     store, _ = plant(tmp_path, table(rows))
-    assert "larger than a segment's" in refusal(store, rows)
+    assert "too large for a segment" in refusal(store, rows)
 
 
 @pytest.mark.parametrize(
