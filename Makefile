@@ -1,4 +1,4 @@
-# `make demo` and `make test` install all they need into .venv; they need only Python 3.11 or newer.
+# `make demo` and `make test` install everything they need into .venv. They require only Python 3.11 or newer.
 
 BIN := .venv/bin
 N ?= 4
@@ -22,7 +22,7 @@ test: .venv/installed ## run the tests in N=4 processes; ARGS="-k NAME" passes o
 chaos: .venv/installed ## inject random faults and check the history; ARGS="--seeds 50"
 	$(BIN)/python -m tests.chaos $(ARGS)
 	$(if $(ARGS),,$(BIN)/pytest tests/chaos/spark_*.py tests/chaos/shared_*.py tests/chaos/peers_*.py \
-		tests/chaos/frames_*.py tests/chaos/split_*.py)
+		tests/chaos/frames_*.py tests/chaos/parquet_*.py tests/chaos/split_*.py)
 
 bench: .venv/installed ## run the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -50,7 +50,7 @@ spark: .venv/installed ## install Spark, and Java if it is missing
 	scripts/java.sh
 	$(BIN)/python -m pip install --quiet --editable '.[spark]'
 
-lock: .venv/installed ## renew requirements-dev.txt, the exact tools with their hashes
+lock: .venv/installed ## update requirements-dev.txt, which pins the development tools by hash
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile pyproject.toml --group test --group lint --universal --python-version 3.11 \
 		--upgrade --generate-hashes --no-emit-index-url --no-header --no-annotate \

@@ -506,7 +506,8 @@ class Stream:
             found.update(part)
             if cursor == b"0":
                 break
-        names: list[Any] = [meta, *sorted((found | {log}) - {meta})]
+        settings = keys.settings(self.name).encode()
+        names: list[Any] = [meta, *sorted((found | {log, settings}) - {meta})]
         reply = connector.run(DELETE_STREAM, names, [self.incarnation])
         # If SCAN found the stream but it is gone now, an attempt whose reply was lost deleted it.
         if reply[0] != b"OK" and not (reply[0] == b"NOSTREAM" and meta in found):

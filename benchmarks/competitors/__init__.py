@@ -1,4 +1,4 @@
-"""meteor_py beside Apache Kafka, NATS JetStream, redis-py and FastStream: the same jobs in one run.
+"""The same jobs for meteor_py, Apache Kafka, NATS JetStream, redis-py and FastStream, in one run.
 
 ``make bench-competitors`` installs the competitors into ``.cache/competitors``, which needs Java,
 Maven and a network. The tests never run this package. ``systems.py`` describes each competitor with

@@ -38,9 +38,9 @@ NOTES = """\
   of a job take turns, in another order in each round. Ratios are ours / theirs. Where we are
   behind, the ratio is bold. Rounds of one system differ by 1.1x to 2x, so 1.2x is no difference.
 - Everything runs on one machine, over TCP on loopback. meteor_py has its defaults; Kafka has the
-  best settings of a sweep. The durability says where a record is when it is acknowledged. Like for
-  like are `meteor_py, aof` and Kafka.
-- NATS and FastStream are measured through their Python clients, which bound them.
+  best settings of a sweep. The column on durability says where an acknowledged record is. Compare
+  Kafka with `meteor_py, aof`, which is equally durable.
+- NATS and FastStream are measured through their Python clients, which limit their speed.
 """
 
 
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.competitors",
         description="Compare meteor_py with Kafka, NATS JetStream, redis-py and FastStream on one "
-        "machine. A complete run takes about half an hour. Run nothing else meanwhile.",
+        "machine. A complete run takes about half an hour. Run nothing else at the same time.",
     )
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each job (3)")
     parser.add_argument("--quick", action="store_true", help="use a tenth of the records")

@@ -1,6 +1,6 @@
 """The jobs of every system: publishing, reading, both at once, fan-out, latency, an open loop.
 
-Each publisher and consumer is a process of its own. Records have 100 distinct bytes. After each
+Each publisher and consumer is a separate process. Records have 100 distinct bytes. After each
 job, the number of records in the stream is compared with the number published.
 """
 

@@ -1,6 +1,6 @@
 """Starts the competitors' servers on free loopback ports, and stops them again.
 
-All data lies in one temporary folder. Kafka runs as one KRaft node from the class path, with one
+All data is in one temporary folder. Kafka runs as one KRaft node from the class path, with one
 partition and one replica. Unlike its defaults, it allows sessions of 2 seconds and does not delay a
 group's first rebalance, so that its groups can be compared with ours.
 """
@@ -65,7 +65,7 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Idle:
-    """What a server costs that has nothing to do."""
+    """The cost of an idle server."""
 
     name: str
     #: Seconds from its start to the first reply.

@@ -8,13 +8,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meteor_py.errors import MeteorError, OutOfMemory, StreamConfigMismatch, StreamNotFound
+from meteor_py.errors import (
+    AccessDenied,
+    ConnectionFailed,
+    MeteorError,
+    OutOfMemory,
+    StreamConfigMismatch,
+    StreamNotFound,
+)
 from meteor_py.records.config import STORE_SETTINGS, UNARCHIVED_CAPACITIES, StreamConfig
 from meteor_py.records.descriptions import Meta
 from meteor_py.redis import keys
 from meteor_py.redis.connection import Connection
 from meteor_py.redis.connector import Connector
-from meteor_py.redis.scripts import CREATE_STREAM, RESUME_STREAM
+from meteor_py.redis.scripts import CONVERT_SETTINGS, CREATE_STREAM, RESUME_STREAM
 from meteor_py.store.base import RingbufferStore
 from meteor_py.store.identity import store_fields
 from meteor_py.store.state import StreamState
@@ -89,10 +96,10 @@ def create_stream(
         if state is not None:
             return _resume(connection, name, incarnation, fields, state)
         args = [incarnation, connection.history, *fields]
-        return connection.run(CREATE_STREAM, [keys.meta(name)], args)
+        return connection.run(CREATE_STREAM, [keys.meta(name), keys.settings(name)], args)
 
-    created, flat = connector.use(create)
-    return bool(created), Meta.parse(name, flat)
+    created, flat, settings = connector.use(create)
+    return bool(created), _converted(connector, name, Meta.parse(name, flat, settings), flat)
 
 
 def _resume(
@@ -106,7 +113,7 @@ def _resume(
         args += [group, at.start, confirmed, at.floating, at.term]
     for writer, fence in state.fences.items():
         args += [writer.encode(errors="surrogateescape"), fence]
-    script_keys = [keys.meta(name), keys.fences(name), keys.groups(name)]
+    script_keys = [keys.meta(name), keys.settings(name), keys.fences(name), keys.groups(name)]
     script_keys += [keys.group(name, group) for group in state.groups]
     return connection.run(RESUME_STREAM, script_keys, args)
 
@@ -141,6 +148,30 @@ def list_names(connector: Connector, names: str, key: Callable[[str], str]) -> l
 
 
 def read_meta(connector: Connector, name: str) -> Meta | None:
-    """Return the meta of a stream, or None if the stream does not exist."""
-    flat = connector.call("HGETALL", keys.meta(name))
-    return Meta.parse(name, flat) if flat else None
+    """Return the meta of a stream, or None if the stream does not exist.
+
+    If an older release created the stream and this client may convert it, convert it.
+    """
+    commands = [("HGETALL", keys.meta(name)), ("HGETALL", keys.settings(name))]
+    try:
+        flat, settings = connector.pipeline(commands)
+    except AccessDenied:  # rules written for an older release do not mention ``settings``
+        flat, settings = connector.call(*commands[0]), []
+    if not flat:
+        return None
+    return _converted(connector, name, Meta.parse(name, flat, settings), flat)
+
+
+def _converted(connector: Connector, name: str, meta: Meta, flat: list[bytes]) -> Meta:
+    """Return the meta of a stream after its settings got a key, if this client may write it."""
+    if meta.verified:
+        return meta
+    script_keys = [keys.meta(name), keys.settings(name)]
+    try:
+        reply = connector.run(CONVERT_SETTINGS, script_keys, [meta.incarnation])
+    except (AccessDenied, ConnectionFailed) as error:
+        if isinstance(error, ConnectionFailed) and not error.answered:
+            raise
+        return meta  # without the right to convert it, or on a replica
+    # If the stream was recreated meanwhile, the caller's next call notices.
+    return Meta.parse(name, flat, reply[1]) if reply[0] == b"OK" else meta

@@ -49,6 +49,7 @@ class StreamHandle:
         self.epochs = meta.epochs
         #: The id of the stream's store; None without a store.
         self.store_id = meta.store
+        self._verified = meta.verified
         self._store = store  # opened on first use if the user did not pass a store
         #: Groups about whose dropped records publishers have already warned.
         self.overrun_groups: set[str] = set()
@@ -67,11 +68,15 @@ class StreamHandle:
         return first_readable(meta, first), meta.next
 
     def snapshot(self) -> tuple[Meta, int, int]:
-        """Return meta, the number of frames, and the first offset in the ring, read atomically."""
-        flat, frames, first_id = self.connector.run(DESCRIBE_STREAM, self.keys)
+        """Return meta, the number of frames, and the first offset in the ring, read atomically.
+
+        The meta includes the settings.
+        """
+        script_keys = [*self.keys, keys.settings(self.name)]
+        flat, frames, first_id, settings = self.connector.run(DESCRIBE_STREAM, script_keys)
         if not flat:
             raise reply_errors.stream_gone(self.name, b"NOSTREAM")
-        meta = Meta.parse(self.name, flat)
+        meta = Meta.parse(self.name, flat, settings)
         if meta.incarnation != self.incarnation:
             raise reply_errors.stream_gone(self.name, b"INCARNATION")
         return meta, frames, entry_span(self.name, first_id)[0] if first_id else meta.next
@@ -156,7 +161,7 @@ class StreamHandle:
             raise reply_errors.no_store(self.name)
         if self._store is None:
             if self.config.store is None:
-                raise reply_errors.store_address_unknown(self.name)
+                raise reply_errors.store_address_unknown(self.name, verified=self._verified)
             check_endpoint(self.config.store, self.name)
             store = open_store(self.config.store, self.name)
             check_identity(store, self.name, self.store_id)
@@ -173,12 +178,9 @@ class StreamHandle:
         try:
             check_identity(store, self.name, self.store_id or "")
         except StoreMismatch:
-            fields = ("incarnation", "store")
-            incarnation, seen = self.connector.call("HMGET", self.keys[1], *fields)
-            reply_errors.check_incarnation(self.name, self.incarnation, incarnation)
-            self.store_id = seen.decode()  # new if another client has resumed the stream
+            self.store_id = self.snapshot()[0].store  # new if another client has resumed the stream
             try:
-                check_identity(store, self.name, self.store_id)
+                check_identity(store, self.name, self.store_id or "")
             except StoreMismatch as error:
                 raise StoreUnavailable(str(error), stream=self.name) from error
 

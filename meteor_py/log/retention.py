@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from meteor_py.log.handle import StreamHandle
 from meteor_py.records.config import STORE_SETTINGS, StreamConfig
+from meteor_py.redis import keys
 from meteor_py.redis.scripts import APPLY_LIMITS, CONFIGURE_STREAM, MEASURE_RING
 
 #: Limits that the value 0 removes.
@@ -49,7 +50,8 @@ def configure(stream: StreamHandle, requested: dict[str, Any]) -> None:
     capacity = fields["capacity"] if "capacity" in changes else ""
     names = dict.fromkeys(_FIELDS.get(setting, setting) for setting in changes)
     others = [item for name in names if name != "capacity" for item in (name, fields.get(name, ""))]
-    args, script_keys = [stream.incarnation, capacity, *others], [*stream.keys, *stream.index_keys]
+    args = [stream.incarnation, capacity, *others]
+    script_keys = [*stream.keys, keys.settings(stream.name), *stream.index_keys]
     while (reply := stream.run(CONFIGURE_STREAM, args, script_keys))[0] == b"MORE":
         pass  # terminates: each step trims at least one entry of a finite ring
     stream.config = config

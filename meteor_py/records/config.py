@@ -39,6 +39,14 @@ COMPRESSIONS: tuple[Compression, ...] = ("none", "lz4", "zstd")
 OnGap = Literal["raise", "skip"]
 
 
+#: Fields of the hash ``settings``, as in lua/log/_settings.lua; ``meta`` has copies of them.
+ADMIN_FIELDS = (
+    "codec", "compression", "checksum", "group_by", "store", "store_before", "store_uri", "retain",
+    "retain_bytes",
+)  # fmt: skip
+#: Those on which a client never acts unless they are in ``settings``: an address to follow, and
+#: what to delete.
+GUARDED_FIELDS = ("store_uri", "retain", "retain_bytes")
 #: Settings of a stream that need a store.
 STORE_SETTINGS = ("max_unarchived", "retain", "retain_bytes")
 
@@ -131,7 +139,7 @@ class StreamConfig:
         return None if self.ordering_key is None else OrderingRule(self.ordering_key)
 
     def to_fields(self) -> dict[str, str]:
-        """Return the fields of the hash ``meta``."""
+        """Return the fields of the hashes ``meta`` and ``settings``."""
         fields = {
             "capacity": str(self.capacity),
             "compression": self.compression,
@@ -155,7 +163,7 @@ class StreamConfig:
 
     @classmethod
     def from_fields(cls, fields: dict[str, str]) -> StreamConfig:
-        """Parse fields of the hash ``meta``."""
+        """Parse fields of the hashes ``meta`` and ``settings``."""
         age, _, size = fields.get("keep", ":").partition(":")
         return cls(
             capacity=int(fields["capacity"]),

@@ -15,8 +15,9 @@ from redis.connection import AbstractConnection, Connection, parse_url
 URL_VARIABLE = "METEOR_URL"
 
 _REMOTE = ("redis", "rediss", "unix")
-#: Options that a URL may set. meteor_py sets all others itself.
-_OPTIONS = ("client_name", "db", "password", "username")
+#: Options that a URL may set. meteor_py sets all others itself. For each one that is set, redis-py
+#: sends a command and reads its reply before a connection is used.
+LOGIN_OPTIONS = ("client_name", "db", "password", "username")
 _TLS_OPTIONS = (
     "ssl_ca_certs", "ssl_ca_data", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile",
     "ssl_check_hostname", "ssl_ciphers", "ssl_keyfile", "ssl_min_version", "ssl_password",
@@ -133,7 +134,7 @@ def _remote(url: str, scheme: str) -> Address:
             f"{mask(url)!r} is not a valid address: {reason}. Write "
             "redis://user:password@host:port/database or unix:///path/to/socket."
         ) from None
-    allowed = _OPTIONS + (_TLS_OPTIONS if scheme == "rediss" else ())
+    allowed = LOGIN_OPTIONS + (_TLS_OPTIONS if scheme == "rediss" else ())
     for name, _ in parse_qsl(parts.query, keep_blank_values=True):
         if name not in allowed:
             if name in _TLS_OPTIONS:

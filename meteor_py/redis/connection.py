@@ -24,7 +24,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, OutOfMemory, ServerRefused
-from meteor_py.redis.address import Address, mask
+from meteor_py.redis.address import LOGIN_OPTIONS, Address, mask
 from meteor_py.redis.embedded_connection import EmbeddedConnection, NotRestarted
 from meteor_py.redis.scripts import Script
 
@@ -86,6 +86,8 @@ class Connection:
         self._opening: AbstractConnection | None = None
         self._server_pid = self._private_server_pid()
         self._history: str | None = None
+        #: Whether the TLS handshake has succeeded and the server has not replied to anything yet.
+        self._handshake_only = False
         self._pid = os.getpid()
 
     # -- commands and replies ----------------------------------------------------------------
@@ -104,12 +106,14 @@ class Connection:
         if self._connection is None:
             raise ConnectionFailed(f"The connection to {self.address} was closed.")
         try:
-            return self._connection.read_response(
+            reply = self._connection.read_response(
                 disable_decoding=True,
                 timeout=self.timeout_s if timeout_s is None else timeout_s,
             )
         except (redis.RedisError, OSError) as error:
             self._fail(error)
+        self._handshake_only = False
+        return reply
 
     def call(self, *command: Argument, timeout_s: float | None = None) -> Any:
         """Send one command and return its reply."""
@@ -249,9 +253,11 @@ class Connection:
             self._connection = None  # do not close it: the parent still uses the socket
             self._pid = os.getpid()
         if self._connection is None:
-            connection = self.address.connection_class(
-                **self.address.options, **connection_options(self.address, self.timeout_s)
-            )
+            options = connection_options(self.address, self.timeout_s)
+            self._handshake_only = False
+            if self.address.scheme == "rediss":
+                options["redis_connect_func"] = self._log_in
+            connection = self.address.connection_class(**self.address.options, **options)
             self._opening = connection  # for interrupt()
             try:
                 connection.connect()
@@ -265,6 +271,13 @@ class Connection:
             if sock is not None and sock.family == socket.AF_UNIX:  # the kernel tunes TCP buffers
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
         return self._connection
+
+    def _log_in(self, connection: AbstractConnection) -> None:
+        """Set up a connection whose TLS handshake has succeeded."""
+        self._handshake_only = True
+        connection.on_connect()
+        if any(self.address.options.get(name) for name in LOGIN_OPTIONS):
+            self._handshake_only = False  # the server has replied to AUTH, CLIENT or SELECT
 
     def close(self) -> None:
         """Close the connection. The next use opens another. Idempotent."""
@@ -289,6 +302,8 @@ class Connection:
 
     def _fail(self, error: Exception) -> NoReturn:
         translated = translate(error, self.address)
+        if self._handshake_only and type(error) is redis.ConnectionError:
+            translated = self._rejected(error)
         if isinstance(translated, ConnectionFailed):
             self.close()
         error.__context__ = None  # the new message already includes its text
@@ -296,6 +311,25 @@ class Connection:
             raise translated from error.with_traceback(None)
         finally:
             del translated, error  # a reference cycle would keep all callers' frames alive
+
+    def _rejected(self, error: Exception) -> ConnectionFailed:
+        """Return the error for a server that closed the connection right after the handshake.
+
+        In TLS 1.3 the handshake of the client ends before the server has checked the client's
+        certificate. The server's alert, "certificate required", may arrive after the client has
+        found the connection closed, so an EOF or a broken pipe can mean the same.
+        """
+        words = mask(str(error)).strip().rstrip(".")
+        message = (
+            f"The server at {self.address} closed the connection after the TLS handshake, before "
+            f"its first reply: {words}."
+        )
+        if "ssl_certfile" in self.address.options:
+            return ConnectionFailed(f"{message} It may not accept this client certificate.")
+        return ConnectionFailed(
+            f"{message} If it requires a client certificate, set ssl_certfile and ssl_keyfile "
+            "(docs/production/tls.md)."
+        )
 
 
 def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:

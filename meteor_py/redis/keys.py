@@ -15,16 +15,20 @@ folders ``log``, ``group``, ``transaction`` and ``archive``.
 ``meteor:{s}:meta`` (hash): ``version`` of this layout; ``incarnation``, a random id of the stream
     from its creation to its deletion; ``next``, the offset of the next record; ``appended``, the
     last append time in ms; ``epoch``, ``history`` and ``epochs`` (see records/position.py);
-    settings: ``capacity``, ``compression``, ``checksum``, ``codec``, and ``group_by`` if it has an
-    ordering key. Only with a limit on age or bytes: ``keep``, both limits as ``ms:bytes``, one of
-    which may be empty; ``bytes`` and ``marks`` (see log/_append.lua). Only with a store: its id
-    ``store`` (``store_before``: its id until the stream was resumed) and address ``store_uri``;
+    ``capacity``. Only with a limit on age or bytes: ``keep``, both limits as ``ms:bytes``, one of
+    which may be empty; ``bytes`` and ``marks`` (see log/_append.lua). Only with a store:
     ``archived``: the store holds all records below it; ``expired``: all records below it were
-    deleted from the store; the settings ``max_unarchived``, ``retain`` (ms) and ``retain_bytes``;
-    ``flush``: the archiver should archive up to this offset without waiting for more records.
-    Written by ``create_stream``, ``resume_stream``, ``configure_stream``, ``apply_limits``,
-    ``publish``, ``move_staged``, ``new_epoch``, ``advance_archived``, ``expire_history``,
-    ``request_flush``.
+    deleted from the store; the setting ``max_unarchived``; ``flush``: the archiver should archive
+    up to this offset without waiting for more records. Also copies of ``settings``, for releases
+    before 0.3. Written by ``create_stream``, ``resume_stream``, ``configure_stream``,
+    ``apply_limits``, ``publish``, ``move_staged``, ``new_epoch``, ``advance_archived``,
+    ``expire_history``, ``request_flush``.
+``meteor:{s}:settings`` (hash): What only an administrator may change, because readers and archivers
+    act on it, and what no script needs: ``incarnation`` of the stream; ``compression``,
+    ``checksum``, ``codec``, and ``group_by`` if it has an ordering key. Only with a store: its id
+    ``store`` (``store_before``: its id until the stream was resumed), its address ``store_uri``,
+    ``retain`` (ms) and ``retain_bytes``. Written by ``create_stream``, ``resume_stream``,
+    ``configure_stream``, and ``convert_settings`` for a stream of an older release.
 ``meteor:{s}:producer:<id>`` (hash): One publisher: ``epoch``, ``last`` sequence, and in the fields
     0 to 7 the batches of the last eight sequences as ``sequence:first offset:n:fingerprint``.
     Written by ``publish``; expires a day after the last batch.
@@ -197,6 +201,10 @@ def log(stream: str) -> str:
 
 def meta(stream: str) -> str:
     return f"meteor:{{{stream}}}:meta"
+
+
+def settings(stream: str) -> str:
+    return f"meteor:{{{stream}}}:settings"
 
 
 def index(stream: str) -> str:

@@ -50,11 +50,13 @@ def _read(name: str) -> bytes:
 
 _APPEND = "log/_append"
 _META = "log/_meta"
+_SETTINGS = "log/_settings"
 _PEER_STATE = "peers/_group_state"
 
 APPLY_LIMITS = Script("log/apply_limits")
-CONFIGURE_STREAM = Script("log/configure_stream")
-CREATE_STREAM = Script("log/create_stream")
+CONFIGURE_STREAM = Script("log/configure_stream", _SETTINGS)
+CONVERT_SETTINGS = Script("log/convert_settings", _SETTINGS)
+CREATE_STREAM = Script("log/create_stream", _SETTINGS)
 DELETE_STREAM = Script("log/delete_stream", _META)
 DESCRIBE_STREAM = Script("log/describe_stream")
 MEASURE_RING = Script("log/measure_ring")
@@ -81,7 +83,7 @@ ADVANCE_ARCHIVED = Script("archive/advance_archived")
 EXPIRE_HISTORY = Script("archive/expire_history", _META)
 READ_STATE = Script("archive/read_state", _META)
 REQUEST_FLUSH = Script("archive/request_flush", _META)
-RESUME_STREAM = Script("archive/resume_stream")
+RESUME_STREAM = Script("archive/resume_stream", _SETTINGS)
 
 SHARED_DESCRIBE = Script("shared/describe")
 SHARED_JOIN = Script("shared/join")

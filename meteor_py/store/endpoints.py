@@ -1,8 +1,8 @@
 """Checks the endpoint in the address of a store, if the address was read from Redis.
 
-Other clients may have written the address into ``meta``. If readers trusted it, they would send
-requests signed with their own cloud credentials to any endpoint. Addresses that users pass are not
-checked.
+An administrator of the server writes the address into ``settings``. A reader that trusted any
+endpoint would send it requests signed with the reader's own cloud credentials. Addresses that users
+pass are not checked.
 """
 
 from __future__ import annotations

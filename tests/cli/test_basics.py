@@ -1,4 +1,4 @@
-"""Features of all commands: help, addresses, errors, completion, and the reference."""
+"""Features that all commands share: help, addresses, errors, completion, and the reference."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_help_does_not_import_the_library() -> None:
         assert f"\n  {name} " in done.stdout.decode()
 
 
-def test_version_is_that_of_the_library() -> None:
+def test_version_option_prints_the_version_of_the_library() -> None:
     assert meteor(None, "--version").text == f"meteor, version {meteor_py.__version__}\n"
 
 
@@ -111,7 +111,7 @@ def test_url_is_accepted_before_and_after_the_command(url: str) -> None:
         (["streams", "nonsense"], 2, "No such command"),
     ],
 )
-def test_error_gives_one_message_and_exit_code(
+def test_error_prints_one_message_and_sets_the_exit_code(
     arguments: list[str], code: int, sentence: str
 ) -> None:
     done = meteor(None, *arguments)
@@ -256,7 +256,7 @@ def test_closed_pipe_is_no_error_for_help(arguments: str) -> None:
         ("streams rm orders", "<&-", 2),
     ],
 )
-def test_closed_or_full_standard_files_give_one_message(
+def test_closed_or_full_standard_files_print_one_message(
     url: str, arguments: str, closed: str, code: int
 ) -> None:
     succeed(url, "publish", "orders", "x")

@@ -1,4 +1,4 @@
-"""``meteor watch``: changes between two snapshots, and the command on a real server."""
+"""``meteor watch`` reports changes between two snapshots, also as a process on a real server."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from meteor_cli.live.snapshot import Observer, Snapshot, StreamSnapshot, rates_b
 from meteor_cli.live.watch import to_json, to_text
 from meteor_py.redis import keys
 from tests.conftest import ServerFactory
-from tests.support.archivers import LONG_S, Depot
-from tests.support.commands import Running
-from tests.support.group_members import Crew
-from tests.support.proxied_stream import NAME, Pair
+from tests.support.archivers import LONG_S, StoredStream
+from tests.support.commands import RunningCommand
+from tests.support.group_members import GroupHarness
+from tests.support.proxied_stream import NAME, ReplicatedStream
 from tests.support.readers import fill
 from tests.support.snapshots import group, look, seen
 from tests.support.waiting import eventually
@@ -90,7 +90,7 @@ def reported(
         (seen(archived=5), seen(archived=5, next=15), []),
     ],
 )
-def test_changes_of_a_stream(
+def test_changes_of_a_stream_are_reported(
     before: StreamSnapshot | None, after: StreamSnapshot | None, expected: list[tuple[str, str]]
 ) -> None:
     one, two = (look(*([each] if each else [])) for each in (before, after))
@@ -124,7 +124,7 @@ def test_changes_of_a_stream(
         (group(term=1), group(term=5), []),
     ],
 )
-def test_changes_of_a_group(before: Any, after: Any, expected: Any) -> None:
+def test_changes_of_a_group_are_reported(before: Any, after: Any, expected: Any) -> None:
     one, two = (look(seen(groups=(each,) if each else ())) for each in (before, after))
     assert reported(one, two) == expected
 
@@ -182,7 +182,7 @@ def test_change_is_sanitized_as_text_and_json() -> None:
 # Rates
 
 
-def test_rates_between_two_snapshots() -> None:
+def test_rates_are_computed_from_two_snapshots() -> None:
     before = seen(at=1.0, archived=0, groups=(group(), group("back", 9)))
     after = seen(
         at=3.0, next=30, archived=8, groups=(group(confirmed=5), group("back", 2), group("new"))
@@ -214,7 +214,7 @@ def test_snapshot_follows_recreated_streams(url: str) -> None:
         assert observer.snapshot().streams["b"].stream.incarnation == recreated.incarnation
 
 
-def test_damaged_stream_does_not_hide_others(url: str) -> None:
+def test_damaged_stream_does_not_hide_other_streams(url: str) -> None:
     with meteor.connect(url) as m:
         m.stream("a", create=True)
         m.redis.hset(keys.meta("b"), "next", "many")
@@ -243,7 +243,7 @@ def test_snapshot_is_bounded_and_keeps_known_streams(
 # The command
 
 
-class Watch(Running):
+class Watch(RunningCommand):
     """The running command, after its first snapshot."""
 
     def __init__(self, url: str, *arguments: str) -> None:
@@ -293,18 +293,20 @@ def test_watch_reports_events_of_a_stream_and_its_group(url: str, client: meteor
         assert (done.code, done.out) == (130, b"")
 
 
-def test_watch_names_both_members_of_a_takeover(crew: Crew) -> None:
-    crew.fill(3)
-    with Watch(crew.url) as watch:
-        first = crew.member(lease_ttl=0.5)
+def test_watch_reports_the_old_and_the_new_owner_of_a_lease(harness: GroupHarness) -> None:
+    harness.fill(3)
+    with Watch(harness.url) as watch:
+        first = harness.member(lease_ttl=0.5)
         assert first.poll() == [0, 1, 2]
         assert re.fullmatch(r"\S+ orders/billing: created at 0", watch.line())
         assert watch.line().endswith(f"orders/billing: lease taken by {first.name}")
         first.kill()
-        second = crew.member(lease_ttl=LONG_S)
+        second = harness.member(lease_ttl=LONG_S)
         assert second.poll(20) == [0, 1, 2]
         line = watch.line()
-        if line.endswith(f"{first.name} no longer holds the lease"):  # a snapshot fell in between
+        if line.endswith(
+            f"{first.name} no longer holds the lease"
+        ):  # seen by a snapshot in between
             assert watch.line().endswith(f"lease taken by {second.name}")
         else:
             assert line.endswith(f"lease taken over from {first.name} by {second.name}")
@@ -325,26 +327,26 @@ def test_watch_reports_a_forced_seek(url: str, client: meteor.Client) -> None:
 
 
 def test_watch_reports_a_missing_archiver(url: str, tmp_path: Path) -> None:
-    with Depot(url, tmp_path / "store") as depot:
-        depot.fill(50)
+    with StoredStream(url, tmp_path / "store") as stored:
+        stored.fill(50)
         with Watch(url, "--json") as watch:
             assert watch.event("archiver_missing")["unarchived"] == 50
-            with depot.archiver():
-                depot.wait_archived(50)
-                assert watch.event("archiver_taken")["owner"] == depot.owner
+            with stored.archiver():
+                stored.wait_archived(50)
+                assert watch.event("archiver_taken")["owner"] == stored.owner
             assert watch.event("archiver_ended")["before"]
-            depot.fill(7)
+            stored.fill(7)
             assert watch.event("archiver_missing")["unarchived"] == 7
 
 
-def test_watch_reports_records_lost_in_a_failover(pair: Pair) -> None:
-    bench = pair.bench
-    publisher = bench.warm_publisher()
-    pair.lag()
+def test_watch_reports_records_lost_in_a_failover(replicated: ReplicatedStream) -> None:
+    proxied = replicated.proxied
+    publisher = proxied.warm_publisher()
+    replicated.lag()
     publisher.publish_many([b"lost"] * 4).result(20)
-    with Watch(bench.proxy.url, "--json") as watch:
-        pair.fail_over()
-        fill(bench.stream, 1)  # by a publisher that detects the failover
+    with Watch(proxied.proxy.url, "--json") as watch:
+        replicated.fail_over()
+        fill(proxied.stream, 1)  # by a publisher that detects the failover
         found: list[dict[str, Any]] = []
         while not found or found[-1]["event"] != "epoch_changed":
             found.append(msgspec.json.decode(watch.line()))
@@ -379,10 +381,10 @@ def test_watch_waits_for_a_stream_that_does_not_exist(url: str, client: meteor.C
         assert watch.line().endswith(" orders: created")
 
 
-def test_hostile_names_reach_the_terminal_as_escapes(crew: Crew) -> None:
-    crew.subscriber().close()
-    with Watch(crew.url) as watch:
-        crew.take_away("evil\x1b[2J\u202e")
+def test_hostile_names_reach_the_terminal_as_escapes(harness: GroupHarness) -> None:
+    harness.subscriber().close()
+    with Watch(harness.url) as watch:
+        harness.take_away("evil\x1b[2J\u202e")
         assert watch.line().endswith(r"lease taken by evil\x1b[2J\u202e")
 
 
@@ -396,7 +398,7 @@ def test_closed_pipe_ends_watch_quietly(url: str) -> None:
 
 
 def test_watch_without_a_server_fails() -> None:
-    with Running("redis://127.0.0.1:1", "watch") as command:
+    with RunningCommand("redis://127.0.0.1:1", "watch") as command:
         done = command.end()
         assert (done.code, done.err.count("\n")) == (1, 1)
         assert "cannot be reached" in done.err
@@ -404,7 +406,7 @@ def test_watch_without_a_server_fails() -> None:
 
 def test_foreign_key_does_not_end_watch(url: str, client: meteor.Client) -> None:
     client.stream("orders", create=True)
-    with Running(url, "watch", "--interval", "0.1", "--json") as watching:
+    with RunningCommand(url, "watch", "--interval", "0.1", "--json") as watching:
         assert watching.line("stderr") == "meteor: watching 1 stream."
         client.stream("orders", create=False).delete()
         assert '"deleted"' in watching.line()

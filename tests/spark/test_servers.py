@@ -1,4 +1,4 @@
-"""The server of a source or sink in each process, and the secrecy of its password."""
+"""Every process of a query finds its server, and none reveals the password."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_in_process_server_is_refused_even_from_the_environment(
             parse({})
 
 
-def test_password_in_the_environment_of_the_driver_stays_there(
+def test_password_in_the_drivers_environment_is_not_passed_on(
     locked: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("METEOR_URL", locked.url.replace("://", f"://:{SECRET}@"))

@@ -1,4 +1,4 @@
-"""The data source in Spark's SQL, output modes, filters, listeners and joins."""
+"""The data source works with Spark's SQL, output modes, filters, listeners and joins."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A subscriber survives interruptions and outages, and does not disturb other clients.
 
-Ctrl-C at any moment, a server that is killed and restarted or stays down, a stream that is deleted
-or recreated, a fork, other readers and publishers.
+Covers Ctrl-C at any moment, a server that is killed, a stream that is deleted or recreated, forks,
+and other readers and publishers.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def test_waiting_poll_of_a_deleted_stream_raises(stream: meteor.Stream, plain: r
 
 
 @pytest.mark.parametrize("read", [0, 5])
-def test_recreated_stream_is_not_taken_for_the_old_one(
+def test_recreated_stream_is_not_mistaken_for_the_deleted_stream(
     client: meteor.Client, stream: meteor.Stream, read: int
 ) -> None:
     if read:

@@ -33,7 +33,7 @@ class Kafka:
     topic: str = ""
 
     def fresh(self) -> Kafka:
-        """Create another topic. A deleted name is not free again for all clients at once."""
+        """Create a topic with a new name, because clients see a deleted name for a while."""
         from confluent_kafka.admin import AdminClient, NewTopic
 
         admin = AdminClient(self._client)

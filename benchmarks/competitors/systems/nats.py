@@ -11,7 +11,7 @@ from benchmarks.competitors.systems.event_loop import EventLoop
 
 _STREAM = "bench"
 _SUBJECT = "bench.records"
-#: Unacknowledged records, as far as the client goes without losing speed.
+#: Maximum number of unacknowledged records; more make the client slower.
 _PENDING = 4_000
 
 

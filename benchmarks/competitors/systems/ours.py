@@ -87,7 +87,7 @@ class MeteorConsumer:
         self._subscriber = self._stream.subscriber(initial_offset="earliest")
 
     def poll(self) -> Sequence[bytes]:
-        assert self._subscriber is not None, "not placed yet"
+        assert self._subscriber is not None, "the consumer has no position yet"
         batch = self._subscriber.poll(1.0)
         return [record.value for record in batch] if self._as_records else batch.values()
 
