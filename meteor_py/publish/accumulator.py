@@ -4,7 +4,8 @@ Any thread may add records; one sender takes the batches. Records collect while 
 replies; only ``linger`` makes a batch wait longer.
 
 A bare value takes the fast path (fast_path.py). Every other method first counts the records that
-the fast path has appended.
+the fast path has appended. If no record waits and the sender is idle, a record takes the direct
+line instead (direct_line.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meteor_py.errors import MeteorError, PublisherClosed, PublisherFull, fresh
 from meteor_py.publish.ack import Ack
@@ -24,6 +25,9 @@ from meteor_py.publish.fast_path import RECORD_OVERHEAD, FastPath
 from meteor_py.records.frame import Columns
 from meteor_py.runtime.completion import in_callback
 from meteor_py.runtime.locks import SignalSafeCondition
+
+if TYPE_CHECKING:
+    from meteor_py.publish.direct_line import DirectLine, Row
 
 _log = logging.getLogger(__name__)
 
@@ -56,9 +60,15 @@ class Accumulator:
         self._delivery_timeout_s = delivery_timeout_s
         self._on_error = on_error
         self._warned = False  # whether failures since the last success were logged
-        self._fast = FastPath(records_max, lambda value, size: self.put(value, size=size))
+        self._fast = FastPath(
+            records_max, lambda value, size: self._put((value, None, None, None), size)
+        )
         #: Like ``put``, for a record that has only a value; takes the value and its size.
         self.put_value = self._fast.put
+        self._line: DirectLine | None = None
+        #: The record in flight on the direct line, which is counted as begun and pending.
+        self.direct: Batch | None = None
+        self._bulk = False  # whether the last settled batch had several records
         self._make_locks()
         self._open: Batch | None = None  # the batch that collects records; never empty
         self._full: deque[Batch] = deque()
@@ -79,6 +89,13 @@ class Accumulator:
         self._work = SignalSafeCondition(self._lock)  # the sender waits here for records
         self._room = SignalSafeCondition(self._lock)  # other threads wait for settled batches
         self._fast.use_lock(self._lock, self._work)
+        if self._line is not None:
+            self._line.use_lock(self._lock, self._work)
+
+    def use_line(self, line: DirectLine) -> None:
+        """Let publishers use the sender's direct line."""
+        line.use_lock(self._lock, self._work)
+        self._line = line
 
     # -- for publishers ------------------------------------------------------------------------
 
@@ -99,21 +116,8 @@ class Accumulator:
             LogTruncated: The server has lost acknowledged records; raised once.
         """
         self._fast.check_reentry()
-        size += RECORD_OVERHEAD
         with self._lock:
-            self._admit(size)
-            batch = self._batch_for(size)
-            index = batch.count
-            columns = batch.columns
-            assert columns is not None, "an open batch has its columns"
-            columns.values.append(value)
-            for name, cell in (("keys", key), ("headers", headers), ("timestamps", timestamp)):
-                if cell is not None or getattr(columns, name) is not None:
-                    _append(columns, name, index, [cell])
-            self._count(batch, 1, size)
-            self._seal_or_grant(batch)
-            self._wake_sender()
-        return Ack(batch, index)
+            return self._put((value, key, headers, timestamp), size)
 
     def put_rows(self, rows: Columns, sizes: Sequence[int]) -> Parts:
         """Accept many records, given as lists; return their locations.
@@ -223,6 +227,9 @@ class Accumulator:
         self._closed = reason
         self._checks_done, self._sender_ended = math.inf, True
         batches = self.take_all()
+        if self.direct is not None:
+            batches.append(self.direct)
+            self.direct = None
         self._settled = self._begun
         return batches
 
@@ -237,18 +244,24 @@ class Accumulator:
 
     # -- for the sender ------------------------------------------------------------------------
 
-    def take(self, *, busy: bool) -> Batch | None:
+    def take(self, *, busy: bool, lend: bool = False) -> Batch | None:
         """Return the next batch to send, or None if no batch is ready.
 
         While ``busy`` (replies are outstanding), returns only full batches and does not wait.
-        Otherwise waits up to one second for a record.
+        Otherwise waits about one second for a record. With ``lend``, publishers may use the direct
+        line meanwhile, and the caller must take it over.
         """
         with self._lock:
             if not busy and not self._full:
-                if self._open is None and not self._closed and not self._check_is_wanted():
+                if not self.has_work():
                     self._fast.sender_waits = True
-                    self._work.wait(1.0)
-                    self._fast.sender_waits = False
+                    if lend and self._line is not None and not self._linger_s:
+                        self._line.lend(self._bulk, self.has_work)
+                    else:
+                        self._work.wait(1.0)
+                    self._fast.sender_waits = self._bulk = False
+                if self.direct is not None:
+                    return None  # the sender continues with that record
                 self._linger()
                 self._seal()
             return self._full.popleft() if self._full else None
@@ -295,6 +308,7 @@ class Accumulator:
         with self._lock:
             self._pending_bytes -= batch.nbytes
             self._settled += 1
+            self._bulk = batch.count > 1
             if error is None:
                 self._warned = False
             else:
@@ -319,6 +333,42 @@ class Accumulator:
             batches = list(self._full)
             self._full.clear()
             return batches
+
+    # -- for the direct line, which holds the lock ---------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether the sender has work besides a record that no thread is waiting for."""
+        waiting = self._flushing or self._waiters
+        return bool(
+            self._open is not None
+            or self._full
+            or self._closed
+            or (waiting and self.direct is not None)
+            or self._check_is_wanted()
+        )
+
+    def note_sender_waits(self, waits: bool) -> None:
+        """Set whether further records wake the sender."""
+        self._fast.sender_waits = waits
+
+    def begin_direct(self, batch: Batch) -> None:
+        """Accept a record that the direct line sends. From now on it is published."""
+        # Plain stores, not calls: no signal handler can run between them.
+        self._begun += 1
+        self._pending_bytes += batch.nbytes
+        self.direct = batch
+
+    def end_direct(self) -> None:
+        """Note that the record on the direct line is settled."""
+        batch = self.direct
+        if batch is None:
+            return
+        self._pending_bytes -= batch.nbytes
+        self._settled += 1
+        self._warned = False
+        self.direct = None
+        if self._waiters:
+            self._room.notify_all()
 
     # -- called without the lock ---------------------------------------------------------------
 
@@ -356,6 +406,35 @@ class Accumulator:
 
     # -- called with the lock held -------------------------------------------------------------
 
+    def _put(self, row: Row, size: int) -> Ack:
+        line = self._line
+        if (
+            line is not None
+            and self._open is None
+            and not self._full
+            and self._closed is None
+            and self._loss is None
+            and line.is_free()
+        ):  # so no other record is pending
+            sent = line.send(row, size, size + RECORD_OVERHEAD)
+            if sent is not None:
+                return Ack(sent, 0)
+        size += RECORD_OVERHEAD
+        self._admit(size)
+        batch = self._batch_for(size)
+        index = batch.count
+        columns = batch.columns
+        assert columns is not None, "an open batch has its columns"
+        value, key, headers, timestamp = row
+        columns.values.append(value)
+        for name, cell in (("keys", key), ("headers", headers), ("timestamps", timestamp)):
+            if cell is not None or getattr(columns, name) is not None:
+                _append(columns, name, index, [cell])
+        self._count(batch, 1, size)
+        self._seal_or_grant(batch)
+        self._wake_sender()
+        return Ack(batch, index)
+
     def _check_is_wanted(self) -> bool:
         return self._checks_done < self._checks_wanted
 
@@ -385,6 +464,8 @@ class Accumulator:
     def _wait_settled(self, timeout_s: float) -> None:
         self._waiters += 1
         try:
+            if self.direct is not None:
+                self._work.notify_all()
             self._room.wait(timeout_s)
         finally:
             self._waiters -= 1
@@ -415,7 +496,9 @@ class Accumulator:
 
     def _new_batch(self) -> Batch:
         now = time.monotonic()
-        return Batch(now, now + self._delivery_timeout_s)
+        batch = Batch(now, now + self._delivery_timeout_s, Columns([]))
+        batch.line = self._line
+        return batch
 
     def _seal(self) -> None:
         """Move the open batch to the full ones, ready to be sent."""

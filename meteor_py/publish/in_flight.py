@@ -23,7 +23,10 @@ WINDOW_BATCHES = 5
 
 
 class InFlightWindow:
-    """Unsettled batches, oldest first. Only the sender's thread changes it."""
+    """Unsettled batches, oldest first. Only the owner of the connection changes it.
+
+    That is the sender's thread, except while it lends the connection (direct_line.py).
+    """
 
     def __init__(self) -> None:
         #: The producer epoch, within which sequences count from 0.
@@ -31,7 +34,8 @@ class InFlightWindow:
         #: Batches sent on this connection, the acknowledged ones included.
         self.sent = 0
         self.acknowledged = 0
-        self._next_sequence = 0
+        #: The sequence number of the next batch.
+        self.next_sequence = 0
         self._batches: deque[Batch] = deque()
 
     def __len__(self) -> int:
@@ -52,8 +56,23 @@ class InFlightWindow:
 
     def number_newest(self) -> None:
         """Give the newest batch the next sequence number."""
-        self._batches[-1].sequence = self._next_sequence
-        self._next_sequence += 1
+        self._batches[-1].sequence = self.next_sequence
+        self.next_sequence += 1
+
+    # -- for the direct line; may be interrupted anywhere, and repeated ------------------------
+
+    def add_sent(self, batch: Batch) -> None:
+        """Hold one batch, which has the next sequence number and is sent by a publisher."""
+        if batch not in self._batches:
+            self._batches.append(batch)
+        self.next_sequence = batch.sequence + 1
+        self.sent = 1
+
+    def drop_settled(self) -> None:
+        """Remove a batch that a publisher has sent and settled."""
+        if self._batches and self._batches[0].settled:
+            self._batches.popleft()
+        self.sent = len(self._batches)
 
     def pop_newest(self) -> Batch:
         """Remove the newest batch, which has no sequence number yet."""
@@ -97,7 +116,7 @@ class InFlightWindow:
         self.epoch += 1
         for number, batch in enumerate(self._batches):
             batch.sequence = number
-        self._next_sequence = len(self._batches)
+        self.next_sequence = len(self._batches)
         self.rewind()
 
     def doubt_sent(self) -> None:

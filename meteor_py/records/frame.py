@@ -147,9 +147,9 @@ def fingerprint(payload: Any) -> int:
 
     It covers only the ends: a crc32 of everything would take as long as building the frame.
     """
+    if len(payload) <= 8192:
+        return zlib.crc32(payload)
     view = memoryview(payload)
-    if len(view) <= 8192:
-        return zlib.crc32(view)
     return zlib.crc32(view[-4096:], zlib.crc32(view[:4096], len(view)))
 
 
