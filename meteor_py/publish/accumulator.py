@@ -66,15 +66,15 @@ class Accumulator:
         #: Like ``put``, for a record that has only a value; takes the value and its size.
         self.put_value = self._fast.put
         self._line: DirectLine | None = None
-        #: The record in flight on the direct line, which is counted as begun and pending.
-        self.direct: Batch | None = None
         self._bulk = False  # whether the last settled batch had several records
         self._make_locks()
         self._open: Batch | None = None  # the batch that collects records; never empty
         self._full: deque[Batch] = deque()
-        self._pending_bytes = 0
-        self._begun = 0  # number of batches started so far
-        self._settled = 0  # how many of them are settled
+        #: Bytes of the unsettled records, batches started so far, and how many of them are settled.
+        #: The direct line counts its records here, too.
+        self.pending_bytes = 0
+        self.begun = 0
+        self.settled = 0
         self._waiters = 0  # threads that wait until a batch is settled
         self._flushing = 0  # threads that wait for all batches: lingering would delay them
         self._checks_wanted = 0  # see ``wait_checked``
@@ -186,13 +186,13 @@ class Accumulator:
         """Wait until all records put so far are settled; return whether they are."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            wanted = self._begun
+            wanted = self.begun
             self._flushing += 1
             try:
                 self._work.notify_all()
-                while self._settled < wanted and (left := deadline - time.monotonic()) > 0:
+                while self.settled < wanted and (left := deadline - time.monotonic()) > 0:
                     self._wait_settled(left)
-                return self._settled >= wanted
+                return self.settled >= wanted
             finally:
                 self._flushing -= 1
 
@@ -227,10 +227,9 @@ class Accumulator:
         self._closed = reason
         self._checks_done, self._sender_ended = math.inf, True
         batches = self.take_all()
-        if self.direct is not None:
-            batches.append(self.direct)
-            self.direct = None
-        self._settled = self._begun
+        if self._line is not None:
+            batches += self._line.abandon()
+        self.settled = self.begun
         return batches
 
     def take_failure(self) -> Exception | None:
@@ -260,7 +259,7 @@ class Accumulator:
                     else:
                         self._work.wait(1.0)
                     self._fast.sender_waits = self._bulk = False
-                if self.direct is not None:
+                if self._line is not None and self._line.batch is not None:
                     return None  # the sender continues with that record
                 self._linger()
                 self._seal()
@@ -306,8 +305,8 @@ class Accumulator:
         if error is not None:  # before it counts as settled: flush() returns after on_error
             self._report_failure(batch, batch.count)
         with self._lock:
-            self._pending_bytes -= batch.nbytes
-            self._settled += 1
+            self.pending_bytes -= batch.nbytes
+            self.settled += 1
             self._bulk = batch.count > 1
             if error is None:
                 self._warned = False
@@ -338,12 +337,12 @@ class Accumulator:
 
     def has_work(self) -> bool:
         """Whether the sender has work besides a record that no thread is waiting for."""
-        waiting = self._flushing or self._waiters
+        in_flight = self._line is not None and self._line.batch is not None
         return bool(
             self._open is not None
             or self._full
             or self._closed
-            or (waiting and self.direct is not None)
+            or (in_flight and (self._flushing or self._waiters))
             or self._check_is_wanted()
         )
 
@@ -351,22 +350,9 @@ class Accumulator:
         """Set whether further records wake the sender."""
         self._fast.sender_waits = waits
 
-    def begin_direct(self, batch: Batch) -> None:
-        """Accept a record that the direct line sends. From now on it is published."""
-        # Plain stores, not calls: no signal handler can run between them.
-        self._begun += 1
-        self._pending_bytes += batch.nbytes
-        self.direct = batch
-
-    def end_direct(self) -> None:
-        """Note that the record on the direct line is settled."""
-        batch = self.direct
-        if batch is None:
-            return
-        self._pending_bytes -= batch.nbytes
-        self._settled += 1
+    def note_settled(self) -> None:
+        """Wake the threads that wait for a settled batch."""
         self._warned = False
-        self.direct = None
         if self._waiters:
             self._room.notify_all()
 
@@ -448,13 +434,13 @@ class Accumulator:
                 raise fresh(loss)
             if self._closed is not None:
                 raise fresh(self._closed)
-            if self._pending_bytes + size <= self._pending_max or self._begun == self._settled:
+            if self.pending_bytes + size <= self._pending_max or self.begun == self.settled:
                 return
             now = time.monotonic()
             deadline = deadline or now + self._delivery_timeout_s
             if now >= deadline or in_callback():  # in a callback, the sender would wait for itself
                 raise PublisherFull(
-                    f"{self._pending_bytes} bytes for stream {self._stream!r} are unacknowledged. "
+                    f"{self.pending_bytes} bytes for stream {self._stream!r} are unacknowledged. "
                     "Publish more slowly, or raise max_pending_bytes.",
                     stream=self._stream,
                 )
@@ -464,7 +450,8 @@ class Accumulator:
     def _wait_settled(self, timeout_s: float) -> None:
         self._waiters += 1
         try:
-            if self.direct is not None:
+            if self._line is not None and self._line.batch is not None:
+                self._line.stop_own_read()
                 self._work.notify_all()
             self._room.wait(timeout_s)
         finally:
@@ -513,10 +500,10 @@ class Accumulator:
     def _count(self, batch: Batch, records: int, size: int) -> None:
         """Count records that were appended to the columns of a batch."""
         if not batch.count:
-            self._begun += 1
+            self.begun += 1
         batch.count += records
         batch.nbytes += size
-        self._pending_bytes += size
+        self.pending_bytes += size
 
     def _seal_or_grant(self, batch: Batch) -> None:
         """Seal the open batch if it is full; else open the fast path if it has only values."""
@@ -524,7 +511,7 @@ class Accumulator:
         if batch.count == self._records_max:
             self._seal()
         elif columns is not None and columns.letters() == "v":
-            room = min(self._bytes_max - batch.nbytes, self._pending_max - self._pending_bytes)
+            room = min(self._bytes_max - batch.nbytes, self._pending_max - self.pending_bytes)
             self._fast.grant(batch, columns.values, max(room, 0))
 
     def _count_fast(self) -> None:
@@ -561,7 +548,7 @@ class Accumulator:
     def _fitting(self, batch: Batch, sizes: Sequence[int], start: int) -> int:
         """Return the end index in ``sizes`` of the records that fit here; at least one fits."""
         stop = min(len(sizes), start + self._records_max - batch.count)
-        room = min(self._bytes_max - batch.nbytes, self._pending_max - self._pending_bytes)
+        room = min(self._bytes_max - batch.nbytes, self._pending_max - self.pending_bytes)
         while stop > start + 1:
             if sum(sizes[start:stop]) + (stop - start) * RECORD_OVERHEAD <= room:
                 break

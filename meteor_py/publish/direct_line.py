@@ -22,9 +22,9 @@ Invariants:
    receive. Only the sender's thread enters and leaves SENDER, with the lock held.
 2. Order. At most one record is in flight on the line, and only if no other record waits. So records
    are in the log in the order in which their publishers took the lock.
-3. One moment of publishing: ``Accumulator.begin_direct``. Before it, an interrupted ``publish()``
-   has published nothing. After it, the record is sent, by the sender if need be. Finishing a record
-   twice changes nothing.
+3. One moment of publishing. ``send`` begins a record in one run of plain stores. Before it, an
+   interrupted ``publish()`` has published nothing. After it, the record is sent, by the sender if
+   need be. A record is settled in one such run, too.
 4. No guesses. The state is BROKEN from before the first byte is sent until after the last, and
    while a record is settled. If the sender finds BROKEN, it closes the connection and sends the
    record again under the same sequence number, which the server recognizes.
@@ -37,6 +37,10 @@ Invariants:
 8. Bounded waits, one lock. A thread reads for at most one second, and not beyond its record's
    deadline. The lock of a completion is never held while the accumulator's lock is taken. If a
    signal handler uses the publisher while its own thread is READING, it breaks the read off.
+
+A signal handler may run during any call, even with the lock held, and flush. That releases the
+lock, and the sender takes over. So each method checks the state and changes it in one run of plain
+statements, without a call between them.
 """
 
 from __future__ import annotations
@@ -97,6 +101,11 @@ class State(enum.Enum):
     BROKEN = enum.auto()
 
 
+# Plain names, because looking up the member of an enum takes longer.
+_SENDER, _FREE, _SENT = State.SENDER, State.FREE, State.SENT
+_READING, _RETURNED, _BROKEN = State.READING, State.RETURNED, State.BROKEN
+
+
 class DirectLine:
     """The direct line of one publisher."""
 
@@ -119,19 +128,23 @@ class DirectLine:
         self._ordering = ordering
         self._delivery_timeout_s = delivery_timeout_s
         self._bytes_max = BYTES_MAX if compression == "none" else _COMPRESSED_BYTES_MAX
-        self.state = State.SENDER
+        self.state = _SENDER
+        #: The record in flight on the line.
+        self.batch: Batch | None = None
+        self._settling: Batch | None = None  # settled, but waiting threads may not know yet
+        self._uncalled: deque[Batch] = deque()  # settled, and their callbacks not called yet
+        self._next_sequence = 0
         #: The end of the last record that was acknowledged here, and when; 0 before the first.
         self.end_offset = 0
         self.acknowledged_at = 0.0
         self._reader = 0  # the thread that is READING, and until when at most
         self._read_until = 0.0
         self._usable_until = 0.0  # by the monotonic clock
-        self._renew_at = 0.0
-        self._valid_s = 0.0
+        self._renew_at = self._valid_s = 0.0
         self._stream_epoch = 0
-        self._head_of: Any = None  # the command for which ``_head`` was encoded
+        self._lent = 0  # how often the line was lent
+        self._command: Sequence[Any] = ()  # for which ``_head`` was encoded
         self._head = self._epoch_argument = b""
-        self._settled: deque[Batch] = deque()  # settled, and their callbacks not called yet
 
     def use_lock(self, lock: threading.RLock, work: SignalSafeCondition) -> None:
         """Share the accumulator's lock, and the condition that wakes the sender."""
@@ -157,12 +170,13 @@ class DirectLine:
             valid_s: Seconds after an acknowledgement for which the line may be used.
             renew_at: When the sender must send a batch itself, to renew the producer's lifetime.
         """
-        if self._head_of != command:
-            self._head_of = command
+        if self._command != command:
+            self._command = command
             # Without the number of arguments, which depends on the index.
             self._head = b"".join(encode_commands([command])).partition(b"\r\n")[2]
         self._stream_epoch = stream_epoch
         self._epoch_argument = b"$%d\r\n%d\r\n" % (len(str(stream_epoch)), stream_epoch)
+        self._next_sequence = self._window.next_sequence
         self.end_offset = 0
         self._valid_s, self._renew_at = valid_s, renew_at
         self._usable_until = min(acknowledged_at + valid_s, renew_at)
@@ -178,16 +192,17 @@ class DirectLine:
             return
         lent_until = time.monotonic() + _LEND_S
         unread: Batch | None = None  # in flight at the last look
-        self.state = State.FREE
+        self._lent += 1
+        self.state = _FREE
         while True:
             woken = self._work.wait(_LOOK_S)
             now = time.monotonic()
-            if self.state is State.READING:
+            if self.state is _READING:
                 if now < self._read_until + _READ_S:
                     continue  # the reading thread wakes this one if there is work
                 self._break_off()  # that thread was interrupted
-            batch = self._accumulator.direct
-            if self.state in (State.RETURNED, State.BROKEN) or self._settled or has_work():
+            batch = self.batch
+            if self.state in (_RETURNED, _BROKEN) or self._uncalled or has_work():
                 return
             if not woken and ((batch is unread is not None) or now > lent_until):
                 return
@@ -200,32 +215,39 @@ class DirectLine:
 
         The record in flight, if any, is in the window afterwards, like one that the sender sent.
         """
+        if self.state is _SENDER:
+            return False
         with self._lock:
-            if self.state is State.SENDER:
-                return False
-            broken = self.state is State.BROKEN
-            self.state = State.SENDER
-            batch = self._accumulator.direct
-            if batch is not None and batch.settled:  # interrupted while settling it
-                self._accumulator.end_direct()
-            elif batch is not None:
-                batch.base_offset = -1
-                self._window.add_sent(batch)
-                self._accumulator.direct = None
-            self._window.drop_settled()
-        while self._settled:
-            self._settled.popleft().run_callbacks()
+            broken = self.state is _BROKEN
+            self.state = _SENDER
+            self._window.next_sequence = self._next_sequence
+            if self.batch is not None:
+                self._window.add_sent(self.batch)
+            settling = self._settling
+            self.batch = self._settling = None
+        if settling is not None:  # its thread was interrupted
+            settling.settle_quietly()
+            settling.run_callbacks()
+        while self._uncalled:
+            self._uncalled.popleft().run_callbacks()
         return broken
+
+    def abandon(self) -> list[Batch]:
+        """In a forked child: return the record in flight, which the parent sends."""
+        batch = self.batch
+        self.batch = self._settling = None
+        self.state = _SENDER
+        return [] if batch is None else [batch]
 
     # -- for publishing threads, which hold the lock -------------------------------------------
 
     def is_free(self) -> bool:
-        """Whether the next record may be sent on the line."""
-        if self.state is State.SENT:
+        """Whether the next record may be sent on the line. If so, no other record is pending."""
+        if self.state is _SENT:
             self._settle_if_replied()
-        elif self.state is State.READING and self._reader == get_ident():
-            self._break_off()  # a signal handler has interrupted the read of its own thread
-        return self.state is State.FREE and time.monotonic() < self._usable_until
+        else:
+            self.stop_own_read()
+        return self.state is _FREE and time.monotonic() < self._usable_until
 
     def send(self, row: Row, size: int, nbytes: int) -> Batch | None:
         """Send one record on a free line; return None if the sender has to.
@@ -237,6 +259,28 @@ class DirectLine:
         """
         if size > self._bytes_max:
             return None
+        lent, accumulator = self._lent, self._accumulator
+        batch = self._make_batch(row, nbytes)
+        request = self._request(batch)
+        wire = self._connection.wire
+        if self.state is not _FREE or self._lent != lent or wire is None:
+            return None  # a signal handler has flushed
+        self.state = _BROKEN
+        self.batch = batch
+        self._next_sequence = batch.sequence + 1
+        accumulator.begun += 1
+        accumulator.pending_bytes += nbytes
+        try:
+            whole = wire.send_at_once(request)
+        except (OSError, redis.RedisError):
+            whole = False
+        if whole and self.state is _BROKEN and self.batch is batch:
+            self.state = _SENT
+        elif not whole:
+            self._work.notify_all()
+        return batch
+
+    def _make_batch(self, row: Row, nbytes: int) -> Batch:
         now = time.monotonic()
         batch = Batch(now, now + self._delivery_timeout_s)
         if self._ordering is None and row[1:] == _VALUE_ONLY:
@@ -248,25 +292,9 @@ class DirectLine:
                 batch.index = self._ordering.index(columns)
         batch.count = 1
         batch.nbytes = nbytes
-        batch.sequence = self._window.next_sequence
+        batch.sequence = self._next_sequence
         batch.stream_epoch = self._stream_epoch
         batch.line = self
-        request = self._request(batch)
-        wire = self._connection.wire
-        if wire is None or self.state is not State.FREE:  # a signal handler has flushed
-            return None
-        self.state = State.BROKEN
-        self._accumulator.begin_direct(batch)
-        self._window.add_sent(batch)
-        try:
-            whole = wire.send_at_once(request)
-        except (OSError, redis.RedisError):
-            whole = False
-        if self.state is State.BROKEN and self._accumulator.direct is batch:
-            if whole:
-                self.state = State.SENT
-            else:
-                self._work.notify_all()
         return batch
 
     def _request(self, batch: Batch) -> bytes:
@@ -282,7 +310,7 @@ class DirectLine:
             b"*%d\r\n%b$%d\r\n%b\r\n$1\r\n1\r\n$%d\r\n%b\r\n$0\r\n\r\n"
             b"$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n%b%b"
         ) % (
-            len(self._head_of) + 8 + len(batch.index),
+            len(self._command) + 8 + len(batch.index),
             *(self._head, len(sequence), sequence, len(mark), mark),
             *(len(name), name.encode(), len(payload), payload, len(check), check),
             *(self._epoch_argument, index),
@@ -290,64 +318,74 @@ class DirectLine:
 
     def _settle_if_replied(self) -> None:
         """Settle the record in flight if its reply has arrived."""
-        wire = self._connection.wire
-        assert wire is not None, "a record was sent"
-        self.state = State.BROKEN
+        batch, wire = self.batch, self._connection.wire
+        if self.state is not _SENT or batch is None or wire is None:
+            return
+        self.state = _BROKEN
         try:
             reply = wire.read_now()
         except (OSError, redis.RedisError):
             self._work.notify_all()
             return
-        if reply is NO_REPLY:
-            self.state = State.SENT
-        else:
-            self._settle(reply)
+        if reply is not NO_REPLY:
+            self._settle(batch, wire, reply)
+        elif self.state is _BROKEN and self.batch is batch:
+            self.state = _SENT
 
-    def _settle(self, reply: Any) -> None:
+    def _settle(self, batch: Batch, wire: Wire, reply: Any) -> None:
         """Settle the record in flight, or leave the reply to the sender. The state is BROKEN."""
-        batch, wire = self._accumulator.direct, self._connection.wire
-        if batch is None or wire is None:  # a signal handler has flushed: the sender took over
-            return
         if type(reply) is not int:
             wire.unread(reply)
-            self.state = State.RETURNED
+            if self.state is _BROKEN and self.batch is batch:
+                self.state = _RETURNED
             self._work.notify_all()
             return
+        accumulator, now = self._accumulator, time.monotonic()
+        usable_until = min(now + self._valid_s, self._renew_at)
+        if self.state is not _BROKEN or self.batch is not batch:
+            return  # a signal handler has flushed
+        self.batch, self._settling = None, batch
         batch.base_offset = reply
-        self.end_offset = reply + 1
-        self.acknowledged_at = now = time.monotonic()
-        self._usable_until = min(now + self._valid_s, self._renew_at)
+        batch.settled = True
+        accumulator.settled += 1
+        accumulator.pending_bytes -= batch.nbytes
+        self.end_offset, self.acknowledged_at = reply + 1, now
+        self._usable_until = usable_until
         batch.settle_quietly()
-        self._accumulator.end_direct()
-        self._window.drop_settled()
-        self.state = State.FREE
         if batch.has_callbacks:  # checked after settling: a callback added later is called there
-            self._settled.append(batch)
+            self._uncalled.append(batch)
             self._work.notify_all()
+        accumulator.note_settled()
+        if self._settling is batch:
+            self._settling = None
+            if self.state is _BROKEN:
+                self.state = _FREE
+
+    def stop_own_read(self) -> None:
+        """Break off a read of this thread: the caller is a signal handler that interrupted it."""
+        if self.state is _READING and self._reader == get_ident():
+            self._break_off()
 
     def _break_off(self) -> None:
         """Take the line from a READING thread. Closing the connection will wake that thread."""
-        self._reader = 0
-        self.state = State.BROKEN
-        self._work.notify_all()
+        if self.state is _READING:
+            self._reader = 0
+            self.state = _BROKEN
+            self._work.notify_all()
 
     # -- for threads that wait for a record ----------------------------------------------------
 
     def look_for_reply(self, batch: Batch) -> None:
         """Settle ``batch`` if its reply has arrived and no thread is reading it."""
-        if self._accumulator.direct is not batch:
-            return  # the sender has it
-        with self._lock:
-            if self.state is State.SENT and self._accumulator.direct is batch:
+        if self.batch is batch:
+            with self._lock:
                 self._settle_if_replied()
 
     def leave_to_sender(self, batch: Batch) -> None:
         """Let the sender read the reply to ``batch`` without delay, to call its callbacks."""
-        if self._accumulator.direct is not batch:
-            return
         with self._lock:
-            if self.state is State.SENT and self._accumulator.direct is batch:
-                self.state = State.RETURNED
+            if self.state is _SENT and self.batch is batch:
+                self.state = _RETURNED
                 self._work.notify_all()
 
     def read_reply(self, batch: Batch, timeout_s: float | None) -> float | None:
@@ -357,17 +395,16 @@ class DirectLine:
             What is left of ``timeout_s``. If the batch is not settled, the sender settles it.
         """
         me = get_ident()
-        if self._accumulator.direct is not batch and self._reader != me:
+        if self.batch is not batch and self._reader != me:
             return timeout_s  # the sender has it
         started = time.monotonic()
         read_s = _READ_S if timeout_s is None else min(timeout_s, _READ_S)
         try:
-            with self._lock:
-                wire = self._start_reading(batch, started + read_s, me)
+            wire = self._start_reading(batch, started + read_s, me)
             if wire is not None:
-                self._stop_reading(me, wire.read(read_s))
+                self._stop_reading(me, wire, wire.read(read_s))
         except redis.TimeoutError:
-            self._stop_reading(me, NO_REPLY)
+            self._stop_reading(me, wire, NO_REPLY)
         except (OSError, redis.RedisError):
             self._stop_reading(me)
         except BaseException:  # Ctrl-C: the reply may have been received, and be lost
@@ -377,32 +414,30 @@ class DirectLine:
 
     def _start_reading(self, batch: Batch, read_until: float, me: int) -> Wire | None:
         """Return the wire to read from; None if the reply is not for this thread to read."""
-        if self.state is State.READING and self._reader == me:
-            self._break_off()  # a signal handler has interrupted the read of its own thread
-        wire = self._connection.wire
-        if self.state is not State.SENT or self._accumulator.direct is not batch:
-            return None
-        if read_until > batch.deadline or wire is None:
-            self.state = State.RETURNED
-            self._work.notify_all()
-            return None
-        self._read_until = read_until
-        self._accumulator.note_sender_waits(False)  # records that arrive now must wait anyway
-        self._reader = me
-        self.state = State.READING
-        return wire
+        with self._lock:
+            self.stop_own_read()
+            wire = self._connection.wire
+            if self.state is not _SENT or self.batch is not batch:
+                return None
+            if read_until > batch.deadline or wire is None:
+                self.state = _RETURNED
+                self._work.notify_all()
+                return None
+            self._read_until, self._reader = read_until, me
+            self.state = _READING
+            self._accumulator.note_sender_waits(False)  # further records must wait anyway
+            return wire
 
-    def _stop_reading(self, me: int, reply: Any = None) -> None:
+    def _stop_reading(self, me: int, wire: Wire | None = None, reply: Any = None) -> None:
         """Settle the record with ``reply``; ``NO_REPLY`` after a timeout, None if it is lost."""
         with self._lock:
-            if self.state is not State.READING or self._reader != me:
+            batch = self.batch
+            if self.state is not _READING or self._reader != me:
                 return  # broken off
             self._reader = 0
-            self.state = State.BROKEN
+            self.state = _BROKEN if reply is not NO_REPLY else _RETURNED
             self._accumulator.note_sender_waits(True)
-            if reply is NO_REPLY:
-                self.state = State.RETURNED
-            elif reply is not None:
-                self._settle(reply)
-            if self.state is not State.FREE or self._accumulator.has_work():
+            if reply is not None and reply is not NO_REPLY and batch is not None and wire:
+                self._settle(batch, wire, reply)
+            if self.state is not _FREE or self._accumulator.has_work():
                 self._work.notify_all()

@@ -23,10 +23,7 @@ WINDOW_BATCHES = 5
 
 
 class InFlightWindow:
-    """Unsettled batches, oldest first. Only the owner of the connection changes it.
-
-    That is the sender's thread, except while it lends the connection (direct_line.py).
-    """
+    """Unsettled batches, oldest first. Only the sender's thread changes it."""
 
     def __init__(self) -> None:
         #: The producer epoch, within which sequences count from 0.
@@ -59,20 +56,10 @@ class InFlightWindow:
         self._batches[-1].sequence = self.next_sequence
         self.next_sequence += 1
 
-    # -- for the direct line; may be interrupted anywhere, and repeated ------------------------
-
     def add_sent(self, batch: Batch) -> None:
-        """Hold one batch, which has the next sequence number and is sent by a publisher."""
-        if batch not in self._batches:
-            self._batches.append(batch)
-        self.next_sequence = batch.sequence + 1
+        """Hold a batch that a publisher has numbered and sent, in an empty window."""
+        self._batches.append(batch)
         self.sent = 1
-
-    def drop_settled(self) -> None:
-        """Remove a batch that a publisher has sent and settled."""
-        if self._batches and self._batches[0].settled:
-            self._batches.popleft()
-        self.sent = len(self._batches)
 
     def pop_newest(self) -> Batch:
         """Remove the newest batch, which has no sequence number yet."""
