@@ -213,6 +213,12 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
     return chunks
 
 
+def decode_lone(entry: tuple[bytes, list[bytes]], offset: int) -> ListChunk | None:
+    """Return the record at ``offset`` if the entry is nothing but its value; see ``decode``."""
+    chunk = ListChunk(offset, [], None, None, None, [])
+    return chunk if _append_bare(chunk, *entry) else None
+
+
 def _append_bare(chunk: ListChunk, entry_id: bytes, fields: list[bytes]) -> bool:
     """Append a record without key, headers and timestamp to the last chunk (the fast path)."""
     if (

@@ -100,13 +100,15 @@ class Connection:
         """Send commands; the replies arrive in the same order, one ``read`` each."""
         self.send_encoded(encode(commands))
 
-    def send_encoded(self, chunks: Sequence[bytes | memoryview]) -> None:
+    def send_encoded(
+        self, chunks: Sequence[bytes | memoryview], timeout_s: float | None = None
+    ) -> None:
         """Like ``send``, for commands that ``encode`` has encoded."""
         connection = self.connect()
         wire = self.wire
         try:
             if wire is not None:
-                wire.send(chunks, self.timeout_s)
+                wire.send(chunks, self.timeout_s if timeout_s is None else timeout_s)
             else:
                 connection.send_packed_command(chunks, check_health=False)
         except (redis.RedisError, OSError) as error:
@@ -131,7 +133,7 @@ class Connection:
     def call(self, *command: Argument, timeout_s: float | None = None) -> Any:
         """Send one command and return its reply."""
         try:
-            self.send_encoded(encode([command]))
+            self.send_encoded(encode([command]), timeout_s)
             return self.read(timeout_s)
         except MeteorError:
             raise
@@ -141,9 +143,15 @@ class Connection:
 
     def pipeline(self, commands: Sequence[Sequence[Argument]], timeout_s: float) -> list[Any]:
         """Send commands together and return their replies; raise the first error."""
+        return self.pipeline_encoded(encode(commands), len(commands), timeout_s)
+
+    def pipeline_encoded(
+        self, chunks: Sequence[bytes | memoryview], count: int, timeout_s: float
+    ) -> list[Any]:
+        """Like ``pipeline``, for ``count`` commands that ``encode`` has encoded."""
         try:
-            self.send_encoded(encode(commands))
-            return self.read_all(len(commands), timeout_s)
+            self.send_encoded(chunks, timeout_s)
+            return self.read_all(count, timeout_s)
         except MeteorError:
             raise
         except BaseException:  # as in call()
