@@ -19,7 +19,7 @@ from meteor_py.store.base import RingbufferStore
 from meteor_py.store.identity import store_fields
 from meteor_py.store.state import StreamState
 
-#: Number of names that one pipeline checks.
+#: Maximum number of names that one pipeline checks.
 _NAMES = 1000
 #: Settings that cannot change after a stream is created.
 _FIXED = ("codec", "ordering_key")
@@ -38,7 +38,7 @@ def find_stream(connector: Connector, name: str) -> Meta:
         raise StreamNotFound(
             f"There is no stream {name!r} on {connector.address}.{guess}",
             stream=name,
-            hint="A publisher creates it, or client.stream(name, create=True).",
+            hint="Create it with client.stream(name, create=True) or by opening a publisher.",
             similar=similar,
         )
     return meta
@@ -47,7 +47,7 @@ def find_stream(connector: Connector, name: str) -> Meta:
 def _similar_names(connector: Connector, name: str) -> list[str]:
     try:
         names = list_names(connector, keys.STREAMS, keys.meta)
-    except MeteorError:  # the ACL may allow one stream without allowing to list all
+    except MeteorError:  # the ACL may allow access to a stream but not to the list of streams
         return []
     return difflib.get_close_matches(name, names)
 
@@ -61,7 +61,7 @@ def create_stream(
     *,
     resume: bool = False,
 ) -> tuple[bool, Meta]:
-    """Create a stream if it does not exist. Returns whether this call created it, and its meta."""
+    """Create a stream if it does not exist. Return whether this call created it, and its meta."""
     extra: dict[str, str] = {}
     state: StreamState | None = None
     wanted = config if max_unarchived is None else replace(config, max_unarchived=max_unarchived)
@@ -71,7 +71,7 @@ def create_stream(
         if meta is not None:
             return False, meta
         if store is None:
-            raise ValueError(f"{needing[0]} is for a stream with a store. Pass store= as well.")
+            raise ValueError(f"{needing[0]} needs a stream with a store. Pass store= as well.")
         limit = max_unarchived or UNARCHIVED_CAPACITIES * config.capacity
         config = replace(config, store=store.uri, max_unarchived=limit).check_room()
         extra, state = store_fields(connector, store, name, resume)
@@ -81,7 +81,7 @@ def create_stream(
         meta = read_meta(connector, name)
         if meta is None:
             raise
-        return False, meta  # clients can still read, and delete, on a full server
+        return False, meta  # skip the write: on a full server, clients can still read and delete
     incarnation = extra.pop("incarnation", None) or secrets.token_hex(8)
     fields = [item for pair in (config.to_fields() | extra).items() for item in pair]
 
@@ -129,7 +129,7 @@ def check_settings(name: str, meta: Meta, requested: Mapping[str, object]) -> No
 
 def list_names(connector: Connector, names: str, key: Callable[[str], str]) -> list[str]:
     """Return the members of the set ``names`` whose key exists, sorted."""
-    # This package writes only UTF-8 names. Any other name is escaped here and matches no key.
+    # meteor_py writes only UTF-8 names. Any other name is escaped here and matches no key.
     members = connector.call("SMEMBERS", names)
     listed = sorted(name.decode(errors="backslashreplace") for name in members)
     found: list[str] = []

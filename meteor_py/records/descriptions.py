@@ -49,7 +49,7 @@ class Meta:
         version = fields.get("version", LAYOUT_VERSION)
         if version != LAYOUT_VERSION:
             raise CorruptStream(
-                f"Stream {name!r} has layout version {version!r}, and this release reads version "
+                f"Stream {name!r} has layout version {version!r}, but this release reads version "
                 f"{LAYOUT_VERSION}. To open it, upgrade meteor-py.",
                 stream=name,
             )
@@ -79,7 +79,7 @@ class GroupDescription:
     name: str
     #: The next offset to process; all records below it are confirmed.
     confirmed: int
-    #: Records from ``confirmed`` to the end of the stream.
+    #: Number of records from ``confirmed`` to the end of the stream.
     lag: int
     #: The member that holds the lease; None if no member does, or for a shared group.
     owner: str | None
@@ -116,8 +116,8 @@ class Description:
     incarnation: str
     #: Changes when the server fails over or restarts.
     epoch: int
-    #: The next offset when the epoch began. A reader that was already beyond it has read records
-    #: that are lost now.
+    #: The next offset when the epoch began. A reader that was already past this offset has read
+    #: records that no longer exist.
     epoch_first: int
     #: The subscriber groups, by name.
     groups: tuple[GroupDescription, ...]
@@ -125,16 +125,16 @@ class Description:
 
 @dataclass(frozen=True)
 class RepairReport:
-    """What ``Stream.repair`` found, and whether it changed anything."""
+    """The result of ``Stream.repair``: the problems found, and whether they were repaired."""
 
     stream: str
-    #: Frames in the ring, which stay.
+    #: Number of frames in the ring. A repair keeps all of them.
     frames: int
     #: Number of entries that no publisher wrote, in the log and in the index of ordering keys.
     foreign: int
     #: The IDs of the first hundred foreign entries.
     entries: tuple[str, ...]
-    #: Whether an entry beyond the end blocks publishing, even if it was deleted since.
+    #: Whether an entry beyond the end blocks publishing. It does so even after it is deleted.
     blocked: bool
     #: Whether the repair was carried out.
     repaired: bool

@@ -3,7 +3,7 @@
 redis-py opens the connection: addresses, TLS, authentication. This module sets every option itself:
 the defaults of redis-py (a 5 s socket timeout, ten retries) would publish records twice and break
 blocking reads. Commands and replies then bypass redis-py (wire.py), except on a fake server, which
-has no socket. Nothing is retried here unless the caller asks for it with ``retry_idle``.
+has no socket. This module retries a command only if the caller uses ``retry_idle``.
 
 A connection belongs to one thread at a time. It connects when first used, and again after an error
 or in a forked child.
@@ -35,21 +35,21 @@ Argument = Any
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
-#: Detects a dead peer within 45 s, even on an idle connection.
+#: Keepalive options that detect a dead peer within 45 s, even on an idle connection.
 _KEEPALIVE = {
     getattr(socket, name): seconds
     for name, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
     if hasattr(socket, name)
 }
 
-#: Send buffer of a unix socket in bytes, where the kernel allows it. With the default of 208 KiB,
-#: publisher and server take turns: 2.0 million records/s instead of 2.7.
+#: Send buffer of a unix socket in bytes, if the kernel allows it. With the default of 208 KiB, the
+#: publisher and the server wait for each other: 2.0 million records/s instead of 2.7.
 _UNIX_BUFFER = 4 * 1024 * 1024
 
 #: Bytes that redis-py receives at a time; only for the replies while it connects.
 _HANDSHAKE_SIZE = 4096
 
-#: Arguments with more bytes than this are sent as separate chunks, without a copy.
+#: Arguments with more bytes than this are sent separately, without a copy.
 _JOIN_MAX = 16_384
 
 #: Error replies that mean "not now" or "not here". The server did not run the command.
@@ -60,14 +60,14 @@ _NOT_NOW = (
     redis.exceptions.ReadOnlyError,
     redis.exceptions.TryAgainError,
 )
-#: The same, for error codes without a class in redis-py.
+#: Such error replies for which redis-py has no class, by their codes.
 _NOT_NOW_CODES = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
-#: XADD's reply, with the generic code ERR, if the entry's ID is not above all others.
+#: Text of XADD's error reply if the ID is too low. Its code is the generic ERR.
 _ID_TAKEN = "equal or smaller than the target stream top item"
 
 
 class DataSafetyWarning(UserWarning):
-    """The server's settings can lose data; the message names the remedy."""
+    """The server's settings can lose data. The message says how to change them."""
 
 
 class ScriptMissing(MeteorError):
@@ -77,7 +77,7 @@ class ScriptMissing(MeteorError):
 
 
 class EntryIdTaken(ServerRefused):
-    """The stream already has an entry with this ID or a later one; nothing was added."""
+    """The stream already has an entry with this ID or a higher one. Nothing was added."""
 
 
 class Connection:
@@ -97,7 +97,7 @@ class Connection:
     # -- commands and replies ----------------------------------------------------------------
 
     def send(self, commands: Iterable[Sequence[Argument]]) -> None:
-        """Send commands; the replies arrive in the same order, one ``read`` each."""
+        """Send commands. Call ``read`` once per command; replies arrive in the same order."""
         self.send_encoded(encode(commands))
 
     def send_encoded(
@@ -137,7 +137,7 @@ class Connection:
             return self.read(timeout_s)
         except MeteorError:
             raise
-        except BaseException:  # Ctrl-C: the next caller must not read this reply
+        except BaseException:  # such as Ctrl-C: the next caller must not read this reply
             self.close()
             raise
 
@@ -178,7 +178,7 @@ class Connection:
         return replies
 
     def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument] = ()) -> Any:
-        """Run a script; send its text if the server does not know it yet."""
+        """Run a script. Send its text if the server does not have it yet."""
         try:
             return self.call(*self.script_call(script, keys, args))
         except ScriptMissing:
@@ -192,7 +192,7 @@ class Connection:
         *,
         whole: bool = False,
     ) -> tuple[Argument, ...]:
-        """Return the command that runs ``script``: by its hash, or with its ``whole`` text."""
+        """Return the command that runs ``script`` by its hash or, if ``whole``, by its text."""
         fake = self.address.scheme == "fake"
         read_only = script.read_only and not fake
         verb = ("EVAL" if whole or fake else "EVALSHA") + ("_RO" if read_only else "")
@@ -200,9 +200,9 @@ class Connection:
         return (verb, body, len(keys), *keys, *args)
 
     def retry_idle(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call ``work``, and call it again on a new connection if an idle one was dead.
+        """Call ``work``. If the idle connection turns out to be dead, reconnect and call it again.
 
-        Only for commands that may be repeated.
+        Use this only for commands that may run twice.
 
         Raises:
             ConnectionFailed: The server cannot be reached.
@@ -222,8 +222,8 @@ class Connection:
         """The server's ``master_replid`` when this connection was made; '' if the server hides it.
 
         Raises:
-            ConnectionFailed: The server is a replica. It accepts no writes, and its history is that
-                of its primary.
+            ConnectionFailed: The server is a replica, which accepts no writes and has its primary's
+                history.
         """
         self.connect()
         if self._history is None:
@@ -236,7 +236,7 @@ class Connection:
         return self._history if self.connected else None
 
     def refresh_history(self) -> str:
-        """Read the history again: a server can be promoted while a connection is open."""
+        """Read the history again, because a server can be promoted while a connection is open."""
         self._history = ""
         if self.address.scheme == "fake":
             return ""
@@ -247,7 +247,7 @@ class Connection:
         if facts.get("role") == "slave":
             self.close()
             raise ConnectionFailed(
-                f"The server at {self.address} is a replica and takes no writes. "
+                f"The server at {self.address} is a replica and accepts no writes. "
                 "Connect to its primary."
             )
         self._history = facts.get("master_replid", "")
@@ -266,7 +266,7 @@ class Connection:
 
     @property
     def block_max_s(self) -> float:
-        """Longest blocking read in seconds, so that a dead connection is noticed soon after."""
+        """Maximum seconds of a blocking read, so that a dead connection is noticed soon."""
         return 0.05 if self.address.scheme == "fake" else 2.0  # a fake server cannot be interrupted
 
     @property
@@ -274,7 +274,7 @@ class Connection:
         return self._connection is not None and self._pid == os.getpid()
 
     def connect(self) -> AbstractConnection:
-        """Return the connection; open one if there is none or it belongs to the parent process."""
+        """Return the connection. Open one if there is none, or after a fork."""
         if self._pid != os.getpid():
             self._connection = self.wire = None  # not closed: the parent still uses the socket
             self._pid = os.getpid()
@@ -295,24 +295,24 @@ class Connection:
             self._history = None
             sock = self._socket()
             if sock is not None:
-                if sock.family == socket.AF_UNIX:  # TCP tunes its buffer itself
+                if sock.family == socket.AF_UNIX:  # the kernel tunes TCP buffers
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
                 self.wire = Wire(sock)
         return self._connection
 
     def close(self) -> None:
-        """Close the connection; the next use opens another. Safe to call twice."""
+        """Close the connection. The next use opens another. Idempotent."""
         connection = self._connection
         self._connection = self.wire = None
         if connection is not None:
             connection.disconnect()
 
     def interrupt(self) -> None:
-        """Interrupt another thread: its ``send`` or ``read`` raises ConnectionFailed."""
+        """Make a ``send`` or ``read`` in another thread raise ``ConnectionFailed``."""
         opening = self._opening
         if isinstance(opening, EmbeddedConnection):
             opening.cancel()
-        # Not disconnect(): redis-py would silently connect again, and replies would get mixed up.
+        # Do not use disconnect(): redis-py would silently reconnect, and replies would be mixed up.
         sock = self._socket()
         if sock is not None:
             with suppress(OSError):  # already closed
@@ -334,7 +334,7 @@ class Connection:
 
 
 def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
-    """Return every relevant option of a redis-py connection; none is left to its default."""
+    """Return all relevant options of a redis-py connection, so that no default applies."""
     keepalive = {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}
     return {
         **(keepalive if address.scheme in ("redis", "rediss") else {}),
@@ -352,7 +352,7 @@ def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
 
 
 def encode(commands: Iterable[Sequence[Argument]]) -> list[bytes | memoryview]:
-    """Encode commands for the wire; large arguments stay views of their memory."""
+    """Encode commands for the wire, without copying large arguments."""
     chunks: list[bytes | memoryview] = []
     small: list[bytes] = []
     for command in commands:
@@ -385,9 +385,9 @@ def parse_info(reply: bytes) -> dict[str, str]:
 
 
 def translate(error: Exception, address: Address) -> MeteorError:
-    """Return this package's error for an error from redis-py.
+    """Translate an error from redis-py into a ``MeteorError``.
 
-    The only function that reads the text of an error: the first word of an error reply is its code.
+    No other function parses the text of an error. The first word of an error reply is its code.
     """
     words = mask(str(error)).strip()
     # redis-py removes the codes that it knows.
@@ -396,7 +396,7 @@ def translate(error: Exception, address: Address) -> MeteorError:
         return ScriptMissing(words)
     if isinstance(error, redis.exceptions.OutOfMemoryError) or code == "OOM":
         return OutOfMemory(
-            f"The server at {address} has reached its maxmemory and takes no new records. Raise "
+            f"The server at {address} has reached its maxmemory and accepts no new records. Raise "
             "maxmemory, or lower the capacity of its streams.",
             code=code,
         )
@@ -413,14 +413,14 @@ def translate(error: Exception, address: Address) -> MeteorError:
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError, OSError)):
         return ConnectionFailed(
             f"The server at {address} cannot be reached: {words.rstrip('.')}. "
-            "Is it running, and is the address right?"
+            "Is it running, and is the address correct?"
         )
     if code == "UNBLOCKED":  # the server was demoted during a blocking read
         return ConnectionFailed(f"The server at {address} is no longer the primary: {words}")
     if isinstance(error, _NOT_NOW) or code in _NOT_NOW_CODES:
         return _not_now(f"The server at {address} cannot do this now: {words}")
     refused = EntryIdTaken if _ID_TAKEN in words else ServerRefused
-    return refused(f"The server at {address} refused: {words}", code=code)
+    return refused(f"The server at {address} refused a command: {words}", code=code)
 
 
 def _not_now(message: str) -> ConnectionFailed:

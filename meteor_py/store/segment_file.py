@@ -1,8 +1,8 @@
 """Segment files: writing records to Parquet, and reading them back with checks.
 
 Row groups are small enough to fetch a single record cheaply. Offsets are dense, so the row group of
-an offset is found by counting. Pages carry checksums, which are compared on each read. These do not
-cover the footer, so the name of the file has a checksum of the whole file.
+an offset is found by counting. Pages carry checksums, which are verified on each read. They do not
+cover the footer, so the file's name contains a checksum of the whole file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from meteor_py.store.segment import Segment
 #: Maximum size of a row group in records, and roughly in bytes.
 GROUP_RECORDS = 32_768
 GROUP_BYTES = 4 * 1024 * 1024
-#: Maximum unpacked bytes of a row group, even from another writer: a few of ours, or one very large
-#: record.
+#: Maximum unpacked bytes of a row group to accept from any writer. Our row groups stay far below
+#: this limit, except for one with a very large record.
 _UNPACKED_MAX = 128 * 1024 * 1024
 #: Errors that pyarrow raises for damaged bytes.
 BAD_BYTES = (pa.ArrowException, OSError, ValueError, KeyError, EOFError, MemoryError)
@@ -37,9 +37,9 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
     """Write a file, sync it to disk, read it back, and return its ``digest``.
 
     Raises:
-        OSError: The file could not be written, or does not hold what was written to it.
+        OSError: The file could not be written, or reading it back gave other records.
     """
-    import pyarrow.parquet as pq  # imported in functions: programs without a store never load it
+    import pyarrow.parquet as pq  # imported here, so that programs without a store never load it
 
     size = max(records.nbytes // max(len(records), 1), 1)
     pq.write_table(
@@ -47,7 +47,7 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
         path,
         row_group_size=min(max(GROUP_BYTES // size, 1), GROUP_RECORDS),
         compression="zstd",
-        # Not for values: they rarely repeat, and detecting repeats costs more than everything else.
+        # No dictionary for values: they rarely repeat, and building one would take too long.
         use_dictionary=["key", "timestamp", "appended", "headers.key_value.key"],
         column_encoding={"offset": "DELTA_BINARY_PACKED"},
         write_statistics=["offset", "timestamp", "appended"],
@@ -57,12 +57,12 @@ def write(path: Path, records: pa.Table, about: dict[str, Any]) -> str:
         os.fsync(file.fileno())
         data = file.read()
     if not _holds(data, records):
-        raise OSError(f"{path.name} does not hold what was written to it.")
+        raise OSError(f"{path.name} does not contain the records that were written to it.")
     return digest(data)
 
 
 def _holds(data: bytes, records: pa.Table) -> bool:
-    """Whether these bytes hold these records. Compares one row group at a time to save memory."""
+    """Whether these bytes hold these records. To save memory, compares one row group at a time."""
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(_reader(data), page_checksum_verification=True)
@@ -78,8 +78,8 @@ def _holds(data: bytes, records: pa.Table) -> bool:
 def _reader(data: bytes) -> pa.BufferReader:
     """Copy the bytes into memory that pyarrow owns.
 
-    Threads of pyarrow may release a buffer a moment after the call has returned. Releasing a Python
-    object needs the GIL, which aborts the process if the interpreter is shutting down at that
+    pyarrow's threads may release a buffer shortly after the call has returned. To release a Python
+    object, they take the GIL, which aborts the process if the interpreter is shutting down at that
     moment (apache/arrow issue 34314).
     """
     buffer = pa.allocate_buffer(len(data))
@@ -123,7 +123,7 @@ class SegmentFile:
 
     def read(self, group: int, columns: Sequence[str] | None = None) -> pa.RecordBatch:
         """Return all records of a row group, with all columns or only ``columns``."""
-        # Always read the offsets: they show whether these are the right records.
+        # Always read the offsets, to check that these are the right records.
         wanted = None if columns is None else sorted({"offset", *columns})
         table = self._file.read_row_group(group, columns=wanted)
         first, stop = self.edges[group], self.edges[group + 1]
@@ -152,16 +152,16 @@ class SegmentFile:
 
 
 def _check_layout(metadata: Any) -> None:
-    """Before unpacking, refuse a file that unpacks to far more than ``write`` ever writes.
+    """Before unpacking, refuse a file that would unpack to far more than ``write`` ever writes.
 
-    A dictionary can repeat one large value any number of times, so the value column has none.
+    Also refuses a dictionary for the value column: it could repeat a large value very often.
     """
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         columns = [group.column(index) for index in range(group.num_columns)]
         unpacked = sum(column.total_uncompressed_size for column in columns)
         if group.num_rows > GROUP_RECORDS or unpacked > _UNPACKED_MAX:
-            raise ValueError(f"its row group {number} is larger than a segment's")
+            raise ValueError(f"its row group {number} is too large for a segment")
         if any(
             column.path_in_schema == "value" and column.has_dictionary_page for column in columns
         ):
@@ -169,8 +169,8 @@ def _check_layout(metadata: Any) -> None:
 
 
 def examine(data: bytes, segment: Segment) -> str | None:
-    """Return what is wrong with the bytes of a file; None if they are intact."""
-    changed = "its bytes are not those that were written (checksum)"
+    """Return a description of the damage to a file's bytes; None if they are intact."""
+    changed = "its bytes have changed since they were written (checksum)"
     intact = digest(data) == segment.sha
     try:
         _read_all(data, segment)

@@ -21,7 +21,7 @@ NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two CAs, a certificate for 127.0.0.1, and one for a client, with its key in three forms."""
+    """Create two CAs, a certificate for 127.0.0.1, and one for a client with three key files."""
     folder = tmp_path_factory.mktemp("certificates")
 
     def openssl(*args: str) -> None:
@@ -165,7 +165,9 @@ def test_only_the_given_ciphers_are_used(old_url: str, folder: Path) -> None:
 
 def test_client_sends_its_certificate(strict_url: str, folder: Path) -> None:
     trusted = {"ssl_ca_certs": folder / "ca.pem"}
-    assert "certificate required" in refusal(connect(strict_url, **trusted))
+    # Whether the server's alert or the closed connection is seen first depends on timing.
+    reason = refusal(connect(strict_url, **trusted))
+    assert "certificate required" in reason or "EOF occurred in violation of protocol" in reason
     own = {"ssl_certfile": folder / "client.pem", "ssl_keyfile": folder / "client.key"}
     use(connect(strict_url, **trusted, **own))
     use(connect(strict_url, **trusted, ssl_certfile=folder / "together.pem"))
@@ -178,7 +180,8 @@ def test_password_decrypts_the_key_of_the_client(strict_url: str, folder: Path) 
         "ssl_keyfile": folder / "locked",
     }
     use(connect(strict_url, **own, ssl_password=PASSWORD))
-    for wrong in ({}, {"ssl_password": f"{PASSWORD}-wrong"}):  # no prompt without one
+    # A missing password does not cause a prompt.
+    for wrong in ({}, {"ssl_password": f"{PASSWORD}-wrong"}):
         client = connect(strict_url, **own, **wrong)
         assert PASSWORD not in refusal(client) + repr(client) + str(client.address)
 
@@ -207,11 +210,11 @@ def test_error_for_an_unknown_option_lists_the_known_ones() -> None:
         "ssl_ca_certs, ssl_ca_data, ssl_ca_path, ssl_cert_reqs, ssl_certfile, ssl_check_hostname, "
         "ssl_ciphers, ssl_keyfile, ssl_min_version, ssl_password"
     )
-    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*Set only {plain}, {tls} "):
+    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*can set {plain}, {tls}; "):
         meteor.connect("rediss://host:6380/0?ssl_cacert=/ca.pem")
-    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*Set only {plain} there"):
+    with pytest.raises(ValueError, match=f"'ssl_cacert' cannot be set.*can set {plain};"):
         meteor.connect("redis://host:6379/0?ssl_cacert=/ca.pem")
-    with pytest.raises(ValueError, match=r"'ssl_ca_certs' is an option of TLS\. Write rediss://"):
+    with pytest.raises(ValueError, match=r"'ssl_ca_certs' is a TLS option\. Write rediss://"):
         meteor.connect("redis://host:6379/0?ssl_ca_certs=/ca.pem")
 
 

@@ -24,10 +24,9 @@ from meteor_py.publish.batch import Batch
 from meteor_py.publish.direct_line import State
 from tests.support.forking import exit_code, fork
 from tests.support.interrupts import Interrupts
-from tests.support.proxied_stream import Bench, bench, failure
+from tests.support.proxied_stream import ProxiedStream, failure
+from tests.support.proxied_stream import proxied as proxied
 from tests.support.waiting import eventually
-
-__all__ = ["bench"]
 
 
 def wait_until_lent(pub: meteor.Publisher) -> None:
@@ -42,31 +41,33 @@ def wait_until_lent(pub: meteor.Publisher) -> None:
     eventually(is_lent, message="the sender does not lend its connection")
 
 
-def lent_publisher(bench: Bench, **options: Any) -> meteor.Publisher:
-    pub = bench.warm_publisher(**options)
+def lent_publisher(proxied: ProxiedStream, **options: Any) -> meteor.Publisher:
+    pub = proxied.warm_publisher(**options)
     wait_until_lent(pub)
     return pub
 
 
-def publish_directly(bench: Bench, pub: meteor.Publisher, value: bytes) -> meteor.Ack:
+def publish_directly(proxied: ProxiedStream, pub: meteor.Publisher, value: bytes) -> meteor.Ack:
     """Publish a record on the direct line, whose reply is stalled."""
     wait_until_lent(pub)
-    bench.proxy.stall("replies")
+    proxied.proxy.stall("replies")
     ack = pub.publish(value)
     assert pub._sender._line.batch is ack._completion, "the record did not take the direct line"
     return ack
 
 
-def records(bench: Bench) -> list[bytes]:
+def records(proxied: ProxiedStream) -> list[bytes]:
     """All values but those that prepared the line."""
-    return [value for value in bench.values() if value != b"first"]
+    return [value for value in proxied.values() if value != b"first"]
 
 
 # 1. One owner
 
 
-def test_threads_that_share_a_publisher_get_the_offsets_of_their_records(bench: Bench) -> None:
-    pub = bench.warm_publisher()
+def test_threads_that_share_a_publisher_get_the_offsets_of_their_records(
+    proxied: ProxiedStream,
+) -> None:
+    pub = proxied.warm_publisher()
     found: dict[bytes, int] = {}
 
     def publish(name: int) -> None:
@@ -79,43 +80,43 @@ def test_threads_that_share_a_publisher_get_the_offsets_of_their_records(bench: 
         thread.start()
     for thread in threads:
         thread.join(60)
-    log = bench.values()
+    log = proxied.values()
     assert {value: offset for offset, value in enumerate(log) if offset} == found
 
 
-def test_two_threads_may_wait_for_the_same_record(bench: Bench) -> None:
-    pub = lent_publisher(bench)
-    ack = publish_directly(bench, pub, b"x")
+def test_two_threads_may_wait_for_the_same_record(proxied: ProxiedStream) -> None:
+    pub = lent_publisher(proxied)
+    ack = publish_directly(proxied, pub, b"x")
     found: list[int] = []
     threads = [threading.Thread(target=lambda: found.append(ack.result(20))) for _ in range(3)]
     for thread in threads:
         thread.start()
-    bench.proxy.resume()
+    proxied.proxy.resume()
     for thread in threads:
         thread.join(20)
-    assert found == [bench.values().index(b"x")] * 3
+    assert found == [proxied.values().index(b"x")] * 3
 
 
 # 2. Order
 
 
 def test_record_behind_an_unanswered_one_is_left_to_the_sender_and_keeps_its_place(
-    bench: Bench,
+    proxied: ProxiedStream,
 ) -> None:
-    pub = lent_publisher(bench)
-    first = publish_directly(bench, pub, b"a")
+    pub = lent_publisher(proxied)
+    first = publish_directly(proxied, pub, b"a")
     others = [pub.publish(b"%d" % number) for number in range(20)]
     eventually(lambda: pub._sender._line.state is State.SENDER, message="the line is still lent")
-    bench.proxy.resume()
+    proxied.proxy.resume()
     offsets = [ack.result(10) for ack in (first, *others)]
     assert offsets == list(range(offsets[0], offsets[0] + 21))
-    assert records(bench) == [b"a", *(b"%d" % number for number in range(20))]
+    assert records(proxied) == [b"a", *(b"%d" % number for number in range(20))]
 
 
 def test_records_of_all_kinds_are_in_the_log_in_the_order_of_the_calls(
-    bench: Bench, rng: random.Random
+    proxied: ProxiedStream, rng: random.Random
 ) -> None:
-    pub = bench.warm_publisher()
+    pub = proxied.warm_publisher()
     expected: list[bytes] = []
     for number in range(400):
         value = b"%d" % number
@@ -132,7 +133,7 @@ def test_records_of_all_kinds_are_in_the_log_in_the_order_of_the_calls(
             case 5:
                 pub.publish(value, key=b"k").result(10)
     pub.flush(10)
-    assert records(bench) == expected
+    assert records(proxied) == expected
 
 
 # 3. One moment of publishing, 4. no guesses
@@ -170,19 +171,19 @@ def test_interrupts_anywhere_neither_repeat_a_record_nor_misplace_an_ack(
 
 @pytest.mark.parametrize("cut", ["cut_after_request", "cut_before_request"])
 def test_connection_cut_under_a_waiting_thread_loses_and_repeats_nothing(
-    bench: Bench, cut: str
+    proxied: ProxiedStream, cut: str
 ) -> None:
-    pub = bench.warm_publisher()
+    pub = proxied.warm_publisher()
     for offset in range(1, 20):
         if offset % 3 == 0:
-            getattr(bench.proxy, cut)(match=b"EVAL")
+            getattr(proxied.proxy, cut)(match=b"EVAL")
         assert pub.publish(b"%d" % offset).result(10) == offset
-    assert bench.values()[1:] == [b"%d" % offset for offset in range(1, 20)]
+    assert proxied.values()[1:] == [b"%d" % offset for offset in range(1, 20)]
 
 
-def test_reply_in_pieces_is_read_by_whoever_comes_first(bench: Bench) -> None:
-    pub = bench.warm_publisher()
-    bench.proxy.chunk(1, pause_s=0.002)
+def test_reply_in_pieces_is_read_by_whoever_comes_first(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
+    proxied.proxy.chunk(1, pause_s=0.002)
     for offset in range(1, 10):
         ack = pub.publish(b"x")
         if offset % 2:
@@ -193,10 +194,10 @@ def test_reply_in_pieces_is_read_by_whoever_comes_first(bench: Bench) -> None:
 # 5. The sender judges
 
 
-def test_callbacks_run_in_the_senders_thread(bench: Bench) -> None:
-    pub = lent_publisher(bench)
+def test_callbacks_run_in_the_senders_thread(proxied: ProxiedStream) -> None:
+    pub = lent_publisher(proxied)
     for waits in (False, True):
-        ack = publish_directly(bench, pub, b"x")
+        ack = publish_directly(proxied, pub, b"x")
         names: list[str] = []
         done = threading.Event()
 
@@ -205,7 +206,7 @@ def test_callbacks_run_in_the_senders_thread(bench: Bench) -> None:
             done.set()  # noqa: B023
 
         ack.add_done_callback(callback)
-        bench.proxy.resume()
+        proxied.proxy.resume()
         if waits:
             ack.result(10)
         assert done.wait(10)
@@ -213,24 +214,24 @@ def test_callbacks_run_in_the_senders_thread(bench: Bench) -> None:
 
 
 def test_callback_added_while_another_thread_reads_is_called_once_by_the_sender(
-    bench: Bench,
+    proxied: ProxiedStream,
 ) -> None:
-    pub = lent_publisher(bench)
-    ack = publish_directly(bench, pub, b"x")
+    pub = lent_publisher(proxied)
+    ack = publish_directly(proxied, pub, b"x")
     reading = threading.Thread(target=ack.result, args=(20,))
     reading.start()
     eventually(lambda: pub._sender._line.state is State.READING)
     names: list[str] = []
     ack.add_done_callback(lambda _: names.append(threading.current_thread().name))
-    bench.proxy.resume()
+    proxied.proxy.resume()
     reading.join(20)
     eventually(lambda: bool(names))
     pub.flush(10)
     assert [name.startswith("meteor-sender") for name in names] == [True]
 
 
-def test_acks_can_be_awaited_one_at_a_time(bench: Bench) -> None:
-    pub = bench.warm_publisher()
+def test_acks_can_be_awaited_one_at_a_time(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
 
     async def publish() -> list[int]:
         return [await pub.publish(b"%d" % number) for number in range(50)]
@@ -238,31 +239,31 @@ def test_acks_can_be_awaited_one_at_a_time(bench: Bench) -> None:
     assert asyncio.run(publish()) == list(range(1, 51))
 
 
-def test_replies_other_than_an_offset_are_handled_by_the_sender(bench: Bench) -> None:
-    pub = bench.warm_publisher()
+def test_replies_other_than_an_offset_are_handled_by_the_sender(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
     for offset in range(1, 5):
-        bench.direct.script_flush()
+        proxied.direct.script_flush()
         assert pub.publish(b"x").result(5) == offset
-    bench.forget_producers()
+    proxied.forget_producers()
     assert pub.publish(b"x").result(5) == 5
-    bench.direct.config_set("maxmemory", 1)
+    proxied.direct.config_set("maxmemory", 1)
     try:
         refused = pub.publish(b"x")
         with pytest.raises(TimeoutError):
             refused.result(0.2)
     finally:
-        bench.direct.config_set("maxmemory", 0)
+        proxied.direct.config_set("maxmemory", 0)
     assert refused.result(5) == 6
-    bench.stream.delete()
+    proxied.stream.delete()
     with pytest.raises(meteor.StreamNotFound):
         pub.publish(b"x").result(5)
 
 
 def test_refused_record_has_a_certain_outcome_although_a_thread_read_the_reply(
-    bench: Bench,
+    proxied: ProxiedStream,
 ) -> None:
-    pub = lent_publisher(bench)
-    bench.stream.delete()
+    pub = lent_publisher(proxied)
+    proxied.stream.delete()
     error = failure(pub.publish(b"x"))
     assert isinstance(error, meteor.StreamNotFound)
 
@@ -270,85 +271,85 @@ def test_refused_record_has_a_certain_outcome_although_a_thread_read_the_reply(
 # 6. Exact counts
 
 
-def test_flush_and_close_wait_for_the_record_in_flight(bench: Bench) -> None:
-    pub = lent_publisher(bench)
-    ack = publish_directly(bench, pub, b"x")
+def test_flush_and_close_wait_for_the_record_in_flight(proxied: ProxiedStream) -> None:
+    pub = lent_publisher(proxied)
+    ack = publish_directly(proxied, pub, b"x")
     with pytest.raises(TimeoutError):
         pub.flush(timeout=0.2)
     assert not ack.done()
-    bench.proxy.resume()
+    proxied.proxy.resume()
     pub.flush(5)
     assert ack.done()
     wait_until_lent(pub)
     last = pub.publish(b"y")
     pub.close()
-    assert last.offset == bench.next - 1
+    assert last.offset == proxied.next - 1
 
 
-def test_record_in_flight_counts_for_max_pending_bytes(bench: Bench) -> None:
-    pub = lent_publisher(bench, max_pending_bytes=1_000)
-    publish_directly(bench, pub, bytes(600))
+def test_record_in_flight_counts_for_max_pending_bytes(proxied: ProxiedStream) -> None:
+    pub = lent_publisher(proxied, max_pending_bytes=1_000)
+    publish_directly(proxied, pub, bytes(600))
     pub.publish(bytes(200))
     offsets: list[int] = []
     blocked = threading.Thread(target=lambda: offsets.append(pub.publish(bytes(210)).result(20)))
     blocked.start()
     eventually(lambda: pub._accumulator._waiters == 1, message="the record was accepted")
-    bench.proxy.resume()
+    proxied.proxy.resume()
     blocked.join(20)
-    assert offsets == [bench.next - 1]
-    assert [len(value) for value in records(bench)] == [600, 200, 210]
+    assert offsets == [proxied.next - 1]
+    assert [len(value) for value in records(proxied)] == [600, 200, 210]
 
 
 def test_full_publisher_continues_as_soon_as_the_record_in_flight_is_acknowledged(
-    bench: Bench,
+    proxied: ProxiedStream,
 ) -> None:
-    pub = lent_publisher(bench, max_pending_bytes=1_000)
-    publish_directly(bench, pub, bytes(900))
-    resume = threading.Timer(0.1, bench.proxy.resume)
+    pub = lent_publisher(proxied, max_pending_bytes=1_000)
+    publish_directly(proxied, pub, bytes(900))
+    resume = threading.Timer(0.1, proxied.proxy.resume)
     resume.start()
-    assert pub.publish(bytes(900)).result(10) == bench.next - 1
+    assert pub.publish(bytes(900)).result(10) == proxied.next - 1
     resume.join()
 
 
-def test_ack_that_no_thread_waits_for_is_settled(bench: Bench) -> None:
-    pub = lent_publisher(bench)
+def test_ack_that_no_thread_waits_for_is_settled(proxied: ProxiedStream) -> None:
+    pub = lent_publisher(proxied)
     ack = pub.publish(b"a")
     assert isinstance(ack._completion, Batch)
     batch = ack._completion
     eventually(lambda: batch.settled)  # without a call that would read the reply
-    assert ack.offset == bench.next - 1
+    assert ack.offset == proxied.next - 1
 
 
 # 7. No stale server
 
 
 def test_after_silence_the_sender_publishes_and_lends_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    proxied: ProxiedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender_module, "_REPLICATION_ID_S", 0.1)
-    pub = bench.warm_publisher()
+    pub = proxied.warm_publisher()
     eventually(lambda: pub._sender._line.state is State.SENDER)
-    before = bench.proxy.counters.requests
+    before = proxied.proxy.counters.requests
     assert pub.publish(b"x").result(10) == 1
-    assert bench.proxy.counters.requests == before + 2, "INFO replication comes first"
+    assert proxied.proxy.counters.requests == before + 2, "INFO replication comes first"
     wait_until_lent(pub)
 
 
 def test_lifetime_of_the_producer_is_renewed_although_records_take_the_direct_line(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    proxied: ProxiedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sender_module, "_RENEW_PRODUCER_S", 0.3)
-    pub = lent_publisher(bench)
-    (key,) = bench.producer_keys()
-    bench.direct.pexpire(key, 20_000)
+    pub = lent_publisher(proxied)
+    (key,) = proxied.producer_keys()
+    proxied.direct.pexpire(key, 20_000)
     ack = pub.publish(b"x")
     direct = pub._sender._line.batch is ack._completion
     ack.result(5)
-    assert not direct or bench.direct.pttl(key) <= 20_000
+    assert not direct or proxied.direct.pttl(key) <= 20_000
 
     def is_renewed() -> bool:
         pub.publish(b"x").result(5)
-        return bench.direct.pttl(key) > 20_000
+        return proxied.direct.pttl(key) > 20_000
 
     eventually(is_renewed)
 
@@ -356,8 +357,8 @@ def test_lifetime_of_the_producer_is_renewed_although_records_take_the_direct_li
 # 8. Bounded waits, one lock
 
 
-def test_signal_handler_publishes_and_waits_while_its_thread_waits(bench: Bench) -> None:
-    pub = bench.warm_publisher()
+def test_signal_handler_publishes_and_waits_while_its_thread_waits(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
     inner: list[int] = []
     refused = 0
 
@@ -379,13 +380,13 @@ def test_signal_handler_publishes_and_waits_while_its_thread_waits(bench: Bench)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    values = Counter(bench.values())
+    values = Counter(proxied.values())
     assert values[b"outer"] == outer
     assert values[b"inner"] == len(inner) > 0
 
 
-def test_signal_handler_flushes_while_its_thread_waits(bench: Bench) -> None:
-    pub = bench.warm_publisher()
+def test_signal_handler_flushes_while_its_thread_waits(proxied: ProxiedStream) -> None:
+    pub = proxied.warm_publisher()
     flushed = 0
 
     def handle(*_: object) -> None:
@@ -407,30 +408,30 @@ def test_signal_handler_flushes_while_its_thread_waits(bench: Bench) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert flushed > 10
-    assert Counter(bench.values())[b"outer"] == outer
+    assert Counter(proxied.values())[b"outer"] == outer
 
 
-def test_result_honours_its_timeout_and_the_record_arrives_later(bench: Bench) -> None:
-    pub = lent_publisher(bench)
-    ack = publish_directly(bench, pub, b"x")
+def test_result_honours_its_timeout_and_the_record_arrives_later(proxied: ProxiedStream) -> None:
+    pub = lent_publisher(proxied)
+    ack = publish_directly(proxied, pub, b"x")
     with pytest.raises(TimeoutError, match=r"within 0\.05 seconds"):
         ack.result(0.05)
-    bench.proxy.resume()
-    assert ack.result(10) == bench.next - 1
+    proxied.proxy.resume()
+    assert ack.result(10) == proxied.next - 1
 
 
 def test_unanswered_record_has_an_unknown_outcome_after_its_delivery_timeout(
-    bench: Bench,
+    proxied: ProxiedStream,
 ) -> None:
-    pub = lent_publisher(bench, delivery_timeout=0.4)
-    ack = publish_directly(bench, pub, b"x")
-    bench.proxy.refuse()
+    pub = lent_publisher(proxied, delivery_timeout=0.4)
+    ack = publish_directly(proxied, pub, b"x")
+    proxied.proxy.refuse()
     assert isinstance(failure(ack), meteor.OutcomeUnknown)
 
 
-def test_forked_child_does_not_touch_the_record_in_flight(bench: Bench) -> None:
-    pub = lent_publisher(bench)
-    ack = publish_directly(bench, pub, b"x")
+def test_forked_child_does_not_touch_the_record_in_flight(proxied: ProxiedStream) -> None:
+    pub = lent_publisher(proxied)
+    ack = publish_directly(proxied, pub, b"x")
     child = fork()
     if not child:
         code = 1
@@ -440,9 +441,9 @@ def test_forked_child_does_not_touch_the_record_in_flight(bench: Bench) -> None:
         finally:
             os._exit(code)
     assert exit_code(child) == 0
-    bench.proxy.resume()
-    assert ack.result(5) == bench.next - 1
-    assert records(bench) == [b"x"]
+    proxied.proxy.resume()
+    assert ack.result(5) == proxied.next - 1
+    assert records(proxied) == [b"x"]
 
 
 # Batching

@@ -1,4 +1,4 @@
-"""A client that writes a store's address into Redis cannot choose the endpoint of others."""
+"""A client that writes a store's address into Redis cannot redirect other clients."""
 
 from __future__ import annotations
 

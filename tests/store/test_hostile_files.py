@@ -1,4 +1,4 @@
-"""Parquet files that no archiver wrote are refused before they take a reader's memory."""
+"""Readers refuse Parquet files that no archiver wrote before they use much memory."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_a_row_group_of_too_many_records_is_refused(tmp_path: Path) -> None:
     rows = 100_000
     values = pa.array([b""] * rows, pa.binary())
     store = plant(tmp_path, values, rows, use_dictionary=False)
-    with pytest.raises(meteor.CorruptSegment, match="larger than a segment's"):
+    with pytest.raises(meteor.CorruptSegment, match="too large for a segment"):
         next(store.read(INCARNATION, 0, rows))

@@ -1,9 +1,9 @@
--- Create a stream, or return the settings of the existing one.
+-- Create a stream, or return the settings of an existing stream.
 --
 -- KEYS  1 meta
 -- ARGV  1 incarnation  2 history of the sender's connection  3... settings: field, value, ...
 -- Returns {1 if created else 0, all fields and values of meta}.
--- Atomic because if two clients create it with different settings, one of them must win entirely.
+-- Atomic because if two clients create a stream with different settings, one must win entirely.
 
 local created = 0
 if redis.call('EXISTS', KEYS[1]) == 0 then
