@@ -124,6 +124,10 @@ class PeerCodec:
             return "bytes", bytes(value)
         return self.format, _ENCODERS[self.format](value)
 
+    def is_plain(self, kind: str) -> bool:
+        """Whether decoding this type calls no function of the application."""
+        return kind == "" or kind in _DECODERS
+
     def decode(self, kind: str, data: bytes) -> Any:
         """Decodes bytes of a type, and returns the value.
 

@@ -25,6 +25,7 @@ from tests.support.waiting import eventually
 def expel(group: PeerGroup, member: str) -> None:
     """Expel a live member, as if it had sent no heartbeats."""
     on_key(group, "ZADD", "deadlines", 0, member)
+    on_key(group, "HDEL", "state", "due")
 
 
 # Members that come and go

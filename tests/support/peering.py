@@ -66,7 +66,8 @@ def rebuilt(script: Script, clock: bytes) -> Script:
     build = object.__new__(Script)
     build.name, build.read_only = script.name, script.read_only
     build.source = script.source.replace(b"call('TIME')", clock)
-    assert build.source != script.source, "the script has no clock to replace"
+    is_timeless = script.name == "peers/settle"
+    assert is_timeless or build.source != script.source, "the script has no clock to replace"
     build.sha = hashlib.sha1(build.source, usedforsecurity=False).hexdigest()
     build.plain_source = build.source.split(b"\n", 1)[1]
     return build
@@ -252,6 +253,7 @@ def expel(group: PeerGroup, *members: str) -> None:
     client = group._handle.protocol.connector
     for member in members:
         client.call("ZADD", group._handle.protocol.key("deadlines"), 1, member)
+    client.call("HDEL", group._handle.protocol.key("state"), "due")
     group._handle.protocol.look()
 
 
