@@ -11,21 +11,14 @@ import threading
 
 import pytest
 
-from meteor_py.peers.group import PeerGroup
 from tests.conftest import ServerFactory
 from tests.support.mailing import NAME, Gate, Post, Record, abandon, inbox_length, result
 from tests.support.mailing import post as post
-from tests.support.peering import on_key
+from tests.support.peering import expel
 from tests.support.proxied_stream import Pair
 from tests.support.proxy import Proxy
 from tests.support.servers import HOST
 from tests.support.waiting import eventually
-
-
-def expel(group: PeerGroup, member: str) -> None:
-    """Expel a live member, as if it had sent no heartbeats."""
-    on_key(group, "ZADD", "deadlines", 0, member)
-    on_key(group, "HDEL", "state", "due")
 
 
 # Members that come and go

@@ -281,6 +281,7 @@ def test_polls_beyond_one_sweep_accept_no_vote_after_their_end(url: str) -> None
             args = [poll, "majority", 60_000, "", 200, "", b"json:1", "", "", "0", ""]
             panel.run(PEERS_PROPOSE, *args)
         panel.redis.zadd(panel.key("polls"), dict.fromkeys(polls, 1.0))
+        panel.redis.hdel(panel.key("state"), "due")
         votes = [
             panel.run(PEERS_VOTE, poll, member.id, member._handle.session, "y")[1] for poll in polls
         ]

@@ -26,10 +26,10 @@ def send(
     """Send one message; returns its result, or the refusal of the whole call."""
     numbers = peers.__dict__.setdefault("batches", itertools.count(1))
     args = [message, "", "", queue, verb, to, member, random, options, 128, wait_ms, "json", body]
-    reply = peers.run("send", handle, batch or next(numbers), "", "", *args)
+    reply = peers.run("send", handle, handle, batch or next(numbers), "", "", *args)
     if reply[0] == "IDLE":
         peers.run("heartbeat", "")
-        reply = peers.run("send", handle, batch or next(numbers), "1", "", *args)
+        reply = peers.run("send", handle, handle, batch or next(numbers), "1", "", *args)
     return str(reply[1]).split("\n") if reply[0] == "OK" else reply
 
 

@@ -43,37 +43,40 @@ class CallQueue:
         self._take_turn = take_turn
         self._track = track
         self._thread: JoinableThread | None = None
-        #: The thread that has the turn.
-        self._turn: int | None = None
+        self._has_turn = False  # whether a thread has the turn
         self._not_before = 0.0
         self._stopped = False
-
-    def is_interrupted(self) -> bool:
-        """Whether this thread has the turn: then the caller is a signal handler that interrupted
-        it, and nothing is sent until the handler returns."""
-        return self._turn == threading.get_ident()
 
     @property
     def is_free(self) -> bool:
         """Whether no thread has the turn."""
-        return self._turn is None
+        return not self._has_turn
 
-    def send_here(self) -> None:
-        """Send what is waiting in the current thread, unless another thread has the turn."""
+    def send(self, *, here: bool) -> None:
+        """Send what is waiting: in this thread, if ``here`` and no other thread has the turn.
+
+        The main thread never has the turn. A signal handler may interrupt it at any point, and must
+        not wait for a call that it has interrupted.
+        """
+        if not here or threading.current_thread() is threading.main_thread():
+            with self._state:
+                self.wake()
+            return
         with self._state:
-            if self._turn is not None or self._stopped or now() < self._not_before:
+            if self._has_turn or self._stopped or now() < self._not_before:
                 self.wake()
                 return
-            self._turn = threading.get_ident()
+            self._has_turn = True
         self._send()
 
     def wake(self) -> None:
         """Let the thread send what is waiting. The caller holds ``state``."""
         if self._thread is None and not self._stopped:
-            self._thread = JoinableThread(self._run, self._name)
-            self._track(self._thread)
-            self._thread.start()
-        elif self._turn is None:
+            thread = JoinableThread(self._run, self._name)
+            self._track(thread)
+            thread.start()
+            self._thread = thread
+        elif not self._has_turn:
             self._state.notify_all()
 
     def _send(self) -> None:
@@ -84,18 +87,18 @@ class CallQueue:
         finally:
             with self._state:
                 self._not_before = now() + pause_s if pause_s else 0.0
-                self._turn = None
+                self._has_turn = False
                 if self._is_waiting():
                     self.wake()
 
     def _run(self) -> None:
         while True:
             with self._state:
-                while not self._stopped and (self._turn is not None or not self._is_ready()):
+                while not self._stopped and (self._has_turn or not self._is_ready()):
                     self._state.wait(self._pause_s())
                 if self._stopped:
                     return
-                self._turn = threading.get_ident()
+                self._has_turn = True
             try:
                 self._send()
             except BaseException:  # any exception: other items are waiting
@@ -107,15 +110,15 @@ class CallQueue:
 
     def _pause_s(self) -> float | None:
         """How long the thread may wait. The caller holds ``state``."""
-        if self._turn is None and self._is_waiting():
+        if not self._has_turn and self._is_waiting():
             return max(self._not_before - now(), 0.001)
         return None
 
     def drain(self, deadline: float) -> bool:
         """Wait until nothing is waiting, until ``deadline`` by ``now()``."""
         with self._state:
-            while self._turn is not None or self._is_waiting():
-                if now() >= deadline or self._stopped or self.is_interrupted():
+            while self._has_turn or self._is_waiting():
+                if now() >= deadline or self._stopped:
                     return False
                 self.wake()
                 # The thread notifies nobody when it is done, so look now and then.

@@ -307,7 +307,7 @@ class Inbox:
     def _settled(self, item: Settlement) -> None:
         """Process the server's answer. Any thread may call this: do not block."""
         message = item.message
-        if item.result is None and not self._stopped:
+        if item.result is None:
             _log.warning(
                 "Member %r no longer belongs to this process: message %s was not settled here.",
                 message.member,

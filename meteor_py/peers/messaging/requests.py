@@ -12,13 +12,11 @@ import heapq
 import logging
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from meteor_py.errors import (
@@ -43,8 +41,7 @@ from meteor_py.peers.messaging.replies import (
 from meteor_py.peers.protocol import read_fields
 from meteor_py.records.times import seconds_in_words
 from meteor_py.redis.scripts import PEERS_SEND
-from meteor_py.redis.shared_connection import use_temporary
-from meteor_py.runtime.backoff import pause_s as pause_of
+from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
 from meteor_py.runtime.threads import JoinableThread
@@ -136,10 +133,10 @@ class Request:
 class _Batch:
     """A call that stores messages. A repeat has the same number and the same arguments."""
 
+    session: str
     number: int
     messages: list[Request]
     args: list[Any]
-    session: str
     failures: int = 0
 
 
@@ -158,6 +155,8 @@ class Requests:
         self._unsent_bytes = 0
         self._batch: _Batch | None = None
         self._batches = 0
+        #: Calls of the main thread that failed, which the call queue repeats.
+        self._failed: deque[_Batch] = deque()
         #: Attempts in a row that found a sender expelled.
         self._stale = 0
         self._deadlines: list[tuple[float, str]] = []
@@ -168,6 +167,8 @@ class Requests:
         #: Finished messages, which the server may delete.
         self._finished: deque[str] = deque(maxlen=_FINISHED_MAX)
         self._out = group.protocol.connector.open_connection()
+        self._direct = group.protocol.connector.open_connection()
+        self._direct_session = secrets.token_hex(8)
         self._calls = CallQueue(
             f"meteor-sender-{group.name}",
             SignalSafeCondition(lock),
@@ -195,10 +196,10 @@ class Requests:
         except MeteorError as error:
             _end(message.future, error)
             return message.future
-        if self._calls.is_interrupted():
-            self._send_alone(message)
-        elif alone:
-            self._calls.send_here()
+        if alone and threading.current_thread() is threading.main_thread():
+            self._send_directly(message)
+        else:
+            self._calls.send(here=alone)
         return message.future
 
     def _queue(self, message: Request) -> bool:
@@ -209,7 +210,7 @@ class Requests:
             is_callback = threading.current_thread() is self._thread
             free = self._room.wait_for(
                 lambda: self._has_room() or self._stopped,
-                0.0 if is_callback or self._calls.is_interrupted() else message.timeout,
+                0.0 if is_callback else message.timeout,
             )
             if self._stopped:
                 raise self._closed_error()
@@ -227,46 +228,54 @@ class Requests:
                 self._thread.start()
             if self._deadlines[0][1] == message.id:
                 self._state.notify_all()
-            if not self._calls.is_interrupted():
-                self._unsent.append(message)
-                self._unsent_bytes += len(message.data)
-                if not alone:
-                    self._calls.wake()
+            if alone and threading.current_thread() is threading.main_thread():
+                return True
+            self._unsent.append(message)
+            self._unsent_bytes += len(message.data)
             return alone
 
     def _has_room(self) -> bool:
         return len(self._pending) < PENDING_MAX and self._unsent_bytes < _UNSENT_BYTES_MAX
 
     def _is_sending(self) -> bool:
-        return self._batch is not None or bool(self._unsent)
+        return self._batch is not None or bool(self._unsent or self._failed)
 
-    def _send_alone(self, message: Request) -> None:
-        """Send a message of a signal handler, which has interrupted the thread that sends."""
-        batch = _Batch(1, [message], self._arguments(message), secrets.token_hex(8))
-        use_temporary(
-            self.group.protocol.connector.open_connection, partial(self._try_alone, batch)
-        )
+    def _send_directly(self, message: Request) -> None:
+        """Send the only message of this handle in the main thread.
 
-    def _try_alone(self, batch: _Batch, connection: Connection) -> None:
-        (message,) = batch.messages
-        while message.id in self._pending:
-            pause_s = self._try(batch, connection)
-            if pause_s is None:
-                return
-            time.sleep(pause_s)
+        A signal handler may interrupt this at any point, or raise. So the main thread shares neither
+        its connection nor its session with the call queue, and its message is in no queue.
+        """
+        self._batches += 1
+        batch = _Batch(self._direct_session, self._batches, [message], self._arguments(message))
+        try:
+            self._settle_batch(batch, self._call(batch, self._direct))
+        except ConnectionFailed:
+            with self._state:
+                self._failed.append(batch)
+                self._calls.wake()
+        except MeteorError as error:
+            self._fail(message.id, error)
 
     def _send_batch(self) -> float:
         """Make one call, as the call queue's turn; return the seconds to wait before the next."""
         with self._state:
-            batch = self._batch = self._batch or self._next_batch()
-            if batch is None:
-                return 0.0
-        pause_s = self._try(batch, self._out)
-        if pause_s is None or not any(m.id in self._pending for m in batch.messages):
-            self._batch = None
-        if pause_s is None:
-            return 0.0 if not self._stale else pause_of(self._stale, *_BACKOFF_S)
-        return pause_s
+            if self._batch is None:
+                self._batch = self._failed.popleft() if self._failed else self._next_batch()
+            batch = self._batch
+        if batch is None:
+            return 0.0
+        try:
+            self._settle_batch(batch, self._call(batch, self._out))
+        except ConnectionFailed:
+            if any(message.id in self._pending for message in batch.messages):
+                batch.failures += 1
+                return pause_s(batch.failures, *_BACKOFF_S)
+        except MeteorError as error:
+            for message in batch.messages:
+                self._fail(message.id, error)
+        self._batch = None
+        return pause_s(self._stale, *_BACKOFF_S) if self._stale else 0.0
 
     def _next_batch(self) -> _Batch | None:
         messages: list[Request] = []
@@ -283,7 +292,7 @@ class Requests:
         if not messages:
             return None
         self._batches += 1
-        return _Batch(self._batches, messages, args, self.group.reply_session)
+        return _Batch(self.group.reply_session, self._batches, messages, args)
 
     def _arguments(self, message: Request) -> list[Any]:
         return [
@@ -292,26 +301,11 @@ class Requests:
             *(max(int(message.timeout * 1000), 1), message.kind, message.data),
         ]
 
-    def _try(self, batch: _Batch, connection: Connection) -> float | None:
-        """Make a call; return None if the server has answered, else the seconds to wait before the
-        same call is repeated."""
-        try:
-            results = self._call(batch, connection)
-        except ConnectionFailed:
-            batch.failures += 1
-            return pause_of(batch.failures, *_BACKOFF_S)
-        except MeteorError as error:
-            for message in batch.messages:
-                self._fail(message.id, error)
-            return None
-        self._settle_batch(batch, results)
-        return None
-
     def _call(self, batch: _Batch, connection: Connection) -> list[str]:
         left_s = max(message.deadline for message in batch.messages) - now()
         connection.timeout_s = min(self.group.protocol.connector.timeout_s, max(left_s, 0.01))
         for is_swept in ("", "1"):
-            args = [batch.session, batch.number, is_swept, self._take_finished(), *batch.args]
+            args = [self.group.reply_session, batch.session, batch.number, is_swept, self._take_finished(), *batch.args]
             reply = self.group.protocol.run(PEERS_SEND, args, connection)
             if reply[0] != b"IDLE":
                 break
@@ -349,6 +343,8 @@ class Requests:
             for message in reversed(again):
                 self._unsent.appendleft(message)
                 self._unsent_bytes += len(message.data)
+            if again:
+                self._calls.wake()
             self._room.notify_all()
 
     def _stored(self, message: Request, receivers: list[str]) -> None:
@@ -436,6 +432,9 @@ class Requests:
             _log.warning("A message thread of group %r did not end in time.", self.group.name)
         if self._calls.is_free:
             self._out.close()
+        self._direct.interrupt()
+        if threading.current_thread() is threading.main_thread():
+            self._direct.close()
 
     def _wake(self) -> None:
         if self._in is not None:
@@ -455,7 +454,7 @@ class Requests:
                 failures += 1
                 with self._state:
                     self._arrived.extendleft(reversed(arrived))
-                    pause = pause_of(failures, *_BACKOFF_S)
+                    pause = pause_s(failures, *_BACKOFF_S)
                     self._state.wait_for(lambda: self._stopped, pause)
             except BaseException:  # any exception: other messages are waiting for replies
                 if not self._stopped:

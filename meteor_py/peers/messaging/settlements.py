@@ -18,7 +18,7 @@ from meteor_py.errors import ConnectionFailed, MeteorError, PeerGroupNotFound
 from meteor_py.peers.messaging.call_queue import CallQueue
 from meteor_py.peers.messaging.message import Message
 from meteor_py.redis.scripts import PEERS_SETTLE
-from meteor_py.runtime.backoff import pause_s as pause_of
+from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition, SignalSafeEvent
 
@@ -87,10 +87,7 @@ class Settlements:
                 self._finish(item, None)
                 return
             self._waiting.append(item)
-            if not here:
-                self._calls.wake()
-        if here:
-            self._calls.send_here()
+        self._calls.send(here=here)
 
     def wait(self, item: Settlement, *, patient: bool) -> int | None:
         """Queue a settlement, and return the server's answer.
@@ -102,8 +99,7 @@ class Settlements:
             MeteorError: The server refused, or could not be reached; not if ``patient``.
         """
         item.deadline = None if patient else now() + _SETTLE_S
-        # Signal handlers run in the main thread, and must not wait for a call that it makes.
-        self.put(item, here=threading.current_thread() is not threading.main_thread())
+        self.put(item, here=True)
         item.done.wait()
         if item.error is not None:
             raise item.error
@@ -202,7 +198,7 @@ class Settlements:
                 item.error = error
                 self._batch.remove(item)
                 item.done.set()
-        return pause_of(self._failures, *_BACKOFF_S)
+        return pause_s(self._failures, *_BACKOFF_S)
 
     def _conclude_all(self, results: list[int | None]) -> None:
         for item, result in zip(list(self._batch), results, strict=True):

@@ -2,9 +2,9 @@
 -- Store messages in the inboxes of their receivers.
 --
 -- KEYS  1 the prefix of the keys of the group
--- ARGV  1 session of the handle, which gets the replies  2 number of this batch: one more than that of
---       the last  3 '1' to skip the check of the clock  4 ids of finished messages of the handle
---       5... for each message: id; id and session of the sender, '' if it is not a member; queue; verb:
+-- ARGV  1 session of the handle, which gets the replies  2 session of the batch  3 its number in that:
+--       more than that of the last  4 '1' to skip the check of the clock  5 ids of finished messages of
+--       the handle  6... for each message: id; id and session of the sender, '' if it is not a member; queue; verb:
 --       tell, send or ask; to: member, any, all or leader; member, for that; a random number; options:
 --       d includes dead members, s excludes the sender, h refuses a queue that no receiver handles;
 --       priority; ms after which the sender stops waiting; type of the body; body
@@ -17,7 +17,7 @@
 -- to have got it. Idempotent per batch: a repeat after a lost reply returns the same results. Refused
 -- if the server is full.
 
-local FIRST, SIZE = 5, 13
+local FIRST, SIZE = 6, 13
 -- Deliveries and bytes after which a call ends.
 local WORK, BYTES = 500, 1048576
 
@@ -28,9 +28,9 @@ local TTL, MAX_INBOX, leader = tonumber(config[1]), tonumber(config[2]), state[2
 local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local last = tonumber(state[3] or now)
-if ARGV[3] ~= '1' and math.abs(now - last) > TTL / 2 then return {'IDLE'} end
+if ARGV[4] ~= '1' and math.abs(now - last) > TTL / 2 then return {'IDLE'} end
 
-local sent, batch = P .. 'sender:' .. ARGV[1], tonumber(ARGV[2])
+local sent, batch = P .. 'sender:' .. ARGV[2], tonumber(ARGV[3])
 local known, reply = match(call('GET', sent) or '', '^(%d+)\t(.*)$')
 if known and tonumber(known) >= batch then
   if tonumber(known) > batch then return {'OLD'} end
@@ -160,7 +160,7 @@ local function store(m)
 end
 
 local finished = {}
-for id in string.gmatch(ARGV[4], '%S+') do finished[#finished + 1] = P .. 'message:' .. id end
+for id in string.gmatch(ARGV[5], '%S+') do finished[#finished + 1] = P .. 'message:' .. id end
 if #finished > 0 then call('UNLINK', unpack(finished)) end
 local results = {}
 for i = FIRST, #ARGV, SIZE do
