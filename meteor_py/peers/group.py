@@ -122,8 +122,8 @@ class PeerGroup(Sender):
         reply = self._handle.protocol.run(PEERS_SET_PROPERTY, args)
         if reply[0] == b"FULL":
             raise PeerError(
-                f"Group {self.name!r} has {reply[1]} properties and may not have more. Delete some, "
-                "or put several values into one.",
+                f"Group {self.name!r} has {reply[1]} properties and may not have more. Delete "
+                "some, or put several values into one.",
                 group=self.name,
             )
         self._handle.catch_up()

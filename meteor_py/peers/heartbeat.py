@@ -165,8 +165,8 @@ class Heartbeat(JoinableThread):
         group.clock.read(sent, now(), reply.time)
         if reply.ttl != group.config.ttl:
             group.read_settings(self._connection)
-        # Report an overdue member on time, but spread out: not all handles at once. Orphans need many
-        # calls, about a thousand per second of all handles together.
+        # Report an overdue member on time, but spread out: not all handles at once. Messages of
+        # members that left need many calls: about a thousand per second of all handles together.
         spread = random.uniform(0.002, min(_SPREAD_S, group.config.ttl / 10))
         left_s = reply.overdue_s
         if reply.has_orphans:

@@ -20,7 +20,6 @@ from tests.support.proxy import Proxy
 from tests.support.servers import HOST
 from tests.support.waiting import eventually
 
-
 # Members that come and go
 
 

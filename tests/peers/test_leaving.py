@@ -33,7 +33,6 @@ from tests.support.peering import (
     Peers,
     expel,
     ids,
-    on_key,
     peer_groups,
 )
 from tests.support.peering import build as build

@@ -24,9 +24,10 @@ _FAILED_S = 0.5
 class CallQueue:
     """The owner keeps the items, under ``state``, and passes two functions.
 
-    ``is_waiting`` says whether an item or an unfinished call is waiting; the caller holds ``state``.
-    ``take_turn`` makes one call, and returns the seconds to wait before the next turn. An unfinished
-    call stays with the owner, and the next turn repeats it. ``track`` gets the thread when it starts.
+    ``is_waiting`` says whether an item or an unfinished call is waiting; its caller holds
+    ``state``. ``take_turn`` makes one call, and returns the seconds to wait before the next turn.
+    An unfinished call stays with the owner, and the next turn repeats it. ``track`` gets the thread
+    when it starts.
     """
 
     def __init__(

@@ -243,8 +243,8 @@ class Requests:
     def _send_directly(self, message: Request) -> None:
         """Send the only message of this handle in the main thread.
 
-        A signal handler may interrupt this at any point, or raise. So the main thread shares neither
-        its connection nor its session with the call queue, and its message is in no queue.
+        A signal handler may interrupt this at any point, or raise. So the main thread shares
+        neither its connection nor its session with the call queue.
         """
         self._batches += 1
         batch = _Batch(self._direct_session, self._batches, [message], self._arguments(message))
@@ -305,7 +305,14 @@ class Requests:
         left_s = max(message.deadline for message in batch.messages) - now()
         connection.timeout_s = min(self.group.protocol.connector.timeout_s, max(left_s, 0.01))
         for is_swept in ("", "1"):
-            args = [self.group.reply_session, batch.session, batch.number, is_swept, self._take_finished(), *batch.args]
+            args = [
+                self.group.reply_session,
+                batch.session,
+                batch.number,
+                is_swept,
+                self._take_finished(),
+                *batch.args,
+            ]
             reply = self.group.protocol.run(PEERS_SEND, args, connection)
             if reply[0] != b"IDLE":
                 break
