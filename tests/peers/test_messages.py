@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -258,3 +259,27 @@ def test_message_to_a_group_of_dead_members_fails_with_that_reason(open_group: O
         error = failure(target.tell("q"))
         assert isinstance(error, MemberUnknown)
         assert str(error) == "No member of group 'workers' is alive."
+
+
+def test_sender_can_exclude_itself_from_a_message_to_all(post: Post) -> None:
+    group = post.group(ttl=60)
+    got = Record(lambda message: message.member)
+    me, *others = (group.join(name) for name in "abc")
+    for member in (me, *others):
+        member.on("q")(got)
+    assert set(result(me.all.ask("q", include_self=False)).values) == {"b", "c"}
+    assert set(result(me.all.ask("q")).values) == {"a", "b", "c"}
+    assert set(result(group.all.ask("q", include_self=False)).values) == {"a", "b", "c"}
+    for other in others:
+        other.leave()
+    error = failure(me.all.send("q", include_self=False))
+    assert isinstance(error, MemberUnknown)
+
+
+def test_members_join_and_leave_in_the_background(post: Post) -> None:
+    group = post.group(ttl=60)
+    with ThreadPoolExecutor() as pool:  # join() and leave() block; an executor makes them futures
+        me = pool.submit(group.join, "a").result(20)
+        assert group.find("a") is not None
+        pool.submit(me.leave).result(20)
+    assert group.find("a") is None

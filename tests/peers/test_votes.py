@@ -447,3 +447,37 @@ def test_member_that_only_acts_does_not_vote_before_it_has_a_vote_handler(url: s
         eventually(lambda: "y" in panel.votes(), RESULT_S)
         actor.on_vote(always(True))
         assert outcome_of(future).passed
+
+
+def test_vote_that_needs_a_leader_ends_when_there_is_none(url: str) -> None:
+    with Panel(url, ttl=LONG_S, min_size=3) as panel:
+        first, *_ = panel.members(3)
+        needing = panel.peer_group.propose("x", timeout=LONG_S, require_leader=True)
+        other = panel.peer_group.propose("y", timeout=LONG_S, kind=1)
+        first.leave()  # two members are too few for a leader
+        outcome = needing.result(RESULT_S)
+        assert (outcome.passed, outcome.reason) == (False, "no leader")
+        assert not other.done()
+        with pytest.raises(meteor.NoLeader):
+            panel.peer_group.propose("x", require_leader=True)
+
+
+def test_vote_that_needs_a_leader_continues_under_the_next_one(url: str) -> None:
+    with Panel(url, ttl=LONG_S) as panel:
+        first, *others = panel.members(3)
+        future = panel.peer_group.propose("x", timeout=LONG_S, require_leader=True)
+        first.leave()
+        assert not future.done()
+        for member in others:
+            member.on_vote(lambda proposal: True)
+        assert future.result(RESULT_S).passed
+
+
+def test_id_of_a_vote_is_known_while_it_runs(url: str) -> None:
+    with Panel(url, ttl=LONG_S) as panel:
+        (member,) = panel.members(1)
+        seen: list[str] = []
+        future = panel.peer_group.propose("x", timeout=LONG_S)
+        member.on_vote(lambda proposal: seen.append(proposal.id) or True)
+        assert future.result(RESULT_S).poll == future.poll
+        assert seen == [future.poll]
