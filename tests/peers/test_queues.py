@@ -25,7 +25,7 @@ def _declare_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def declared(group: PeerGroup, me: Membership) -> None:
     """Wait until the server knows the queues of a member."""
     group._handle.heartbeat.hurry()
-    session = me._handle.session.encode()
+    session = f"{me._handle.session} ".encode()
     eventually(lambda: (on_key(group, "HGET", "handlers", me.id) or b"").startswith(session))
 
 
@@ -78,7 +78,8 @@ def test_handlers_are_declared_together(post: Post, monkeypatch: pytest.MonkeyPa
     me.on("first")(lambda message: message.body)
     before = me._handle.valid_until
     eventually(lambda: me._handle.valid_until > before + 0.3)
-    assert on_key(group, "EXISTS", "handlers") == 0  # the program may register more
+    declared = on_key(group, "HGET", "handlers", "a")
+    assert declared == me._handle.session.encode()  # the program may register more
 
 
 def test_iterator_counts_as_a_handler(post: Post) -> None:

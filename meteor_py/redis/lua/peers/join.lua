@@ -34,7 +34,7 @@ call('ZADD', CANDIDATES, int(-priority * 1e12 + index), id)
 call('ZREM', LEAVING, id)
 call('ZREM', EXPIRATIONS, id)
 call('ZREM', ORPHANS, id)
-call('HDEL', HANDLERS, id)
+call('HSET', HANDLERS, id, sid)
 call('ZREM', P .. 'removed', id)
 emit(m and 'alive' or 'joined', 'member', id, 'session', sid, 'index', int(index),
      'persistent', persistent, 'priority', priority, 'joined', joined, 'metadata', metadata)

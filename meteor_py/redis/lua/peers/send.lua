@@ -49,13 +49,20 @@ local function live()
   alive = alive or alive_at(now)
   return alive
 end
--- Whether a member has declared its queues, and this is none of them. A dead member has declared none.
-local function lacks(id, queue)
+-- The session of a live member and, after a space each, the queues that it has declared; false if it
+-- is dead, or if its version writes no such record.
+local function declaration(id)
   if queues[id] == nil then
     local declared, m = call('HGET', HANDLERS, id), member_of(id)
     queues[id] = declared and m and match(declared, '^%S+') == m.session and declared or false
   end
-  return queues[id] and not string.find(queues[id], ' ' .. queue .. ' ', 1, true)
+  return queues[id]
+end
+-- Whether a member has declared its queues, and this is none of them.
+local function lacks(id, queue)
+  local declared = declaration(id)
+  return declared and string.find(declared, ' ', 1, true)
+    and not string.find(declared, ' ' .. queue .. ' ', 1, true)
 end
 -- Whether an inbox is full. Messages whose sender stopped waiting make room, a few per call.
 local function full(id)
@@ -132,12 +139,16 @@ local function store(m)
     lacking = {}
   end
   local office = sender and leader == m.sender and '1' or '0'
-  local shared = #target > 1 and #m.body > LONG
-  local f = {id = m.id, verb = m.verb, to = m.to, ['until'] = int(now + m.wait), shared = shared}
+  local sharers = {}
+  if #target > 1 and #m.body > LONG then
+    for _, id in ipairs(target) do
+      if declaration(id) then sharers[#sharers + 1] = id end
+    end
+  end
+  local f = {id = m.id, verb = m.verb, to = m.to, ['until'] = int(now + m.wait)}
   local fields = {'id', m.id, 'queue', m.queue, 'verb', m.verb, 'to', m.to, 'from', m.sender,
                   'leader', office, 'priority', m.priority, 'random', m.random, 'tries', '0',
-                  'sent', int(now), 'until', f['until'], 'type', m.type,
-                  'body', shared and '' or m.body}
+                  'sent', int(now), 'until', f['until'], 'type', m.type, 'body', m.body}
   local all = table.concat(target, '\n')
   if m.verb ~= 'tell' then
     for _, id in ipairs(lacking or {}) do all = all .. '\n' .. id end
@@ -145,17 +156,22 @@ local function store(m)
     call('HSET', key, 'from', ARGV[1], 'verb', m.verb, 'need', #target + #(lacking or {}), 'to', all)
     call('PEXPIRE', key, int(m.wait + 60000))
   end
-  if shared then
-    fields[#fields + 1], fields[#fields + 2] = 'shared', '1'
-    call('HSET', P .. 'body:' .. m.id, 'body', m.body, 'holders', #target)
-  end
   for _, id in ipairs(target) do
-    deliver(id, f, fields)
+    if #sharers == 0 or not declaration(id) then
+      deliver(id, f, fields)
+      bytes = bytes + #m.body
+    end
     length[id] = length[id] + 1
   end
+  if #sharers > 0 then
+    call('HSET', P .. 'body:' .. m.id, 'body', m.body, 'holders', #sharers)
+    fields[#fields], fields[#fields + 1], fields[#fields + 2] = '', 'shared', '1'
+    f.shared = true
+    for _, id in ipairs(sharers) do deliver(id, f, fields) end
+    bytes = bytes + #m.body
+  end
   for _, id in ipairs(lacking or {}) do complete(m.id, id, 'nohandler', ':' .. m.queue) end
-  work, bytes = work + #target, bytes + #m.body * (shared and 1 or #target)
-  stored, longest = true, max(longest, m.wait)
+  work, stored, longest = work + #target, true, max(longest, m.wait)
   return 'OK\n' .. all
 end
 
