@@ -2,9 +2,9 @@
 
 Some messages are poison, and the network loses requests and replies.
 
-Every message that was stored is handled, or becomes a dead letter if it is poison. Messages of one
-sender to one named member are handled in order, and a poison message kills no more processes than
-``max_deliveries``. METEOR_CHAOS_S sets the seconds of a run.
+Every message that was stored is handled. Messages of one sender to one named member are handled in
+order. A poison message kills no more processes than ``max_deliveries`` and becomes a dead letter;
+another message does so only if as many processes died while they handled it. METEOR_CHAOS_S sets the seconds of a run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.waiting import eventually
 
 GROUP = "chaos"
 TTL_S = 1.0
-MAX_DELIVERIES = 3
+MAX_DELIVERIES = 5
 NAMED = ("n0", "n1", "n2")
 UNNAMED = 2
 SENDERS = 3
@@ -117,7 +117,7 @@ class Sender:
             verb = rng.choice(("tell", "tell", "send", "ask"))
             self._counts[to] += 1
             body = {"s": self.number, "to": to, "n": self._counts[to]}
-            body["poison"] = rng.random() < 0.004
+            body["poison"] = rng.random() < 0.002
             target = self._group.any if to == "any" else self._group.member(to)
             future = getattr(target, verb)("work", body, timeout=LONG_S, wait_for_handler=True)
             self.sent.append((body, verb, future))
@@ -187,7 +187,7 @@ def check(
     for line in lines:
         handled[line["s"], line["to"], line["n"]].append(line)
     dead = {letter.id for letter in watcher.dead_letters()}
-    poison = 0
+    poison = unlucky = 0
     firsts: dict[tuple[int, str], list[float]] = defaultdict(list)
     for body, verb, future in sent:
         found = handled.get((body["s"], body["to"], body["n"]), [])
@@ -197,9 +197,13 @@ def check(
             assert len(found) <= MAX_DELIVERIES, (body, found)
             assert verb == "tell" or isinstance(error, meteor.HandlerFailed), (body, error)
         else:
-            assert error is None, (body, verb, error)
             assert found, f"never handled: {body}"
-            assert not dead.intersection(line["id"] for line in found), f"buried: {body}"
+            if dead.intersection(line["id"] for line in found):
+                # Each of its sessions ended. The first and the last may have ended before its handler.
+                unlucky += 1
+                assert len(found) >= MAX_DELIVERIES - 2, f"buried too early: {body}, {found}"
+                continue
+            assert error is None, (body, verb, error)
             assert verb != "ask" or future.result(0) == body["n"], body
         if found and body["to"] != "any":
             firsts[body["s"], body["to"]].append(min(line["at"] for line in found))
@@ -208,5 +212,5 @@ def check(
     again = sum(len(found) - 1 for found in handled.values())
     print(
         f"{len(sent):,} messages, {len(lines):,} deliveries, {again:,} of them repeated; "
-        f"{poison} poison messages, {len(dead)} dead letters; faults: {dict(faults)}"
+        f"{poison} poison messages, {len(dead)} dead letters, {unlucky} of others; faults: {dict(faults)}"
     )
