@@ -46,7 +46,6 @@ LONG_S = 3_600.0
 RUN_S = float(os.environ.get("METEOR_CHAOS_S", "60"))
 #: Why a message to any member may become a dead letter before a member handles it.
 UNPLACED = ("no member is left", "it moved too often")
-FAULTS = ("lost_reply", "lost_request", "torn_reply", "late_reply")
 
 
 class Workers:
@@ -146,7 +145,7 @@ def test_messages_survive_kills_pauses_takeovers_poison_and_lost_replies(
                 Sender(client.peer_group(GROUP), number, rng.randrange(1 << 32))
                 for number, client in enumerate(clients)
             ]
-            proxy.chaos(rng, 0.002, FAULTS)
+            proxy.chaos(rng, 0.002, ("lost_reply", "lost_request", "torn_reply", "late_reply"))
             ends = time.monotonic() + RUN_S
             while time.monotonic() < ends:
                 workers.step()

@@ -478,6 +478,11 @@ def test_id_of_a_vote_is_known_while_it_runs(url: str) -> None:
         (member,) = panel.members(1)
         seen: list[str] = []
         future = panel.peer_group.propose("x", timeout=LONG_S)
-        member.on_vote(lambda proposal: seen.append(proposal.id) or True)
+
+        def vote(proposal: Any) -> bool:
+            seen.append(proposal.id)
+            return True
+
+        member.on_vote(vote)
         assert future.result(RESULT_S).poll == future.poll
         assert seen == [future.poll]
