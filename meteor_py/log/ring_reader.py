@@ -1,11 +1,11 @@
 """Reading frames from a stream's ring.
 
-Frames may grow from 20 bytes to 32 MiB between two fetches, and the server and this process hold a
-whole reply in memory. So the reader must not rely on the size of earlier frames to bound a fetch.
-It relies on the field ``large`` in meta, which the appending scripts maintain: the offset from
-which on no frame has more than ``LARGE_FRAME`` bytes, and the size of the largest frame before it.
-The field covers frames up to the end of the log that was read together with it, so a fetch of many
-frames stops at that end. Beyond it, a fetch asks for only a few frames.
+The server and this process hold a whole reply in memory, and frames may grow from 20 bytes to
+32 MiB between two fetches. So the reader must not use the size of earlier frames to bound a fetch.
+It uses the field ``large`` in meta, which the appending scripts maintain: the offset after the last
+frame of more than ``LARGE_FRAME`` bytes, and the size of the largest such frame. The field says
+nothing about frames that are appended later. So a fetch of many frames stops at the end of the log
+that was read together with the field. Beyond that end, a fetch asks for only a few frames.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from meteor_py.records.config import RECORD_BYTES_LIMIT
 from meteor_py.redis import keys
 from meteor_py.redis.connection import Connection
 
-#: Target size of a fetch in bytes, and its limits in bytes and frames. If a release before 0.2
-#: appends frames during a fetch, the fetch may exceed the limit in bytes.
+#: Target size of a fetch in bytes, and its limits in bytes and frames. A fetch may exceed the limit
+#: in bytes if a publisher older than 0.2 appends frames at the same time.
 FETCH_BYTES = 1024 * 1024
 FETCH_BYTES_MAX = 128 * 1024 * 1024
 FETCH_FRAMES_MAX = 256
-#: Bytes above which ``_append.lua`` notes a frame as large.
+#: Bytes above which ``_append.lua`` records a frame as large.
 LARGE_FRAME = FETCH_BYTES_MAX // FETCH_FRAMES_MAX
 #: Number of frames to fetch if their sizes are unknown.
 _FRAMES_UNKNOWN = FETCH_BYTES_MAX // RECORD_BYTES_LIMIT
@@ -34,11 +34,11 @@ _SEQUENTIAL_MIN = 3
 
 
 class OwnerChanged(Exception):
-    """The group has another owner, or was moved or deleted: the records read are not for us."""
+    """The group has a new owner, or was moved or deleted. Discard the records just read."""
 
 
 class RingReader:
-    """Fetches frames, and fields of meta in the same pipeline. For one thread at a time.
+    """Fetches frames, and fields of meta in the same pipeline. Not thread-safe.
 
     The first two fields are the stream's incarnation and epoch. The reader's owner closes
     ``connection``. Every method raises ``ConnectionFailed`` if the server does not reply.
@@ -53,17 +53,17 @@ class RingReader:
         self._meta = keys.meta(stream)
         self._meta_fields = (*meta_fields, "next", "large")
         self._frames = 16  # frames to ask for; adapts to their size
-        self._next = 0  # the end of the log as last seen
+        self._next = 0  # the end of the log, as of the last reply
         self._end_offset = 0  # ``large`` covers frames up to here; 0 if sizes are unknown
         self._large = (0, 0)  # the end of the last large frame, and the size of the largest
         self._sequential = 0  # fetches since the last seek
         self._ahead: int | None = None  # the offset of a fetch that was sent ahead
 
     def fetch(self, offset: int, block_s: float, records: int) -> tuple[list[Any], list[Any]]:
-        """Return the entries from ``offset`` on, and the fields of meta, read after them.
+        """Return entries, starting at ``offset``, and the fields of meta as read after them.
 
         Raises:
-            OwnerChanged: The group has another nonce.
+            OwnerChanged: The group's nonce has changed.
         """
         replies = self._collect_ahead(offset)
         if replies is None:
@@ -71,7 +71,7 @@ class RingReader:
         read, meta, *nonce = replies
         self._check_nonce(nonce)
         if not read and offset < self._end_offset:
-            # The ring has dropped all frames up to the known end: find the first one after it.
+            # The ring has dropped all frames up to the known end. Fetch the first frame after it.
             self._end_offset = 0
             read, meta, *nonce = self._pipeline(self._request(offset, records))
             self._check_nonce(nonce)
@@ -84,10 +84,10 @@ class RingReader:
         return entries, meta
 
     def _extend(self, entries: list[Any], meta: list[Any], records: int) -> list[Any]:
-        """Fetch more if only unknown sizes limited the fetch; return the latest fields of meta.
+        """Fetch more if the fetch was small because sizes were unknown; return the latest meta.
 
         The caller gets all small frames up to the end of the log as of the first reply, as if the
-        sizes had been known.
+        reader had known the sizes from the start.
         """
         wanted = min(self._frames, records)
         end_offset = self._next
@@ -99,8 +99,8 @@ class RingReader:
             self._check_nonce(nonce)
             later = self._note_sizes(later)
             more = self._entries(read)
-            # In another incarnation or epoch, the entries so far may be gone: return the first
-            # fields.
+            # In a new incarnation or epoch, the first entries may be gone: return the meta that was
+            # read with them.
             if later[:2] != meta[:2] or not more:
                 break
             entries += more
@@ -129,10 +129,10 @@ class RingReader:
         return (self.connection.call("HGET", self._meta, "epochs") or b"0:0").decode()
 
     def read_ahead(self, offset: int, end_offset: int) -> None:
-        """Let the server prepare the next fetch while the caller processes this one.
+        """Send the next fetch now, so that it runs while the caller processes the current one.
 
-        Only for a caller that reads sequentially, and only if the records are known to exist, so
-        that the server does not wait.
+        Does so only if the caller reads sequentially and the records exist, so that the server does
+        not wait for them.
         """
         self._sequential += 1
         if self._sequential < _SEQUENTIAL_MIN or end_offset <= offset:
@@ -142,7 +142,7 @@ class RingReader:
             self._ahead = offset
         except ConnectionFailed:
             pass  # the next fetch reconnects, or raises
-        except BaseException:  # Ctrl-C: the next fetch must not read the replies to this one
+        except BaseException:  # such as Ctrl-C: the next fetch must not read replies to this one
             self.connection.close()
             raise
 
@@ -154,7 +154,7 @@ class RingReader:
             self.connection.close()
 
     def _collect_ahead(self, offset: int) -> list[Any] | None:
-        """Return the replies to a fetch sent ahead; None if there is none for this offset."""
+        """Return the replies to the fetch sent ahead; None if it was not for this offset."""
         if self._ahead is None:
             return None
         try:
@@ -166,7 +166,7 @@ class RingReader:
             pass  # the caller fetches again
         except MeteorError:
             raise  # all replies were read
-        except BaseException:  # Ctrl-C: the next fetch must not read the replies to this one
+        except BaseException:  # such as Ctrl-C: the next fetch must not read replies to this one
             self.connection.close()
             raise
         finally:
@@ -175,7 +175,7 @@ class RingReader:
 
     def _request(self, offset: int, records: int, block_s: float = 0.0) -> list[Sequence[Any]]:
         if not self.connection.connected:
-            self._end_offset = 0  # after a failover, other frames may have these offsets
+            self._end_offset = 0  # after a failover, different frames may have these offsets
         frames = min(self._frames, records)
         read: Sequence[Any]
         if offset < self._end_offset:
@@ -220,7 +220,7 @@ class RingReader:
         return self.connection.retry_idle(self.connection.pipeline, commands, timeout_s)
 
     def _adapt(self, entries: list[Any]) -> None:
-        """Adapt the number of frames per fetch to the size of ``entries``, growing in steps."""
+        """Adapt the number of frames per fetch to the size of ``entries``, growing gradually."""
         fitting = FETCH_BYTES * len(entries) // _size(entries)
         self._frames = max(1, min(fitting, self._frames * 4, FETCH_FRAMES_MAX))
 

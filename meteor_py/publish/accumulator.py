@@ -1,10 +1,10 @@
 """The accumulator: collects published records in batches and limits unacknowledged bytes.
 
-Any thread may add records; one sender takes the batches. Records collect while the sender waits for
-replies; only ``linger`` makes a batch wait longer.
+Any thread may add records; one sender takes the batches. A batch collects records while the sender
+waits for replies. Only ``linger`` makes it wait longer.
 
-A bare value takes the fast path (fast_path.py). Every other method first counts the records that
-the fast path has appended.
+A record that has only a value takes the fast path (fast_path.py). Every other method first counts
+the records that the fast path has appended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meteor_py.runtime.locks import SignalSafeCondition
 
 _log = logging.getLogger(__name__)
 
-#: Failed batches remembered until the application has seen their errors.
+#: Maximum number of failed batches to remember until the application sees their errors.
 _FAILURES_MAX = 100
 
 #: Locations of records: batch, index of the first record in it, number of records.
@@ -35,7 +35,7 @@ Parts = list[tuple[Batch, int, int]]
 
 
 class Accumulator:
-    """Records waiting to be sent, and counts of the unsettled ones."""
+    """The batches that wait to be sent, and the limit on unacknowledged bytes."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Accumulator:
         self._linger_s = linger_s
         self._delivery_timeout_s = delivery_timeout_s
         self._on_error = on_error
-        self._warned = False  # whether failures since the last success were logged
+        self._warned = False  # whether a failure has been logged since the last success
         self._fast = FastPath(records_max, lambda value, size: self.put(value, size=size))
         #: Like ``put``, for a record that has only a value; takes the value and its size.
         self.put_value = self._fast.put
@@ -64,9 +64,9 @@ class Accumulator:
         self._full: deque[Batch] = deque()
         self._pending_bytes = 0
         self._begun = 0  # number of batches started so far
-        self._settled = 0  # how many of them are settled
+        self._settled = 0  # number of those batches that are settled
         self._waiters = 0  # threads that wait until a batch is settled
-        self._flushing = 0  # threads that wait for all batches: lingering would delay them
+        self._flushing = 0  # threads in ``wait_empty``, which lingering would delay
         self._checks_wanted = 0  # see ``wait_checked``
         self._checks_done: float = 0
         self._sender_ended = False
@@ -116,11 +116,11 @@ class Accumulator:
         return Ack(batch, index)
 
     def put_rows(self, rows: Columns, sizes: Sequence[int]) -> Parts:
-        """Accept many records, given as lists; return their locations.
+        """Accept many records in columns of lists, and return their locations.
 
         Raises like ``put`` if there is no room for the first record. If there is no room for a
-        later one, that record and all after it get a failed batch. The failed batch is the first
-        part, because the acknowledgement waits for the last one.
+        later record, that record and all after it go into a failed batch. The failed batch is the
+        first part of the result, because the acknowledgement waits for the last part.
         """
         self._fast.check_reentry()
         parts: Parts = []
@@ -276,7 +276,7 @@ class Accumulator:
             self._room.notify_all()
 
     def note_sender_ended(self) -> None:
-        """Wake the threads that wait for the sender: it checks and sends nothing more."""
+        """Record that the sender has ended, and wake the threads that wait for it."""
         with self._lock:
             self._sender_ended = True
             self._checks_done = math.inf
@@ -290,7 +290,7 @@ class Accumulator:
     def settle(self, batch: Batch, error: MeteorError | None = None) -> None:
         """Set a batch's outcome, and make room for other records."""
         batch.settle(error)
-        if error is not None:  # before it counts as settled: flush() returns after on_error
+        if error is not None:  # before counting the batch: flush() must return after on_error
             self._report_failure(batch, batch.count)
         with self._lock:
             self._pending_bytes -= batch.nbytes
@@ -332,7 +332,7 @@ class Accumulator:
         return batch, 0, records
 
     def _report_failure(self, batch: Batch, records: int) -> None:
-        """Report a failure to ``on_error``; without one, log it if the application ignores it."""
+        """Pass a failure to ``on_error``. If there is no callback, log an unobserved failure."""
         assert isinstance(batch.error, MeteorError), "the batch has failed"
         if self._on_error is not None:
             batch.observed = True
@@ -340,8 +340,8 @@ class Accumulator:
         elif not (batch.observed or batch.awaited or self._warned):
             self._warned = True
             _log.warning(
-                "Publishing %d records to stream %r failed, and their Acks are not being checked: "
-                "%s",
+                "Publishing %d records to stream %r failed, and the application has not checked "
+                "their Acks: %s",
                 *(records, self._stream, batch.error),
             )
 
@@ -352,7 +352,10 @@ class Accumulator:
         except BaseException as raised:
             if not isinstance(raised, Exception) and not in_callback():
                 raise
-            _log.exception("on_error of a publisher of stream %r raised.", self._stream)
+            _log.exception(
+                "The on_error callback of a publisher of stream %r raised an exception.",
+                self._stream,
+            )
 
     # -- called with the lock held -------------------------------------------------------------
 
@@ -418,12 +421,12 @@ class Accumulator:
         return Batch(now, now + self._delivery_timeout_s)
 
     def _seal(self) -> None:
-        """Move the open batch to the full ones, ready to be sent."""
+        """Queue the open batch for sending, after the full batches."""
         if self._open is not None:
             self._count_fast()
             batch, self._open = self._open, None
             if batch is not None:  # None if an interrupted call left only uncounted records
-                self._full.append(batch)  # no signal handler can run since ``_open`` was cleared
+                self._full.append(batch)  # no signal handler can have run since the swap above
             if self._linger_s:
                 self._work.notify_all()
 
@@ -436,7 +439,7 @@ class Accumulator:
         self._pending_bytes += size
 
     def _seal_or_grant(self, batch: Batch) -> None:
-        """Seal the open batch if it is full; else open the fast path if it has only values."""
+        """Seal the open batch if it is full. Otherwise, if it has only values, grant fast puts."""
         columns = batch.columns
         if batch.count == self._records_max:
             self._seal()
@@ -450,7 +453,7 @@ class Accumulator:
         records, used = fast.used()
         if used and self._open is not None:
             self._count(self._open, records - self._open.count, used)
-        # Plain stores, not a call: no signal handler can run between counting and revoking.
+        # Assign, do not call a method: no signal handler may run between counting and revoking.
         fast.granted = fast.left = 0
         if self._open is not None:
             self._drop_uncounted(self._open)
@@ -476,7 +479,7 @@ class Accumulator:
             self._failures.append(batch)
 
     def _fitting(self, batch: Batch, sizes: Sequence[int], start: int) -> int:
-        """Return the end index in ``sizes`` of the records that fit here; at least one fits."""
+        """Return the index after the last record that fits into the batch; at least one fits."""
         stop = min(len(sizes), start + self._records_max - batch.count)
         room = min(self._bytes_max - batch.nbytes, self._pending_max - self._pending_bytes)
         while stop > start + 1:

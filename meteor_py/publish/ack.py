@@ -73,7 +73,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
             except BaseException as error:
                 if not isinstance(error, Exception) and not in_callback():
                     raise
-                _log.exception("A callback of an Ack raised an exception.")
+                _log.exception("A done callback of an Ack raised an exception.")
 
         self._completion.on_settled(call)
 
@@ -132,8 +132,8 @@ class Ack(_Outcome, gc=False, eq=False):
 class ManyAck(_Outcome, gc=False, eq=False):
     """The outcome of one ``publish_many``. Can be awaited in asyncio.
 
-    ``result()`` returns the first offset. If other publishers published in between, the records
-    have several ``ranges`` of offsets.
+    ``result()`` returns the first offset. If other publishers publish at the same time, the records
+    may occupy several ``ranges`` of offsets.
     """
 
     #: (batch, index of the first record in it, number of records), in order.
@@ -147,7 +147,7 @@ class ManyAck(_Outcome, gc=False, eq=False):
 
     @property
     def ranges(self) -> list[range]:
-        """The offsets of the records acknowledged so far, in order; adjacent ranges are merged."""
+        """The offsets acknowledged so far, in order, with adjacent ranges merged."""
         found: list[range] = []
         for batch, index, count in self._parts:
             if not batch.settled or batch.error is not None:

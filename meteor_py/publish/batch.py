@@ -13,8 +13,8 @@ class Batch(Completion):
     """Records to be appended to the log. ``base_offset`` is the offset of the first one.
 
     Args:
-        created_at: When its first record was published, in seconds of the monotonic clock.
-        deadline: The time, by the same clock, at which an unsettled batch fails.
+        created_at: When the first record was published, in seconds of the monotonic clock.
+        deadline: When the batch fails unless it is settled, in seconds of the same clock.
     """
 
     __slots__ = (
@@ -25,7 +25,7 @@ class Batch(Completion):
     def __init__(self, created_at: float, deadline: float) -> None:
         super().__init__()
         self.columns: Columns | None = Columns([])
-        #: Name of the frame format, and payload, once the batch is in the in-flight window.
+        #: (name of the frame format, payload), set when the batch enters the in-flight window.
         self.encoded: tuple[str, Any] | None = None
         #: The entry for the ordering index, if the stream has one.
         self.index: Sequence[bytes] = ()

@@ -1,8 +1,8 @@
 """The fast path for publishing: a bare value costs one lock, one subtraction and one append.
 
-The accumulator grants a number of bytes to its open batch. While the grant lasts, the fast path
-appends bare values without counting them. Before the accumulator does anything else with the batch,
-it counts them and revokes the grant.
+The accumulator grants the fast path a number of bytes in its open batch. Until they are used up,
+the fast path appends bare values without counting records. Before the accumulator does anything
+else with the batch, it counts these records and revokes the grant.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FastPath:
 
     Args:
         records_max: Maximum number of records in a batch.
-        put_slowly: Called with a value and its size in bytes if the grant does not cover the value.
+        put_slowly: Called with a value and its size in bytes if the value exceeds the grant.
     """
 
     __slots__ = (
@@ -37,8 +37,8 @@ class FastPath:
         self._index_max = records_max - 1
         self._put_slowly = put_slowly
         self._values: list[bytes] = []  # the values of the batch
-        #: Bytes granted, and how many of them are unused. The accumulator revokes a grant by
-        #: setting both to 0.
+        #: Bytes granted, and bytes of the grant that are unused. The accumulator revokes a grant
+        #: by setting both to 0.
         self.granted = 0
         self.left = 0
         #: Whether the sender waits for ``work``. The accumulator's lock guards both.
@@ -76,18 +76,18 @@ class FastPath:
         """
         if self._is_owned():
             raise RuntimeError(
-                "A finalizer or signal handler tried to publish while its thread was publishing. "
-                "Let it set a flag, and publish from the main program."
+                "A finalizer or signal handler tried to publish while it was interrupting another "
+                "publish. Set a flag in the handler, and publish from the main program."
             )
 
     # -- for the accumulator, which holds the lock ---------------------------------------------
 
     def grant(self, batch: Batch, values: list[bytes], nbytes: int) -> None:
-        """Allow ``nbytes`` bytes to be appended to ``values``, the only column of ``batch``."""
+        """Let ``put`` append ``nbytes`` bytes to ``values``, the only column of ``batch``."""
         self._batch = batch
         self._values = values
         self.granted = self.left = nbytes
 
     def used(self) -> tuple[int, int]:
-        """Return the number of records in the batch, and the used bytes of the grant."""
+        """Return the number of records in the batch, and the bytes of the grant that are used."""
         return len(self._values), self.granted - self.left

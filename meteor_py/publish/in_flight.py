@@ -26,7 +26,7 @@ class InFlightWindow:
     """Unsettled batches, oldest first. Only the sender's thread changes it."""
 
     def __init__(self) -> None:
-        #: The producer epoch, within which sequences count from 0.
+        #: The producer epoch. Sequence numbers start at 0 in each epoch.
         self.epoch = 0
         #: Batches sent on this connection, the acknowledged ones included.
         self.sent = 0
@@ -78,14 +78,14 @@ class InFlightWindow:
         return list(islice(self._batches, self.acknowledged + 1, self.sent))
 
     def mark_acknowledged(self, base_offset: int) -> None:
-        """Record that the next batch to get a reply is in the log, from ``base_offset`` on."""
+        """Record that the server appended ``next_to_reply`` at ``base_offset``."""
         batch = self.next_to_reply
         batch.base_offset = base_offset
         batch.in_doubt = False
         self.acknowledged += 1
 
     def rewind(self) -> None:
-        """Mark the whole window as unsent, so that it is sent again."""
+        """Mark the whole window as unsent, so that the sender sends it again."""
         self.sent = self.acknowledged = 0
 
     def rewind_to_acknowledged(self) -> None:
@@ -93,7 +93,7 @@ class InFlightWindow:
         self.sent = self.acknowledged
 
     def renumber(self) -> None:
-        """Number the remaining batches in the next producer epoch, and send them again."""
+        """Renumber the remaining batches in the next producer epoch, and mark them as unsent."""
         self.epoch += 1
         for number, batch in enumerate(self._batches):
             batch.sequence = number
@@ -111,7 +111,7 @@ class InFlightWindow:
             batch.in_doubt = True
 
     def doubt_after_next_to_reply(self) -> None:
-        """Mark batches sent after ``next_to_reply`` as in doubt: their bytes may still arrive."""
+        """Mark batches sent after ``next_to_reply`` as in doubt: they may still arrive."""
         for batch in self.behind_next_to_reply():
             batch.in_doubt = True
 

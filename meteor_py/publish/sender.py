@@ -10,8 +10,8 @@ lost, the sender sends the batch again under the same number, and the reply show
   room.
 * A batch cannot be in the log unless the one before it is. So if a batch is refused and was never
   in doubt, the batches after it may be renumbered, in the next producer epoch. But a batch that is
-  refused only for now may be appended later. The batches sent after it are already on their way and
-  may then be appended too, so they are in doubt.
+  refused only temporarily may be appended later. The batches sent after it may then be appended
+  too, so they are in doubt.
 * A batch that is still in doubt at its deadline fails as ``OutcomeUnknown``, with all batches sent
   after it. The next producer epoch fences off attempts that arrive late.
 """
@@ -87,9 +87,9 @@ class Sender:
         self._stream_epoch = 0  # as of the last acknowledgement
         self._path = path_of(handle.epochs)  # the stream's epochs when last read, for positions
         self._known_epoch = newest_epoch(handle.epochs)
-        self._send_whole = False  # send the script's text, because the server lacks the script
+        self._send_whole = False  # send the script's text, because the server does not have it
         self._acked: Position | None = None  # the position after the last acknowledged batch
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive failures
         self._reason: MeteorError | None = None  # the error of the last failure
         self._acknowledged_at = 0.0  # time of the last acknowledgement, by the monotonic clock
         self._overruns = OverrunWatch(handle)
@@ -115,8 +115,8 @@ class Sender:
         try:
             while not self._abandoned.is_set():
                 due = self._overruns.is_due(self._end())
-                if not due:
-                    self._fill()  # if not, the batches in flight must be settled first
+                if not due:  # if due, first settle the batches in flight
+                    self._fill()
                 if self.window:
                     self._exchange()
                 elif due:
@@ -147,7 +147,7 @@ class Sender:
             batch = self._accumulator.take(busy=bool(self.window))
             if batch is None:
                 return
-            self.window.add([batch])  # at once, so that a forked child finds it there
+            self.window.add([batch])  # before encoding, so that a forked child finds it here
             try:
                 assert batch.columns is not None
                 batch.encoded = encode(batch.columns, self._compression)
@@ -248,7 +248,7 @@ class Sender:
         if self._in_new_epoch():  # another client has begun that epoch
             try:
                 _, lost_from = self._lost_from()
-            except ServerRefused:  # this user may not read meta, and has been warned
+            except ServerRefused:  # no permission to read meta; a warning was logged earlier
                 self._known_epoch, lost_from = self._stream_epoch, None
             if lost_from is not None:
                 self._report_loss(lost_from)
@@ -280,7 +280,7 @@ class Sender:
     # -- failures ------------------------------------------------------------------------------
 
     def _handle_refusal(self, reply: list[Any]) -> None:
-        """Handle a script reply which says that the oldest batch was not appended."""
+        """Handle a script reply that the oldest batch was not appended."""
         code = reply[0].decode()
         if code == "HISTORY":
             self.window.rewind()
@@ -303,7 +303,7 @@ class Sender:
             self._refuse(ServerRefused(f"Stream {self._stream!r} has used up its offsets."))
         elif code == "INVALID":
             self._refuse(ServerRefused(f"The server refused a frame of stream {self._stream!r}."))
-        else:  # OUTOFSEQ above us, STALEPRODUCER: another process uses our id
+        else:  # STALEPRODUCER, or OUTOFSEQ with a higher sequence: another process uses our id
             _log.error(
                 "Another process uses producer id %s of stream %r: %s",
                 self._id, self._stream, reply,
@@ -313,9 +313,9 @@ class Sender:
             self._renumber()
 
     def _try_later(self, error: MeteorError) -> None:
-        """Send the oldest batch, which was refused only for now, again after a pause.
+        """Retry the oldest batch after a pause, because the refusal is only temporary.
 
-        The batch stays in doubt: the bytes of an earlier attempt may still arrive and find room.
+        A batch in doubt stays in doubt: an earlier attempt may still arrive and find room.
         """
         self._send_again(error)
         self._pause()
@@ -337,10 +337,10 @@ class Sender:
         )
 
     def _check_for_loss(self) -> None:
-        """Report acknowledged records that a failover has lost since. Takes a few seconds at most.
+        """Report acknowledged records that a failover has lost. Takes a few seconds at most.
 
-        A publisher that sends another record learns of the loss from the reply. One that only
-        flushes or closes would never learn of it.
+        If the publisher sends another record, the reply reveals the loss. If it only flushes or
+        closes, only this check does.
         """
         deadline = min(time.monotonic() + _CHECK_MAX_S, self.check_by)
         attempt = 0
@@ -418,7 +418,7 @@ class Sender:
 
     def _fail_all(self, error: MeteorError) -> None:
         self.window.clear_doubts()
-        self.window.add(self._accumulator.take_all())  # so that a forked child finds them there
+        self.window.add(self._accumulator.take_all())  # so that a forked child finds them here
         while self.window:
             self._accumulator.settle(self.window.oldest, error)
             self.window.pop_oldest()
@@ -427,8 +427,8 @@ class Sender:
     def _renumber(self) -> None:
         """Begin the next producer epoch.
 
-        Batches in doubt fail, and acknowledged ones are settled: sent again under the next epoch,
-        they would be in the log twice.
+        First fail the batches in doubt and settle the acknowledged ones: if the sender sent them
+        again in the next epoch, they could be in the log twice.
         """
         while self.window and (self.window.oldest.in_doubt or self.window.oldest.acknowledged):
             self._fail(self.window.pop_oldest(), None)
@@ -447,11 +447,11 @@ class Sender:
     def _expiry_error(self) -> MeteorError:
         return self._reason or ConnectionFailed(
             f"The record could not be sent to stream {self._stream!r} in time. The server "
-            f"at {self._connection.address} is too slow, or delivery_timeout too short."
+            f"at {self._connection.address} is too slow, or delivery_timeout is too short."
         )
 
     def _fail_rest(self) -> None:
-        """Fail the batches that are left when the thread ends."""
+        """Fail the remaining batches when the thread ends."""
         self.window.doubt_unacknowledged()
         self.window.add(self._accumulator.take_all())
         while self.window:
@@ -469,9 +469,9 @@ class Sender:
         self._accumulator.settle(batch, error)
 
     def _drain(self) -> None:
-        """Read the replies to the batches after a refused one; these batches will be sent again.
+        """Read the replies to the batches sent after a refused one, which must be sent again.
 
-        Also settles the batches before it, so that the refused one is the oldest.
+        Also settles the batches before the refused one, so that it becomes the oldest.
         """
         for batch in self.window.behind_next_to_reply():
             try:
@@ -480,7 +480,7 @@ class Sender:
                 raise
             except MeteorError:
                 continue  # the batch is sent again, and gets another reply
-            if reply[0] == b"OK":  # an earlier attempt put it, and the refused one, into the log
+            if reply[0] == b"OK":  # earlier attempts put it and the refused batch into the log
                 batch.in_doubt = True
         if self.window.acknowledged:
             self._settle_acknowledged()

@@ -2,8 +2,8 @@
 
 This is the only module that sends commands through redis-py. It uses redis-py for addresses, TLS,
 authentication and parsing, and sets every option itself: the defaults of redis-py (a 5 s socket
-timeout, ten retries) would publish records twice and break blocking reads. Nothing is retried here
-unless the caller asks for it with ``retry_idle``.
+timeout, ten retries) would publish records twice and break blocking reads. This module retries a
+command only if the caller uses ``retry_idle``.
 
 A connection belongs to one thread at a time. It connects when first used, and again after an error
 or in a forked child.
@@ -24,7 +24,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, OutOfMemory, ServerRefused
-from meteor_py.redis.address import Address, mask
+from meteor_py.redis.address import LOGIN_OPTIONS, Address, mask
 from meteor_py.redis.embedded_connection import EmbeddedConnection, NotRestarted
 from meteor_py.redis.scripts import Script
 
@@ -34,18 +34,18 @@ Argument = Any
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
-#: Detects a dead peer within 45 s, even on an idle connection.
+#: Keepalive options that detect a dead peer within 45 s, even on an idle connection.
 _KEEPALIVE = {
     getattr(socket, name): seconds
     for name, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
     if hasattr(socket, name)
 }
 
-#: Send buffer of a unix socket in bytes, where the kernel allows it. With the default of 208 KiB,
-#: publisher and server take turns: 2.0 million records/s instead of 2.7.
+#: Send buffer of a unix socket in bytes, if the kernel allows it. With the default of 208 KiB, the
+#: publisher and the server wait for each other: 2.0 million records/s instead of 2.7.
 _UNIX_BUFFER = 4 * 1024 * 1024
 
-#: Arguments with more bytes than this are sent as separate chunks, without a copy.
+#: Arguments with more bytes than this are sent separately, without a copy.
 _JOIN_MAX = 16_384
 
 #: Error replies that mean "not now" or "not here". The server did not run the command.
@@ -56,14 +56,14 @@ _NOT_NOW = (
     redis.exceptions.ReadOnlyError,
     redis.exceptions.TryAgainError,
 )
-#: The same, for error codes without a class in redis-py.
+#: Such error replies for which redis-py has no class, by their codes.
 _NOT_NOW_CODES = ("BUSY", "MISCONF", "NOREPLICAS", "UNKILLABLE")
-#: XADD's reply, with the generic code ERR, if the entry's ID is not above all others.
+#: Text of XADD's error reply if the ID is too low. Its code is the generic ERR.
 _ID_TAKEN = "equal or smaller than the target stream top item"
 
 
 class DataSafetyWarning(UserWarning):
-    """The server's settings can lose data; the message names the remedy."""
+    """The server's settings can lose data. The message says how to change them."""
 
 
 class ScriptMissing(MeteorError):
@@ -73,7 +73,7 @@ class ScriptMissing(MeteorError):
 
 
 class EntryIdTaken(ServerRefused):
-    """The stream already has an entry with this ID or a later one; nothing was added."""
+    """The stream already has an entry with this ID or a higher one. Nothing was added."""
 
 
 class Connection:
@@ -86,12 +86,14 @@ class Connection:
         self._opening: AbstractConnection | None = None
         self._server_pid = self._private_server_pid()
         self._history: str | None = None
+        #: Whether the TLS handshake has succeeded and the server has not replied to anything yet.
+        self._handshake_only = False
         self._pid = os.getpid()
 
     # -- commands and replies ----------------------------------------------------------------
 
     def send(self, commands: Iterable[Sequence[Argument]]) -> None:
-        """Send commands; the replies arrive in the same order, one ``read`` each."""
+        """Send commands. Call ``read`` once per command; replies arrive in the same order."""
         chunks = encode(commands)
         connection = self.connect()
         try:
@@ -104,12 +106,14 @@ class Connection:
         if self._connection is None:
             raise ConnectionFailed(f"The connection to {self.address} was closed.")
         try:
-            return self._connection.read_response(
+            reply = self._connection.read_response(
                 disable_decoding=True,
                 timeout=self.timeout_s if timeout_s is None else timeout_s,
             )
         except (redis.RedisError, OSError) as error:
             self._fail(error)
+        self._handshake_only = False
+        return reply
 
     def call(self, *command: Argument, timeout_s: float | None = None) -> Any:
         """Send one command and return its reply."""
@@ -118,7 +122,7 @@ class Connection:
             return self.read(timeout_s)
         except MeteorError:
             raise
-        except BaseException:  # Ctrl-C: the next caller must not read this reply
+        except BaseException:  # such as Ctrl-C: the next caller must not read this reply
             self.close()
             raise
 
@@ -153,7 +157,7 @@ class Connection:
         return replies
 
     def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument] = ()) -> Any:
-        """Run a script; send its text if the server does not know it yet."""
+        """Run a script. Send its text if the server does not have it yet."""
         try:
             return self.call(*self.script_call(script, keys, args))
         except ScriptMissing:
@@ -167,7 +171,7 @@ class Connection:
         *,
         whole: bool = False,
     ) -> tuple[Argument, ...]:
-        """Return the command that runs ``script``: by its hash, or with its ``whole`` text."""
+        """Return the command that runs ``script`` by its hash or, if ``whole``, by its text."""
         fake = self.address.scheme == "fake"
         read_only = script.read_only and not fake
         verb = ("EVAL" if whole or fake else "EVALSHA") + ("_RO" if read_only else "")
@@ -175,9 +179,9 @@ class Connection:
         return (verb, body, len(keys), *keys, *args)
 
     def retry_idle(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call ``work``, and call it again on a new connection if an idle one was dead.
+        """Call ``work``. If the idle connection turns out to be dead, reconnect and call it again.
 
-        Only for commands that may be repeated.
+        Use this only for commands that may run twice.
 
         Raises:
             ConnectionFailed: The server cannot be reached.
@@ -197,8 +201,8 @@ class Connection:
         """The server's ``master_replid`` when this connection was made; '' if the server hides it.
 
         Raises:
-            ConnectionFailed: The server is a replica. It accepts no writes, and its history is that
-                of its primary.
+            ConnectionFailed: The server is a replica, which accepts no writes and has its primary's
+                history.
         """
         self.connect()
         if self._history is None:
@@ -206,7 +210,7 @@ class Connection:
         return self._history or ""
 
     def refresh_history(self) -> str:
-        """Read the history again: a server can be promoted while a connection is open."""
+        """Read the history again, because a server can be promoted while a connection is open."""
         self._history = ""
         if self.address.scheme == "fake":
             return ""
@@ -217,7 +221,7 @@ class Connection:
         if facts.get("role") == "slave":
             self.close()
             raise ConnectionFailed(
-                f"The server at {self.address} is a replica and takes no writes. "
+                f"The server at {self.address} is a replica and accepts no writes. "
                 "Connect to its primary."
             )
         self._history = facts.get("master_replid", "")
@@ -236,7 +240,7 @@ class Connection:
 
     @property
     def block_max_s(self) -> float:
-        """Longest blocking read in seconds, so that a dead connection is noticed soon after."""
+        """Maximum seconds of a blocking read, so that a dead connection is noticed soon."""
         return 0.05 if self.address.scheme == "fake" else 2.0  # a fake server cannot be interrupted
 
     @property
@@ -244,14 +248,16 @@ class Connection:
         return self._connection is not None and self._pid == os.getpid()
 
     def connect(self) -> AbstractConnection:
-        """Return the connection; open one if there is none or it belongs to the parent process."""
+        """Return the connection. Open one if there is none, or after a fork."""
         if self._pid != os.getpid():
             self._connection = None  # do not close it: the parent still uses the socket
             self._pid = os.getpid()
         if self._connection is None:
-            connection = self.address.connection_class(
-                **self.address.options, **connection_options(self.address, self.timeout_s)
-            )
+            options = connection_options(self.address, self.timeout_s)
+            self._handshake_only = False
+            if self.address.scheme == "rediss":
+                options["redis_connect_func"] = self._log_in
+            connection = self.address.connection_class(**self.address.options, **options)
             self._opening = connection  # for interrupt()
             try:
                 connection.connect()
@@ -262,22 +268,29 @@ class Connection:
             self._connection = connection
             self._history = None
             sock = self._socket()
-            if sock is not None and sock.family == socket.AF_UNIX:  # TCP tunes its buffer itself
+            if sock is not None and sock.family == socket.AF_UNIX:  # the kernel tunes TCP buffers
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
         return self._connection
 
+    def _log_in(self, connection: AbstractConnection) -> None:
+        """Set up a connection whose TLS handshake has succeeded."""
+        self._handshake_only = True
+        connection.on_connect()
+        if any(self.address.options.get(name) for name in LOGIN_OPTIONS):
+            self._handshake_only = False  # the server has replied to AUTH, CLIENT or SELECT
+
     def close(self) -> None:
-        """Close the connection; the next use opens another. Safe to call twice."""
+        """Close the connection. The next use opens another. Idempotent."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.disconnect()
 
     def interrupt(self) -> None:
-        """Interrupt another thread: its ``send`` or ``read`` raises ConnectionFailed."""
+        """Make a ``send`` or ``read`` in another thread raise ``ConnectionFailed``."""
         opening = self._opening
         if isinstance(opening, EmbeddedConnection):
             opening.cancel()
-        # Not disconnect(): redis-py would silently connect again, and replies would get mixed up.
+        # Do not use disconnect(): redis-py would silently reconnect, and replies would be mixed up.
         sock = self._socket()
         if sock is not None:
             with suppress(OSError):  # already closed
@@ -289,6 +302,8 @@ class Connection:
 
     def _fail(self, error: Exception) -> NoReturn:
         translated = translate(error, self.address)
+        if self._handshake_only and type(error) is redis.ConnectionError:
+            translated = self._rejected(error)
         if isinstance(translated, ConnectionFailed):
             self.close()
         error.__context__ = None  # the new message already includes its text
@@ -297,9 +312,28 @@ class Connection:
         finally:
             del translated, error  # a reference cycle would keep all callers' frames alive
 
+    def _rejected(self, error: Exception) -> ConnectionFailed:
+        """Return the error for a server that closed the connection right after the handshake.
+
+        In TLS 1.3 the handshake of the client ends before the server has checked the client's
+        certificate. The server's alert, "certificate required", may arrive after the client has
+        found the connection closed, so an EOF or a broken pipe can mean the same.
+        """
+        words = mask(str(error)).strip().rstrip(".")
+        message = (
+            f"The server at {self.address} closed the connection after the TLS handshake, before "
+            f"its first reply: {words}."
+        )
+        if "ssl_certfile" in self.address.options:
+            return ConnectionFailed(f"{message} It may not accept this client certificate.")
+        return ConnectionFailed(
+            f"{message} If it requires a client certificate, set ssl_certfile and ssl_keyfile "
+            "(docs/production/tls.md)."
+        )
+
 
 def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
-    """Return every relevant option of a redis-py connection; none is left to its default."""
+    """Return all relevant options of a redis-py connection, so that no default applies."""
     keepalive = {"socket_keepalive": True, "socket_keepalive_options": _KEEPALIVE}
     return {
         **(keepalive if address.scheme in ("redis", "rediss") else {}),
@@ -318,7 +352,7 @@ def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
 
 
 def encode(commands: Iterable[Sequence[Argument]]) -> list[bytes | memoryview]:
-    """Encode commands for the wire; large arguments stay views of their memory."""
+    """Encode commands for the wire, without copying large arguments."""
     chunks: list[bytes | memoryview] = []
     small: list[bytes] = []
     for command in commands:
@@ -351,9 +385,9 @@ def parse_info(reply: bytes) -> dict[str, str]:
 
 
 def translate(error: Exception, address: Address) -> MeteorError:
-    """Return this package's error for an error from redis-py.
+    """Translate an error from redis-py into a ``MeteorError``.
 
-    The only function that reads the text of an error: the first word of an error reply is its code.
+    No other function parses the text of an error. The first word of an error reply is its code.
     """
     words = mask(str(error)).strip()
     # redis-py removes the codes that it knows.
@@ -362,7 +396,7 @@ def translate(error: Exception, address: Address) -> MeteorError:
         return ScriptMissing(words)
     if isinstance(error, redis.exceptions.OutOfMemoryError) or code == "OOM":
         return OutOfMemory(
-            f"The server at {address} has reached its maxmemory and takes no new records. Raise "
+            f"The server at {address} has reached its maxmemory and accepts no new records. Raise "
             "maxmemory, or lower the capacity of its streams.",
             code=code,
         )
@@ -379,14 +413,14 @@ def translate(error: Exception, address: Address) -> MeteorError:
     if isinstance(error, (redis.ConnectionError, redis.TimeoutError, OSError)):
         return ConnectionFailed(
             f"The server at {address} cannot be reached: {words.rstrip('.')}. "
-            "Is it running, and is the address right?"
+            "Is it running, and is the address correct?"
         )
     if code == "UNBLOCKED":  # the server was demoted during a blocking read
         return ConnectionFailed(f"The server at {address} is no longer the primary: {words}")
     if isinstance(error, _NOT_NOW) or code in _NOT_NOW_CODES:
         return _not_now(f"The server at {address} cannot do this now: {words}")
     refused = EntryIdTaken if _ID_TAKEN in words else ServerRefused
-    return refused(f"The server at {address} refused: {words}", code=code)
+    return refused(f"The server at {address} refused a command: {words}", code=code)
 
 
 def _not_now(message: str) -> ConnectionFailed:

@@ -1,9 +1,10 @@
 """The checker of one group: deliveries and confirms.
 
-A term belongs to one member. It begins where the earlier terms ended: not above any offset that
-they requested to confirm, not below any that was acknowledged. Within a term offsets increase one
-by one, except for reported gaps. Once a newer term has begun, an older one neither confirms
-anything nor receives another batch. Over all terms, every record was delivered to the group.
+A term belongs to one member. It begins where the earlier terms ended: not above the offsets whose
+confirms they requested, not below an acknowledged confirm, and not where only a refused confirm
+could have moved it. Within a term offsets increase one by one, except for reported gaps. Once a
+newer term has begun, an older one neither confirms anything nor receives another batch. Over all
+terms, every record was delivered to the group.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from tests.chaos.history import Event
-from tests.chaos.violation import Findings, Wrong
+from tests.chaos.violation import Findings, ViolationKind
 
 #: Events that prove that a member has a term.
 PROOFS = ("assigned", "deliver", "confirmed")
@@ -37,6 +38,7 @@ def check_terms(
         check_dense(term, findings)
         check_results(term, findings)
     check_starts(in_order, findings)
+    check_refusals(in_order, findings)
     check_stale(in_order, findings)
     check_values(mine, log, findings, whole=whole)
     if any(event.kind == "confirmed" for event in mine):
@@ -51,7 +53,7 @@ def check_owner(term: Sequence[Event], findings: Findings) -> None:
     if len(owners) > 1:
         first, second, *_ = owners.values()
         text = f"term {first.term} belongs to both {first.who} and {second.who}"
-        findings.add(Wrong.TWO_OWNERS, text, second)
+        findings.add(ViolationKind.TWO_OWNERS, text, second)
 
 
 def check_dense(term: Sequence[Event], findings: Findings) -> None:
@@ -67,11 +69,11 @@ def check_dense(term: Sequence[Event], findings: Findings) -> None:
             continue
         what = f"{event.who} in term {event.term}: {event.kind} from {event.first}"
         if event.first > expected:
-            findings.add(Wrong.SKIPPED, f"{what}, after {expected - 1}", event)
+            findings.add(ViolationKind.SKIPPED, f"{what}, after {expected - 1}", event)
         elif event.first < start:
-            findings.add(Wrong.REORDERED, f"{what}, though it began at {start}", event)
+            findings.add(ViolationKind.REORDERED, f"{what}, though it began at {start}", event)
         elif event.first < expected:
-            findings.add(Wrong.DUPLICATED, f"{what}, repeated up to {expected - 1}", event)
+            findings.add(ViolationKind.DUPLICATED, f"{what}, repeated up to {expected - 1}", event)
         positions[event.who] = max(expected, end_of(event))
 
 
@@ -90,7 +92,7 @@ def check_results(term: Sequence[Event], findings: Findings) -> None:
             wanted = asked.get((event.who, event.number), -1)
             if event.first < wanted:
                 text = f"{event.who} confirmed {wanted} and got {event.first}"
-                findings.add(Wrong.WENT_BACK, text, event)
+                findings.add(ViolationKind.WENT_BACK, text, event)
 
 
 def check_starts(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
@@ -102,10 +104,10 @@ def check_starts(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
             text = (
                 f"term {begin.term} begins at {begin.first}; no member confirmed more than {asked}"
             )
-            findings.add(Wrong.SKIPPED, text, begin)
+            findings.add(ViolationKind.SKIPPED, text, begin)
         elif begin is not None and begin.first < done:
             text = f"term {begin.term} begins at {begin.first}, though {done} was confirmed before"
-            findings.add(Wrong.WENT_BACK, text, begin)
+            findings.add(ViolationKind.WENT_BACK, text, begin)
         for event in term:
             if event.kind == "confirm":
                 asked = max(asked, event.first)
@@ -113,6 +115,34 @@ def check_starts(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
                 asked = max(asked, event.last + 1)
             elif event.kind == "confirmed":
                 done = max(done, event.first)
+
+
+def check_refusals(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
+    """Check that no confirm took effect that was refused with ``LeaseLost``.
+
+    Any other outcome, or none, leaves open whether the confirm took effect.
+    """
+    refused = {
+        (event.who, event.number)
+        for term in terms
+        for event in term
+        if event.kind == "refused" and event.text.startswith("LeaseLost")
+    }
+    possible = claimed = 0
+    for term in terms:
+        begin = next((e for e in term if e.kind in BEGINS and e.first >= 0), None)
+        if begin is not None and possible < begin.first <= claimed:
+            text = (
+                f"term {begin.term} begins at {begin.first}, which only a refused confirm reached"
+            )
+            findings.add(ViolationKind.FALSE_REFUSAL, text, begin)
+        for event in term:
+            if event.kind in ("missing", "gap"):
+                possible = max(possible, event.last + 1)
+            elif event.kind == "confirm" and (event.who, event.number) in refused:
+                claimed = max(claimed, event.first)
+            elif event.kind in ("confirm", "confirmed"):
+                possible = max(possible, event.first)
 
 
 def check_stale(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
@@ -129,14 +159,14 @@ def check_stale(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
                         f"{event.who} confirmed {event.first} in term {event.term}, requested "
                         f"after term {newer_term} had begun"
                     )
-                    findings.add(Wrong.STALE_CONFIRM, text, event)
+                    findings.add(ViolationKind.STALE_CONFIRM, text, event)
                 known = max(known, event.first)
             elif event.kind == "deliver" and late:
                 text = (
                     f"{event.who} got {event.first} in term {event.term}, requested after "
                     f"term {newer_term} had begun"
                 )
-                findings.add(Wrong.STALE_DELIVERY, text, event)
+                findings.add(ViolationKind.STALE_DELIVERY, text, event)
         seen = min((event.t for event in term if event.kind in PROOFS), default=math.inf)
         if seen < newer:
             newer, newer_term = seen, term[0].term
@@ -153,10 +183,10 @@ def check_values(
             there = log.get(offset)
             if there is None and whole:
                 text = f"{value} was delivered at {offset}, which is not in the log"
-                findings.add(Wrong.LOST, text, event)
+                findings.add(ViolationKind.LOST, text, event)
             elif there is not None and there != value:
                 text = f"{value} was delivered at {offset}, but the log has {there}"
-                findings.add(Wrong.TWO_PAYLOADS, text, event)
+                findings.add(ViolationKind.TWO_PAYLOADS, text, event)
 
 
 def check_coverage(mine: Sequence[Event], findings: Findings) -> None:
@@ -167,5 +197,5 @@ def check_coverage(mine: Sequence[Event], findings: Findings) -> None:
     for first, stop in [*spans, (end, end)]:
         if min(first, end) > reached:
             text = f"{reached} to {min(first, end) - 1} were confirmed but never delivered"
-            findings.add(Wrong.SKIPPED, text, mine[-1])
+            findings.add(ViolationKind.SKIPPED, text, mine[-1])
         reached = max(reached, stop)

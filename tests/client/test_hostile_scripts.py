@@ -1,4 +1,4 @@
-"""Scripts do bounded work and lose nothing, whatever a client wrote or passes as an argument."""
+"""Scripts do bounded work and lose no record, whatever data or arguments a client sends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_publish_refuses_an_impossible_number_of_records(
         script_keys = [keys.log(NAME), keys.meta(NAME), keys.producer(NAME, "evil")]
         args = publish_args(stream, records)
         assert client._connector.run(scripts.PUBLISH, script_keys, args) == [b"INVALID"]
-        assert [len(batch) for batch in stream.read()] == [10], "a count that counts trims the ring"
+        assert [len(batch) for batch in stream.read()] == [10], (
+            "a batch with a valid count trims the ring"
+        )
 
 
 @pytest.mark.parametrize("entry", ["-3:", "9:", "x", ":", "1:a", "0000000:", ""])
@@ -58,7 +60,7 @@ def test_a_malformed_stage_is_not_moved(client: meteor.Client, entry: str) -> No
         assert stream.end().offset == 0
 
 
-def test_split_points_of_large_frames_are_found_in_several_calls(client: meteor.Client) -> None:
+def test_finding_split_points_of_large_frames_takes_several_calls(client: meteor.Client) -> None:
     with client:
         stream = client.stream(NAME)
         with stream.publisher() as publisher:
@@ -71,7 +73,7 @@ def test_split_points_of_large_frames_are_found_in_several_calls(client: meteor.
 
 
 @pytest.mark.parametrize("index", [(b"", b""), (b"\xff" * 6, b""), (bytes(6), b"k" * 1000)])
-def test_a_malformed_index_entry_loses_no_honest_record(
+def test_a_malformed_index_entry_loses_no_valid_record(
     client: meteor.Client, index: tuple[bytes, ...]
 ) -> None:
     with client:

@@ -54,7 +54,7 @@ def test_interrupted_poll_or_confirm_leaves_the_member_usable(
         eventually(lambda: works(sub), 10, "the member is stuck")
 
 
-def test_interrupted_deactivate_leaves_the_connection_to_the_next_call(
+def test_interrupted_deactivate_leaves_the_connection_usable(
     stream: meteor.Stream, rng: Random
 ) -> None:
     deadline = time.monotonic() + SECONDS

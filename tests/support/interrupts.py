@@ -1,4 +1,4 @@
-"""Real signals whose handler raises, at random moments of a call in the main thread."""
+"""Interrupts calls of the main thread with real signals, at random moments."""
 
 from __future__ import annotations
 

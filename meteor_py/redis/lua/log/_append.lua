@@ -1,7 +1,7 @@
--- Library of the scripts that append frames to the log. Each of them has KEYS  1 log  2 meta and
+-- Library for scripts that append frames to the log. Each script has KEYS  1 log  2 meta and
 -- ARGV  1 incarnation  2 history of the sender's connection, '' if unknown.
--- This library creates no tables and few functions: publish.lua runs once per frame, and each table
--- or function costs a few percent.
+-- Avoid tables and functions here: publish.lua runs once per frame, and each table or function makes
+-- it a few percent slower.
 
 local format = string.format
 
@@ -17,8 +17,8 @@ local function append_time()
 end
 
 -- Append a frame of n records (n is a string) at the offset `first`, and its entry (...) to the
--- index if there is one. Trim both, and advance meta. Pass '' if there is no crc.
--- Returns nil, or the reply that refuses the frame; then nothing was written.
+-- index, if any. Trim both, and advance meta. Pass '' if there is no crc.
+-- Returns nil on success. If the frame must be refused, writes nothing and returns the reply to send.
 local function append_frame(first, n, now, name, payload, crc, index, ...)
   if not string.find(n, '^[1-9]%d?%d?%d?%d?$') then return {'INVALID'} end
   local after = first + tonumber(n)
@@ -26,7 +26,7 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
   local floor = after - tonumber(m[6])
   if m[7] then
     local archived = tonumber(m[7])
-    -- Never FULL if everything is archived: there would be nothing to wait for.
+    -- If everything is archived, the stream is never FULL: there would be nothing to wait for.
     if after - archived > tonumber(m[8]) and archived < first then return {'FULL', archived} end
     floor = math.min(floor, archived)
   end
@@ -34,10 +34,11 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
   local bytes, marks, known
   if m[9] then
     -- Retention by age and bytes. 'bytes' counts the bytes of all frames ever appended. A mark is
-    -- 48 digits: an offset, the value of 'bytes' after its frame, and the append time of that
-    -- frame. The records up to a mark are at least as old as it, so a mark that is due gives the
-    -- new start of the ring without reading a frame. Marks are a 32nd of a limit apart, and there
-    -- are at most 128. A call drops about 10,000 records at most: other clients must not wait long.
+    -- 48 digits: the offset of a frame, the value of 'bytes' after it, and its append time. Records
+    -- before a mark are at least as old as the mark. So if a mark exceeds a limit, the ring can
+    -- start after it, and no frame needs to be read. Marks are a 32nd of a limit apart, and there
+    -- are at most 128. A call drops at most about 10,000 records, so that other clients do not wait
+    -- long.
     local sub = string.sub
     local age, most = string.match(m[9], '^(%d*):(%d*)$')
     age, most = tonumber(age) or math.huge, tonumber(most) or math.huge
@@ -48,7 +49,7 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
     if first > 0 and (marks == '' or (tonumber(sub(marks, -48, -33)) < first - 1 and
         (bytes - sub(marks, -32, -17) >= most / 32 or now - sub(marks, -16) >= age / 32))) then
       marks = marks .. format('%016.0f%016.0f%016.0f', first - 1, before, m[5])
-      if #marks > 6144 then -- the archiver lags behind: forget every second mark
+      if #marks > 6144 then -- the archiver lags behind, so drop every second mark
         local mark = string.rep('%d', 48)
         marks = string.gsub(marks, mark .. '(' .. mark .. ')', '%1')
       end
@@ -83,7 +84,7 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
     if marks ~= known then redis.call('HSET', KEYS[2], 'marks', marks) end
   end
   -- 'large' tells readers how many frames they may fetch at once (log/ring_reader.py): the offset
-  -- from which on no frame has more than 512 KiB, and the bytes of the largest frame before it.
+  -- after the last frame of more than 512 KiB, and the bytes of the largest frame before that.
   local size = #payload
   if size > 524288 or not m[10] then
     local largest = m[10] and tonumber(string.match(m[10], ':(%d+)')) or 0

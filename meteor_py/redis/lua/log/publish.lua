@@ -8,10 +8,10 @@
 -- Returns {'OK', first offset, epoch of the stream}, or the reason why the frame was not written:
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'STALEPRODUCER', current epoch}
 --   {'NOPRODUCER'}  {'OUTOFSEQ', sequence expected}  {'FULL', archived}  {'EXHAUSTED'}
---   {'INVALID'}: the number of records is not one from 1 to 99,999
+--   {'INVALID'}: the number of records is not between 1 and 99,999
 -- Atomic because the offset, its frame and the producer's state must agree.
--- No '#!lua' line, on purpose: the script then also runs on a server that is out of memory. A retry
--- gets its first reply, and a new frame fails at XADD, the first write, so nothing is changed.
+-- There is no '#!lua' line, so that the script also runs on a server that is out of memory. There, a
+-- retry gets its first reply again. A new frame fails at XADD, the first write, and changes nothing.
 
 local epoch, seq = tonumber(ARGV[3]), tonumber(ARGV[4])
 local slot = format('%.0f', seq % 8)
