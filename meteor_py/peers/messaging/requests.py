@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
+import random
 import secrets
 import threading
 from collections import deque
@@ -70,6 +72,8 @@ _BATCH = 100
 _BATCH_BYTES = 262_144
 #: Bytes of messages that wait to be stored, from which on further calls block.
 _UNSENT_BYTES_MAX = 64 * 1_048_576
+#: Seconds without a pending message after which the thread of replies sleeps until the next one.
+_IDLE_S = 1.0
 #: Maximum number of finished messages to report to the server. The rest expire there.
 _FINISHED_MAX = 10_000
 
@@ -115,7 +119,7 @@ class Request:
     priority: int
     #: See ``peers/send.lua``.
     options: str
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    id: str = ""
     future: MessageFuture = field(default_factory=MessageFuture)
     receivers: list[str] = field(default_factory=list)
     #: The type and the bytes of the body, until it is stored.
@@ -154,12 +158,16 @@ class Requests:
         self._unsent: deque[Request] = deque()
         self._unsent_bytes = 0
         self._batch: _Batch | None = None
-        self._batches = 0
+        #: How many messages and calls there have been. Their numbers are part of their ids.
+        self._messages = self._batches = 0
+        self._random = random.Random()  # chooses a member; seeded by the operating system
         #: Calls of the main thread that failed, which the call queue repeats.
         self._failed: deque[_Batch] = deque()
         #: Attempts in a row that found a sender expelled.
         self._stale = 0
         self._deadlines: list[tuple[float, str]] = []
+        #: When the thread of replies looks for messages that have timed out, by ``now()``.
+        self._looks_at = 0.0
         self._arrived: deque[str] = deque()
         self._ended: deque[tuple[MessageFuture, BaseException | None, Any]] = deque()
         self._stopped = False
@@ -220,13 +228,15 @@ class Requests:
                     "await replies. Nothing was sent.",
                     group=self.group.name,
                 )
+            self._messages += 1
+            message.id = f"{self.group.reply_session}{self._messages:08x}"
             alone = not self._pending and message.verb != "tell"
             self._pending[message.id] = message
             heapq.heappush(self._deadlines, (message.deadline, message.id))
             if self._thread is None:
                 self._thread = JoinableThread(self._run, f"meteor-replies-{self.group.name}")
                 self._thread.start()
-            if self._deadlines[0][1] == message.id:
+            if message.deadline < self._looks_at:
                 self._state.notify_all()
             if alone and threading.current_thread() is threading.main_thread():
                 return True
@@ -297,7 +307,7 @@ class Requests:
     def _arguments(self, message: Request) -> list[Any]:
         return [
             *(message.id, *message.identity(), message.queue, message.verb, message.to),
-            *(message.member, secrets.randbelow(2**31), message.options, message.priority),
+            *(message.member, self._random.getrandbits(31), message.options, message.priority),
             *(max(int(message.timeout * 1000), 1), message.kind, message.data),
         ]
 
@@ -472,6 +482,7 @@ class Requests:
 
     def _next(self) -> tuple[list[str], list[str]]:
         """Wait until replies arrive or messages time out; return a batch of each."""
+        idle = False
         with self._state:
             while not self._stopped:
                 heap = self._deadlines
@@ -486,7 +497,12 @@ class Requests:
                 if due or self._arrived or self._ended:
                     count = min(len(self._arrived), _BATCH)
                     return [self._arrived.popleft() for _ in range(count)], due
-                self._state.wait(heap[0][0] - now() if heap else None)
+                # Look again soon even if no message is pending: then most messages come and go
+                # without waking this thread.
+                self._looks_at = heap[0][0] if heap else math.inf if idle else now() + _IDLE_S
+                idle = not self._state.wait(
+                    None if math.isinf(self._looks_at) else self._looks_at - now()
+                )
         return [], []
 
     def _run_callbacks(self) -> None:
