@@ -185,6 +185,16 @@ def records_fenced(stream: str, group: str, offsets: Sequence[int]) -> Fenced:
     )
 
 
+def settlements_unknown(stream: str, group: str, offsets: Sequence[int]) -> OutcomeUnknown:
+    shown = ", ".join(map(str, offsets[:5])) + (", ..." if len(offsets) > 5 else "")
+    return OutcomeUnknown(
+        f"The lease of this consumer of shared group {group!r} of stream {stream!r} expired before "
+        f"the server replied about {shown}, and the server no longer knows whether these "
+        "settlements counted. If not, the records will be delivered again.",
+        stream=stream,
+    )
+
+
 def lease_not_held(stream: str, group: str) -> LeaseLost:
     return LeaseLost(
         f"This subscriber has lost or released the lease of group {group!r} of stream {stream!r}, "

@@ -19,6 +19,9 @@ THREAD_PREFIX = "meteor-shared"
 #: while it polls. The second is short, because sending a settlement may make records available.
 _GATHER_S = 0.05
 _HURRY_S = 0.002
+#: Seconds after a poll for which an idle consumer stays registered to be woken: the application
+#: usually polls again at once.
+_LINGER_S = 0.05
 #: Seconds between two retries: the first pause, and the limit up to which it doubles.
 _BACKOFF_S = (0.02, 0.64)
 
@@ -29,12 +32,23 @@ class LeaseRenewer:
     def __init__(self, deliveries: Deliveries, max_poll_interval_s: float) -> None:
         self._deliveries = deliveries
         self._interval_s = max_poll_interval_s
-        #: Whether the application is polling now.
-        self.polling = False
+        self._polling = False
         self._stopped = False
         self._close: Callable[[], None] | None = None
         name = f"{THREAD_PREFIX}-{deliveries.protocol.stream.name}"
         self._thread = JoinableThread(self._run, name)
+
+    @property
+    def polling(self) -> bool:
+        """Whether the application is polling now."""
+        return self._polling
+
+    @polling.setter
+    def polling(self, polling: bool) -> None:
+        self._polling = polling
+        if not polling and self._deliveries.idle is not None:
+            with self._deliveries.condition:
+                self._deliveries.condition.notify_all()  # the thread may have to stand down
 
     def start(self) -> None:
         self._thread.start()
@@ -72,7 +86,9 @@ class LeaseRenewer:
         failures = 0
         while self._wait(failures):
             try:
-                self._deliveries.exchange(wake=self.polling and self._deliveries.holdings.unsent)
+                # An idle consumer whose application no longer polls must let others be woken.
+                left = self._linger_left()
+                self._deliveries.exchange(mode="busy" if left is not None and left <= 0 else "")
                 failures = 0
             except ConnectionFailed:
                 failures += 1
@@ -91,6 +107,12 @@ class LeaseRenewer:
             finally:
                 self._close()
 
+    def _linger_left(self) -> float | None:
+        """Return seconds until an idle consumer whose application does not poll stands down."""
+        if self._deliveries.idle is None or self._polling:
+            return None
+        return self._deliveries.alive_at + _LINGER_S - now()
+
     def _wait(self, failures: int) -> bool:
         """Wait until there is something to send; return False if stopped."""
         deliveries = self._deliveries
@@ -101,6 +123,9 @@ class LeaseRenewer:
             renewal = deliveries.config.lease_ttl / 3
             while not self._stopped:
                 left = renewal - (now() - deliveries.spoke_at)
+                linger = self._linger_left()
+                if linger is not None:
+                    left = min(left, linger)
                 if self.hung:
                     left = renewal  # do not renew: other consumers must get the records
                 elif deliveries.holdings.unsent and deliveries.spoke_at:

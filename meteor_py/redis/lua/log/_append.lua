@@ -16,12 +16,20 @@ local function append_time()
   return format('%.0f', math.max(clock[1] * 1000 + math.floor(clock[2] / 1000), tonumber(m[5])))
 end
 
--- Append a frame of n records (n is a string) at the offset `first`, and its entry (...) to the
+-- Append a frame of n records (n is a string) at the offset `first`, and its entries (...) to the
 -- index if there is one. Trim both, and advance meta. Pass '' if there is no crc.
 -- Returns nil, or the reply that refuses the frame; then nothing was written.
 local function append_frame(first, n, now, name, payload, crc, index, ...)
   if not string.find(n, '^[1-9]%d?%d?%d?%d?$') then return {'INVALID'} end
-  local after = first + tonumber(n)
+  local entries, count = select('#', ...), tonumber(n)
+  if index then -- the form of its entries: see records/ordering_index.py
+    if entries ~= 2 * math.ceil(count / 64) then return {'INVALID'} end
+    for i = 1, entries, 2 do
+      local numbers, keys = select(i, ...)
+      if #numbers ~= math.min(count - 32 * (i - 1), 64) or #keys > 17000 then return {'INVALID'} end
+    end
+  end
+  local after = first + count
   if after > 9007199254740991 then return {'EXHAUSTED'} end
   local floor = after - tonumber(m[6])
   if m[7] then
@@ -76,7 +84,15 @@ local function append_frame(first, n, now, name, payload, crc, index, ...)
   else
     redis.call('XADD', KEYS[1], 'MINID', '=', minid, id, 't', now, name, payload, 'crc', crc)
   end
-  if index then redis.call('XADD', index, 'MINID', '=', minid, id, ...) end
+  if index then
+    if floor > 0 then minid = index_floor(index, floor) end
+    for i = 1, entries, 2 do
+      local numbers, keys = select(i, ...)
+      local up_to = 32 * (i - 1) + #numbers
+      redis.call('XADD', index, 'MINID', '=', minid, format('%.0f-%d', first + up_to - 1, up_to),
+                 numbers, keys)
+    end
+  end
   redis.call('HSET', KEYS[2], 'next', format('%.0f', after), 'appended', now)
   if bytes then
     redis.call('HSET', KEYS[2], 'bytes', format('%.0f', bytes))

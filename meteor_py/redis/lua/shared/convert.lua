@@ -1,0 +1,2 @@
+#!lua flags=allow-oom
+return {"OK"}
