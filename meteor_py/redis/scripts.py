@@ -30,10 +30,12 @@ class Script:
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
         #: Whether EVALSHA_RO can run the script: on replicas, and for users with read-only rights.
         self.read_only = self.source.startswith(b"#!lua flags=no-writes")
-        # fakeredis would parse the '#!lua' line as Lua.
+        # fakeredis would parse the '#!lua' line as Lua, and lacks two of the server's libraries.
         self.plain_source = (
             self.source.split(b"\n", 1)[1] if self.source.startswith(b"#!") else self.source
         )
+        if b"struct." in self.source or b"cmsgpack." in self.source:
+            self.plain_source = _read("_fake") + self.plain_source
 
     def __repr__(self) -> str:
         return f"Script({self.name!r})"

@@ -279,12 +279,13 @@ class SharedGroup:
         end = self.stream.end().offset if end is None else end
         config = description.config
         with closing(FrameCache(self._handle)) as frames:
-            while at < end:
+            while at < end:  # ends: each round passes at least one record or a gap
                 index = keys.index(self.stream.name)
                 entries = call("XRANGE", index, f"{at}-0", "+", "COUNT", _ENTRIES)
                 rows = [read_entry(*entry) for entry in entries]
                 if not rows or rows[0][0] > at:
-                    rows = [self._stored_keys(frames, at, rows[0][0] if rows else end)]
+                    first, found = self._stored_keys(frames, at, rows[0][0] if rows else end)
+                    rows, at = [(first, found)], max(at, first)
                 for first, found in rows:
                     if first > at:
                         break  # a gap between two entries

@@ -118,10 +118,10 @@ class KeyEntry(NamedTuple):
 
 
 def read_line(line: bytes) -> list[int]:
-    """Read offsets of six bytes each; raises ``ValueError`` if some bytes are left over."""
-    if len(line) % 6:
+    """Read offsets of seven bytes each; raises ``ValueError`` if some bytes are left over."""
+    if len(line) % 7:
         raise ValueError("Its offsets are cut off.")
-    return [int.from_bytes(line[at : at + 6], "little") for at in range(0, len(line), 6)]
+    return [int.from_bytes(line[at : at + 7], "little") for at in range(0, len(line), 7)]
 
 
 def read_batch(raw: bytes) -> list[tuple[int, bytes]]:
@@ -130,7 +130,7 @@ def read_batch(raw: bytes) -> list[tuple[int, bytes]]:
     Raises:
         ValueError: It is malformed.
     """
-    start = 1 + 6 * raw[0] if raw else 0
+    start = 1 + 7 * raw[0] if raw else 0
     offsets, keys = read_line(raw[1:start]), unpack_keys(raw[start:])
     if not raw or len(offsets) != raw[0] or len(keys) != len(offsets):
         raise ValueError("Its offsets and its keys do not match.")

@@ -23,6 +23,7 @@ import pytest
 import meteor_py as meteor
 from meteor_py.redis import keys
 from meteor_py.shared import subscriber as subscribers
+from meteor_py.shared.protocol import StepRequest
 from meteor_py.shared.record import Standing
 
 STREAM = "orders"
@@ -171,9 +172,27 @@ def die(consumer: meteor.SharedSubscriber) -> None:
 
 def expire(consumer: meteor.SharedSubscriber) -> None:
     """Let its lease expire now: the next consumer treats it as dead."""
-    consumer.stream.client._connector.call(
-        "ZADD", consumer._shared._protocol.key("leases"), "XX", 1, consumer._deliveries._consumer
-    )
+    protocol, deliveries = consumer._shared._protocol, consumer._deliveries
+    make_due(consumer.stream.client._connector, protocol, "leases", deliveries._consumer)
+
+
+#: Sets the time of members of a sorted set to 1, and makes the group look at that set.
+_MAKE_DUE = """
+local format = '<ddddddddddddddddc6c6'
+for i = 2, #ARGV do redis.call('ZADD', KEYS[2], 'XX', 1, ARGV[i]) end
+local raw = redis.call('HGET', KEYS[1], 'progress')
+if not raw then return 0 end
+local p = {struct.unpack(format, raw)}
+p[tonumber(ARGV[1])] = 1
+redis.call('HSET', KEYS[1], 'progress', struct.pack(format, unpack(p, 1, 18)))
+"""
+
+
+def make_due(connector: Any, protocol: Any, part: str, *members: Any) -> None:
+    """Let leases, delays or the times of dead letters (a ``part`` of the state) end now."""
+    place = 6 if part == "leases" else 7
+    names = (protocol.key("meta"), protocol.key(part))
+    connector.call("EVAL", _MAKE_DUE, 2, *names, place, *members)
 
 
 def discard(consumer: meteor.SharedSubscriber) -> None:
@@ -250,11 +269,14 @@ class Steps:
         self.others: list[int] = []
         self.wants: list[int] = []
 
-        def step(*args: Any, **options: Any) -> Any:
-            self.acks.append(sum(map(len, options["acks"].values())))
-            self.others.append(len(options["others"]))
-            self.wants.append(options["want"])
-            return real(*args, **options)
+        def step(connection: Any, consumer_id: str, request: StepRequest) -> Any:
+            batches = consumer._deliveries.holdings._batches
+            partial = [one for one in request.settlements if one.kind == "A"]
+            whole = sum(len(batches[number].open) for number in request.acks)
+            self.acks.append(whole + sum(len(one.offsets) for one in partial))
+            self.others.append(len(request.settlements) - len(partial))
+            self.wants.append(request.want)
+            return real(connection, consumer_id, request)
 
         monkeypatch.setattr(protocol, "step", step)
 

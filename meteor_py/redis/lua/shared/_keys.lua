@@ -1,6 +1,6 @@
 -- Library of shared/step and shared/maintain: key entries, and lines of waiting offsets.
 --
--- A line is a string of rising offsets, six bytes each. A plain entry is the owner (six bytes), the
+-- A line is a string of rising offsets, seven bytes each. A plain entry is the owner (six bytes), the
 -- number of records held (two bytes), and the line of waiting offsets. A longer entry begins with byte
 -- 255 and has the fields of `extended` below between the number and the line. An entry holds up to
 -- NEAR offsets or a little more; further ones are in chunks, fields '<key>:<number>' of `waiting`.
@@ -16,10 +16,10 @@ local own_one = me .. '\1\0'
 local told, freed = {}, {} -- keys to list in `more` of their owners; keys that this call has freed
 
 local patterns = {}
-local function six(n)
+local function seven(n)
   local pattern = patterns[n]
   if not pattern then
-    pattern = '<' .. string.rep('I6', n)
+    pattern = '<' .. string.rep('I7', n)
     patterns[n] = pattern
   end
   return pattern
@@ -27,36 +27,36 @@ end
 local function to_line(offsets, low, high)
   low, high = low or 1, high or #offsets
   if high < low then return '' end
-  if high - low < 256 then return pack(six(high - low + 1), unpack(offsets, low, high)) end
+  if high - low < 256 then return pack(seven(high - low + 1), unpack(offsets, low, high)) end
   local parts = {}
   for from = low, high, 256 do
     local to = min(from + 255, high)
-    parts[#parts + 1] = pack(six(to - from + 1), unpack(offsets, from, to))
+    parts[#parts + 1] = pack(seven(to - from + 1), unpack(offsets, from, to))
   end
   return concat(parts)
 end
 local function from_line(line)
-  if #line <= 1536 then
-    local offsets = {unpack_struct(six(#line / 6), line)}
+  if #line <= 1792 then
+    local offsets = {unpack_struct(seven(#line / 7), line)}
     offsets[#offsets] = nil -- the position after the last
     return offsets
   end
   local offsets = {}
-  for low = 1, #line, 1536 do
-    local found = {unpack_struct(six(min(256, (#line + 1 - low) / 6)), line, low)}
+  for low = 1, #line, 1792 do
+    local found = {unpack_struct(seven(min(256, (#line + 1 - low) / 7)), line, low)}
     for i = 1, #found - 1 do offsets[#offsets + 1] = found[i] end
   end
   return offsets
 end
 -- A batch is the number of its records (one byte), their line, and their keys as a MessagePack array.
 local function read_batch(raw)
-  local stop = 1 + 6 * byte(raw)
+  local stop = 1 + 7 * byte(raw)
   return cmsgpack.unpack(sub(raw, stop + 1)), sub(raw, 2, stop)
 end
 local function write_batch(names, line)
   return string.char(#names) .. line .. cmsgpack.pack(names)
 end
-local function first_of(t) return (unpack_struct('<I6', t.line)) end
+local function first_of(t) return (unpack_struct('<I7', t.line)) end
 
 local function parse(raw, whole)
   if byte(raw) ~= 255 then
@@ -136,7 +136,7 @@ local function pull_chunk(k, t)
   local field = k .. ':' .. text(x.first)
   local chunk = call('HGET', KEYS[6], field) or ''
   call('HDEL', KEYS[6], field)
-  t.line, x.first, x.far = t.line .. chunk, x.first + 1, x.far - #chunk / 6
+  t.line, x.first, x.far = t.line .. chunk, x.first + 1, x.far - #chunk / 7
   if x.first > x.last then x.far = 0 end
 end
 -- Lower the number of records that the owner of a key holds, and free the key with the last one.

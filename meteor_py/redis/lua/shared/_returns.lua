@@ -29,7 +29,7 @@ local function make_returns()
   local function put_back(k, t, offsets)
     while t.extended and t.extended.far > 0 do
       local chunk = call('HGET', KEYS[6], k .. ':' .. text(t.extended.first))
-      if chunk and unpack_struct('<I6', chunk) > offsets[#offsets] then break end
+      if chunk and unpack_struct('<I7', chunk) > offsets[#offsets] then break end
       pull_chunk(k, t)
     end
     local all = merge(from_line(t.line), offsets)

@@ -34,7 +34,7 @@ end
 -- Take back a part of what a consumer holds; returns whether it holds more.
 local function take_back(owner, died)
   local key, by_key, taken = prefix .. 'batches:' .. owner, {}, 0
-  local some = call('HRANDFIELD', key, 16, 'WITHVALUES')
+  local some = call('HRANDFIELD', key, 16, 'WITHVALUES') or {}
   for i = 1, #some, 2 do
     if taken >= RETURN then break end
     local names, line = read_batch(some[i + 1])

@@ -31,18 +31,18 @@ if raw then
     line = string.sub(raw, 9)
   end
   while line ~= '' and #purged < MOST do
-    local o = struct.unpack('<I6', line)
+    local o = struct.unpack('<I7', line)
     if o >= upto then break end
     purged[#purged + 1] = string.format('%.0f', o)
-    line = string.sub(line, 7)
+    line = string.sub(line, 8)
     if line == '' and t[10] > 0 then
       local field = key .. ':' .. string.format('%.0f', t[8])
       line = call('HGET', KEYS[4], field) or ''
       call('HDEL', KEYS[4], field)
-      t[8], t[10] = t[8] + 1, t[10] - #line / 6
+      t[8], t[10] = t[8] + 1, t[10] - #line / 7
     end
   end
-  more = line ~= '' and #purged >= MOST and struct.unpack('<I6', line) < upto and 1 or 0
+  more = line ~= '' and #purged >= MOST and struct.unpack('<I7', line) < upto and 1 or 0
   if #purged > 0 then
     local owner, held = t[2], t[3]
     if line == '' then
@@ -51,7 +51,7 @@ if raw then
       if t[4] == DELAYED then call('ZREM', KEYS[7], key) end
       if t[4] == DELAYED or t[4] == BEHIND then t[4] = FREE end
     else
-      local head = struct.unpack('<I6', line)
+      local head = struct.unpack('<I7', line)
       for set = 5, 6 do call('ZADD', KEYS[set], 'XX', head, key) end
     end
     if held == 0 and owner ~= NOBODY and line == '' then owner = NOBODY end -- kept for a last try

@@ -26,7 +26,7 @@ end
 t[4] = stop
 call('HSET', KEYS[3], key, struct.pack(EXTENDED, unpack(t, 1, 10)) .. line)
 if line == '' then return {'OK', 1} end
-local head = struct.unpack('<I6', line)
+local head = struct.unpack('<I7', line)
 if call('HDEL', KEYS[7], string.format('%.0f', head)) == 1 then p.failing = p.failing - 1 end
 write_progress()
 if owner == NOBODY then

@@ -33,7 +33,7 @@ local function note_failures(low, high)
 end
 local function take(k, limit)
   local t = entries[k]
-  local x, count = t.extended, min(limit, want - got, cap - t.held, #t.line / 6)
+  local x, count = t.extended, min(limit, want - got, cap - t.held, #t.line / 7)
   if count <= 0 then return end
   local o = first_of(t)
   if x and x.suspect >= o then
@@ -47,11 +47,11 @@ local function take(k, limit)
   got = got + count
   granted[first], offsets[first] = k, o
   if count > 1 then
-    local more = {unpack_struct(six(count), t.line)}
+    local more = {unpack_struct(seven(count), t.line)}
     for i = 2, count do granted[first + i - 1], offsets[first + i - 1] = k, more[i] end
   end
   if p.failing > 0 then note_failures(first, got) end
-  t.line, t.owner, t.held = sub(t.line, 6 * count + 1), me, t.held + count
+  t.line, t.owner, t.held = sub(t.line, 7 * count + 1), me, t.held + count
   p.waiting = p.waiting - count
   if x and t.line == '' then
     if x.far > 0 then pull_chunk(k, t) elseif x.stop == BEHIND then x.stop = FREE end
@@ -110,7 +110,7 @@ while got < want and not stop do
     end
   end
   candidates = {}
-  if total > 6 * (want - got) then by_age(names) end -- not all of them
+  if total > 7 * (want - got) then by_age(names) end -- not all of them
   for _, limit in ipairs({QUANTUM, cap}) do
     for i = 1, #names do
       local k = names[i]

@@ -97,9 +97,9 @@ local function scan_row(row)
       granted[got], offsets[got] = k, nxt
       if t then entries[k] = t + 1 end
     else
-      local before, line = pushed[k], pack('<I6', nxt)
+      local before, line = pushed[k], pack('<I7', nxt)
       while row[i + count] == k and not purged do -- with those of the same key that follow it
-        line, count = line .. pack('<I6', nxt + count), count + 1
+        line, count = line .. pack('<I7', nxt + count), count + 1
       end
       pushed[k], p.waiting = before and before .. line or line, p.waiting + count
       if before then -- its owner is told already
@@ -121,12 +121,12 @@ local function append_waiting()
   local long, fields = {}, {}
   for k, line in pairs(pushed) do
     local t = entries[k]
-    if type(t) == 'string' and #t + #line <= 6 * NEAR + 8 then
+    if type(t) == 'string' and #t + #line <= 7 * NEAR + 8 then
       entries[k] = t .. line
     else
       t = as_table(k)
       local x = t.extended
-      local space = x and x.far > 0 and 0 or max(6 * NEAR - #t.line, 0)
+      local space = x and x.far > 0 and 0 or max(7 * NEAR - #t.line, 0)
       t.line = t.line .. sub(line, 1, space)
       if #line > space then
         x = extend(t)
@@ -140,10 +140,10 @@ local function append_waiting()
   for i = 1, #long do
     local k, x, line = unpack(long[i])
     local chunk = x.far > 0 and chunks[i] or ''
-    x.far = x.far + #line / 6
+    x.far = x.far + #line / 7
     while line ~= '' do
-      if #chunk >= 6 * CHUNK then chunk, x.last = '', x.last + 1 end
-      local space = 6 * CHUNK - #chunk
+      if #chunk >= 7 * CHUNK then chunk, x.last = '', x.last + 1 end
+      local space = 7 * CHUNK - #chunk
       chunk, line = chunk .. sub(line, 1, space), sub(line, space + 1)
       set[#set + 1], set[#set + 2] = k .. ':' .. text(x.last), chunk
     end
