@@ -449,8 +449,11 @@ class SharedGroup:
     def _convert(self) -> None:
         """Convert the state if a release before 0.3 wrote it."""
         if not self._converted:
-            state = self._handle.connector.call("TYPE", self._protocol.key("state"))
-            if state == b"hash":
+            state, meta = self._protocol.keys("state meta")
+            kind, unfinished = self._handle.connector.pipeline(
+                [("TYPE", state), ("HEXISTS", meta, "converting")]
+            )
+            if kind == b"hash" or unfinished:
                 self._protocol.convert()
             self._converted = True
 

@@ -245,7 +245,7 @@ class Deliveries:
     def _exchange(
         self, connection: Connection, want: int, leave: bool, mode: str, entry: Entry | None
     ) -> StepReply:
-        refusals_left = _ROUNDS
+        refusals_left, maintained = _ROUNDS, False
         while refusals_left:  # ends: nothing is claimed until all settlements are sent
             self._join(connection)
             self._drop_lost_letters(connection)
@@ -270,7 +270,9 @@ class Deliveries:
                 self._apply(reply, request, started)
                 if last:
                     self._maintain(connection, leave=leave, due=reply.maintenance_due)
-                    return reply
+                    if maintained or leave or not (want and reply.maintenance_due) or reply.granted:
+                        return reply
+                    maintained = True  # which may have made records available: claim again
                 continue
             refusals_left -= 1
         raise ConnectionFailed(

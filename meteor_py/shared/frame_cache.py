@@ -38,7 +38,7 @@ _FETCH_MAX = 64
 _KEEP_RECORDS = 4_096
 #: The most bytes of frames to keep, and to request at a time; a single frame may be larger.
 _KEEP_BYTES = 32 * 1024 * 1024
-_FETCH_BYTES = 16 * 1024 * 1024
+_FETCH_BYTES = 32 * 1024 * 1024
 
 
 class Fetched(NamedTuple):

@@ -22,7 +22,9 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.redis import keys
+from meteor_py.redis.scripts import _read
 from meteor_py.shared import subscriber as subscribers
+from meteor_py.shared.group_state import Progress
 from meteor_py.shared.protocol import StepRequest
 from meteor_py.shared.record import Standing
 
@@ -176,23 +178,35 @@ def expire(consumer: meteor.SharedSubscriber) -> None:
     make_due(consumer.stream.client._connector, protocol, "leases", deliveries._consumer)
 
 
-#: Sets the time of members of a sorted set to 1, and makes the group look at that set.
-_MAKE_DUE = """
+#: Runs commands, and changes numbers of the group's progress: KEYS 1 meta; ARGV  1 how many numbers,
+#: then the place of each and what to add to it (or 'x' and its value), then a command.
+_CHANGE = b"""
 local format = '<ddddddddddddddddc6c6'
-for i = 2, #ARGV do redis.call('ZADD', KEYS[2], 'XX', 1, ARGV[i]) end
-local raw = redis.call('HGET', KEYS[1], 'progress')
-if not raw then return 0 end
-local p = {struct.unpack(format, raw)}
-p[tonumber(ARGV[1])] = 1
+local p = {struct.unpack(format, redis.call('HGET', KEYS[1], 'progress'))}
+for i = 1, tonumber(ARGV[1]) do
+  local place, change = tonumber(ARGV[2 * i]), ARGV[2 * i + 1]
+  local value = string.match(change, '^x(.*)$')
+  p[place] = value and tonumber(value) or p[place] + change
+end
 redis.call('HSET', KEYS[1], 'progress', struct.pack(format, unpack(p, 1, 18)))
 """
+#: The places of numbers in the progress; see ``redis/lua/shared/_group.lua``.
+PLACES = {name: number for number, name in enumerate(Progress._fields, 1)}
+
+
+def change_progress(connector: Any, protocol: Any, **changes: int | str) -> None:
+    """Add to numbers of the group's progress, or set them: ``due="x1"``."""
+    flat = [part for name, value in changes.items() for part in (PLACES[name], value)]
+    script = _read("_fake") + _CHANGE  # fakeredis lacks struct
+    connector.call("EVAL", script, 1, protocol.key("meta"), len(changes), *flat)
 
 
 def make_due(connector: Any, protocol: Any, part: str, *members: Any) -> None:
     """Let leases, delays or the times of dead letters (a ``part`` of the state) end now."""
-    place = 6 if part == "leases" else 7
-    names = (protocol.key("meta"), protocol.key(part))
-    connector.call("EVAL", _MAKE_DUE, 2, *names, place, *members)
+    for member in members:
+        connector.call("ZADD", protocol.key(part), "XX", 1, member)
+    if connector.call("EXISTS", protocol.key("meta")):
+        change_progress(connector, protocol, **{"reap_at" if part == "leases" else "due": "x1"})
 
 
 def discard(consumer: meteor.SharedSubscriber) -> None:

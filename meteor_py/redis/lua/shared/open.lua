@@ -14,7 +14,9 @@
 local call = redis.call
 local m = call('HMGET', KEYS[1], 'incarnation', 'next')
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
-if call('TYPE', KEYS[6]).ok == 'hash' then return {'CONVERT'} end
+if call('TYPE', KEYS[6]).ok == 'hash' or call('HEXISTS', KEYS[2], 'converting') == 1 then
+  return {'CONVERT'}
+end
 local found = call('HMGET', KEYS[2], 'incarnation', 'progress')
 if string.match(found[1] or '', '^[^.]*') ~= ARGV[1] or not found[2] then
   if ARGV[3] == '' then return {'NOGROUP'} end
