@@ -141,7 +141,6 @@ class SharedGroup:
         self._handle = handle
         self.name = keys.check_name(name, "group")
         self._protocol = SharedProtocol(handle, name)
-        self._converted = False  # whether the state is known to have the present format
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -164,7 +163,7 @@ class SharedGroup:
 
     def _describe(self) -> tuple[SharedDescription, dict[str, Consumer]]:
         """Return the description without consumers, and the consumers without their keys."""
-        self._convert()
+        self._protocol.ensure_converted()
         protocol = self._protocol
         lowest = [("ZRANGE", name, 0, 0, "WITHSCORES") for name in protocol.keys(_UNSETTLED)]
         commands: list[tuple[Any, ...]] = [
@@ -323,7 +322,7 @@ class SharedGroup:
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        self._convert()
+        self._protocol.ensure_converted()
         return find_flaws(self._protocol)
 
     # -- changing ------------------------------------------------------------------------------
@@ -404,7 +403,7 @@ class SharedGroup:
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
-        self._convert()
+        self._protocol.ensure_converted()
         name, protocol = _check_key(key), self._protocol
         names: list[Any] = [protocol.meta]
         names += protocol.keys("meta keys ready blocked delayed failures idle")
@@ -445,17 +444,6 @@ class SharedGroup:
         client.call("SREM", keys.shared_groups(self.stream.name), self.name)
         if client.call("EXISTS", meta):  # the group was recreated meanwhile
             client.call("SADD", keys.shared_groups(self.stream.name), self.name)
-
-    def _convert(self) -> None:
-        """Convert the state if a release before 0.3 wrote it."""
-        if not self._converted:
-            state, meta = self._protocol.keys("state meta")
-            kind, unfinished = self._handle.connector.pipeline(
-                [("TYPE", state), ("HEXISTS", meta, "converting")]
-            )
-            if kind == b"hash" or unfinished:
-                self._protocol.convert()
-            self._converted = True
 
     def __repr__(self) -> str:
         return f"<SharedGroup {self.name!r} of {self.stream.name!r}>"
@@ -508,7 +496,7 @@ def open_shared(
             group=name,
         )
     state = _fields(protocol.check(reply)[1])
-    protocol.incarnation, shared._converted = state["incarnation"], True
+    protocol.incarnation, protocol.converted = state["incarnation"], True
     present = SharedConfig.from_fields(state)
     setting = present.differing(asked)
     if setting is not None:

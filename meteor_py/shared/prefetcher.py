@@ -81,6 +81,7 @@ class Prefetcher:
         self._dead_letter_stream: StreamHandle | None = None
         self._postponed = -1  # the last dead letter that had to wait, so that it is logged once
         self._full_since: float | None = None
+        self._scanned = -1  # where the last step stopped scanning the index
         self._woken = "0-0"  # the last wake-up that was seen
         self._idle_until = 0.0  # when to claim again, even if the server has not woken us
         #: Set by another thread to end waits here, and iteration.
@@ -141,17 +142,19 @@ class Prefetcher:
 
     def _claim(self, *, wait: bool) -> StepReply | None:
         """Claim and fetch records; return the last reply, or None to try again at once."""
-        before = self._entry
+        entry = self._entry
         reply = self._claim_all(wait=wait)
         self._fetch(reply)
         self.publish_dead_letters()
         if reply.stored_stop and not self._buffer:
             self._entry = self._entry_from_store(reply)
             return None
-        self._entry = before if reply.stored_stop else None
+        self._entry = entry if reply.stored_stop else None
+        before, self._scanned = self._scanned, reply.next
         if self._buffer or reply.idle or self._is_full:
             return reply
-        return None if reply.granted or wait else reply
+        # A step scans only some of the new records.
+        return None if reply.granted or wait or before < reply.next < reply.end else reply
 
     @property
     def _is_full(self) -> bool:

@@ -174,6 +174,8 @@ class SharedProtocol:
         self.prefix = keys.shared(stream.name, group, "")
         #: The stream's incarnation; once the group is open, followed by the group's.
         self.incarnation = stream.incarnation
+        #: Whether the state is known to have the present format.
+        self.converted = False
 
     def key(self, part: str) -> str:
         return self.prefix + part
@@ -203,6 +205,7 @@ class SharedProtocol:
         Raises:
             GroupNotFound, StreamNotFound, LogTruncated: The group or the stream was deleted.
         """
+        self.ensure_converted()
         call = self.stream.connector.call
         found = call("HGET", self.meta, "incarnation")
         try:
@@ -277,6 +280,20 @@ class SharedProtocol:
         flat = connection.call("HGETALL", self.key(f"batches:{consumer}"))
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return {int(number): [offset for offset, _ in read_batch(raw)] for number, raw in pairs}
+
+    def ensure_converted(self) -> None:
+        """Convert the state if a release before 0.3 wrote it."""
+        if self.converted:
+            return
+        kind, meta = self.stream.connector.pipeline(
+            [("TYPE", self.key("state")), ("TYPE", self.key("meta"))]
+        )
+        unfinished = meta == b"hash" and self.stream.connector.call(
+            "HEXISTS", self.key("meta"), "converting"
+        )
+        if kind == b"hash" or unfinished:
+            self.convert()
+        self.converted = True
 
     def convert(self) -> None:
         """Convert the state that a release before 0.3 wrote, a portion per call."""

@@ -115,8 +115,8 @@ def test_room_made_during_a_claim_of_nothing_wakes_the_consumer(
     assert c1.poll(0.05) == []  # c1 has scanned everything
     exchange = c1._prefetcher.exchange
 
-    def settled_meanwhile(want: int) -> StepReply:
-        reply = exchange(want)
+    def settled_meanwhile(want: int, mode: str = "") -> StepReply:
+        reply = exchange(want, mode)
         if first.standing is Standing.HELD:
             assert want == 0
             first.ack()

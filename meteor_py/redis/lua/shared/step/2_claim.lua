@@ -98,10 +98,12 @@ while got < want and not stop do
   rounds = rounds + 1
   local before, names, seen, total = got, {}, {}, 0
   local mine = call('LPOP', KEYS[18], ROUND) or {}
+  local told_now = told[me] or {} -- by this step
+  told[me] = nil
   local ready = call('ZRANGE', KEYS[7], 0, min(want - got, ROUND) - 1)
   load(mine)
   load(ready)
-  for _, list in ipairs({mine, ready, candidates}) do
+  for _, list in ipairs({mine, told_now, ready, candidates}) do
     for i = 1, #list do
       local k = list[i]
       if not seen[k] and claimable(entries[k]) then
