@@ -218,7 +218,8 @@ class Prefetcher:
             return
         streams = [(self._wake_key, self._woken)]
         if idle.watches:
-            after = f"{idle.next - 1}-{_ID_MAX}" if idle.next else "0-0"
+            # From the end of the stream: some older records may not be scanned yet on purpose.
+            after = f"{idle.end - 1}-{_ID_MAX}" if idle.end else "0-0"
             streams.append((keys.index(self.stream.name), after))
         found = self._frame_cache.wait(streams, block_s)
         if found:

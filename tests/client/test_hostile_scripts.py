@@ -9,13 +9,10 @@ import pytest
 import meteor_py as meteor
 from meteor_py.log.split_points import split_points
 from meteor_py.redis import keys, scripts
+from meteor_py.redis.connection import Connection
+from meteor_py.shared.protocol import Settlement, StepReply, StepRequest
 
 NAME = "orders"
-#: The keys of a shared group that the step script takes, after meta and index.
-PARTS = (
-    "state groups ready blocked delayed leases consumers failures dying letters bell held: more: "
-    "suspects"
-)
 
 
 @pytest.fixture
@@ -70,10 +67,38 @@ def test_split_points_of_large_frames_are_found_in_several_calls(client: meteor.
         assert split_points(stream._handle, offsets) == [1, 2, 3] * 5
 
 
-@pytest.mark.parametrize("index", [(b"", b""), (b"\xff" * 6, b""), (bytes(6), b"k" * 1000)])
-def test_a_malformed_index_entry_loses_no_honest_record(
+@pytest.mark.parametrize(
+    "index", [(), (b"", b""), (b"\0" * 6, b"\x91\xa0"), (bytes(3), b"x" * 17_001), (bytes(3),)]
+)
+def test_publish_refuses_index_entries_that_do_not_match_the_frame(
     client: meteor.Client, index: tuple[bytes, ...]
 ) -> None:
+    with client:
+        stream = client.stream(NAME, ordering_key="key")
+        script_keys = [
+            keys.log(NAME), keys.meta(NAME), keys.producer(NAME, "evil"), keys.index(NAME),
+        ]  # fmt: skip
+        args = publish_args(stream, "3", *index)
+        assert client._connector.run(scripts.PUBLISH, script_keys, args) == [b"INVALID"]
+        assert stream.end().offset == 0
+
+
+#: Keys of an index entry that no publisher of ours writes.
+MALFORMED = {
+    "not MessagePack": b"\xc1",
+    "cut off": b"\xdc\xff\xff\xa1a",
+    "a number": b"\x07",
+    "nothing": b"",
+    "numbers": b"\x93\x01\x02\x03",
+    "nested": b"\x91" * 5_000 + b"\xa0",
+    "a map": b"\x81\xa1a\xa1b",
+    "a long key": b"\x91\xda\x03\xe8" + b"k" * 1_000,
+    "too few": b"\x90",
+}
+
+
+@pytest.mark.parametrize("index", [*MALFORMED, "old and empty", "old with wild numbers", "raw"])
+def test_a_malformed_index_entry_loses_no_honest_record(client: meteor.Client, index: str) -> None:
     with client:
         stream = client.stream(NAME, ordering_key="key")
         with stream.publisher() as publisher:
@@ -82,8 +107,17 @@ def test_a_malformed_index_entry_loses_no_honest_record(
             script_keys = [
                 keys.log(NAME), keys.meta(NAME), keys.producer(NAME, "evil"), keys.index(NAME),
             ]  # fmt: skip
-            args = publish_args(stream, "3", *index)
+            packed = MALFORMED.get(index, b"\x91\xa0")
+            args = publish_args(stream, "3", bytes(3), packed)
             assert client._connector.run(scripts.PUBLISH, script_keys, args)[0] == b"OK"
+            if index not in MALFORMED:  # a publisher may also write to the index directly
+                client._connector.call("XDEL", keys.index(NAME), "12-3")
+                fields = {
+                    "old and empty": (b"", b""),
+                    "old with wild numbers": (b"\xff" * 6, b""),
+                    "raw": (b"a", b"b", b"c", b"d"),
+                }[index]
+                client._connector.call("XADD", keys.index(NAME), "12-4", *fields)
             publisher.publish(b"x", key=b"last").result()
         seen: list[int] = []
         refused: list[tuple[int, int]] = []
@@ -99,18 +133,26 @@ def test_a_malformed_index_entry_loses_no_honest_record(
         assert set(refused) <= {(10, 12)}
 
 
-def test_a_consumer_cannot_make_one_step_scan_the_whole_stream(client: meteor.Client) -> None:
+def test_a_consumer_cannot_make_one_step_do_unbounded_work(client: meteor.Client) -> None:
     with client:
         stream = client.stream(NAME, capacity=100_000, ordering_key="key")
         with stream.publisher() as publisher:
             publisher.publish_many([b"x"] * 20_000, keys=[b"k"] * 20_000).result()
-        stream.shared_subscriber("g").close()
-        state: bytes = client._connector.call(
-            "HGET", keys.shared(NAME, "g", "state"), "incarnation"
-        )
-        parts = [keys.shared(NAME, "g", part) for part in PARTS.split()]
-        args = [keys.shared(NAME, "g", ""), state, "", 0, "", 0, 10**9, 1000, "", 0, 0]
-        reply = client._connector.run(
-            scripts.SHARED_STEP, [keys.meta(NAME), keys.index(NAME), *parts], args
-        )
-        assert reply[:2] == [b"OK", 4096]
+        with stream.shared_subscriber("g", max_per_key=1) as consumer:
+            protocol, deliveries = consumer._shared._protocol, consumer._deliveries
+
+            def step(request: StepRequest) -> StepReply:
+                def work(connection: Connection) -> StepReply:
+                    return protocol.step(connection, deliveries.consumer, request)
+
+                return client._connector.use(work)
+
+            first = deliveries.holdings.number + 1
+            reply = step(StepRequest(first, want=10**9))
+            assert (reply.granted, reply.next) == (1, 512)
+            with pytest.raises(meteor.ServerRefused, match="INVALID"):
+                step(StepRequest(first + 1, acks=tuple(range(1_000))))
+            many = tuple(Settlement("U", 1, (number,)) for number in range(1_000))
+            with pytest.raises(meteor.ServerRefused, match="INVALID"):
+                step(StepRequest(first + 1, settlements=many))
+            assert consumer.keys()[0].acquired == 1

@@ -72,6 +72,7 @@ local function read_row()
   return row
 end
 
+local pushed = {} -- lines to append, by key
 -- Records of a purged key below its mark are settled as they are scanned.
 local function purge_marks(row)
   local marks_of, names = {}, {}
@@ -83,7 +84,14 @@ local function purge_marks(row)
   for _, k in ipairs(names) do marks_of[k] = tonumber(call('ZSCORE', KEYS[16], k) or -1) end
   return marks_of
 end
-local pushed = {} -- lines to append, by key
+-- Whether a key in the form of a table has nothing to wait for.
+local function grantable(k, t)
+  if t.line ~= '' or pushed[k] or t.held >= cap or (t.owner ~= me and t.owner ~= NOBODY) then
+    return false
+  end
+  local x = t.extended
+  return not x or (x.stop == FREE and x.suspect < nxt)
+end
 local function scan_row(row)
   local purged = p.purging > 0 and purge_marks(row)
   local i = 1
@@ -96,6 +104,9 @@ local function scan_row(row)
       got = got + 1
       granted[got], offsets[got] = k, nxt
       if t then entries[k] = t + 1 end
+    elseif type(t) == 'table' and grantable(k, t) then
+      got = got + 1
+      granted[got], offsets[got], t.owner, t.held = k, nxt, me, t.held + 1
     else
       local before, line = pushed[k], pack('<I7', nxt)
       while row[i + count] == k and not purged do -- with those of the same key that follow it
@@ -108,6 +119,7 @@ local function scan_row(row)
         local x = t.extended
         if t.line == '' and t.held < cap and t.owner ~= NOBODY and not (x and x.stop ~= FREE) then
           tell(t.owner, k)
+          if t.owner == me then cut = true end -- claim it with the next step
         end
       elseif #t == 8 then
         local low, high = byte(t, 7, 8)
