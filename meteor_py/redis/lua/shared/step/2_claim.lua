@@ -40,7 +40,7 @@ local function take(k, limit)
     left[k] = t.held > 0 or nil
     if not may_try(k, t, o) then return end
     count = 1
-  elseif x and x.suspect >= 0 then
+  elseif x and x.suspect >= 0 and t.held == 0 then
     x.suspect = -1
   end
   local first = got + 1
