@@ -372,7 +372,9 @@ class SharedGroup:
         if len(waiting) >= limit:
             return waiting[limit - 1] + 1
         left = limit - len(waiting)
-        for offset, key in self._unscanned(description, description.looked, end):
+        mark = self._handle.connector.call("ZSCORE", self._protocol.key("purges"), name)
+        start = max(description.looked, int(float(mark or 0)))  # purged before, but not scanned yet
+        for offset, key in self._unscanned(description, start, end):
             left -= key == name
             if not left:
                 return offset + 1

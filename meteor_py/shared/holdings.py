@@ -252,8 +252,8 @@ class Holdings:
         for other in self._others:
             if other.kind in "DL" or (other.batch, other.offsets[0]) in known:
                 kept.append(other)
-            elif other.kind != "G":
-                void += other.offsets
+            else:
+                void += other.asked
         self._others = kept
         pending = {offset for other in kept for offset in other.offsets}
         for batch_number, offsets in theirs.items():
@@ -284,7 +284,7 @@ class Holdings:
                 unknown += sent
         for batch in self._dirty:
             void += batch.acked
-        void += [o for other in self._others if other.kind not in "GDL" for o in other.offsets]
+        void += [offset for other in self._others for offset in other.asked]
         self.request, self._others = None, []
         self.take_all()
         return void, unknown
@@ -335,10 +335,7 @@ class Holdings:
 
     def _offsets_sent(self, request: StepRequest) -> list[int]:
         sent = [offset for number in request.acks for offset in self._batches[number].open]
-        for one in request.settlements:
-            if one.kind not in "GDL":
-                sent += one.offsets
-        return sent
+        return sent + [offset for one in request.settlements for offset in one.asked]
 
     def _take(self, offset: int) -> None:
         record = self._held.get(offset)

@@ -331,6 +331,7 @@ class Prefetcher:
         return bury(
             *(self._dead_letter_stream, self.stream, self.group, record),
             epoch=epoch_of(epochs.decode(), letter.offset),
+            incarnation=self.deliveries.protocol.incarnation,
             reason=letter.reason,
             tries=letter.failures,
             timeout_s=0.0,  # one try: the application is waiting for records

@@ -80,6 +80,12 @@ class Settlement(NamedTuple):
     #: The ordering key that this settlement rewinds to its offset; None if it does not.
     rewinds: bytes | None = None
 
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """The offsets that the application settled, and must hear about if they are refused."""
+        returned = self.kind == "U" and self.rewinds is None  # with an earlier record of its key
+        return () if returned or self.kind in "GDL" else self.offsets
+
     def arguments(self) -> tuple[str, int | str, bytes]:
         """Return the three arguments of ``shared/step`` that stand for it."""
         listed = ",".join(map(str, self.offsets)).encode()

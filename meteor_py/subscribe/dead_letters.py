@@ -3,7 +3,7 @@
 The hazard: a member that gives up on a record may crash before it confirms the record, and the next
 member gives up on the record again. So each letter is the only batch of its own producer, whose id
 is derived from the record: stream, incarnation, the epoch in which it was appended, offset, and
-group. The server remembers that producer and refuses a second batch from any sender.
+group, with the group's incarnation if it has one. The server remembers that producer and refuses a second batch from any sender.
 
 The other hazard: a failover may lose a letter. The record must then not be confirmed. Replicas
 apply writes in order. So if the confirm follows the letter on the same server and in the same
@@ -81,6 +81,7 @@ def bury(
     *,
     epoch: int,
     member: str = "",
+    incarnation: str = "",
     reason: str,
     tries: int,
     acks: int = 0,
@@ -98,6 +99,8 @@ def bury(
         record: The record as stored in ``source``, with its value not decoded.
         epoch: The epoch of ``source`` in which the record was appended. After a failover, another
             record may have the same offset.
+        incarnation: The group's own, if it has one: a group that was deleted and created again may
+            give up on the same record again.
         tries: How often the record was tried.
         acks: Replicas that must have the letter.
         timeout_s: Seconds to retry while the server is unreachable or full. The last attempt may
@@ -115,7 +118,8 @@ def bury(
         ServerRefused: The server refuses the letter for good.
     """
     headers = _headers(source, group, record.offset, reason, tries)
-    letter = _compose(target, _producer_id(source, group or member, epoch, record), record, headers)
+    reader = f"{group or member}\0{incarnation}" if incarnation else group or member
+    letter = _compose(target, _producer_id(source, reader, epoch, record), record, headers)
     deadline = time.monotonic() + timeout_s
     failures = 0
     while True:

@@ -7,16 +7,20 @@ the model, and runs fsck.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import pytest
 import redis
 
 import meteor_py as meteor
+from meteor_py.redis.scripts import SHARED_MAINTAIN, SHARED_STEP
 from meteor_py.shared.admin import SharedGroup, open_shared
 from meteor_py.shared.deliveries import Deliveries
 from meteor_py.shared.frame_cache import FrameCache
@@ -33,6 +37,38 @@ STREAM, GROUP, LETTERS = "orders", "billing", "letters"
 IDLE_STEPS = 30
 #: Parts of the state that a consumer changes when it joins.
 _OF_CONSUMERS = (b"members", b"leases", b"dying", b"idle", b"meta", b"state")
+
+
+#: Sizes in the scripts, and small ones, with which a short walk meets every border.
+_SMALL = {
+    b"local BATCH = 32 ": b"local BATCH = 3 ",
+    b"local LOADS = 400 ": b"local LOADS = 6 ",
+    b"local NEAR, CHUNK = 128, 128": b"local NEAR, CHUNK = 4, 3",
+    b"local QUANTUM, ROUND = 16, 64": b"local QUANTUM, ROUND = 2, 3",
+    b"local RETURN = 64": b"local RETURN = 3",
+    b"local SCAN = 512": b"local SCAN = 9",
+}
+
+
+@contextmanager
+def changed_scripts(changes: dict[bytes, bytes]) -> Iterator[None]:
+    """Replace texts in the scripts of steps and maintenance, during the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        left = {*changes}
+        for script in (SHARED_STEP, SHARED_MAINTAIN):
+            source = script.source
+            for old, new in changes.items():
+                if old in source:
+                    left.discard(old)
+                source = source.replace(old, new)
+            patch.setattr(script, "source", source)
+            patch.setattr(script, "sha", hashlib.sha1(source, usedforsecurity=False).hexdigest())
+        assert not left, f"the scripts do not contain {left}"
+        yield
+
+
+def small_scripts() -> AbstractContextManager[None]:
+    return changed_scripts(_SMALL)
 
 
 class Hand:

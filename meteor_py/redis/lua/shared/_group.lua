@@ -29,8 +29,8 @@ local pack, unpack_struct, concat = struct.pack, struct.unpack, table.concat
 local type, pairs, ipairs, unpack, tonumber = type, pairs, ipairs, unpack, tonumber -- faster as locals
 local prefix, me = ARGV[1], ARGV[3]
 local NOBODY, NEVER = '......', 2 ^ 52
-local BATCH = 32          -- records in a delivery batch
-local LOADS = 400         -- key entries read, after which a call takes on no more work
+local BATCH = 32 -- records in a delivery batch
+local LOADS = 400 -- key entries read, after which a call takes on no more work
 
 local stream = call('HMGET', KEYS[1], 'incarnation', 'next', 'store', 'epoch', 'large')
 if stream[1] ~= match(ARGV[2], '^[^.]*') then return {stream[1] and 'INCARNATION' or 'NOSTREAM'} end

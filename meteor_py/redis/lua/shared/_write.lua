@@ -72,7 +72,9 @@ local function write_changes(mode, want, got, stop, cut, stored_stop, waits)
       if owner ~= me or want == 0 then wake(owner) end
     end
     if want == 0 and c.idle and c.holding == 0 and (c.alone or c.kept ~= '') then wake(me) end
-    if p.due < due_before and p.watcher ~= NOBODY and p.watcher ~= me then wake(p.watcher) end
+    if p.due < due_before and p.watcher ~= NOBODY and (p.watcher ~= me or want == 0) then
+      wake(p.watcher)
+    end
     if (work and not (hungry and idle == 0)) or p.watcher == NOBODY then
       local one = call('ZRANGE', KEYS[11], 0, 0)[1]
       if one and (one ~= me or want == 0) then wake(one) end
