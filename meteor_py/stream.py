@@ -201,6 +201,7 @@ class Stream:
         keyless: Keyless | None = None,
         initial_offset: Start = InitialOffset.AUTO,
         max_poll_interval: float = ConsumerConfig.max_poll_interval,
+        ack_timeout: float | None = ConsumerConfig.ack_timeout,
         on_gap: OnGap = ConsumerConfig.on_gap,
         on_gap_skipped: Callable[[int, int], object] | None = None,
         codec: CodecName | Codec | None = None,
@@ -235,7 +236,7 @@ class Stream:
             keyless=keyless,
         )
         start = parse_start("initial_offset", initial_offset)
-        config = ConsumerConfig(prefetch, max_poll_interval, on_gap, on_gap_skipped)
+        config = ConsumerConfig(prefetch, max_poll_interval, ack_timeout, on_gap, on_gap_skipped)
         shared, settings = open_shared(self, self._handle, group, requested, start)
         return SharedSubscriber(shared, settings, config, self._codec(codec))
 

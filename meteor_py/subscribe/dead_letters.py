@@ -143,6 +143,11 @@ def open_letters(connector: Connector, name: str) -> StreamHandle:
     return StreamHandle(connector, name, meta)
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the reason of a letter whose record made a handler raise ``error``."""
+    return f"{type(error).__name__}: {error}"
+
+
 def _compose(target: StreamHandle, producer: str, record: Record, headers: Headers) -> _Letter:
     columns = Columns(
         values=[to_bytes(record.value)],
