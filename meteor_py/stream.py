@@ -237,6 +237,8 @@ class Stream:
         )
         start = parse_start("initial_offset", initial_offset)
         config = ConsumerConfig(prefetch, max_poll_interval, ack_timeout, on_gap, on_gap_skipped)
+        if self.config.ordering_key is None:
+            self._handle.snapshot()  # it may have got one since this object opened it
         shared, settings = open_shared(self, self._handle, group, requested, start)
         return SharedSubscriber(shared, settings, config, self._codec(codec))
 
@@ -399,6 +401,7 @@ class Stream:
         capacity: int | None = None,
         compression: Compression | None = None,
         checksum: bool | None = None,
+        ordering_key: str | None = None,
         max_unarchived: int | None = None,
         max_age: float | None = None,
         max_bytes: int | None = None,
@@ -411,7 +414,11 @@ class Stream:
         publishers keep their compression and checksum. A smaller ring is trimmed at once, in small
         steps, so that other clients do not wait long.
 
+        A stream without an ordering key can get one, once and for all. It also applies to the
+        records published before, and open publishers adopt it.
+
         Raises:
+            StreamConfigMismatch: The stream has another ``ordering_key``.
             ValueError, TypeError: A setting is out of range or of the wrong type.
             StreamNotFound, LogTruncated: The stream was deleted, or recreated.
         """
@@ -419,6 +426,7 @@ class Stream:
             capacity=capacity,
             compression=compression,
             checksum=checksum,
+            ordering_key=ordering_key,
             max_unarchived=max_unarchived,
             max_age=max_age,
             max_bytes=max_bytes,

@@ -20,6 +20,7 @@ import hashlib
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from meteor_py.errors import ConnectionFailed, MeteorError, ServerRefused, StreamNotFound
@@ -115,12 +116,17 @@ def bury(
         ServerRefused: The server refuses the letter for good.
     """
     headers = _headers(source, group, record.offset, reason, tries)
-    letter = _compose(target, _producer_id(source, group or member, epoch, record), record, headers)
+    producer = _producer_id(source, group or member, epoch, record)
+    letter = _compose(target, producer, record, headers)
     deadline = time.monotonic() + timeout_s
     failures = 0
     while True:
         try:
-            sent = target.connector.use(lambda connection: _send(connection, target, letter, acks))
+            sent = target.connector.use(partial(_send, target=target, letter=letter, acks=acks))
+            if sent.reply[0] == b"ORDERED":  # the target has got an ordering key
+                target.adopt_ordering_key(sent.reply[1].decode())
+                letter = _compose(target, producer, record, headers)
+                sent = target.connector.use(partial(_send, target=target, letter=letter, acks=acks))
             _check(target, sent.reply)
             if sent.replicas < acks:
                 raise _not_replicated(target, sent.replicas, acks)

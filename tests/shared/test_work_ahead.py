@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from meteor_py.shared import work_ahead
 from meteor_py.shared.work_ahead import WorkAhead
 
 
@@ -12,7 +11,7 @@ from meteor_py.shared.work_ahead import WorkAhead
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in seconds, as a list of one number."""
     time = [100.0]
-    monkeypatch.setattr(work_ahead.time, "monotonic", lambda: time[0])
+    monkeypatch.setattr("meteor_py.shared.work_ahead.time.monotonic", lambda: time[0])
     return time
 
 
