@@ -131,7 +131,7 @@ class WorkerPool:
                 lambda: self._stopped or self._unfinished <= self._work_ahead.limit // 2,
                 min(_POLL_S, self._subscriber.config.max_poll_interval / 3),
             )
-            idle = self._idle > 0
+            idle = self._idle > len(self._ready)  # others are only about to wake up
         self._prefetcher.target = self._work_ahead.limit
         records = self._fetch(_POLL_S)
         full = len(self._prefetcher.deliveries.holdings) >= self._prefetcher.limit

@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -258,6 +259,29 @@ def test_run_holds_few_records_for_slow_handlers(url: str) -> None:
             two.commit()
             go_on.set()
             eventually(lambda: queue.shared.confirmed == 10)
+
+
+def test_runs_that_join_later_get_a_fair_share(url: str) -> None:
+    with Queue(url, max_per_key=32) as queue:
+        queue.publish("ABCDEFGHIJKLMNOP" * 120, frame=480)
+        done = [0, 0, 0, 0]
+
+        def handler(number: int) -> Callable[[meteor.SharedRecord], None]:
+            def handle(record: meteor.SharedRecord) -> None:
+                time.sleep(0.002)  # the work
+                done[number] += 1
+
+            return handle
+
+        with ExitStack() as runners:
+            for number, consumer in enumerate(queue.consumers(4)):
+                runners.enter_context(Runner(consumer, handler(number)))
+                eventually(lambda: done[number] > 0)  # noqa: B023
+            before = done.copy()
+            eventually(lambda: sum(done) - sum(before) >= 800, 60)
+            after = done.copy()
+        share = max(b - a for a, b in zip(before, after, strict=True)) / (sum(after) - sum(before))
+        assert share <= 0.35
 
 
 def test_run_uses_the_whole_prefetch_for_one_thread_per_busy_key(url: str) -> None:
