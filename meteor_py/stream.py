@@ -233,7 +233,7 @@ class Stream:
             dead_letter=dead_letter,
             on_poison=on_poison,
             default_key=default_key,
-            keyless=keyless,
+            keyless="default" if keyless is None and default_key is not None else keyless,
         )
         start = parse_start("initial_offset", initial_offset)
         config = ConsumerConfig(prefetch, max_poll_interval, ack_timeout, on_gap, on_gap_skipped)

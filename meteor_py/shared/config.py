@@ -45,16 +45,13 @@ class SharedConfig:
     #: The ordering key of records that have none, if ``keyless`` is "default".
     default_key: str = DEFAULT_KEY
     #: Order of records without an ordering key: "free" processes them in parallel, in any order;
-    #: "default" gives all of them ``default_key``, so that they are processed in sequence. None =
-    #: "default" if a ``default_key`` is set, otherwise "free".
-    keyless: Keyless | None = None
+    #: "default" gives all of them ``default_key``, so that they are processed in sequence.
+    #: ``shared_subscriber()`` with a ``default_key`` implies "default".
+    keyless: Keyless = "free"
 
     def __post_init__(self) -> None:
         if check_int("max_per_key", self.max_per_key, 0, PREFETCH_MAX) == 0:
             object.__setattr__(self, "max_per_key", PREFETCH_MAX)
-        if self.keyless is None:
-            keyless = "free" if self.default_key == DEFAULT_KEY else "default"
-            object.__setattr__(self, "keyless", keyless)
         low, high = LEASE_TTL_S
         if not low <= check_seconds("lease_ttl", self.lease_ttl) <= high:
             raise ValueError(
@@ -87,7 +84,7 @@ class SharedConfig:
             "dead_letter": self.dead_letter or "",
             "on_poison": self.on_poison,
             "default_group": self.default_key,
-            "ungrouped": self.keyless or "",
+            "ungrouped": self.keyless,
             "max_waiting": str(WAITING_MAX),
         }
 

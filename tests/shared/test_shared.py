@@ -44,9 +44,15 @@ def keys_of(stream: meteor.Stream, **options: Any) -> list[bytes]:
 # Settings
 
 
-def test_records_without_a_key_are_processed_in_parallel_by_default() -> None:
-    assert meteor.SharedConfig().keyless == "free"
-    assert meteor.SharedConfig(default_key="rest").keyless == "default"
+def test_default_key_implies_that_keyless_records_are_ordered(client: meteor.Client) -> None:
+    stream = client.stream("t", ordering_key="key")
+    stream.shared_subscriber("parallel").close()
+    stream.shared_subscriber("ordered", default_key="rest").close()
+    found = [stream.shared_group(name).describe().config for name in ("parallel", "ordered")]
+    assert [config.keyless for config in found] == ["free", "default"]
+    stream.shared_subscriber("ordered", default_key="rest").close()
+    with pytest.raises(meteor.GroupConfigMismatch, match="default_key"):
+        stream.shared_subscriber("parallel", default_key="rest")
 
 
 def test_existing_group_keeps_its_order_of_keyless_records(client: meteor.Client) -> None:
