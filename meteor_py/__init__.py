@@ -17,6 +17,7 @@ from meteor_py.archive.archiver import Archiver
 from meteor_py.client import Client, close_on_signal, connect
 from meteor_py.errors import (
     AccessDenied,
+    AckTimeout,
     ActionRefused,
     ClockTooUncertain,
     ConnectionFailed,
@@ -57,6 +58,7 @@ from meteor_py.errors import (
     ReadError,
     RecordsLost,
     RecordTooLarge,
+    Rewound,
     ServerNotFound,
     ServerRefused,
     ServerStartFailed,
@@ -114,6 +116,7 @@ __all__ = [
     "ARROW_SCHEMA",
     "AccessDenied",
     "Ack",
+    "AckTimeout",
     "Action",
     "ActionRefused",
     "Archive",
@@ -191,6 +194,7 @@ __all__ = [
     "RecordsLost",
     "RepairReport",
     "Replies",
+    "Rewound",
     "RingbufferStore",
     "SegmentDescription",
     "ServerDescription",

@@ -75,7 +75,7 @@ class StreamConfig:
     #: How values become bytes: "bytes", "text", "json" or "msgpack". Cannot be changed later.
     codec: CodecName = "bytes"
     #: Ordering key of shared groups: "key" or "header:NAME"; None: the stream has no shared groups.
-    #: Cannot be changed later.
+    #: Can be added later, but not changed.
     ordering_key: str | None = None
     #: The address of the store, without secrets; None: no store, or a store without an address.
     store: str | None = None

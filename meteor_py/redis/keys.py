@@ -15,7 +15,8 @@ folders ``log``, ``group``, ``transaction`` and ``archive``.
     from its creation to its deletion; ``next``, the offset of the next record; ``appended``, the
     last append time in ms; ``epoch``, ``history`` and ``epochs`` (see records/position.py);
     settings: ``capacity``, ``compression``, ``checksum``, ``codec``, and ``group_by`` if it has an
-    ordering key. Only with a limit on age or bytes: ``keep``, both limits as ``ms:bytes``, one of
+    ordering key; ``unindexed`` if it got the ordering key later, so that the index may lack records
+    of the ring. Only with a limit on age or bytes: ``keep``, both limits as ``ms:bytes``, one of
     which may be empty; ``bytes`` and ``marks`` (see log/_append.lua). Only with a store: its id
     ``store`` (``store_before``: its id until the stream was resumed) and address ``store_uri``;
     ``archived``: the store holds all records below it; ``expired``: all records below it were

@@ -469,8 +469,8 @@ def open_shared(
     shared = SharedGroup(stream, handle, name)
     if stream.config.ordering_key is None:
         raise MeteorError(
-            f"Stream {stream.name!r} was created without ordering_key, so it cannot have shared "
-            'groups. Create a stream with client.stream(name, ordering_key="key").'
+            f"Stream {stream.name!r} has no ordering key, which shared groups need. Add one with "
+            'stream.configure(ordering_key="key").'
         )
     config = SharedConfig(**asked)
     if config.dead_letter == stream.name:

@@ -11,17 +11,19 @@ from __future__ import annotations
 import enum
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from meteor_py.errors import ConnectionFailed, MeteorError
+from meteor_py.errors import ConnectionFailed, Fenced, MeteorError
 from meteor_py.records.config import check_seconds
 from meteor_py.records.ordering_index import OrderingRule
 from meteor_py.redis import reply_errors
 from meteor_py.redis.shared_connection import SharedConnection
 from meteor_py.runtime.clock import now
 from meteor_py.runtime.locks import SignalSafeCondition
+from meteor_py.shared.ack_timeouts import AckTimeouts, TimeLimit
 from meteor_py.shared.config import SharedConfig
 from meteor_py.shared.gaps import Gap, Gaps, Unreadable
 from meteor_py.shared.holdings import Holdings
@@ -51,7 +53,7 @@ _ROUNDS = 5
 _PORTIONS = 64
 #: Seconds to wait for the connection before releasing the lock.
 _TURN_S = 0.05
-#: Characters of a rejection reason that are stored.
+#: Characters of a reason for a failure that are stored.
 _REASON_MAX = 1_000
 
 
@@ -84,6 +86,7 @@ class Deliveries:
         #: Guards ``holdings``; notified when a record is settled.
         self.condition = SignalSafeCondition()
         self.holdings = Holdings(reject_rewinds=config.on_poison == "park")
+        self._ack_timeouts = AckTimeouts()
         self._notified = False  # since the last step
         #: A thread is waiting until fewer records are held.
         self.waits_for_room = False
@@ -118,29 +121,94 @@ class Deliveries:
         self._settle(record, "A", b"")
 
     def release(
-        self, record: SharedRecord, delay: float, *, only_this: bool = False, failed: bool = True
+        self,
+        record: SharedRecord,
+        delay: float,
+        *,
+        only_this: bool = False,
+        failed: bool = True,
+        reason: str = "",
     ) -> None:
         check_seconds("delay", delay, zero=True)
-        if only_this and delay:
+        if only_this and (delay or not failed):
+            other = "a delay" if delay else "failed=False"
             raise ValueError(
-                "release() got both only_this and a delay, but a delay applies to the whole "
-                "ordering key. Omit one of them."
+                f"release() got both only_this and {other}, which applies to the whole ordering "
+                "key. Omit one of them."
             )
         kind = "Q" if only_this else "R" if failed else "U"
-        self._settle(record, kind, b"%d" % (delay * 1000))
+        self._settle(record, kind, b"%d:%b" % (delay * 1000, _encoded(reason)))
 
     def reject(self, record: SharedRecord, reason: str) -> None:
-        self._settle(record, "X", reason[:_REASON_MAX].encode(errors="backslashreplace"))
+        self._settle(record, "X", _encoded(reason))
 
-    def settle_all(self, *, handed: Iterable[SharedRecord], ack: bool) -> None:
-        """Acknowledge or release all records in ``handed`` that are still held."""
+    def extend(self, record: SharedRecord, seconds: float) -> None:
+        """Keep a record for at least this many seconds from now."""
+        check_seconds("seconds", seconds)
         with self.condition:
-            for record in handed:
+            self._check_held(record)
+            record.extended_until = max(record.extended_until, now() + seconds)
+            if record.extended_until > record.deadline:
+                record.deadline = record.extended_until
+                record.time_limit = TimeLimit("extend", seconds)
+
+    def settle_all(
+        self, records: Iterable[SharedRecord], settle: Callable[[SharedRecord], None]
+    ) -> None:
+        """Settle those records that are still held."""
+        with self.condition:
+            for record in records:
                 if record.standing is Standing.HELD:
-                    if ack:
-                        self.ack(record)
-                    else:
-                        self.release(record, 0.0, only_this=False)
+                    settle(record)
+
+    def settle_batch(
+        self, records: Sequence[SharedRecord], settle: Callable[[SharedRecord], None]
+    ) -> list[SharedRecord]:
+        """Settle those records that are still held; return the others.
+
+        Raises:
+            ValueError: One was settled before, or belongs to another consumer. Nothing is settled.
+        """
+        with self.condition:
+            for record in records:
+                if record._deliveries is not self:
+                    raise ValueError(f"Record {record.offset} belongs to another consumer.")
+                if record.standing is Standing.SETTLED:
+                    raise _settled_before(record)
+            others = [record for record in records if record.standing is not Standing.HELD]
+            self.settle_all(sorted(set(records), key=attrgetter("offset")), settle)
+        return others
+
+    def start_time_limit(self, records: Iterable[SharedRecord], limit: TimeLimit) -> None:
+        """Start the time limit of records that are handed to the application."""
+        with self.condition:
+            if self._ack_timeouts.start(records, limit):
+                self.condition.notify_all()  # the lease renewer may be waiting for longer
+
+    def expire_records(self) -> float:
+        """Return records whose time limit has expired; return the seconds until the next may.
+
+        The caller holds the lock.
+        """
+        for record in self._ack_timeouts.expired(self.holdings.held()):
+            if record.standing is not Standing.HELD:
+                continue  # rewound with another one
+            assert record.time_limit is not None, "it has a deadline"
+            setting, seconds = record.time_limit
+            reason = f"It was not settled within {seconds:g} seconds ({setting})."
+            self.holdings.settle(record, "R", b"0:%b" % _encoded(reason))
+            record.standing = Standing.EXPIRED
+            _log.error(
+                "Record %d of stream %r was not settled within %g seconds (%s), so shared group %r "
+                "delivers it again.",
+                *(record.offset, self.protocol.stream.name, seconds, setting, self.protocol.group),
+            )
+        return self._ack_timeouts.due_s()
+
+    def extended(self) -> bool:
+        """Whether ``extend`` asked to keep a record beyond now. The caller holds the lock."""
+        time = now()
+        return any(record.extended_until > time for record in self.holdings.held())
 
     def receive(
         self,
@@ -365,12 +433,22 @@ class Deliveries:
         if self._stage is _Stage.FORKED:
             raise reply_errors.opened_before_fork(self.protocol.stream.name)
         if record.standing is Standing.SETTLED:
-            raise ValueError(f"Record {record.offset} was settled before.")
+            raise _settled_before(record)
         if record.standing is not Standing.HELD:
-            raise reply_errors.records_fenced(
-                self.protocol.stream.name, self.protocol.group, [record.offset]
-            )
+            raise self.not_held([record])
         self.alive_at = now()
+
+    def not_held(self, records: Sequence[SharedRecord]) -> Fenced:
+        """Return the error for records that are neither held nor settled."""
+        names = (self.protocol.stream.name, self.protocol.group)
+        offsets = sorted(record.offset for record in records)
+        standings = {record.standing for record in records}
+        limit = records[0].time_limit
+        if standings == {Standing.REWOUND}:
+            return reply_errors.records_rewound(*names, offsets)
+        if standings == {Standing.EXPIRED} and limit is not None:
+            return reply_errors.records_timed_out(*names, offsets, *limit)
+        return reply_errors.records_fenced(*names, offsets)
 
     def _notify(self) -> None:
         """Wake the lease renewer and threads that wait for room. The caller holds the lock."""
@@ -385,3 +463,11 @@ class Deliveries:
         if self.config.keyless == "free":
             return b"\0%d" % record.offset
         return self.config.default_key.encode()
+
+
+def _encoded(reason: str) -> bytes:
+    return reason[:_REASON_MAX].encode(errors="backslashreplace")
+
+
+def _settled_before(record: SharedRecord) -> ValueError:
+    return ValueError(f"Record {record.offset} was settled before.")

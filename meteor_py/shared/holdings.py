@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from meteor_py.shared.protocol import Entry, Settlement, StepReply, StepReport, StepRequest
 from meteor_py.shared.record import SharedRecord, Standing
@@ -67,6 +67,10 @@ class Holdings:
         return bool(
             self._dirty or self._others or (request and (request.acks or request.settlements))
         )
+
+    def held(self) -> Collection[SharedRecord]:
+        """Return the records that are held and fetched."""
+        return self._held.values()
 
     # -- receiving and settling ----------------------------------------------------------------
 

@@ -79,8 +79,12 @@ class LeaseRenewer:
 
     @property
     def hung(self) -> bool:
-        """Whether the application has neither polled nor settled anything for too long."""
-        return not self.polling and now() - self._deliveries.alive_at > self._interval_s
+        """Whether the application has neither polled nor settled anything for too long.
+
+        The caller holds the lock of ``Deliveries``.
+        """
+        silent = not self.polling and now() - self._deliveries.alive_at > self._interval_s
+        return silent and not self._deliveries.extended()
 
     def _run(self) -> None:
         failures = 0
@@ -122,6 +126,7 @@ class LeaseRenewer:
                 deliveries.condition.wait_for(lambda: self._stopped, pause)
             renewal = deliveries.config.lease_ttl / 3
             while not self._stopped:
+                due = deliveries.expire_records()
                 left = renewal - (now() - deliveries.spoke_at)
                 linger = self._linger_left()
                 if linger is not None:
@@ -133,5 +138,5 @@ class LeaseRenewer:
                     return not deliveries.condition.wait_for(lambda: self._stopped, gather)
                 elif left <= 0 and deliveries.spoke_at:
                     return True
-                deliveries.condition.wait(max(min(left, renewal), 0.01))
+                deliveries.condition.wait(max(min(left, renewal, due), 0.01))
             return False

@@ -29,6 +29,7 @@ from meteor_py.records.position import epoch_of, newest_epoch
 from meteor_py.redis import keys, reply_errors
 from meteor_py.runtime.backoff import pause_s
 from meteor_py.runtime.clock import now
+from meteor_py.shared.ack_timeouts import TimeLimit
 from meteor_py.shared.config import ConsumerConfig, SharedConfig
 from meteor_py.shared.deliveries import Deliveries
 from meteor_py.shared.frame_cache import FrameCache, entry_from_store
@@ -69,6 +70,8 @@ class Prefetcher:
         self.stream = protocol.stream
         self.group = protocol.group
         self.config = config
+        #: A lower limit than ``prefetch``, which ``run()`` sets.
+        self.target: int | None = None
         self.settings = settings
         self.deliveries = Deliveries(protocol, settings, ordering_rule, codec, name)
         self._ordering_rule = ordering_rule
@@ -86,6 +89,12 @@ class Prefetcher:
         self._idle_until = 0.0  # when to claim again, even if the server has not woken us
         #: Set by another thread to end waits here, and iteration.
         self.halted = False
+
+    @property
+    def limit(self) -> int:
+        """The most records that the consumer holds now."""
+        most = self.config.prefetch
+        return most if self.target is None else min(self.target, most)
 
     def halt(self) -> None:
         """End a wait in another thread and deliver no more records."""
@@ -158,12 +167,12 @@ class Prefetcher:
 
     @property
     def _is_full(self) -> bool:
-        return len(self.deliveries.holdings) >= self.config.prefetch
+        return len(self.deliveries.holdings) >= self.limit
 
     def _claim_all(self, *, wait: bool) -> StepReply:
         """Claim as many records as there is room for; return the last reply."""
         while True:  # ends: each round but the last takes room
-            room = max(self.config.prefetch - len(self.deliveries.holdings), 0)
+            room = max(self.limit - len(self.deliveries.holdings), 0)
             want = min(room, _CLAIM_MAX)
             # A consumer that has records to hand out does not wait.
             mode = "wait" if wait and not (self._buffer or self.deliveries.holdings.granted) else ""
@@ -238,19 +247,22 @@ class Prefetcher:
             _log.warning(
                 "This consumer of shared group %r holds %d unsettled records, as many as it may. "
                 "Ack, release or reject some, or raise prefetch.",
-                *(self.group, self.config.prefetch),
+                *(self.group, self.limit),
             )
         deliveries = self.deliveries
         with deliveries.condition:
             deliveries.waits_for_room = True
             deliveries.condition.wait_for(
-                lambda: self.halted or len(deliveries.holdings) < self.config.prefetch,
+                lambda: self.halted or len(deliveries.holdings) < self.limit,
                 min(left_s, 1.0),
             )
             deliveries.waits_for_room = False
 
-    def hand_out(self, max_records: int) -> list[SharedRecord]:
-        """Take records from the buffer; if a Ctrl-C interrupts this, they stay in the buffer."""
+    def hand_out(self, max_records: int, limit: TimeLimit | None) -> list[SharedRecord]:
+        """Take records from the buffer, and start their time limit.
+
+        If a Ctrl-C interrupts this, they stay in the buffer.
+        """
         records = list(islice(self._buffer, max_records))
         try:
             if len(self.handed) + len(records) > 2 * self.config.prefetch:
@@ -258,6 +270,8 @@ class Prefetcher:
             self.handed += records
             for _ in records:
                 self._buffer.popleft()
+            if limit is not None:
+                self.deliveries.start_time_limit(records, limit)
             return records
         except BaseException:
             self.keep(records)

@@ -20,6 +20,7 @@ import hashlib
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from meteor_py.errors import ConnectionFailed, MeteorError, ServerRefused, StreamNotFound
@@ -119,12 +120,17 @@ def bury(
     """
     headers = _headers(source, group, record.offset, reason, tries)
     reader = f"{group or member}\0{incarnation}" if incarnation else group or member
-    letter = _compose(target, _producer_id(source, reader, epoch, record), record, headers)
+    producer = _producer_id(source, reader, epoch, record)
+    letter = _compose(target, producer, record, headers)
     deadline = time.monotonic() + timeout_s
     failures = 0
     while True:
         try:
-            sent = target.connector.use(lambda connection: _send(connection, target, letter, acks))
+            sent = target.connector.use(partial(_send, target=target, letter=letter, acks=acks))
+            if sent.reply[0] == b"ORDERED":  # the target has got an ordering key
+                target.adopt_ordering_key(sent.reply[1].decode())
+                letter = _compose(target, producer, record, headers)
+                sent = target.connector.use(partial(_send, target=target, letter=letter, acks=acks))
             _check(target, sent.reply)
             if sent.replicas < acks:
                 raise _not_replicated(target, sent.replicas, acks)
@@ -145,6 +151,11 @@ def open_letters(connector: Connector, name: str) -> StreamHandle:
     except StreamNotFound:
         meta = create_stream(connector, name, StreamConfig())[1]
     return StreamHandle(connector, name, meta)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason of a letter whose record made a handler raise ``error``."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _compose(target: StreamHandle, producer: str, record: Record, headers: Headers) -> _Letter:

@@ -277,6 +277,20 @@ def test_reasons_for_waiting_records(
 # -- other commands ------------------------------------------------------------------------------
 
 
+def test_existing_stream_gets_an_ordering_key(url: str) -> None:
+    succeed(url, "publish", "plain", "early", "-k", "A")
+    done = meteor(url, "streams", "create", "plain", "--ordering-key", "key")
+    assert done.code == 1
+    assert "`meteor streams configure plain`" in done.err
+    done = succeed(url, "streams", "configure", "plain", "--ordering-key", "key")
+    assert "ordering_key from None to key" in done.err
+    with connect(url) as m, m.stream("plain").shared_subscriber("g") as sub:
+        assert [record.ordering_key for record in sub.poll(5)] == [b"A"]
+    done = meteor(url, "streams", "configure", "plain", "--ordering-key", "header:cart")
+    assert done.code == 1
+    assert "exists with ordering_key='key', not 'header:cart'" in done.err
+
+
 def test_stream_can_be_created_with_an_ordering_key(url: str) -> None:
     succeed(url, "streams", "create", "a", "--ordering-key", "header:cart")
     assert "ordering key  header:cart" in succeed(url, "streams", "info", "a").text

@@ -91,7 +91,7 @@ def test_ordering_keys_come_from_large_sliced_and_encoded_columns(any_url: str) 
             chunked = pa.chunked_array([pa.array(ids[10:5_000]), pa.array(ids[5_000:])])
             pub.publish_many(values.slice(10), keys=chunked)
         expected = [each or b"meteor.no-group" for each in ids[10:]] * 4
-        with queue.consumer(prefetch=10_000) as c1:
+        with queue.consumer(prefetch=10_000, keyless="default") as c1:
             found = sorted(drain(c1), key=lambda record: record.offset)
         assert [record.ordering_key for record in found] == expected
 

@@ -212,7 +212,7 @@ def test_dead_letter_with_a_long_key_keeps_it_but_has_no_ordering_key(
             record.reject("no")
         c1.flush()
         c1.poll(0)
-        with letters.shared_subscriber("readers") as sub:
+        with letters.shared_subscriber("readers", keyless="default") as sub:
             found = {len(record.key or b""): record.ordering_key for record in drain(sub)}
             assert found == {
                 256: b"k" * 256,

@@ -31,10 +31,12 @@ def test_consumers_may_repeat_any_lease_ttl(any_url: str, lease_ttl: float) -> N
 
 
 def test_mismatch_error_names_the_setting_that_differs() -> None:
-    present = SharedConfig(default_key="rest")
+    present = SharedConfig(default_key="rest", keyless="default")
     assert present.differing({"keyless": "free"}) == "keyless"
-    assert present.differing({"max_per_key": 32, "default_key": "others"}) == "default_key"
-    assert present.differing({"default_key": "rest", "lease_ttl": 10}) is None
+    ordered = {"keyless": "default"}
+    asked = {"max_per_key": 32, "default_key": "others"} | ordered
+    assert present.differing(asked) == "default_key"
+    assert present.differing({"default_key": "rest", "lease_ttl": 10} | ordered) is None
 
 
 # Incarnations

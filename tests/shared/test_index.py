@@ -32,7 +32,7 @@ def stream(client: meteor.Client) -> Iterator[meteor.Stream]:
 
 def keys_of(stream: meteor.Stream) -> list[bytes]:
     """The ordering keys of all records, as a consumer sees them."""
-    with stream.shared_subscriber("look") as sub:
+    with stream.shared_subscriber("look", keyless="default") as sub:
         return [record.ordering_key for record in sorted(drain(sub), key=lambda each: each.offset)]
 
 

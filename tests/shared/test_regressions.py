@@ -38,7 +38,7 @@ def test_qpid_3899_dropped_records_leave_their_key_usable(any_url: str) -> None:
 
 @pytest.mark.parametrize("ordering_key", ["key", "header:cart"])
 def test_qpid_3577_empty_key_is_the_default_key(any_url: str, ordering_key: str) -> None:
-    with Queue(any_url, ordering_key=ordering_key) as queue:
+    with Queue(any_url, ordering_key=ordering_key, keyless="default") as queue:
         with queue.stream.publisher() as pub:
             pub.publish(b"none")
             pub.publish(b"empty", key=b"", headers={"cart": b""})

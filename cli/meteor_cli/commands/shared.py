@@ -141,7 +141,7 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
         f"purged, {found.lost:,} lost",
         "returned": f"{counted(found.returned, 'record')}; {counted(found.reaped, 'consumer')} "
         "died",
-        "max per key": counted(config.max_per_key, "record"),
+        "max per key": _most(config.max_per_key),
         "lease": f"{config.lease_ttl:g} s",
         "give up": f"{when}, then {'park' if parks else 'continue with'} the key",
         "dead letters": letters,
@@ -151,6 +151,12 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
         first, last = found.lost_last
         facts["last lost"] = f"records {first} to {last}, dropped before they were delivered"
     return facts
+
+
+def _most(max_per_key: int) -> str:
+    from meteor_py.shared.config import PREFETCH_MAX
+
+    return "as prefetch" if max_per_key == PREFETCH_MAX else counted(max_per_key, "record")
 
 
 def _print_states(keys: Sequence[KeyState]) -> None:

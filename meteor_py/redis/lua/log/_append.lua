@@ -6,7 +6,7 @@
 local format = string.format
 
 local m = redis.call('HMGET', KEYS[2], 'incarnation', 'history', 'epoch', 'next', 'appended',
-                     'capacity', 'archived', 'max_unarchived', 'keep', 'large')
+                     'capacity', 'archived', 'max_unarchived', 'keep', 'large', 'group_by')
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
 if m[2] ~= ARGV[2] and ARGV[2] ~= '' then return {'HISTORY', m[2]} end
 

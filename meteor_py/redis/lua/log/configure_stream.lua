@@ -1,16 +1,20 @@
 #!lua flags=allow-oom
 -- Change settings of a stream, and trim the log to a smaller capacity step by step.
 --
--- KEYS  1 log  2 meta  3 index, if the stream has an ordering key
+-- KEYS  1 log  2 meta  3 index, if the stream has, or gets, an ordering key
 -- ARGV  1 incarnation  2 new capacity, '' to leave it
 --       3... other settings: field, value ('' to remove it), ...
 -- Returns {'OK', end of the stream, its 'bytes'}; {'MORE'} if enough was trimmed for one call: call
---   again; {'NOSTREAM'}; {'INCARNATION'}.
+--   again; {'ORDERED', ordering key}: the stream has another one, and nothing was changed;
+--   {'NOSTREAM'}; {'INCARNATION'}.
 -- Atomic because a new capacity must not apply before the log was trimmed to it in small steps: the
 -- next publish would trim the rest at once and block the server.
 
-local m = redis.call('HMGET', KEYS[2], 'incarnation', 'next', 'archived')
+local m = redis.call('HMGET', KEYS[2], 'incarnation', 'next', 'archived', 'group_by')
 if m[1] ~= ARGV[1] then return {m[1] and 'INCARNATION' or 'NOSTREAM'} end
+for i = 3, #ARGV, 2 do
+  if ARGV[i] == 'group_by' and m[4] and m[4] ~= ARGV[i + 1] then return {'ORDERED', m[4]} end
+end
 if ARGV[2] ~= '' then
   local floor = tonumber(m[2]) - tonumber(ARGV[2])
   if m[3] then floor = math.min(floor, tonumber(m[3])) end
@@ -30,6 +34,10 @@ for i = 3, #ARGV, 2 do
     redis.call('HDEL', KEYS[2], ARGV[i])
   else
     redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+  end
+  if ARGV[i] == 'group_by' and not m[4] then
+    -- The index lacks the records published so far, and those of stages written so far.
+    redis.call('HSET', KEYS[2], 'unindexed', '1')
   end
   if ARGV[i] == 'keep' then
     -- Without limits, frames were not counted, so the marks of older frames are wrong. 'bytes'

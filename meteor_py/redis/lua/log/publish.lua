@@ -9,6 +9,7 @@
 --   {'NOSTREAM'}  {'INCARNATION'}  {'HISTORY', history in meta}  {'STALEPRODUCER', current epoch}
 --   {'NOPRODUCER'}  {'OUTOFSEQ', sequence expected}  {'FULL', archived}  {'EXHAUSTED'}
 --   {'INVALID'}: the number of records is not one from 1 to 99,999
+--   {'ORDERED', ordering key}: the stream has got an ordering key, and the index entry is missing
 -- Atomic because the offset, its frame and the producer's state must agree.
 -- No '#!lua' line, on purpose: the script then also runs on a server that is out of memory. A retry
 -- gets its first reply, and a new frame fails at XADD, the first write, so nothing is changed.
@@ -33,6 +34,7 @@ elseif seq ~= tonumber(p[2]) + 1 then
   return {'OK', tonumber(first), tonumber(m[3])}
 end
 
+if m[11] and not KEYS[4] then return {'ORDERED', m[11]} end
 local first = tonumber(m[4])
 local refusal = append_frame(first, ARGV[5], append_time(), ARGV[8], ARGV[9], ARGV[10], KEYS[4],
                              unpack(ARGV, 11))

@@ -32,7 +32,7 @@ local NOBODY, NEVER = '......', 2 ^ 52
 local BATCH = 32 -- records in a delivery batch
 local LOADS = 400 -- key entries read, after which a call takes on no more work
 
-local stream = call('HMGET', KEYS[1], 'incarnation', 'next', 'store', 'epoch', 'large')
+local stream = call('HMGET', KEYS[1], 'incarnation', 'next', 'store', 'epoch', 'large', 'unindexed')
 if stream[1] ~= match(ARGV[2], '^[^.]*') then return {stream[1] and 'INCARNATION' or 'NOSTREAM'} end
 local s = call('HMGET', KEYS[3], 'incarnation', 'progress', 'group_cap', 'max_deliveries', 'lease_ms',
                'dead_letter', 'on_poison', 'default_group', 'ungrouped', 'max_waiting')

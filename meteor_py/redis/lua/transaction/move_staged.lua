@@ -58,10 +58,12 @@ for number = tonumber(ARGV[6]), tonumber(ARGV[7]) - 1 do
   local fields = {f .. 'n', f .. 'f', f .. 'p', f .. 'c', f .. 'g'}
   local s = redis.call('HMGET', KEYS[5], unpack(fields))
   if not (s[1] and s[2] and s[3] and s[4]) then return {'LOST'} end
-  local entry = KEYS[6] and strings(s[5] or '')
-  if KEYS[6] and not entry then return {'LOST'} end
+  -- A stage that was written before the stream got an ordering key has no index entries.
+  -- Consumers index its frames.
+  local entry = KEYS[6] and s[5] and strings(s[5])
+  if KEYS[6] and s[5] and not entry then return {'LOST'} end
   if entry then entry = renewed(entry, tonumber(s[1]) or 0) end
-  local refusal = append_frame(next_offset, s[1], now, s[2], s[3], s[4], KEYS[6],
+  local refusal = append_frame(next_offset, s[1], now, s[2], s[3], s[4], entry and KEYS[6],
                                unpack(entry or {}))
   if refusal then
     if refusal[1] == 'FULL' and bytes > 0 then break end

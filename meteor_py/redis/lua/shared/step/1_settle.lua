@@ -9,9 +9,10 @@
 --       8 first offset of an entry that the index has dropped, '' for none; 9 and 10 its strings (see
 --         records/ordering_index.py), or 'lost' and the offset after the records that nobody has
 --       then triples, a batch or '', and offsets of its records: 'A' n 'o,...' acknowledges, these come
---         first; 'R' n 'o:ms' returns a failed record and delays its key by ms; 'U' n 'o:ms' the same
---         without counting a failure; 'X' n 'o:reason' rejects; 'G' n 'o': the record is gone; 'D' ''
---         'o': its dead letter is published; 'L' '' 'o': the record of a dead letter is lost.
+--         first; 'R' n 'o:ms:reason' returns a failed record, delays its key by ms, and states why it
+--         failed, '' if unknown; 'U' the same without counting a failure; 'X' n 'o:reason' rejects; 'G'
+--         n 'o': the record is gone; 'D' '' 'o': its dead letter is published; 'L' '' 'o': the record of
+--         a dead letter is lost.
 --         To keep the order of a key, a client also returns the later records that it holds of it.
 -- Returns {'OK', or 'AGAIN' if this step was taken before, and this is what it did; next offset to
 --   scan; end of the stream; number of the first batch granted; {offsets of each batch, six bytes
@@ -161,8 +162,10 @@ if ARGV[at] then
     elseif kind == 'X' then
       leaves = give_up(o, k, t, rest, count_failure(o))
     else
-      leaves = kind == 'R' and fail(o, k, t, 'It failed max_deliveries times.')
-      delays[k] = max(delays[k] or 0, tonumber(rest) or 0)
+      local delay, reason = match(rest, '^(%d*):?(.*)$')
+      if reason == '' then reason = 'It failed max_deliveries times.' end
+      leaves = kind == 'R' and fail(o, k, t, reason)
+      delays[k] = max(delays[k] or 0, tonumber(delay) or 0)
     end
     if not leaves then
       local list = back[k] or {}

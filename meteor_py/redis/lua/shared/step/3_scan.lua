@@ -169,7 +169,7 @@ while got < want and not (stop or cut) and nxt < scan_until and p.waiting < room
   if not entry or nxt > entry.last then entry = next_entry() end
   if not entry or entry.first > nxt then
     local to = entry and min(entry.first, stream_end) or stream_end
-    if stream[3] then
+    if stream[3] or stream[6] then -- the store, or an unindexed part of the ring, may have them
       stored_stop = to
       break
     end
