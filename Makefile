@@ -5,11 +5,11 @@ N ?= 4
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos bench lint format docs spark lock clean
+.PHONY: help setup demo test chaos bench bench-competitors lint format docs spark lock clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
-		awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | \
+		awk -F'|' '{ printf "%-24s %s\n", $$1, $$2 }'
 
 setup: .venv/installed ## install everything into .venv
 
@@ -26,6 +26,12 @@ chaos: .venv/installed ## inject random faults and check the history; ARGS="--se
 
 bench: .venv/installed ## run the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-competitors: ## compare with Kafka, NATS and others; needs Java, Maven and a network
+	python3 -m venv .cache/competitors/venv
+	.cache/competitors/venv/bin/python -m pip install --quiet --upgrade pip
+	.cache/competitors/venv/bin/python -m pip install --quiet --editable . --group competitors
+	.cache/competitors/venv/bin/python -m benchmarks.competitors $(ARGS)
 
 lint: .venv/installed ## check style and types
 	$(BIN)/ruff check .

@@ -107,11 +107,13 @@ class LogReader:
                 return self._fetch_from_store(store, offset)
             except RecordsLost:
                 pass  # the ring may exceed its capacity and hold this record or later ones
-        known_end = self.end_offset
+        epoch, known_end = self.epoch, self.end_offset
         if offset < known_end:
             block_s = 0.0  # the record is in the ring or the store, or lost: do not wait
         entries, meta = self._ring.fetch(offset, block_s, records)
         self._check(meta, self.position(offset))
+        if epoch != self.epoch or known_end > self.end_offset:
+            known_end = 0  # a failover: the log may end before that, and offsets are reused
         found = entry_span(self._stream, entries[0][0])[0] if entries else self.end_offset
         if found > offset and store is not None and offset < store.archived:
             store.ring_start = found

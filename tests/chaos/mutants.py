@@ -114,6 +114,13 @@ MUTANTS = {
         frozenset({Wrong.SKIPPED}),
         {"kinds": ("kill_member", "pause_owner"), "groups": 4, "seconds": 6.0},
     ),
+    "false-refusal": Mutant(
+        "a confirm without a reply is reported as having had no effect",
+        "subscribe.offset_confirms:OffsetConfirms.doubt_sent",
+        (("confirmation.in_doubt |= confirmation.sent", "pass"),),
+        frozenset({Wrong.FALSE_REFUSAL}),
+        {"kinds": ("lose_reply_and_lease",), "every_s": (0.05, 0.15), "seconds": 5.0},
+    ),
     "unfenced-archiver": Mutant(
         "commits of archivers are not compared with term and nonce",
         "ADVANCE_ARCHIVED",

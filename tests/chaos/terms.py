@@ -1,9 +1,10 @@
 """The checker of one group: deliveries and confirms.
 
 A term belongs to one member. It begins where the earlier terms ended: not above any offset that
-they requested to confirm, not below any that was acknowledged. Within a term offsets increase one
-by one, except for reported gaps. Once a newer term has begun, an older one neither confirms
-anything nor receives another batch. Over all terms, every record was delivered to the group.
+they requested to confirm, not below any that was acknowledged, and not where only a refused
+confirm could have moved it. Within a term offsets increase one by one, except for reported gaps.
+Once a newer term has begun, an older one neither confirms anything nor receives another batch.
+Over all terms, every record was delivered to the group.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def check_terms(
         check_dense(term, findings)
         check_results(term, findings)
     check_starts(in_order, findings)
+    check_refusals(in_order, findings)
     check_stale(in_order, findings)
     check_values(mine, log, findings, whole=whole)
     if any(event.kind == "confirmed" for event in mine):
@@ -113,6 +115,34 @@ def check_starts(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
                 asked = max(asked, event.last + 1)
             elif event.kind == "confirmed":
                 done = max(done, event.first)
+
+
+def check_refusals(terms: Sequence[Sequence[Event]], findings: Findings) -> None:
+    """Check that no confirm took effect that was refused with ``LeaseLost``.
+
+    Any other outcome, or none, leaves open whether the confirm took effect.
+    """
+    refused = {
+        (event.who, event.number)
+        for term in terms
+        for event in term
+        if event.kind == "refused" and event.text.startswith("LeaseLost")
+    }
+    possible = claimed = 0
+    for term in terms:
+        begin = next((e for e in term if e.kind in BEGINS and e.first >= 0), None)
+        if begin is not None and possible < begin.first <= claimed:
+            text = (
+                f"term {begin.term} begins at {begin.first}, which only a refused confirm reached"
+            )
+            findings.add(Wrong.FALSE_REFUSAL, text, begin)
+        for event in term:
+            if event.kind in ("missing", "gap"):
+                possible = max(possible, event.last + 1)
+            elif event.kind == "confirm" and (event.who, event.number) in refused:
+                claimed = max(claimed, event.first)
+            elif event.kind in ("confirm", "confirmed"):
+                possible = max(possible, event.first)
 
 
 def check_stale(terms: Sequence[Sequence[Event]], findings: Findings) -> None:

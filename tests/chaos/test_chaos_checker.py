@@ -216,6 +216,18 @@ def test_late_confirm_without_a_reply_is_stale(story: Story) -> None:
     assert story.kinds() == {Wrong.STALE_CONFIRM}
 
 
+@pytest.mark.parametrize("other", ["none", "unknown", "unanswered"])
+def test_refused_confirm_that_took_effect_is_a_false_refusal(story: Story, other: str) -> None:
+    story.ask("m1", 10, 3, number=99)
+    story.add("refused", group=GROUP, who="m1", term=10, first=3, number=99, text="LeaseLost")
+    if other != "none":  # another confirm explains where the next term begins
+        story.ask("m1", 10, 3, number=100)
+    if other == "unknown":
+        story.add("refused", group=GROUP, who="m1", term=10, number=100, text="OutcomeUnknown")
+    story.assigned("m2", 20, 3)
+    assert (Wrong.FALSE_REFUSAL in story.kinds()) == (other == "none")
+
+
 def test_confirm_requested_before_the_newer_term_is_not_stale(story: Story) -> None:
     asked = story.ask("m1", 10, 3, number=7)
     story.assigned("m2", 20, 3)

@@ -28,6 +28,7 @@ class Wrong(enum.StrEnum):
     WENT_BACK = "went back"  # a confirmed offset, or the end of the log, is lower than it was
     TWO_OWNERS = "two owners"  # two members in one term
     STALE_CONFIRM = "stale confirm"  # an older term confirmed after a newer one had begun
+    FALSE_REFUSAL = "false refusal"  # a confirm reported as having no effect had one
     STALE_DELIVERY = "stale delivery"  # a batch requested after a newer term had begun
     WRONG_GAP = "wrong gap"  # records reported as gone that are not, or must not be
     OVERTRIMMED = "overtrimmed"  # the ring holds less than its capacity

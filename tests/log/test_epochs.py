@@ -230,6 +230,27 @@ def test_skip_gap_before_the_new_branch_begins_moves_to_its_start(
     assert read_to(sub, 40) == numbered("b", 10, 40)
 
 
+@pytest.mark.parametrize("grown", [False, True])
+def test_records_lost_before_a_subscriber_read_them_are_not_a_gap(
+    any_pair: Pair, grown: bool
+) -> None:
+    bench = any_pair.bench
+    publish(bench, "a", 0, 1)
+    any_pair.lag()
+    publish(bench, "a", 1, 2)
+    publish(bench, "a", 2, 4)
+    sub = bench.subscriber(initial_offset="earliest")
+    assert sub.poll(max_records=1).values() == [b"a0"]  # sub knows that the log ends at 4
+    any_pair.fail_over()
+    if grown:
+        publish(bench, "b", 1, 3)
+    assert poll_until(sub, lambda values: len(values) == 2 * grown) == numbered(
+        "b", 1, 1 + 2 * grown
+    )
+    publish(bench, "b", sub.position, 5)
+    assert read_to(sub, 5) == numbered("b", 1 + 2 * grown, 5)
+
+
 def test_records_fetched_before_the_loss_are_not_mixed_with_the_new_branch(
     any_pair: Pair,
 ) -> None:
