@@ -297,11 +297,12 @@ class SharedGroup:
                     at = max(at, first + len(found))
 
     def _stored_keys(self, frames: FrameCache, at: int, end: int) -> tuple[int, list[bytes]]:
-        """Return the keys of records that only the store has; none for records that are lost."""
+        """Return the keys of records that are not indexed, but in the store or the ring.
+
+        There are none if the records are lost.
+        """
         rule = self.stream.config.ordering_rule
         assert rule is not None, "a shared group needs one"
-        if self._handle.store_id is None:
-            return end, []
         try:
             chunk = frames.read_stored(at, _STORED)[0]
         except RecordsLost as gap:

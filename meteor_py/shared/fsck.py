@@ -352,7 +352,7 @@ class _Check:
             flaws.append("A record is held or waiting, but was not scanned.")
         if progress.waiting != len(self._waiting):
             count = len(self._waiting)
-            flaws.append(f"The meta counts {progress.waiting} waiting records, but {count} wait.")
+            flaws.append(f"The group counts {progress.waiting} waiting records, but {count} wait.")
         settled = progress.acked + progress.dead + progress.lost + progress.purged
         if settled + len(places) != progress.next - start:
             flaws.append(
@@ -363,7 +363,7 @@ class _Check:
         failures = call("HKEYS", protocol.key("failures"))
         if len(failures) != progress.failing:
             flaws.append(
-                f"The meta counts {progress.failing} failed records, but {len(failures)} have."
+                f"The group counts {progress.failing} failed records, but {len(failures)} have."
             )
         for offset in failures:
             if not offset.isdigit() or int(offset) not in offsets:
@@ -373,7 +373,7 @@ class _Check:
         if marks != self._marks:
             flaws.append("The set 'unsettled' does not list exactly the batches and dead letters.")
         if call("ZCARD", protocol.key("purges")) != progress.purging:
-            flaws.append(f"The meta counts {progress.purging} purged keys, but others are listed.")
+            flaws.append(f"The group counts {progress.purging} purged keys, but others are listed.")
         return flaws
 
     def _check_index(self) -> None:
@@ -390,7 +390,7 @@ class _Check:
                 *("COUNT", _ENTRIES),
             )
             if not entries:
-                return
+                break
             for first, found in (read_entry(*entry) for entry in entries):
                 while at < len(places) and places[at].offset < first + len(found):
                     offset, key = places[at]

@@ -85,7 +85,9 @@ class Holdings:
             offset, key = record.offset, record.ordering_key
             if self.granted.pop(offset, None) is None:
                 continue
-            batch = self._batch_of[offset]
+            batch = self._batch_of.get(offset)
+            if batch is None:
+                continue  # a signal handler's close() has returned it
             if self._rewound and key in self._rewound:
                 to, last = self._rewound[key]
                 if offset > to and batch.number <= last:

@@ -199,12 +199,8 @@ def purge(
     """
     name = show_key(key)
     with _opened(session, stream, group) as opened:
-        found = opened.keys(look_ahead=not dry_run)  # looking ahead writes
+        found = opened.keys(look_ahead=True)
         state = next((one for one in found if one.key == key), None)
-        unknown = opened.stream.end().offset - opened.describe().looked
-        if dry_run and unknown > 0:
-            new = counted(unknown, "record", "is", "are")
-            say(f"{new} not scanned yet, and may have any key.")
         waiting = state.waiting if state else 0
         stay = ""
         if state and state.acquired:

@@ -54,7 +54,7 @@ local function write_changes(mode, want, got, stop, cut, stored_stop, waits)
     waits = waits - 1
   end
   local idle, wait = 0, -1
-  local hungry = mode == 'wait' and got == 0 and want > 0
+  local hungry = mode == 'wait' and got == 0 and want > 0 and stored_stop == 0
   local work = (waits > 0 or hungry) and (cut or call('EXISTS', KEYS[7]) == 1
     or (p.next < stream_end and p.waiting < room and stored_stop == 0))
   if (p.watcher == me and got > 0) or p.watch_until < p.tick then p.watcher = NOBODY end
