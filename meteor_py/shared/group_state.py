@@ -141,4 +141,4 @@ def _unpack(form: struct.Struct, raw: bytes) -> tuple[Any, ...]:
     try:
         return form.unpack_from(raw)
     except struct.error as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(f"It has only {len(raw)} bytes.") from error

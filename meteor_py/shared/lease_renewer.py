@@ -135,7 +135,11 @@ class LeaseRenewer:
                     left = renewal  # do not renew: other consumers must get the records
                 elif deliveries.holdings.unsent and deliveries.spoke_at:
                     gather = _HURRY_S if self.polling else _GATHER_S
-                    return not deliveries.condition.wait_for(lambda: self._stopped, gather)
+                    if deliveries.condition.wait_for(lambda: self._stopped, gather):
+                        return False
+                    if deliveries.holdings.unsent:
+                        return True
+                    continue  # a poll has sent them meanwhile
                 elif left <= 0 and deliveries.spoke_at:
                     return True
                 deliveries.condition.wait(max(min(left, renewal, due), 0.01))
