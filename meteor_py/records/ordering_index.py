@@ -168,7 +168,9 @@ def unpack_keys(packed_keys: bytes) -> list[bytes]:
     found: list[bytes] = []
     try:
         head = packed_keys[0]
-        count, at = (head & 15, 1) if head >> 4 == 9 else (int.from_bytes(packed_keys[1:3], "big"), 3)
+        count, at = (
+            (head & 15, 1) if head >> 4 == 9 else (int.from_bytes(packed_keys[1:3], "big"), 3)
+        )
         if head >> 4 != 9 and head != 0xDC:
             return []
         for _ in range(count):

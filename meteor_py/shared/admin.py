@@ -177,9 +177,9 @@ class SharedGroup:
             *lowest,
             ("EXEC",),
         ]
-        stream, meta, flat, clock, ready, blocked, dying, *firsts = (
-            self._handle.connector.pipeline(commands)[-1]
-        )
+        stream, meta, flat, clock, ready, blocked, dying, *firsts = self._handle.connector.pipeline(
+            commands
+        )[-1]
         protocol.check_incarnations(stream[0], dict(_pairs(meta)).get(b"incarnation", b""))
         state = _fields([part for pair in _pairs(meta) for part in pair if pair[0] != b"progress"])
         progress = Progress.parse(dict(_pairs(meta))[b"progress"])
@@ -566,8 +566,8 @@ def _key_state(
     if entry.stop in (DELAYED, PARKED):
         condition = "delayed" if entry.stop == DELAYED else "parked"
     name = owner.name if owner is not None else None
-    count = entry.held + entry.count
-    return KeyState(key, count, entry.held, entry.count, name, oldest, condition)
+    count = entry.held + entry.total
+    return KeyState(key, count, entry.held, entry.total, name, oldest, condition)
 
 
 def _pairs(flat: list[bytes]) -> list[tuple[bytes, bytes]]:

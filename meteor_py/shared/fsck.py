@@ -41,9 +41,7 @@ _NAMED = 10
 _TRIES = 5
 
 _TYPES = {
-    **dict.fromkeys(
-        (b"meta", b"members", b"keys", b"waiting", b"failures", b"letters"), b"hash"
-    ),
+    **dict.fromkeys((b"meta", b"members", b"keys", b"waiting", b"failures", b"letters"), b"hash"),
     **dict.fromkeys(
         (b"ready", b"blocked", b"delayed", b"leases", b"idle", b"unsettled", b"dying", b"purges"),
         b"zset",
@@ -281,9 +279,7 @@ class _Check:
         for _ in range(_TRIES):
             raw, values = self._at_once([member, batches])
             try:
-                held = Counter(
-                    key for value in values for _, key in read_batch(value) if key
-                )
+                held = Counter(key for value in values for _, key in read_batch(value) if key)
             except ValueError:
                 return  # reported already
             for part in _batched(held, _KEYS):
@@ -365,9 +361,11 @@ class _Check:
             flaws.append(
                 f"The group counts {progress.failing} failed records, but {len(failures)} have."
             )
-        for offset in failures:
-            if not offset.isdigit() or int(offset) not in offsets:
-                flaws.append(f"Settled record {offset.decode(errors='replace')} is in 'failures'.")
+        flaws += [
+            f"Settled record {offset.decode(errors='replace')} is in 'failures'."
+            for offset in failures
+            if not offset.isdigit() or int(offset) not in offsets
+        ]
         flat = call("ZRANGE", protocol.key("unsettled"), 0, -1, "WITHSCORES")
         marks = {mark: int(float(s)) for mark, s in zip(flat[::2], flat[1::2], strict=True)}
         if marks != self._marks:

@@ -44,7 +44,7 @@ class Progress(NamedTuple):
     def parse(cls, raw: bytes) -> Self:
         """Read the field; raises ``ValueError`` if it is malformed."""
         *numbers, reaping, watcher = _unpack(_PROGRESS, raw)
-        return cls(*map(int, numbers), reaping, watcher)
+        return cls._make([*map(int, numbers), reaping, watcher])
 
 
 class Member(NamedTuple):
@@ -78,7 +78,7 @@ class Member(NamedTuple):
             raise ValueError("It is cut off.")
         name = texts[1].decode(errors="replace")
         numbers = map(int, (step, deadline, holding, first, last))
-        return cls(*numbers, *map(bool, flags), kept=texts[0], name=name)
+        return cls._make([*numbers, *map(bool, flags), texts[0], name])
 
 
 class KeyEntry(NamedTuple):
@@ -107,7 +107,7 @@ class KeyEntry(NamedTuple):
         return cls(owner, held, read_line(raw[_EXTENDED.size :]), stop, *map(int, rest))
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Records that wait."""
         return len(self.waiting) + self.far
 

@@ -117,6 +117,9 @@ class LeaseRenewer:
             return None
         return self._deliveries.alive_at + _LINGER_S - now()
 
+    def _has_unsent(self) -> bool:
+        return self._deliveries.holdings.unsent
+
     def _wait(self, failures: int) -> bool:
         """Wait until there is something to send; return False if stopped."""
         deliveries = self._deliveries
@@ -133,11 +136,11 @@ class LeaseRenewer:
                     left = min(left, linger)
                 if self.hung:
                     left = renewal  # do not renew: other consumers must get the records
-                elif deliveries.holdings.unsent and deliveries.spoke_at:
+                elif self._has_unsent() and deliveries.spoke_at:
                     gather = _HURRY_S if self.polling else _GATHER_S
                     if deliveries.condition.wait_for(lambda: self._stopped, gather):
                         return False
-                    if deliveries.holdings.unsent:
+                    if self._has_unsent():
                         return True
                     continue  # a poll has sent them meanwhile
                 elif left <= 0 and deliveries.spoke_at:

@@ -69,8 +69,8 @@ class DeadLetter(NamedTuple):
 class Settlement(NamedTuple):
     """Disposition of one record, or the acknowledgement of some records of a batch."""
 
-    #: "A" acknowledged, "R" failed, "U" returned without a failure, "X" rejected, "G" gone, "D" dead
-    #: letter published (``detail`` is the history in which the server stored it), "L" dead letter's
+    #: "A" acknowledged, "R" failed, "U" returned without a failure, "X" rejected, "G" gone, "D"
+    #: dead letter published (``detail`` is the history in which the server stored it), "L" dead letter's
     #: record lost. The detail of "R" and "U" is "delay in ms:reason", and that of "X" the reason.
     kind: str
     #: The number of its batch; 0 for a dead letter.
@@ -273,7 +273,7 @@ class SharedProtocol:
     def maintain(
         self, connection: Connection, consumer: str, *, leave: bool = False
     ) -> Maintenance:
-        """Do a part of the group's maintenance, or of leaving it. May be repeated. Raises as ``step``."""
+        """Do a part of the maintenance, or of leaving. May be repeated. Raises as ``step``."""
         names, args = self._call(consumer)
         args.append("leave" if leave else "")
         _, due, letters, staying, dropped = self.check(connection.run(SHARED_MAINTAIN, names, args))

@@ -3,7 +3,8 @@
 The hazard: a member that gives up on a record may crash before it confirms the record, and the next
 member gives up on the record again. So each letter is the only batch of its own producer, whose id
 is derived from the record: stream, incarnation, the epoch in which it was appended, offset, and
-group, with the group's incarnation if it has one. The server remembers that producer and refuses a second batch from any sender.
+group, with the group's incarnation if it has one. The server remembers that producer and refuses a
+second batch from any sender.
 
 The other hazard: a failover may lose a letter. The record must then not be confirmed. Replicas
 apply writes in order. So if the confirm follows the letter on the same server and in the same

@@ -20,9 +20,9 @@ from meteor_py import (
     connect,
 )
 from meteor_py.shared.config import WAITING_MAX
-from tests.support.sharing import change_progress
 from tests.support.commands import METEOR, Running, meteor, succeed
 from tests.support.readers import everything
+from tests.support.sharing import change_progress
 from tests.support.terminal import Terminal
 from tests.support.waiting import eventually
 
@@ -185,7 +185,10 @@ def test_fsck_finds_contradictions(url: str, stream: Stream, sub: SharedSubscrib
     before = sub._shared.describe().waiting
     change_progress(stream.client._connector, sub._shared._protocol, waiting="x99")
     done = meteor(url, "shared", "fsck", "carts", "billing")
-    assert (done.code, done.lines) == (1, [f"The group counts 99 waiting records, but {before} wait."])
+    assert (done.code, done.lines) == (
+        1,
+        [f"The group counts 99 waiting records, but {before} wait."],
+    )
     assert "1 contradiction" in done.err
     done = meteor(url, "shared", "fsck", "carts", "billing", "--json")
     assert done.objects[0]["flaw"] == f"The group counts 99 waiting records, but {before} wait."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,7 +22,9 @@ COMMANDS = 400
 
 def script_calls(plain: Any) -> int:
     stats = plain.info("commandstats")
-    return sum(int(stat["calls"]) for name, stat in stats.items() if name.startswith("cmdstat_eval"))
+    return sum(
+        int(stat["calls"]) for name, stat in stats.items() if name.startswith("cmdstat_eval")
+    )
 
 
 @pytest.mark.parametrize("waiting", [2, 40])
@@ -64,7 +65,7 @@ def test_one_record_costs_at_most_four_script_calls_however_many_consumers_wait(
 
 
 @pytest.fixture
-def portions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Maintenance]]:
+def portions(monkeypatch: pytest.MonkeyPatch) -> list[Maintenance]:
     done: list[Maintenance] = []
     real = SharedProtocol.maintain
 
@@ -73,7 +74,7 @@ def portions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Maintenance]]:
         return done[-1]
 
     monkeypatch.setattr(SharedProtocol, "maintain", maintain)
-    yield done
+    return done
 
 
 @pytest.mark.parametrize("how", ["die", "leave"])
@@ -116,7 +117,7 @@ def test_no_call_runs_more_commands_than_a_bounded_number(url: str) -> None:
             most = max(most, round(inner / max(calls, 1)))
 
         measure(lambda: owner.poll(5, 1))
-        measure(lambda: [record.ack() for record in owner.poll(5, 500)])
+        measure(lambda: owner.ack(owner.poll(5, 500)))
         measure(owner.flush)
         measure(lambda: other.poll(0))
         expire(owner)

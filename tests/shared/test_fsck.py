@@ -95,12 +95,24 @@ SPOILED: list[tuple[str, tuple[object, ...], str]] = [
     ("lease of an unknown consumer", ("ZADD", "leases", "+inf", "zz"), "leases do not match"),
     ("failure of settled record", ("HSET", "failures", "3", "1"), "Settled record 3 .* 'failures'"),
     ("delay without an end", ("DEL", "delayed"), "has no time at which its delay ends"),
-    ("ready key without records", ("ZADD", "ready", 1, "Z"), "set ready has key b'Z', which has no"),
+    (
+        "ready key without records",
+        ("ZADD", "ready", 1, "Z"),
+        "set ready has key b'Z', which has no",
+    ),
     ("purge of an unknown key", ("ZADD", "purges", 1, "Z"), "0 purged keys, but others"),
     ("unknown redis key", ("SET", "foo", "x"), "b'foo' is not part of a shared group"),
     ("unknown key family", ("SET", "foo:x", "x"), "b'foo:x' is not part of a shared"),
-    ("key entry without records", ("HSET", "keys", "Z", plain(0)), "b'Z' has an entry but no records"),
-    ("held without owner", ("HSET", "keys", "Z", plain(1)), "b'Z' has 1 held records, but no owner"),
+    (
+        "key entry without records",
+        ("HSET", "keys", "Z", plain(0)),
+        "b'Z' has an entry but no records",
+    ),
+    (
+        "held without owner",
+        ("HSET", "keys", "Z", plain(1)),
+        "b'Z' has 1 held records, but no owner",
+    ),
     ("holder that is not a member", ("DEL", "members"), "holds records, but is not a member"),
     ("batches are gone", ("DEL", "batches:{}"), "counts . held records, but has 0"),
     # Contradictions
@@ -125,7 +137,9 @@ def test_flaw_is_reported(damage: Damage, commands: tuple[str, str], said: str) 
     assert len(flaws) == len({*flaws}), "each once"
 
 
-PARTS = "keys waiting ready blocked delayed leases members failures letters dying unsettled purges idle"
+PARTS = (
+    "keys waiting ready blocked delayed leases members failures letters dying unsettled purges idle"
+)
 
 
 @pytest.mark.parametrize("part", [*PARTS.split(), "meta", "batches:{}", "more:{}", "wake:{}"])

@@ -110,8 +110,10 @@ def test_part_of_a_batch_is_acknowledged_by_its_offsets(held: Holdings) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "parks", "rewinds"),
-    [("R", False, True), ("U", False, True), ("Q", False, False), ("X", False, False)]
-    + [("X", True, True), ("A", True, False)],
+    [
+        *(("R", False, True), ("U", False, True), ("Q", False, False)),
+        *(("X", False, False), ("X", True, True), ("A", True, False)),
+    ],
 )
 def test_rewind_returns_later_records_of_the_key(kind: str, parks: bool, rewinds: bool) -> None:
     held = Holdings(reject_rewinds=parks)

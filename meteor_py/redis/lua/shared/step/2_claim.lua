@@ -87,9 +87,13 @@ end
 
 -- A consumer that has other records leaves the keys that it has just freed to those that are idle; one
 -- that has none leaves every second key.
-local candidates = {}
+local candidates, spared = {}, {}
 for i = 1, #freed do
-  if waits == 0 or (c.holding == 0 and i % 2 == 1) then candidates[#candidates + 1] = freed[i] end
+  if waits == 0 or (c.holding == 0 and i % 2 == 1) then
+    candidates[#candidates + 1] = freed[i]
+  else
+    spared[freed[i]] = true
+  end
 end
 local rounds, cut = 0, false
 while got < want and not stop do
@@ -106,7 +110,7 @@ while got < want and not stop do
   for _, list in ipairs({mine, told_now, ready, candidates}) do
     for i = 1, #list do
       local k = list[i]
-      if not seen[k] and claimable(entries[k]) then
+      if not (seen[k] or spared[k]) and claimable(entries[k]) then
         seen[k], names[#names + 1], total = true, k, total + #entries[k].line
       end
     end
