@@ -90,6 +90,7 @@ REQUEST_FLUSH = Script("archive/request_flush", _META)
 RESUME_STREAM = Script("archive/resume_stream")
 
 SHARED_CONVERT = Script("shared/convert", _SHARED_NEW)
+SHARED_DESCRIBE = Script("shared/describe")
 SHARED_JOIN = Script("shared/join")
 SHARED_MAINTAIN = Script("shared/maintain", *_SHARED_STATE)
 SHARED_OPEN = Script("shared/open", _SHARED_NEW)

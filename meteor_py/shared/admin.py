@@ -21,7 +21,13 @@ from meteor_py.records.config import InitialOffset, check_int
 from meteor_py.records.descriptions import GroupDescription
 from meteor_py.records.ordering_index import ORDERING_KEY_BYTES_MAX, read_entry
 from meteor_py.redis import keys
-from meteor_py.redis.scripts import DELETE_STREAM, SHARED_OPEN, SHARED_PURGE, SHARED_RESUME
+from meteor_py.redis.scripts import (
+    DELETE_STREAM,
+    SHARED_DESCRIBE,
+    SHARED_OPEN,
+    SHARED_PURGE,
+    SHARED_RESUME,
+)
 from meteor_py.shared.config import SharedConfig
 from meteor_py.shared.frame_cache import FrameCache
 from meteor_py.shared.fsck import find_flaws
@@ -49,8 +55,6 @@ _CHUNKS = 64
 _STORED = 4_096
 
 _COUNTERS = ("acked", "dead", "lost", "purged", "returned", "reaped")
-#: Sets whose lowest score is the lowest unsettled offset in them.
-_UNSETTLED = "ready blocked unsettled"
 
 Condition = Literal["ready", "owned", "delayed", "parked"]
 
@@ -163,23 +167,13 @@ class SharedGroup:
 
     def _describe(self) -> tuple[SharedDescription, dict[str, Consumer]]:
         """Return the description without consumers, and the consumers without their keys."""
-        self._protocol.ensure_converted()
         protocol = self._protocol
-        lowest = [("ZRANGE", name, 0, 0, "WITHSCORES") for name in protocol.keys(_UNSETTLED)]
-        commands: list[tuple[Any, ...]] = [
-            ("MULTI",),
-            ("HMGET", protocol.meta, "incarnation", "next"),
-            ("HGETALL", protocol.key("meta")),
-            ("HGETALL", protocol.key("members")),
-            ("TIME",),
-            *(("ZCARD", name) for name in protocol.keys("ready blocked")),
-            ("HLEN", protocol.key("letters")),
-            *lowest,
-            ("EXEC",),
-        ]
-        stream, meta, flat, clock, ready, blocked, dying, *firsts = self._handle.connector.pipeline(
-            commands
-        )[-1]
+        names = [protocol.meta, *protocol.keys("meta members letters ready blocked unsettled")]
+        reply = self._handle.connector.run(SHARED_DESCRIBE, names)
+        if b"progress" not in reply[1][::2]:  # a release before 0.3 may have written the group
+            protocol.ensure_converted()
+            reply = self._handle.connector.run(SHARED_DESCRIBE, names)
+        stream, meta, flat, clock, ready, blocked, dying, *firsts = reply
         protocol.check_incarnations(stream[0], dict(_pairs(meta)).get(b"incarnation", b""))
         state = _fields([part for pair in _pairs(meta) for part in pair if pair[0] != b"progress"])
         progress = Progress.parse(dict(_pairs(meta))[b"progress"])
@@ -436,6 +430,7 @@ class SharedGroup:
                 shared=True,
             )
         client, meta = self._handle.connector, self._protocol.key("meta")
+        self._protocol.find()  # raises if this user may not delete the group
         # First the meta: without it, no script changes or creates a key of the group.
         client.run(DELETE_STREAM, [meta], [client.call("HGET", meta, "incarnation") or ""])
         left = self._protocol.find()

@@ -183,7 +183,7 @@ class Prefetcher:
                 return reply
 
     def _patience_s(self, reply: StepReply) -> float:
-        """Return how long an idle consumer waits before it claims again, and so renews its lease."""
+        """Return how long an idle consumer waits before it claims again and renews its lease."""
         patience = self.settings.lease_ttl / 3
         return patience if reply.wait_s is None else min(patience, reply.wait_s + 0.001)
 

@@ -70,8 +70,8 @@ class Settlement(NamedTuple):
     """Disposition of one record, or the acknowledgement of some records of a batch."""
 
     #: "A" acknowledged, "R" failed, "U" returned without a failure, "X" rejected, "G" gone, "D"
-    #: dead letter published (``detail`` is the history in which the server stored it), "L" dead letter's
-    #: record lost. The detail of "R" and "U" is "delay in ms:reason", and that of "X" the reason.
+    #: dead letter published (``detail`` is the history in which the server stored it), "L" dead
+    #: letter's record lost. The detail of "R" and "U" is "delay in ms:reason", and that of "X" the reason.
     kind: str
     #: The number of its batch; 0 for a dead letter.
     batch: int
@@ -291,13 +291,12 @@ class SharedProtocol:
         """Convert the state if a release before 0.3 wrote it."""
         if self.converted:
             return
-        kind, meta = self.stream.connector.pipeline(
-            [("TYPE", self.key("state")), ("TYPE", self.key("meta"))]
-        )
-        unfinished = meta == b"hash" and self.stream.connector.call(
-            "HEXISTS", self.key("meta"), "converting"
-        )
-        if kind == b"hash" or unfinished:
+        call = self.stream.connector.call
+        try:
+            progress, unfinished = call("HMGET", self.key("meta"), "progress", "converting")
+        except ServerRefused:
+            return  # the key is not a hash: fsck reports that
+        if unfinished or (progress is None and call("TYPE", self.key("state")) == b"hash"):
             self.convert()
         self.converted = True
 
