@@ -71,7 +71,8 @@ class Settlement(NamedTuple):
 
     #: "A" acknowledged, "R" failed, "U" returned without a failure, "X" rejected, "G" gone, "D"
     #: dead letter published (``detail`` is the history in which the server stored it), "L" dead
-    #: letter's record lost. The detail of "R" and "U" is "delay in ms:reason", and that of "X" the reason.
+    #: letter's record lost. The detail of "R" and "U" is "delay in ms:reason", and that of "X" the
+    #: reason.
     kind: str
     #: The number of its batch; 0 for a dead letter.
     batch: int
