@@ -238,6 +238,7 @@ class Walk(Model):
 
     def leave(self) -> None:
         hand = self.some_hand()
+        self.exchange(hand, 0)  # takes back all of a dead consumer: the model knows no portions
         self.exchange(hand, 0, leave=True)
         self.hands.remove(hand)
         hand.close()
@@ -329,6 +330,7 @@ class Walk(Model):
     def drain(self) -> None:
         """Let one remaining consumer settle everything; steps must make progress."""
         for hand in self.hands[1:]:
+            self.exchange(hand, 0)
             self.exchange(hand, 0, leave=True)
             hand.close()
         del self.hands[1:]
