@@ -45,7 +45,7 @@ _SMALL = {
     b"local LOADS = 400 ": b"local LOADS = 6 ",
     b"local NEAR, CHUNK = 128, 128": b"local NEAR, CHUNK = 4, 3",
     b"local QUANTUM, ROUND = 16, 64": b"local QUANTUM, ROUND = 2, 3",
-    b"local RETURN = 64": b"local RETURN = 3",
+    b"local RETURN = 64": b"local RETURN = 8",  # one exchange takes 64 portions back
     b"local SCAN = 512": b"local SCAN = 9",
 }
 
@@ -238,6 +238,7 @@ class Walk(Model):
 
     def leave(self) -> None:
         hand = self.some_hand()
+        self.exchange(hand, 0)  # takes back all of a dead consumer: the model knows no portions
         self.exchange(hand, 0, leave=True)
         self.hands.remove(hand)
         hand.close()
@@ -329,6 +330,7 @@ class Walk(Model):
     def drain(self) -> None:
         """Let one remaining consumer settle everything; steps must make progress."""
         for hand in self.hands[1:]:
+            self.exchange(hand, 0)
             self.exchange(hand, 0, leave=True)
             hand.close()
         del self.hands[1:]
