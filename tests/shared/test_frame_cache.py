@@ -250,6 +250,12 @@ def archive(queue: Queue, groups: str, frames: int) -> int:
     return dropped()
 
 
+def test_poll_that_may_wait_reads_records_from_the_store_at_once(archived: Queue) -> None:
+    assert archive(archived, "ABCDEFGHIJ", 100) >= 880
+    c1 = archived.consumer(prefetch=10)
+    assert offsets(c1.poll(10)) == [*range(10)]  # a renewal would wake it after 20 seconds
+
+
 def test_unscanned_records_are_read_from_the_store_in_order(archived: Queue) -> None:
     c1, c2 = archived.consumers(2, prefetch=50)
     assert archive(archived, "ABCDEFGHIJ", 100) >= 880
