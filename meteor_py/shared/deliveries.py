@@ -351,6 +351,8 @@ class Deliveries:
     def _apply(self, reply: StepReply, request: StepRequest, started: float) -> None:
         report, entry = reply.report, request.entry
         with self.condition:
+            if self.holdings.request is not request:
+                return  # a signal handler has sent the step again, and applied its reply
             self.holdings.apply(reply)
             self.spoke_at = started
             self.valid_until = started + self.config.lease_ttl * TRUSTED_FRACTION
