@@ -27,9 +27,9 @@ folders ``log``, ``group``, ``transaction`` and ``archive``.
     administrator may change them. No script needs them. ``incarnation`` of the stream;
     ``compression``, ``checksum``, ``codec``, and ``group_by`` if it has an ordering key. Only with
     a store: its id ``store`` (``store_before``: its id until the stream was resumed), its address
-    ``store_uri``,
-    ``retain`` (ms) and ``retain_bytes``. Written by ``create_stream``, ``resume_stream``,
-    ``configure_stream``, and ``convert_settings`` for a stream of an older release.
+    ``store_uri``, ``retain`` (ms) and ``retain_bytes``. Written by ``create_stream``,
+    ``resume_stream``, ``configure_stream``, and ``convert_settings`` for a stream of an older
+    release.
 ``meteor:{s}:producer:<id>`` (hash): One publisher: ``epoch``, ``last`` sequence, and in the fields
     0 to 7 the batches of the last eight sequences as ``sequence:first offset:n:fingerprint``.
     Written by ``publish``; expires a day after the last batch.
