@@ -18,7 +18,7 @@ from typing import Any
 from meteor_py.errors import MeteorError, RecordsLost
 from meteor_py.log.ring_reader import RingReader
 from meteor_py.log.store_reader import StoreReader
-from meteor_py.records.frame import decode, entry_span
+from meteor_py.records.frame import decode, decode_lone, entry_span
 from meteor_py.records.position import Position, diverged_at, epoch_of, path_of
 from meteor_py.records.record import Chunk
 from meteor_py.redis import keys, reply_errors
@@ -53,6 +53,8 @@ class LogReader:
         self._epochs = epochs  # the epochs up to that one, as in meta; empty if unknown
         #: The same epochs, in the form used in positions.
         self.path = path_of(epochs)
+        # Incarnation and epoch in replies that need no further check; empty if unknown.
+        self._expected = (b"", b"")
         #: The end of the stream as of the last reply.
         self.end_offset = at.offset
 
@@ -111,7 +113,10 @@ class LogReader:
         if offset < known_end:
             block_s = 0.0  # do not wait: the record exists already, or it is lost
         entries, meta = self._ring.fetch(offset, block_s, records)
-        self._check(meta, self.position(offset))
+        self._check_fetched(meta, offset)
+        if len(entries) == 1 and (lone := decode_lone(entries[0], offset)) is not None:
+            self._ring.read_ahead(offset + 1, self.end_offset)
+            return [lone]
         if epoch != self.epoch or known_end > self.end_offset:
             known_end = 0  # a failover: the log may end before that, and offsets are reused
         found = entry_span(self._stream, entries[0][0])[0] if entries else self.end_offset
@@ -186,6 +191,7 @@ class LogReader:
         meta = self._ring.read_meta(guarded=False)
         self._check(meta, position)
         self._incarnation = position.incarnation
+        self._expected = (b"", b"")
 
     def start_term(self, start: Position, end_offset: int, group: str, nonce: str) -> None:
         """Prepare to read at the start of a new lease term, which the server has just granted.
@@ -196,10 +202,11 @@ class LogReader:
         if start.epoch != self.epoch:
             self._enter(start.epoch, "")
         self._incarnation = start.incarnation
+        self._expected = (b"", b"")
         self.end_offset = end_offset
         if self._store is not None:
             self._store.archived = 0  # unknown, because the epoch may be a new one
-        self._ring.guard = (keys.group(self._stream, group), nonce.encode())
+        self._ring.guard(keys.group(self._stream, group), nonce.encode())
 
     def interrupt(self) -> None:
         """Interrupt a wait in another thread."""
@@ -209,6 +216,20 @@ class LogReader:
         self._ring.connection.close()
         if self._store is not None:
             self._store.close()
+
+    def _check_fetched(self, meta: list[Any], offset: int) -> None:
+        """Like ``_check`` for the caller's position; does nothing more if nothing has changed."""
+        if (
+            meta[0] == self._expected[0]
+            and meta[1] == self._expected[1]
+            and self._store is None
+            and (end_offset := int(meta[2])) >= offset
+        ):
+            self.end_offset = end_offset
+        else:
+            self._check(meta, self.position(offset))
+            if self._epochs:
+                self._expected = self._incarnation.encode(), b"%d" % self.epoch
 
     def _check(self, meta: list[Any], position: Position) -> None:
         """Compare a position with meta; raise if the server has lost records below it."""
@@ -230,6 +251,7 @@ class LogReader:
 
     def _enter(self, epoch: int, epochs: str) -> None:
         self.epoch, self._epochs, self.path = epoch, epochs, path_of(epochs)
+        self._expected = (b"", b"")
 
     def _lost(self, first: int, last: int) -> RecordsLost:
         return RecordsLost(

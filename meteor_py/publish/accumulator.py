@@ -4,7 +4,8 @@ Any thread may add records; one sender takes the batches. A batch collects recor
 waits for replies. Only ``linger`` makes it wait longer.
 
 A record that has only a value takes the fast path (fast_path.py). Every other method first counts
-the records that the fast path has appended.
+the records that the fast path has appended. If no record waits and the sender is idle, a record
+takes the direct line instead (direct_line.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meteor_py.errors import MeteorError, PublisherClosed, PublisherFull, fresh
 from meteor_py.publish.ack import Ack
@@ -24,6 +25,9 @@ from meteor_py.publish.fast_path import RECORD_OVERHEAD, FastPath
 from meteor_py.records.frame import Columns
 from meteor_py.runtime.completion import in_callback
 from meteor_py.runtime.locks import SignalSafeCondition
+
+if TYPE_CHECKING:
+    from meteor_py.publish.direct_line import DirectLine, Row
 
 _log = logging.getLogger(__name__)
 
@@ -56,15 +60,21 @@ class Accumulator:
         self._delivery_timeout_s = delivery_timeout_s
         self._on_error = on_error
         self._warned = False  # whether a failure has been logged since the last success
-        self._fast = FastPath(records_max, lambda value, size: self.put(value, size=size))
+        self._fast = FastPath(
+            records_max, lambda value, size: self._put((value, None, None, None), size)
+        )
         #: Like ``put``, for a record that has only a value; takes the value and its size.
         self.put_value = self._fast.put
+        self._line: DirectLine | None = None
+        self._bulk = False  # whether the last settled batch had several records
         self._make_locks()
         self._open: Batch | None = None  # the batch that collects records; never empty
         self._full: deque[Batch] = deque()
-        self._pending_bytes = 0
-        self._begun = 0  # number of batches started so far
-        self._settled = 0  # number of those batches that are settled
+        #: Bytes of the unsettled records, batches started so far, and how many of them are settled.
+        #: The direct line counts its records here, too.
+        self.pending_bytes = 0
+        self.begun = 0
+        self.settled = 0
         self._waiters = 0  # threads that wait until a batch is settled
         self._flushing = 0  # threads in ``wait_empty``, which lingering would delay
         self._checks_wanted = 0  # see ``wait_checked``
@@ -79,6 +89,13 @@ class Accumulator:
         self._work = SignalSafeCondition(self._lock)  # the sender waits here for records
         self._room = SignalSafeCondition(self._lock)  # other threads wait for settled batches
         self._fast.use_lock(self._lock, self._work)
+        if self._line is not None:
+            self._line.use_lock(self._lock, self._work)
+
+    def use_line(self, line: DirectLine) -> None:
+        """Let publishers use the sender's direct line."""
+        line.use_lock(self._lock, self._work)
+        self._line = line
 
     # -- for publishers ------------------------------------------------------------------------
 
@@ -99,21 +116,8 @@ class Accumulator:
             LogTruncated: The server has lost acknowledged records; raised once.
         """
         self._fast.check_reentry()
-        size += RECORD_OVERHEAD
         with self._lock:
-            self._admit(size)
-            batch = self._batch_for(size)
-            index = batch.count
-            columns = batch.columns
-            assert columns is not None, "an open batch has its columns"
-            columns.values.append(value)
-            for name, cell in (("keys", key), ("headers", headers), ("timestamps", timestamp)):
-                if cell is not None or getattr(columns, name) is not None:
-                    _append(columns, name, index, [cell])
-            self._count(batch, 1, size)
-            self._seal_or_grant(batch)
-            self._wake_sender()
-        return Ack(batch, index)
+            return self._put((value, key, headers, timestamp), size)
 
     def put_rows(self, rows: Columns, sizes: Sequence[int]) -> Parts:
         """Accept many records in columns of lists, and return their locations.
@@ -182,13 +186,13 @@ class Accumulator:
         """Wait until all records put so far are settled; return whether they are."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            wanted = self._begun
+            wanted = self.begun
             self._flushing += 1
             try:
                 self._work.notify_all()
-                while self._settled < wanted and (left := deadline - time.monotonic()) > 0:
+                while self.settled < wanted and (left := deadline - time.monotonic()) > 0:
                     self._wait_settled(left)
-                return self._settled >= wanted
+                return self.settled >= wanted
             finally:
                 self._flushing -= 1
 
@@ -223,7 +227,9 @@ class Accumulator:
         self._closed = reason
         self._checks_done, self._sender_ended = math.inf, True
         batches = self.take_all()
-        self._settled = self._begun
+        if self._line is not None:
+            batches += self._line.abandon()
+        self.settled = self.begun
         return batches
 
     def take_failure(self) -> Exception | None:
@@ -237,18 +243,24 @@ class Accumulator:
 
     # -- for the sender ------------------------------------------------------------------------
 
-    def take(self, *, busy: bool) -> Batch | None:
+    def take(self, *, busy: bool, lend: bool = False) -> Batch | None:
         """Return the next batch to send, or None if no batch is ready.
 
         While ``busy`` (replies are outstanding), returns only full batches and does not wait.
-        Otherwise waits up to one second for a record.
+        Otherwise waits about one second for a record. With ``lend``, publishers may use the direct
+        line meanwhile, and the caller must take it over.
         """
         with self._lock:
             if not busy and not self._full:
-                if self._open is None and not self._closed and not self._check_is_wanted():
+                if not self.has_work():
                     self._fast.sender_waits = True
-                    self._work.wait(1.0)
-                    self._fast.sender_waits = False
+                    if lend and self._line is not None and not self._linger_s:
+                        self._line.lend(self._bulk, self.has_work)
+                    else:
+                        self._work.wait(1.0)
+                    self._fast.sender_waits = self._bulk = False
+                if self._line is not None and self._line.batch is not None:
+                    return None  # the sender continues with that record
                 self._linger()
                 self._seal()
             return self._full.popleft() if self._full else None
@@ -293,8 +305,9 @@ class Accumulator:
         if error is not None:  # before counting the batch: flush() must return after on_error
             self._report_failure(batch, batch.count)
         with self._lock:
-            self._pending_bytes -= batch.nbytes
-            self._settled += 1
+            self.pending_bytes -= batch.nbytes
+            self.settled += 1
+            self._bulk = batch.count > 1
             if error is None:
                 self._warned = False
             else:
@@ -319,6 +332,29 @@ class Accumulator:
             batches = list(self._full)
             self._full.clear()
             return batches
+
+    # -- for the direct line, which holds the lock ---------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether the sender has work besides a record that no thread is waiting for."""
+        in_flight = self._line is not None and self._line.batch is not None
+        return bool(
+            self._open is not None
+            or self._full
+            or self._closed
+            or (in_flight and (self._flushing or self._waiters))
+            or self._check_is_wanted()
+        )
+
+    def note_sender_waits(self, waits: bool) -> None:
+        """Set whether further records wake the sender."""
+        self._fast.sender_waits = waits
+
+    def note_settled(self) -> None:
+        """Wake the threads that wait for a settled batch."""
+        self._warned = False
+        if self._waiters:
+            self._room.notify_all()
 
     # -- called without the lock ---------------------------------------------------------------
 
@@ -359,6 +395,35 @@ class Accumulator:
 
     # -- called with the lock held -------------------------------------------------------------
 
+    def _put(self, row: Row, size: int) -> Ack:
+        line = self._line
+        if (
+            line is not None
+            and self._open is None
+            and not self._full
+            and self._closed is None
+            and self._loss is None
+            and line.is_free()
+        ):  # so no other record is pending
+            sent = line.send(row, size, size + RECORD_OVERHEAD)
+            if sent is not None:
+                return Ack(sent, 0)
+        size += RECORD_OVERHEAD
+        self._admit(size)
+        batch = self._batch_for(size)
+        index = batch.count
+        columns = batch.columns
+        assert columns is not None, "an open batch has its columns"
+        value, key, headers, timestamp = row
+        columns.values.append(value)
+        for name, cell in (("keys", key), ("headers", headers), ("timestamps", timestamp)):
+            if cell is not None or getattr(columns, name) is not None:
+                _append(columns, name, index, [cell])
+        self._count(batch, 1, size)
+        self._seal_or_grant(batch)
+        self._wake_sender()
+        return Ack(batch, index)
+
     def _check_is_wanted(self) -> bool:
         return self._checks_done < self._checks_wanted
 
@@ -372,13 +437,13 @@ class Accumulator:
                 raise fresh(loss)
             if self._closed is not None:
                 raise fresh(self._closed)
-            if self._pending_bytes + size <= self._pending_max or self._begun == self._settled:
+            if self.pending_bytes + size <= self._pending_max or self.begun == self.settled:
                 return
             now = time.monotonic()
             deadline = deadline or now + self._delivery_timeout_s
             if now >= deadline or in_callback():  # in a callback, the sender would wait for itself
                 raise PublisherFull(
-                    f"{self._pending_bytes} bytes for stream {self._stream!r} are unacknowledged. "
+                    f"{self.pending_bytes} bytes for stream {self._stream!r} are unacknowledged. "
                     "Publish more slowly, or raise max_pending_bytes.",
                     stream=self._stream,
                 )
@@ -388,6 +453,9 @@ class Accumulator:
     def _wait_settled(self, timeout_s: float) -> None:
         self._waiters += 1
         try:
+            if self._line is not None and self._line.batch is not None:
+                self._line.stop_own_read()
+                self._work.notify_all()
             self._room.wait(timeout_s)
         finally:
             self._waiters -= 1
@@ -418,7 +486,9 @@ class Accumulator:
 
     def _new_batch(self) -> Batch:
         now = time.monotonic()
-        return Batch(now, now + self._delivery_timeout_s)
+        batch = Batch(now, now + self._delivery_timeout_s, Columns([]))
+        batch.line = self._line
+        return batch
 
     def _seal(self) -> None:
         """Queue the open batch for sending, after the full batches."""
@@ -433,10 +503,10 @@ class Accumulator:
     def _count(self, batch: Batch, records: int, size: int) -> None:
         """Count records that were appended to the columns of a batch."""
         if not batch.count:
-            self._begun += 1
+            self.begun += 1
         batch.count += records
         batch.nbytes += size
-        self._pending_bytes += size
+        self.pending_bytes += size
 
     def _seal_or_grant(self, batch: Batch) -> None:
         """Seal the open batch if it is full. Otherwise, if it has only values, grant fast puts."""
@@ -444,7 +514,7 @@ class Accumulator:
         if batch.count == self._records_max:
             self._seal()
         elif columns is not None and columns.letters() == "v":
-            room = min(self._bytes_max - batch.nbytes, self._pending_max - self._pending_bytes)
+            room = min(self._bytes_max - batch.nbytes, self._pending_max - self.pending_bytes)
             self._fast.grant(batch, columns.values, max(room, 0))
 
     def _count_fast(self) -> None:
@@ -481,7 +551,7 @@ class Accumulator:
     def _fitting(self, batch: Batch, sizes: Sequence[int], start: int) -> int:
         """Return the index after the last record that fits into the batch; at least one fits."""
         stop = min(len(sizes), start + self._records_max - batch.count)
-        room = min(self._bytes_max - batch.nbytes, self._pending_max - self._pending_bytes)
+        room = min(self._bytes_max - batch.nbytes, self._pending_max - self.pending_bytes)
         while stop > start + 1:
             if sum(sizes[start:stop]) + (stop - start) * RECORD_OVERHEAD <= room:
                 break

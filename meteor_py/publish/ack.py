@@ -25,7 +25,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
 
     def done(self) -> bool:
         """Whether the outcome is known."""
-        return self._completion.settled
+        return self._completion.poll()
 
     def result(self, timeout: float | None = None) -> int:
         """Wait for the outcome and return the (first) offset.
@@ -53,7 +53,7 @@ class _Outcome(msgspec.Struct, gc=False, eq=False):
             TimeoutError: The outcome is not known after ``timeout`` seconds.
         """
         if not self._completion.wait(timeout):
-            raise TimeoutError(f"No reply arrived within {timeout} seconds.")
+            raise _no_reply(timeout)
         return self._error()
 
     @property
@@ -115,11 +115,22 @@ class Ack(_Outcome, gc=False, eq=False):
 
     _index: int
 
+    def result(self, timeout: float | None = None) -> int:
+        done = self._completion
+        if done.wait(timeout) and done.error is None:  # the usual case, without further calls
+            done.observed = True
+            return done.base_offset + self._index
+        if not done.settled:
+            raise _no_reply(timeout)
+        return _Outcome.result(self)
+
+    result.__doc__ = _Outcome.result.__doc__
+
     @property
     def offset(self) -> int | None:
         """The offset once it is acknowledged, else None."""
         done = self._completion
-        return done.base_offset + self._index if done.settled and done.error is None else None
+        return done.base_offset + self._index if done.poll() and done.error is None else None
 
     def _error(self) -> Exception | None:
         self._completion.observed = True
@@ -142,7 +153,7 @@ class ManyAck(_Outcome, gc=False, eq=False):
     @property
     def offset(self) -> int | None:
         """The first offset once all records are acknowledged, else None."""
-        settled = all(batch.settled and batch.error is None for batch, _, _ in self._parts)
+        settled = all(batch.poll() and batch.error is None for batch, _, _ in self._parts)
         return self.ranges[0].start if settled else None
 
     @property
@@ -172,6 +183,10 @@ def _error_of(batch: Completion, index: int) -> Exception | None:
     """Return the error of the record at ``index`` of a batch."""
     error = batch.error
     return error.at(error.offset + index) if isinstance(error, NotReplicated) else error
+
+
+def _no_reply(timeout: float | None) -> TimeoutError:
+    return TimeoutError(f"No reply arrived within {timeout} seconds.")
 
 
 def _describe(ack: _Outcome) -> str:

@@ -23,7 +23,8 @@ class FastPath:
 
     Args:
         records_max: Maximum number of records in a batch.
-        put_slowly: Called with a value and its size in bytes if the value exceeds the grant.
+        put_slowly: Called with a value and its size in bytes, and with the lock held, if the grant
+            does not cover the value.
     """
 
     __slots__ = (
@@ -65,7 +66,7 @@ class FastPath:
                 if self.sender_waits:
                     self.work.notify_all()
                 return Ack(self._batch, index)
-        return self._put_slowly(value, size)
+            return self._put_slowly(value, size)
 
     def check_reentry(self) -> None:
         """Raise ``RuntimeError`` if this thread holds the lock.

@@ -31,7 +31,8 @@ class InFlightWindow:
         #: Batches sent on this connection, the acknowledged ones included.
         self.sent = 0
         self.acknowledged = 0
-        self._next_sequence = 0
+        #: The sequence number of the next batch.
+        self.next_sequence = 0
         self._batches: deque[Batch] = deque()
 
     def __len__(self) -> int:
@@ -52,8 +53,13 @@ class InFlightWindow:
 
     def number_newest(self) -> None:
         """Give the newest batch the next sequence number."""
-        self._batches[-1].sequence = self._next_sequence
-        self._next_sequence += 1
+        self._batches[-1].sequence = self.next_sequence
+        self.next_sequence += 1
+
+    def add_sent(self, batch: Batch) -> None:
+        """Hold a batch that a publisher has numbered and sent, in an empty window."""
+        self._batches.append(batch)
+        self.sent = 1
 
     def pop_newest(self) -> Batch:
         """Remove the newest batch, which has no sequence number yet."""
@@ -97,7 +103,7 @@ class InFlightWindow:
         self.epoch += 1
         for number, batch in enumerate(self._batches):
             batch.sequence = number
-        self._next_sequence = len(self._batches)
+        self.next_sequence = len(self._batches)
         self.rewind()
 
     def doubt_sent(self) -> None:

@@ -57,9 +57,10 @@ class Publisher(Closeable):
     ...     pub.publish(b"hello", key=b"k").result()
     0
 
-    ``publish`` returns at once, and a background thread sends the records. Close the publisher, or
-    use ``with``: closing waits for pending records and raises the first error that the application
-    has not seen. Until then, such an error is only logged. To be notified, pass ``on_error``.
+    ``publish`` does not wait for the reply. It sends a lone record itself, and a background thread
+    sends the others. Close the publisher, or use ``with``: closing waits for pending records and
+    raises the first error that the application has not seen. Until then, such an error is only
+    logged. To be notified, pass ``on_error``.
     """
 
     def __init__(

@@ -38,6 +38,7 @@ from meteor_py.log.epochs import begin_epoch
 from meteor_py.log.handle import StreamHandle
 from meteor_py.publish.accumulator import Accumulator, closed_error
 from meteor_py.publish.batch import Batch
+from meteor_py.publish.direct_line import DirectLine
 from meteor_py.publish.in_flight import InFlightWindow
 from meteor_py.publish.overrun_watch import OverrunWatch
 from meteor_py.records.config import PublisherConfig
@@ -55,6 +56,8 @@ _log = logging.getLogger(__name__)
 
 #: How long a server remembers an idle producer.
 PRODUCER_TTL_MS = 24 * 3600 * 1000
+#: Seconds after which the sender renews that time. Records on the direct line do not.
+_RENEW_PRODUCER_S = 3600.0
 #: Seconds to wait for a connection, for room in its buffers, and for each reply.
 SOCKET_TIMEOUT_S = 5.0
 #: Seconds without an acknowledgement after which the sender reads the server's replication id
@@ -92,7 +95,16 @@ class Sender:
         self._failures = 0  # consecutive failures
         self._reason: MeteorError | None = None  # the error of the last failure
         self._acknowledged_at = 0.0  # time of the last acknowledgement, by the monotonic clock
+        self._producer_renewed_at = 0.0
         self._overruns = OverrunWatch(handle)
+        self._line = DirectLine(
+            *(accumulator, self._connection, self.window),
+            compression=self._compression,
+            checksum=self._checksum,
+            ordering=self._ordering,
+            delivery_timeout_s=config.delivery_timeout,
+        )
+        accumulator.use_line(self._line)
         #: When the last check for lost records must end, by the monotonic clock.
         self.check_by = math.inf
         self._abandoned = SignalSafeEvent()
@@ -144,7 +156,11 @@ class Sender:
     def _fill(self) -> None:
         """Take batches until the window is full. Wait for a batch only if the window is empty."""
         while self.window.has_room():
-            batch = self._accumulator.take(busy=bool(self.window))
+            if self.window:
+                batch = self._accumulator.take(busy=True)
+            else:
+                batch = self._accumulator.take(busy=False, lend=self._prepare_line())
+                self._take_over_line()
             if batch is None:
                 return
             self.window.add([batch])  # before encoding, so that a forked child finds it here
@@ -158,6 +174,45 @@ class Sender:
                 self._accumulator.settle(self.window.pop_newest(), failure)
                 continue
             self.window.number_newest()
+
+    def _prepare_line(self) -> bool:
+        """Prepare the direct line for the next record; return whether it may be lent."""
+        history = self._connection.known_history
+        if (
+            history is None
+            or self._connection.wire is None
+            or self._acked is None
+            or self._acks
+            or self._failures
+            or self._send_whole
+            or not self.window.next_sequence  # the server does not know this producer epoch yet
+            or self._idle_s() > _REPLICATION_ID_S
+        ):
+            return False
+        known = (self._incarnation, history, self.window.epoch)
+        self._line.prepare(
+            self._connection.script_call(PUBLISH, self._keys, known),
+            self._known_epoch,
+            self._acknowledged_at,
+            _REPLICATION_ID_S,
+            self._producer_renewed_at + _RENEW_PRODUCER_S,
+        )
+        return True
+
+    def _take_over_line(self) -> None:
+        """Continue with what publishers have done on the direct line."""
+        broken = self._line.take_over()
+        if self._line.end_offset and self._acked is not None:
+            self._stream_epoch = self._known_epoch  # the line takes only replies in that epoch
+            self._acknowledged_at = max(self._acknowledged_at, self._line.acknowledged_at)
+            self._acked = Position(
+                self._incarnation, self._stream_epoch, self._line.end_offset, self._path
+            )
+            self._line.end_offset = 0
+        if broken:
+            self._connection.close()
+            self.window.doubt_sent()
+            self.window.rewind()
 
     def _exchange(self) -> None:
         """Send the unsent batches, read one reply, and handle failures."""
@@ -194,8 +249,11 @@ class Sender:
                 name,
                 payload,
                 zlib.crc32(payload) if self._checksum else "",
+                self._known_epoch,
                 *batch.index,
             )
+            batch.stream_epoch = self._known_epoch
+            self._producer_renewed_at = time.monotonic()
             command = self._connection.script_call(
                 PUBLISH, self._keys, arguments, whole=self._send_whole
             )
@@ -204,7 +262,7 @@ class Sender:
             self._send_whole = False
 
     def _idle_s(self) -> float:
-        return time.monotonic() - self._acknowledged_at
+        return time.monotonic() - max(self._acknowledged_at, self._line.acknowledged_at)
 
     def _receive(self) -> None:
         try:
@@ -228,7 +286,9 @@ class Sender:
             self._drain()
             self._refuse(error)
         else:
-            if reply[0] == b"OK":
+            if type(reply) is int:  # in the epoch that the request named
+                self._acknowledge(reply, self.window.next_to_reply.stream_epoch)
+            elif reply[0] == b"OK":
                 self._acknowledge(reply[1], reply[2])
             else:
                 self._drain()
@@ -331,9 +391,8 @@ class Sender:
     @property
     def must_check(self) -> bool:
         """Whether the last acknowledgement is too old to prove that its records still exist."""
-        idle_s = time.monotonic() - self._acknowledged_at
         return self._acked is not None and (
-            idle_s > _REPLICATION_ID_S or not self._connection.connected
+            self._idle_s() > _REPLICATION_ID_S or not self._connection.connected
         )
 
     def _check_for_loss(self) -> None:
@@ -452,6 +511,7 @@ class Sender:
 
     def _fail_rest(self) -> None:
         """Fail the remaining batches when the thread ends."""
+        self._take_over_line()
         self.window.doubt_unacknowledged()
         self.window.add(self._accumulator.take_all())
         while self.window:
@@ -480,7 +540,8 @@ class Sender:
                 raise
             except MeteorError:
                 continue  # the batch is sent again, and gets another reply
-            if reply[0] == b"OK":  # earlier attempts put it and the refused batch into the log
+            # If so, earlier attempts put it and the refused batch into the log.
+            if type(reply) is int or reply[0] == b"OK":
                 batch.in_doubt = True
         if self.window.acknowledged:
             self._settle_acknowledged()

@@ -149,9 +149,9 @@ def fingerprint(payload: Any) -> int:
     It covers only both ends of the payload: a crc32 of all bytes would take as long as building the
     frame.
     """
+    if len(payload) <= 8192:
+        return zlib.crc32(payload)
     view = memoryview(payload)
-    if len(view) <= 8192:
-        return zlib.crc32(view)
     return zlib.crc32(view[-4096:], zlib.crc32(view[:4096], len(view)))
 
 
@@ -213,6 +213,12 @@ def decode(stream: str, entries: Sequence[tuple[bytes, list[bytes]]]) -> list[Ch
         whole = chunks[-1]
         bare = whole if isinstance(whole, ListChunk) and whole.is_bare() else None
     return chunks
+
+
+def decode_lone(entry: tuple[bytes, list[bytes]], offset: int) -> ListChunk | None:
+    """Return the record at ``offset`` if the entry is nothing but its value; see ``decode``."""
+    chunk = ListChunk(offset, [], None, None, None, [])
+    return chunk if _append_bare(chunk, *entry) else None
 
 
 def _append_bare(chunk: ListChunk, entry_id: bytes, fields: list[bytes]) -> bool:

@@ -1,9 +1,9 @@
 """One connection to a server: sends commands, reads replies, translates errors.
 
-This is the only module that sends commands through redis-py. It uses redis-py for addresses, TLS,
-authentication and parsing, and sets every option itself: the defaults of redis-py (a 5 s socket
-timeout, ten retries) would publish records twice and break blocking reads. This module retries a
-command only if the caller uses ``retry_idle``.
+redis-py opens the connection: addresses, TLS, authentication. This module sets every option itself:
+the defaults of redis-py (a 5 s socket timeout, ten retries) would publish records twice and break
+blocking reads. Commands and replies then bypass redis-py (wire.py), except on a fake server, which
+has no socket. This module retries a command only if the caller uses ``retry_idle``.
 
 A connection belongs to one thread at a time. It connects when first used, and again after an error
 or in a forked child.
@@ -27,6 +27,7 @@ from meteor_py.errors import AccessDenied, ConnectionFailed, MeteorError, OutOfM
 from meteor_py.redis.address import LOGIN_OPTIONS, Address, mask
 from meteor_py.redis.embedded_connection import EmbeddedConnection, NotRestarted
 from meteor_py.redis.scripts import Script
+from meteor_py.redis.wire import Wire
 
 #: An argument of a command: str, int, bytes or a buffer. Arrow buffers are sent without a copy.
 Argument = Any
@@ -44,6 +45,9 @@ _KEEPALIVE = {
 #: Send buffer of a unix socket in bytes, if the kernel allows it. With the default of 208 KiB, the
 #: publisher and the server wait for each other: 2.0 million records/s instead of 2.7.
 _UNIX_BUFFER = 4 * 1024 * 1024
+
+#: Bytes that redis-py receives at a time; only for the replies while it connects.
+_HANDSHAKE_SIZE = 4096
 
 #: Arguments with more bytes than this are sent separately, without a copy.
 _JOIN_MAX = 16_384
@@ -83,6 +87,8 @@ class Connection:
         self.address = address
         self.timeout_s = timeout_s
         self._connection: AbstractConnection | None = None
+        #: The connection's bytes; None if there is no connection, or the server is a fake.
+        self.wire: Wire | None = None
         self._opening: AbstractConnection | None = None
         self._server_pid = self._private_server_pid()
         self._history: str | None = None
@@ -94,31 +100,44 @@ class Connection:
 
     def send(self, commands: Iterable[Sequence[Argument]]) -> None:
         """Send commands. Call ``read`` once per command; replies arrive in the same order."""
-        chunks = encode(commands)
+        self.send_encoded(encode(commands))
+
+    def send_encoded(
+        self, chunks: Sequence[bytes | memoryview], timeout_s: float | None = None
+    ) -> None:
+        """Like ``send``, for commands that ``encode`` has encoded."""
         connection = self.connect()
+        wire = self.wire
         try:
-            connection.send_packed_command(chunks, check_health=False)
+            if wire is not None:
+                wire.send(chunks, self.timeout_s if timeout_s is None else timeout_s)
+            else:
+                connection.send_packed_command(chunks, check_health=False)
         except (redis.RedisError, OSError) as error:
             self._fail(error)
 
     def read(self, timeout_s: float | None = None) -> Any:
         """Return the next reply; raise if it is an error."""
-        if self._connection is None:
+        wire, connection = self.wire, self._connection
+        if connection is None:
             raise ConnectionFailed(f"The connection to {self.address} was closed.")
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            reply = self._connection.read_response(
-                disable_decoding=True,
-                timeout=self.timeout_s if timeout_s is None else timeout_s,
-            )
+            if wire is None:
+                reply = connection.read_response(disable_decoding=True, timeout=timeout_s)
+            else:
+                reply = wire.read(timeout_s)
+                self._handshake_only = False
+                if isinstance(reply, Exception):
+                    raise reply
         except (redis.RedisError, OSError) as error:
             self._fail(error)
-        self._handshake_only = False
         return reply
 
     def call(self, *command: Argument, timeout_s: float | None = None) -> Any:
         """Send one command and return its reply."""
         try:
-            self.send([command])
+            self.send_encoded(encode([command]), timeout_s)
             return self.read(timeout_s)
         except MeteorError:
             raise
@@ -128,9 +147,15 @@ class Connection:
 
     def pipeline(self, commands: Sequence[Sequence[Argument]], timeout_s: float) -> list[Any]:
         """Send commands together and return their replies; raise the first error."""
+        return self.pipeline_encoded(encode(commands), len(commands), timeout_s)
+
+    def pipeline_encoded(
+        self, chunks: Sequence[bytes | memoryview], count: int, timeout_s: float
+    ) -> list[Any]:
+        """Like ``pipeline``, for ``count`` commands that ``encode`` has encoded."""
         try:
-            self.send(commands)
-            return self.read_all(len(commands), timeout_s)
+            self.send_encoded(chunks, timeout_s)
+            return self.read_all(count, timeout_s)
         except MeteorError:
             raise
         except BaseException:  # as in call()
@@ -209,6 +234,11 @@ class Connection:
             self.refresh_history()
         return self._history or ""
 
+    @property
+    def known_history(self) -> str | None:
+        """The same without asking the server; None if the server was not asked yet."""
+        return self._history if self.connected else None
+
     def refresh_history(self) -> str:
         """Read the history again, because a server can be promoted while a connection is open."""
         self._history = ""
@@ -250,14 +280,16 @@ class Connection:
     def connect(self) -> AbstractConnection:
         """Return the connection. Open one if there is none, or after a fork."""
         if self._pid != os.getpid():
-            self._connection = None  # do not close it: the parent still uses the socket
+            self._connection = self.wire = None  # not closed: the parent still uses the socket
             self._pid = os.getpid()
         if self._connection is None:
             options = connection_options(self.address, self.timeout_s)
             self._handshake_only = False
             if self.address.scheme == "rediss":
                 options["redis_connect_func"] = self._log_in
-            connection = self.address.connection_class(**self.address.options, **options)
+            connection = self.address.connection_class(
+                **self.address.options, **options, socket_read_size=_HANDSHAKE_SIZE
+            )
             self._opening = connection  # for interrupt()
             try:
                 connection.connect()
@@ -268,8 +300,10 @@ class Connection:
             self._connection = connection
             self._history = None
             sock = self._socket()
-            if sock is not None and sock.family == socket.AF_UNIX:  # the kernel tunes TCP buffers
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
+            if sock is not None:
+                if sock.family == socket.AF_UNIX:  # the kernel tunes TCP buffers
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
+                self.wire = Wire(sock)
         return self._connection
 
     def _log_in(self, connection: AbstractConnection) -> None:
@@ -281,7 +315,8 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection. The next use opens another. Idempotent."""
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = self.wire = None
         if connection is not None:
             connection.disconnect()
 
@@ -302,7 +337,9 @@ class Connection:
 
     def _fail(self, error: Exception) -> NoReturn:
         translated = translate(error, self.address)
-        if self._handshake_only and type(error) is redis.ConnectionError:
+        # The subclasses of redis.ConnectionError have other causes, such as a wrong password.
+        is_closed = type(error) is redis.ConnectionError or isinstance(error, OSError)
+        if self._handshake_only and is_closed:
             translated = self._rejected(error)
         if isinstance(translated, ConnectionFailed):
             self.close()
@@ -339,7 +376,6 @@ def connection_options(address: Address, timeout_s: float) -> dict[str, Any]:
         **(keepalive if address.scheme in ("redis", "rediss") else {}),
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
-        "socket_read_size": 262_144,
         "retry": Retry(NoBackoff(), 0),
         "retry_on_timeout": False,
         "retry_on_error": [],

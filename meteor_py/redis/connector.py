@@ -18,6 +18,7 @@ from meteor_py.redis.embedded_connection import EmbeddedConnection
 from meteor_py.redis.scripts import Script
 from meteor_py.redis.server_warnings import warn_of_dangers, warn_of_hidden_history
 from meteor_py.redis.shared_connection import use_temporary
+from meteor_py.redis.wire import READ_SIZE
 
 if TYPE_CHECKING:
     import redis
@@ -68,6 +69,7 @@ class Connector:
 
                 address = self.resolve()
                 options = {**address.options, **connection_options(address, self.timeout_s)}
+                options["socket_read_size"] = READ_SIZE
                 if address.scheme == "rediss":
                     options["redis_connect_func"] = _take_tickets
                 pool = ConnectionPool(connection_class=address.connection_class, **options)

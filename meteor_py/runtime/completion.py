@@ -50,11 +50,24 @@ class Completion:
 
         Unless there is an error, set ``base_offset`` first.
         """
+        self.settle_quietly(error)
+        self.run_callbacks()
+
+    def settle_quietly(self, error: Exception | None = None) -> None:
+        """Set the outcome and wake waiting threads. The caller sees to ``run_callbacks``."""
         self.error = error
         self.settled = True  # set it first: waiters check it after they register
-        event, callbacks = self._event, self._callbacks
-        if event is not None:
-            event.set()
+        if self._event is not None:
+            self._event.set()
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether callbacks have not been called yet."""
+        return bool(self._callbacks)
+
+    def run_callbacks(self) -> None:
+        """Call the callbacks of a settled completion, each once."""
+        callbacks = self._callbacks
         while callbacks:
             self.observed = True
             try:
@@ -67,6 +80,10 @@ class Completion:
         """Settle in a forked child, where no thread waits. The parent runs the callbacks."""
         self.error = error
         self.settled = True
+
+    def poll(self) -> bool:
+        """Return whether the outcome is known, without waiting."""
+        return self.settled
 
     def wait(self, timeout: float | None) -> bool:
         """Wait up to ``timeout`` seconds for the outcome; return whether it is known."""

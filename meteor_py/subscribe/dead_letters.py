@@ -167,8 +167,10 @@ def _send(connection: Connection, target: StreamHandle, letter: _Letter, acks: i
     checksum = zlib.crc32(payload) if target.config.checksum else ""
     connection.refresh_history()  # a server can be demoted and promoted under an idle connection
     for _ in range(2):
-        args = (target.incarnation, connection.history, *numbers, form, payload, checksum)
-        reply: list[Any] = connection.run(PUBLISH, letter.keys, [*args, *letter.index_entry])
+        known_epoch = ""  # so that the reply is always a list
+        head = (target.incarnation, connection.history, *numbers, form, payload, checksum)
+        args = [*head, known_epoch, *letter.index_entry]
+        reply: list[Any] = connection.run(PUBLISH, letter.keys, args)
         if reply[0] != b"HISTORY":
             break
         begin_epoch(connection, target.name, target.incarnation, reply[1].decode())

@@ -99,13 +99,15 @@ class Fetcher:
         Args:
             endless: Whether to count only the time during which the server is unreachable.
         """
-        if self.session is not None:
-            self.session.check_process()
-            try:
-                self.session.raise_refusal()
-            except LogTruncated as error:
-                self.buffer.note_gap(error)
-                raise
+        if self.session is None:
+            self._fetch_until_available(timeout_s, records, endless)
+            return
+        self.session.check_process()
+        try:
+            self.session.raise_refusal()
+        except LogTruncated as error:
+            self.buffer.note_gap(error)
+            raise
         self.run_blocking(lambda: self._fetch_until_available(timeout_s, records, endless))
 
     def run_blocking(self, work: Callable[[], _T]) -> _T:
@@ -144,15 +146,22 @@ class Fetcher:
         """Yield records until interrupted, moving the position past each."""
         while not self.interrupted:
             self.fetch(_RECONNECT_S, _ITERATE, endless=True)
-            buffer = self.buffer
+            buffer, session = self.buffer, self.session
             jumps = buffer.jumps
             for record in buffer.peek(_ITERATE, codec):
-                buffer.position = record.offset + 1
+                buffer.position = after = record.offset + 1
                 yield record
-                if self.buffer.jumps != jumps or buffer.position != record.offset + 1:
+                if self.buffer.jumps != jumps or buffer.position != after:
                     break  # the caller has called seek() or poll() inside the loop
-                if not self._may_continue() or self.interrupted:
+                if (session is not None and not self._may_continue(session)) or self.interrupted:
                     break
+
+    def _may_continue(self, session: GroupSession) -> bool:
+        """Note that a record was processed; return whether the lease is still valid."""
+        if self._config.auto_confirm:
+            self.confirm_handed_out()
+        session.alive_at = at = now()
+        return at < session.valid_until
 
     def confirm_handed_out(self) -> None:
         """Confirm all delivered records: a caller that asks for more has processed them."""
@@ -162,16 +171,6 @@ class Fetcher:
             self.session.confirm(self.buffer.position, self.buffer.term)
         except LeaseLost as error:
             _log.info("%s", error)
-
-    def _may_continue(self) -> bool:
-        """Note that a record was processed; return whether the lease is still valid."""
-        session = self.session
-        if session is None:
-            return True
-        if self._config.auto_confirm:
-            self.confirm_handed_out()
-        session.alive_at = at = now()
-        return at < session.valid_until
 
     def _fetch_until_available(self, timeout_s: float, records: int, endless: bool) -> None:
         deadline = time.monotonic() + timeout_s
@@ -191,6 +190,8 @@ class Fetcher:
                     if self.buffer.ready():
                         return  # an earlier fetch left records, and the lease is still ours
                     self._fetch_past_gaps(max(deadline - time.monotonic(), 0.0), records)
+                    if self._holds_lease() and not self.interrupted and self.buffer.ready():
+                        return
                 failure, failures = None, 0
                 if endless:
                     deadline = time.monotonic() + timeout_s
@@ -218,6 +219,11 @@ class Fetcher:
         if term is not self._announced:
             self._start_term(term)
         return True
+
+    def _holds_lease(self) -> bool:
+        """In a group, whether the lease still covers the records that were just fetched."""
+        session = self.session
+        return session is None or (session.term is self._announced and now() < session.valid_until)
 
     def _start_term(self, term: Term) -> None:
         self._announced = None

@@ -6,6 +6,7 @@ Only the newest offset matters, so confirms are merged: all confirms between two
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -13,23 +14,33 @@ from collections.abc import Callable
 from meteor_py.errors import MeteorError
 from meteor_py.publish.ack import Ack
 from meteor_py.runtime.clock import now
-from meteor_py.runtime.completion import Completion
+from meteor_py.runtime.completion import Completion, forbid_waiting
 from meteor_py.runtime.locks import SignalSafeCondition
 
 #: Seconds after a request during which further confirms are merged into the next one.
 MERGE_S = 0.05
+#: Seconds after a request during which the background thread looks for confirms by itself, every
+#: ``MERGE_S`` seconds. Waking it for each confirm costs as much as sending the confirm.
+_WATCH_S = 1.0
 #: Seconds without a reply after which the Ack of a confirm fails. The thread still retries.
 TIMEOUT_S = 30.0
 
 
 class Confirmation(Completion):
-    """Confirms that are sent in one request, at once if a caller waits for any of them."""
+    """Confirms that are sent in one request, at once if a caller waits for any of them.
 
-    __slots__ = ("_pid", "deadline", "hurry", "in_doubt", "offset", "sent")
+    Args:
+        send: Called with the timeout of a caller that waits. Sends the confirms in its thread if
+            that is possible within the timeout.
+        hurry: Makes the background thread send the confirms now.
+    """
 
-    def __init__(self, hurry: Callable[[], None]) -> None:
+    __slots__ = ("_pid", "_send", "deadline", "hurry", "in_doubt", "offset", "sent")
+
+    def __init__(self, send: Callable[[float | None], None], hurry: Callable[[], None]) -> None:
         super().__init__()
         self.deadline = time.monotonic() + TIMEOUT_S
+        self._send = send
         self.hurry = hurry
         self.base_offset = 0  # an Ack adds its offset to this
         self.offset = 0
@@ -39,7 +50,11 @@ class Confirmation(Completion):
         self._pid = os.getpid()
 
     def wait(self, timeout: float | None) -> bool:
-        self._send_soon()
+        if not self.settled:
+            forbid_waiting()
+            if not self.has_callbacks and self._pid == os.getpid():
+                self._send(timeout)
+            self._send_soon()
         return super().wait(timeout)
 
     def on_settled(self, callback: Callable[[], None]) -> None:
@@ -64,16 +79,20 @@ _DONE.settled = True
 class OffsetConfirms:
     """The confirms of one session. The session's condition ``state`` guards all of them."""
 
-    def __init__(self, state: SignalSafeCondition, confirmed: int) -> None:
+    def __init__(
+        self, state: SignalSafeCondition, confirmed: int, send: Callable[[float | None], None]
+    ) -> None:
         #: The next offset to process, according to the server's last reply.
         self.confirmed = confirmed
         #: The same offset, including confirms that are not sent yet.
         self.wanted = confirmed
         self._state = state
+        self._send = send
         self._waiting: list[Confirmation] = []
         self._overdue: list[Confirmation] = []  # at most one: the last that failed without a reply
         self._urgent = False
         self._send_at = 0.0
+        self._watched_until = 0.0  # until then, the background thread looks by itself
         self._refused: tuple[MeteorError, list[Confirmation]] | None = None
 
     def start(self, confirmed: int) -> None:
@@ -87,7 +106,7 @@ class OffsetConfirms:
         self.want(offset)
         confirmation = self._waiting[-1] if self._waiting else None
         if confirmation is None or confirmation.sent:
-            confirmation = Confirmation(self.hurry)
+            confirmation = Confirmation(self._send, self.hurry)
             confirmation.offset = offset
             self._waiting.append(confirmation)
         confirmation.offset = max(confirmation.offset, offset)
@@ -95,9 +114,19 @@ class OffsetConfirms:
 
     def want(self, offset: int) -> None:
         """Confirm all records below ``offset`` without an Ack. The caller holds the lock."""
-        if self.due is None:
+        if self.due is None and now() >= self._watched_until:
             self._state.notify_all()
         self.wanted = max(self.wanted, offset)
+
+    def watch_s(self, at: float) -> float:
+        """Return the seconds after which the background thread must look for confirms again.
+
+        The caller holds the lock, and waits that long or less from ``at`` on.
+        """
+        if at > self._send_at + _WATCH_S:
+            return math.inf
+        self._watched_until = at + MERGE_S
+        return MERGE_S
 
     def hurry(self) -> None:
         """Make the next request due now, because a caller waits for it."""

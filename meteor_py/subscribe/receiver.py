@@ -87,8 +87,10 @@ class Receiver:
         self._subscriber = subscriber
         self._stream = subscriber.stream.name
         self._fetcher = fetcher
-        self._codec = codec
-        self._handler = handler
+        # Called once per record: without a codec, the handler itself.
+        self._call = (
+            handler if codec is None else partial(_decode_and_call, self._stream, codec, handler)
+        )
         self._skips = on_error == "skip"
         self._tries = tries
         self._acks = acks
@@ -179,7 +181,10 @@ class Receiver:
                     failures = 0
                     handled = False
                     try:
-                        handled = self._handle(record)
+                        self._call(record)
+                        handled = True
+                    except Exception as error:
+                        handled = self._handle_failure(record, error)
                     finally:
                         if not handled:
                             self._fetcher.buffer.position = record.offset
@@ -195,14 +200,15 @@ class Receiver:
                 failures += 1
                 self._stop.wait(pause_s(failures, *_BACKOFF_S))
 
-    def _handle(self, raw: Record) -> bool:
-        """Handle, skip or dead-letter one record; return False if it must be read again."""
+    def _handle_failure(self, raw: Record, error: Exception) -> bool:
+        """Retry, skip or dead-letter a record; return False if it must be read again."""
         failures = 0
         while True:
-            error = self._call(raw)
-            if error is None:
-                return True
             failures += 1
+            _log.info(
+                "The handler failed for record %d of stream %r: %r",
+                *(raw.offset, self._stream, error),
+            )
             if isinstance(error, LeaseLost):
                 self._stop.wait(_BACKOFF_S[0])  # avoid a busy loop: each try may raise this again
                 return False
@@ -213,16 +219,11 @@ class Receiver:
             pause = partial(self._stop.wait, pause_s(failures, *_BACKOFF_S))
             if self._fetcher.run_blocking(pause):
                 return False
-
-    def _call(self, raw: Record) -> Exception | None:
-        try:
-            codec, stream = self._codec, self._stream
-            self._handler(raw if codec is None else decode_record(stream, codec, raw))
-        except Exception as error:
-            offset = raw.offset
-            _log.info("The handler failed for record %d of stream %r: %r", offset, stream, error)
-            return error
-        return None
+            try:
+                self._call(raw)
+                return True
+            except Exception as next_error:
+                error = next_error
 
     def _give_up(self, raw: Record, error: Exception, failures: int) -> bool:
         """Apply ``on_error`` to a record after its last failure; return whether it is settled."""
@@ -279,3 +280,7 @@ class Receiver:
             return term is not None and session.hold(0.0) is term
         except ConnectionFailed:
             return True  # if the lease was lost, the server will refuse the confirm
+
+
+def _decode_and_call(stream: str, codec: Codec, handler: Handler, raw: Record) -> object:
+    return handler(decode_record(stream, codec, raw))

@@ -327,6 +327,25 @@ def test_only_admin_and_archiver_may_delete_or_trim_the_keys_of_a_stream(
             assert allowed == (["XTRIM"] if role == "archiver" and part != "meta" else []), role
 
 
+@pytest.mark.parametrize("role", [role for role in roles() if role not in ("default", "admin")])
+def test_no_role_but_admin_may_use_another_stream_or_the_server(guarded: Server, role: str) -> None:
+    """Each of these 27 commands is denied to each of the 8 roles: 216 attempts per server."""
+    other = "meteor:{other}:meta"
+    commands = [
+        "ACL LIST", "ACL SETUSER x on", "BGSAVE", "CLIENT KILL ID 1", "CONFIG GET *",
+        "CONFIG SET dir /", "DEBUG SLEEP 1", "EVAL return 0", f"EVAL_RO return 1 {other}",
+        "FLUSHALL", "FLUSHDB", "FUNCTION LOAD x", "KEYS *", "MODULE LOAD /x.so", "MONITOR",
+        "REPLICAOF h 1", "SAVE", "SCAN 0", "SCRIPT FLUSH", "SHUTDOWN NOSAVE", "SLOWLOG GET",
+        "SWAPDB 0 1",
+        f"HGETALL {other}", f"HSET {other} next 1", f"DEL {other}", "XRANGE meteor:{other}:log - +",
+        "XADD meteor:{other}:log 9-1 a b",
+    ]  # fmt: skip
+    with guarded.client() as plain:
+        for command in commands:
+            reply = plain.execute_command("ACL", "DRYRUN", role, *command.split())
+            assert reply != b"OK", command
+
+
 def test_a_subscriber_cannot_write(guarded: Server) -> None:
     with connect(guarded, "subscriber") as m, warnings.catch_warnings():
         warnings.simplefilter("ignore", meteor.DataSafetyWarning)  # this role may not call INFO

@@ -16,6 +16,7 @@ from meteor_py.redis import address
 from meteor_py.redis.connection import Connection
 from tests.conftest import require_redis
 from tests.support.servers import HOST, Server, binaries, free_port
+from tests.support.waiting import eventually
 
 PASSWORD = "key-password-4711"
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
@@ -272,3 +273,24 @@ def test_every_option_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "production" / "tls.md").read_text()
     options = address._TLS_OPTIONS + address.LOGIN_OPTIONS
     assert [name for name in options if f"`{name}`" not in text] == []
+
+
+def test_lone_records_take_the_direct_line_through_tls(folder: Path, tls_url: str) -> None:
+    with meteor.connect(f"{tls_url}?ssl_ca_certs={quote(str(folder / 'ca.pem'))}") as client:
+        stream = client.stream("direct", create=True)
+        with stream.publisher() as pub:
+            pub.publish(b"first").result(10)
+
+            def is_direct() -> bool:
+                ack = pub.publish(b"x")
+                direct = pub._sender._line.batch is ack._completion
+                ack.result(10)
+                return direct
+
+            eventually(is_direct)
+            for offset in range(stream.describe().next, 200):
+                ack = pub.publish(b"y")
+                if offset % 2:
+                    assert ack.result(10) == offset
+            pub.flush(10)
+        assert stream.describe().next == 200

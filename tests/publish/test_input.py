@@ -55,7 +55,8 @@ def check_refused(use: Callable[[], object], plain: redis.Redis, *allowed: type[
     "name",
     [
         "", ".", ".hidden", "a b", "a/b", "../a", "a{b}", "{a}", "a:b", "a*", "\u00fc", "a\n",
-        "a\0b", "x" * 129, "x" * 100_000, b"bytes", None, 5, True,
+        "a\0b", "x" * 129, "x" * 100_000, b"bytes", None, 5, True, "..", "a\\b", "a\rb", "\x1b[2J",
+        "a\x9bb", "a\u202eb", "$(reboot)", "a'b", "a?b", "[a]", "a;b", "a\u200b", "\ud800",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("create", [True, False])
