@@ -28,8 +28,6 @@ from meteor_py.store.state import StreamState
 
 #: Maximum number of names that one pipeline checks.
 _NAMES = 1000
-#: Settings that cannot change after a stream is created.
-_FIXED = ("codec", "ordering_key")
 
 
 def find_stream(connector: Connector, name: str) -> Meta:
@@ -123,7 +121,8 @@ def check_settings(name: str, meta: Meta, requested: Mapping[str, object]) -> No
     for setting, value in requested.items():
         found = getattr(meta.config, setting)
         if found != value:
-            fixed = setting in _FIXED
+            # An ordering key may be added, but not changed.
+            fixed = setting == "codec" or (setting == "ordering_key" and found is not None)
             change = "create another stream" if fixed else "change it with stream.configure()"
             raise StreamConfigMismatch(
                 f"Stream {name!r} exists with {setting}={found!r}, not {value!r}.",

@@ -83,7 +83,7 @@ class StreamConfig:
     #: How values become bytes: "bytes", "text", "json" or "msgpack". Cannot be changed later.
     codec: CodecName = "bytes"
     #: Ordering key for shared groups: "key" or "header:NAME". With None, the stream cannot have
-    #: shared groups. Cannot be changed later.
+    #: shared groups. Can be added later, but not changed.
     ordering_key: str | None = None
     #: The address of the store, without secrets. None if there is no store or it has no address.
     store: str | None = None

@@ -148,7 +148,7 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
         f"purged, {found.lost:,} lost",
         "returned": f"{counted(found.returned, 'record')}; {counted(found.reaped, 'consumer')} "
         "died",
-        "max per key": counted(config.max_per_key, "record"),
+        "max per key": _most(config.max_per_key),
         "lease": f"{config.lease_ttl:g} s",
         "give up": f"{when}, then {'park' if parks else 'continue with'} the key",
         "dead letters": letters,
@@ -158,6 +158,12 @@ def _facts(stream: str, found: SharedDescription, end: int) -> dict[str, object]
         first, last = found.lost_last
         facts["last lost"] = f"records {first} to {last}, dropped before delivery"
     return facts
+
+
+def _most(max_per_key: int) -> str:
+    from meteor_py.shared.config import PREFETCH_MAX
+
+    return "as prefetch" if max_per_key == PREFETCH_MAX else counted(max_per_key, "record")
 
 
 def _print_states(keys: Sequence[KeyState]) -> None:
@@ -200,12 +206,8 @@ def purge(
     """
     name = show_key(key)
     with _opened(session, stream, group) as opened:
-        found = opened.keys(look_ahead=not dry_run)  # looking ahead changes the group's state
+        found = opened.keys(look_ahead=True)
         state = next((one for one in found if one.key == key), None)
-        unknown = opened.stream.end().offset - opened.describe().looked
-        if dry_run and unknown > 0:
-            new = counted(unknown, "record", "is", "are")
-            say(f"{new} not scanned yet, and may have this key.")
         waiting = state.waiting if state else 0
         stay = ""
         if state and state.acquired:
