@@ -43,6 +43,7 @@
     │       ├── MemberUnknown       no such member, or the group is empty
     │       ├── MemberLeft          the member left before it replied
     │       ├── HandlerFailed       the handler raised, or failed the message
+    │       ├── NoHandler           .queue: no receiver has a handler for the queue
     │       ├── MessageExpired      .timeout: no reply in time                          retriable
     │       ├── InboxFull           the member's inbox is at its limit                  retriable
     │       └── PartialFailure      .values .failed: some targets did not accept the message
@@ -429,7 +430,7 @@ class HandlerFailed(MessageFailed):
 
 
 class NoHandler(MessageFailed):
-    """No receiver handles the queue ``queue``; nothing was sent to those that lack a handler."""
+    """A receiver has no handler for the queue ``queue``, so the message was not sent to it."""
 
     def __init__(self, message: str, *, group: str, member: str | None = None, queue: str) -> None:
         super().__init__(message, group=group, member=member)

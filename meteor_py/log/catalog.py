@@ -162,7 +162,7 @@ def read_meta(connector: Connector, name: str) -> Meta | None:
 
 
 def _converted(connector: Connector, name: str, meta: Meta, flat: list[bytes]) -> Meta:
-    """Return the meta of a stream after its settings got a key, if this client may write it."""
+    """Convert a stream of an older release, if this client may, and return its meta."""
     if meta.verified:
         return meta
     script_keys = [keys.meta(name), keys.settings(name)]
@@ -171,6 +171,6 @@ def _converted(connector: Connector, name: str, meta: Meta, flat: list[bytes]) -
     except (AccessDenied, ConnectionFailed) as error:
         if isinstance(error, ConnectionFailed) and not error.answered:
             raise
-        return meta  # without the right to convert it, or on a replica
-    # If the stream was recreated meanwhile, the caller's next call notices.
+        return meta  # this client may not convert it, or the server is a replica
+    # If the stream was recreated in the meantime, the caller's next call detects it.
     return Meta.parse(name, flat, reply[1]) if reply[0] == b"OK" else meta

@@ -92,7 +92,7 @@ class Connection:
         self._opening: AbstractConnection | None = None
         self._server_pid = self._private_server_pid()
         self._history: str | None = None
-        #: Whether the TLS handshake has succeeded and the server has not replied to anything yet.
+        #: Whether the TLS handshake has succeeded but the server has not replied to a command yet.
         self._handshake_only = False
         self._pid = os.getpid()
 

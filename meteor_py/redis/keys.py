@@ -24,12 +24,13 @@ folders ``log``, ``group``, ``transaction`` and ``archive``.
     before 0.3. Written by ``create_stream``, ``resume_stream``, ``configure_stream``,
     ``apply_limits``, ``publish``, ``move_staged``, ``new_epoch``, ``advance_archived``,
     ``expire_history``, ``request_flush``.
-``meteor:{s}:settings`` (hash): What only an administrator may change, because readers and archivers
-    act on it, and what no script needs: ``incarnation`` of the stream; ``compression``,
-    ``checksum``, ``codec``, and ``group_by`` if it has an ordering key. Only with a store: its id
-    ``store`` (``store_before``: its id until the stream was resumed), its address ``store_uri``,
-    ``retain`` (ms) and ``retain_bytes``. Written by ``create_stream``, ``resume_stream``,
-    ``configure_stream``, and ``convert_settings`` for a stream of an older release.
+``meteor:{s}:settings`` (hash): Settings that readers and archivers act on, so that only an
+    administrator may change them. No script needs them. ``incarnation`` of the stream;
+    ``compression``, ``checksum``, ``codec``, and ``group_by`` if it has an ordering key. Only with
+    a store: its id ``store`` (``store_before``: its id until the stream was resumed), its address
+    ``store_uri``, ``retain`` (ms) and ``retain_bytes``. Written by ``create_stream``,
+    ``resume_stream``, ``configure_stream``, and ``convert_settings`` for a stream of an older
+    release.
 ``meteor:{s}:producer:<id>`` (hash): One publisher: ``epoch``, ``last`` sequence, and in the fields
     0 to 7 the batches of the last eight sequences as ``sequence:first offset:n:fingerprint``.
     Written by ``publish``; expires a day after the last batch.

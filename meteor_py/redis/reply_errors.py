@@ -162,7 +162,7 @@ def store_address_unknown(stream: str, *, verified: bool) -> StoreMismatch:
         problem, hint = "that cannot be found by its address", f"O{passing}"
     else:
         problem = (
-            "whose address this client does not follow: it is in a key that publishers may write"
+            "whose address this client does not trust: it is in a key that publishers may write"
         )
         hint = (
             "Let an administrator open the stream once with this release, and let this user read "
