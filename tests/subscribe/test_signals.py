@@ -42,8 +42,8 @@ def test_interrupted_poll_or_confirm_leaves_the_member_usable(
     def work() -> None:
         batch = sub.poll(rng.choice((0.0, 0.5)), rng.choice((1, 7)))
         assert [int(value) for value in batch.values()] == list(batch.offsets)
-        if batch and rng.random() < 0.3:
-            sub.confirm().result(5)
+        if batch and rng.random() < 0.5:
+            sub.confirm().result(rng.choice((5, None)))  # without a timeout, this thread sends it
 
     deadline = time.monotonic() + SECONDS
     with stream.subscriber(group="g", initial_offset="earliest") as sub:
