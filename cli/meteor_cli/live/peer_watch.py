@@ -143,8 +143,8 @@ def describe_event(event: Event) -> tuple[str, Fields]:
         case "property":
             value = _field(event, "value") or None  # JSON; None if it was deleted, or is not known
             text = f"is now {_shorten(value)}" if value else "has changed or was deleted"
-            facts = {"property": event.property, "value": value}
-            return f"property {event.property} {text}", facts | seen
+            change: Fields = {"property": event.property, "value": value}
+            return f"property {event.property} {text}", change | seen
         case "elected":
             facts = {"member": member, "term": event.term}
             return f"{member} is the leader, term {event.term}", facts | seen
