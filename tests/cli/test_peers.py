@@ -329,6 +329,15 @@ def test_watch_survives_a_server_restart(private_server: ServerFactory) -> None:
                 pass
 
 
+def test_property_event_shows_its_value() -> None:
+    fields = {"name": b"limit", "value": b'{"a":1}'}
+    said, facts = describe_event(Event(7, "property", 0, property="limit", fields=fields))
+    assert said == 'property limit is now {"a":1}'
+    assert set(facts) == set(PEER_EVENTS["property"])
+    said, facts = describe_event(Event(7, "property", 0, property="limit"))
+    assert (said, facts["value"]) == ("property limit has changed or was deleted", None)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason", "text"),
     [

@@ -140,6 +140,11 @@ def describe_event(event: Event) -> tuple[str, Fields]:
             reason = {"reason": why} if event.kind in ("left", "dead") else {}
             verb = _VERBS.get((event.kind, why)) or _VERBS[event.kind, None]
             return f"{member} {verb}", {"member": member} | reason | seen
+        case "property":
+            value = _field(event, "value") or None  # JSON; None if it was deleted, or is not known
+            text = f"is now {_shorten(value)}" if value else "has changed or was deleted"
+            change: Fields = {"property": event.property, "value": value}
+            return f"property {event.property} {text}", change | seen
         case "elected":
             facts = {"member": member, "term": event.term}
             return f"{member} is the leader, term {event.term}", facts | seen
@@ -172,7 +177,7 @@ def _describe_decision(event: Event) -> tuple[str, Fields]:
     counts = ", ".join(f"{len(ids)} {name}" for name, ids in votes.items() if ids) or "no votes"
     what = f"action {action}" if action else "the vote"
     text = f"{what} passed: {counts}" if passed else f"{what} did not pass: {counts}"
-    if event.reason in ("left", "timeout"):
+    if event.reason in ("left", "timeout", "no leader"):
         text += f" ({event.reason})"
     facts = {"member": event.member or None, "poll": event.poll, "passed": passed}
     return text, facts | {"reason": event.reason, "action": action} | votes
@@ -182,10 +187,13 @@ def _field(event: Event, name: str) -> str:
     return event.fields.get(name, b"").decode(errors="replace")
 
 
+def _shorten(text: str) -> str:
+    return text if len(text) <= _TOPIC_MAX else f"{text[:_TOPIC_MAX]}\u2026"
+
+
 def _topic(event: Event) -> str:
     """Returns the topic as shortened JSON, or for other encodings only its size and type."""
     kind, _, data = event.fields.get("topic", b"").partition(b":")
     if kind == b"json":
-        text = data.decode(errors="replace")
-        return text if len(text) <= _TOPIC_MAX else f"{text[:_TOPIC_MAX]}\u2026"
+        return _shorten(data.decode(errors="replace"))
     return f"({counted(len(data), 'byte')} of {kind.decode(errors='replace')})" if kind else "null"

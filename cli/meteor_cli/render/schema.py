@@ -88,6 +88,7 @@ PEER_EVENTS = {
     "state": ("leader", "term", "members"), "joined": ("member", "resync"),
     "updated": ("member", "resync"), "left": ("member", "reason", "resync"),
     "dead": ("member", "reason", "resync"), "alive": ("member", "resync"),
+    "property": ("property", "value", "resync"),
     "elected": ("member", "term", "resync"), "resigned": ("member", "term", "reason", "resync"),
     "proposed": ("member", "poll", "kind", "action", "topic"),
     "decided": (

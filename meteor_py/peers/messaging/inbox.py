@@ -324,7 +324,8 @@ class Inbox:
             if state.held.pop(key, None) is not None:
                 state.bytes -= len(message.data)
             if fenced:
-                self._disown()
+                if message.member == self._member.id:  # else an unnamed member has rejoined
+                    self._disown()
                 return
             self._done[key] = None
             while len(self._done) > _DONE_MAX:
