@@ -1,13 +1,18 @@
-"""Real signals whose handler raises, at random moments of a call in the main thread."""
+"""Interrupts calls in the main thread.
+
+``Interrupts`` sends real signals, whose handler raises, at random moments. ``interrupt_at`` calls a
+function at one chosen moment, so that a test can try every moment.
+"""
 
 from __future__ import annotations
 
 import gc
 import signal
+import sys
 from collections.abc import Callable
 from random import Random
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 
 class Interrupted(BaseException):
@@ -56,3 +61,33 @@ class Interrupts:
         except Interrupted:
             return True
         return False
+
+
+def interrupt_at(moment: int, handler: Callable[[], object], work: Callable[[], object]) -> bool:
+    """Call ``work``, and ``handler`` in the middle of it, as Python would call a signal handler.
+
+    Python runs signal handlers where a Python function begins and where a C function has returned.
+    It calls a profiler at the same moments.
+
+    Args:
+        moment: The number of the moment, from 1.
+
+    Returns:
+        Whether ``work`` has this many moments; if not, ``handler`` was not called.
+    """
+    left = moment
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal left
+        if event in ("call", "c_return"):
+            left -= 1
+            if left == 0:
+                handler()
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return left <= 0
