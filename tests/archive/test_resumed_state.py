@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,32 @@ def test_resumed_stream_keeps_its_table_of_epochs(depot: Depot) -> None:
     assert before is not None
     assert epoch is not None
     assert epochs == before + b",+" + epoch + b":100"
+
+
+def test_two_resumes_of_one_archive_begin_different_epochs(depot: Depot, tmp_path: Path) -> None:
+    """A position of the first resumed stream is refused by the second, even if their clocks agree.
+
+    The archive's last epoch is ahead of both clocks, so that both resumes count on from its number.
+    """
+    ahead = 4_000_000_000_000
+    depot.redis.hset(keys.meta(STREAM), mapping={"epoch": ahead, "epochs": f"{ahead}:0"})
+    depot.fill(100)
+    depot.archive()
+    saved = tmp_path / "saved"
+    shutil.copytree(depot.root, saved)
+    lose_server(depot)
+    depot.fill(5)
+    with depot.stream.subscriber(initial_offset=100) as sub:
+        assert sub.poll(5, 5).last_offset == 104
+        checkpoint = sub.checkpoint
+    shutil.rmtree(depot.root)
+    shutil.copytree(saved, depot.root)
+    lose_server(depot)
+    depot.fill(50)
+    assert checkpoint.epoch > ahead
+    with depot.stream.subscriber() as sub, pytest.raises(meteor.LogTruncated) as loss:
+        sub.seek(checkpoint)
+    assert (loss.value.first, loss.value.last) == (100, 104)
 
 
 # Stores without a usable state

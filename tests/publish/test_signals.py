@@ -16,6 +16,7 @@ import pytest
 
 import meteor_py as meteor
 from meteor_py.runtime import completion
+from meteor_py.runtime.locks import SignalSafeEvent
 from tests.support.interrupts import Interrupts, interrupt_at
 from tests.support.proxied_stream import Bench
 from tests.support.proxied_stream import bench as bench
@@ -96,7 +97,8 @@ CALLS: dict[str, Publish] = {
 
 
 def value_at(stream: meteor.Stream, offset: int) -> bytes:
-    return next(iter(stream.read(offset, offset + 1))).values()[0]
+    (batch,) = stream.read(offset, offset + 1)
+    return bytes(batch.values()[0])
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -146,8 +148,7 @@ def test_flush_in_a_handler_that_interrupts_publish_keeps_every_record_of_every_
             if stopped.is_set():
                 break
             value = b"beside %d" % number
-            keyed = {} if number % 3 else {"key": b"k"}
-            acks.append((value, pub.publish(value, **keyed)))
+            acks.append((value, pub.publish(value, key=None if number % 3 else b"k")))
 
     with stream.publisher(max_pending_bytes=100_000) as pub:
         thread = threading.Thread(target=publish_beside)
@@ -210,7 +211,7 @@ def test_handler_may_close_the_publisher_while_a_thread_starts_to_wait_for_an_ac
         bench.proxy.resume()
         pub.close(5)
 
-    class InterruptedEvent(completion.SignalSafeEvent):
+    class InterruptedEvent(SignalSafeEvent):
         def __init__(self) -> None:
             super().__init__()
             signal.raise_signal(signal.SIGUSR1)

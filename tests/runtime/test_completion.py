@@ -10,6 +10,7 @@ import pytest
 
 from meteor_py.runtime import completion as module
 from meteor_py.runtime.completion import SENDER_PREFIX, SESSION_PREFIX, Completion
+from meteor_py.runtime.locks import SignalSafeEvent
 
 
 def test_a_wait_ends_when_the_operation_is_settled() -> None:
@@ -37,7 +38,7 @@ def test_an_operation_settled_while_a_wait_begins_ends_the_wait(
 ) -> None:
     completion = Completion()
 
-    class LateEvent(module.SignalSafeEvent):
+    class LateEvent(SignalSafeEvent):
         def __init__(self) -> None:
             completion.settle()  # by the sender, which does not see this event yet
             super().__init__()
