@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import Any
@@ -17,10 +18,10 @@ import pytest
 import meteor_py as meteor
 from meteor_py.runtime import completion
 from meteor_py.runtime.locks import SignalSafeEvent
-from tests.support.interrupts import Interrupts, interrupt_at
+from tests.support.interrupts import Interrupts, interrupt_at, interrupt_everywhere
 from tests.support.proxied_stream import Bench
 from tests.support.proxied_stream import bench as bench
-from tests.support.waiting import eventually
+from tests.support.waiting import ends, eventually
 
 SECONDS = 1.0
 
@@ -80,6 +81,32 @@ def test_interrupted_close_can_be_repeated(stream: meteor.Stream, rng: Random) -
             assert ack.offset == rounds
             rounds += 1
         assert interrupts.count > 20
+
+
+def test_flush_may_be_interrupted_at_any_moment(bench: Bench) -> None:
+    pub = bench.warm_publisher()
+    bench.proxy.stall("replies")
+    ack = pub.publish(b"x")
+
+    def flush() -> None:
+        with suppress(TimeoutError):
+            pub.flush(0.001)
+
+    for _ in interrupt_everywhere(flush):
+        assert not pub._accumulator._room.is_mine(), "the interrupt has left it locked"
+    bench.proxy.resume()
+    pub.flush(5)
+    assert ack.offset == 1
+
+
+def test_close_may_be_interrupted_at_any_moment(stream: meteor.Stream) -> None:
+    publishers = [stream.publisher()]
+    publishers[-1].publish(b"0")
+    for _ in interrupt_everywhere(lambda: publishers[-1].close(5)):
+        assert ends(publishers[-1].close, 15), "another thread cannot close it"
+        publishers.append(stream.publisher())
+        publishers[-1].publish(b"%d" % len(publishers))
+    assert stream.describe().next == len(publishers) > 10
 
 
 # Handlers that flush or close

@@ -1,15 +1,16 @@
 """Interrupts calls in the main thread.
 
 ``Interrupts`` sends real signals, whose handler raises, at random moments. ``interrupt_at`` calls a
-function at one chosen moment, so that a test can try every moment.
+handler at one chosen moment, and ``interrupt_everywhere`` raises at every moment in turn.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from types import FrameType
 from typing import Any, Self
@@ -91,3 +92,21 @@ def interrupt_at(moment: int, handler: Callable[[], object], work: Callable[[], 
     finally:
         sys.setprofile(before)
     return left <= 0
+
+
+def interrupt_everywhere(work: Callable[[], object]) -> Iterator[None]:
+    """Call ``work`` repeatedly, and raise ``Interrupted`` at a later moment each time.
+
+    Yields after each interrupted call.
+    """
+
+    def handle() -> None:
+        raise Interrupted
+
+    for moment in itertools.count(1):
+        try:
+            if not interrupt_at(moment, handle, work):
+                return
+        except Interrupted:
+            pass
+        yield
