@@ -330,11 +330,19 @@ class Sender:
 
     @property
     def must_check(self) -> bool:
-        """Whether the last acknowledgement is too old to prove that its records still exist."""
-        idle_s = time.monotonic() - self._acknowledged_at
-        return self._acked is not None and (
-            idle_s > _REPLICATION_ID_S or not self._connection.connected
-        )
+        """Whether the last acknowledgement does not prove that its records still exist.
+
+        It proves that for a second, on the same connection. If the connection is readable although
+        no reply is due, it has probably ended.
+        """
+        acknowledged_at = self._acknowledged_at
+        if self._acked is None:
+            return False
+        if self._idle_s() > _REPLICATION_ID_S or not self._connection.connected:
+            return True
+        # Read the window after the socket: it may have had a reply that has been read since.
+        readable = self._connection.readable
+        return readable and not self.window and self._acknowledged_at == acknowledged_at
 
     def _check_for_loss(self) -> None:
         """Report acknowledged records that a failover has lost since. Takes a few seconds at most.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -13,6 +14,7 @@ import meteor_py as meteor
 from meteor_py.redis import address
 from tests.conftest import require_redis
 from tests.support.servers import HOST, Server, binaries, free_port
+from tests.support.waiting import eventually
 
 PASSWORD = "key-password-4711"
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
@@ -164,7 +166,8 @@ def test_only_the_given_ciphers_are_used(old_url: str, folder: Path) -> None:
 
 def test_client_sends_its_certificate(strict_url: str, folder: Path) -> None:
     trusted = {"ssl_ca_certs": folder / "ca.pem"}
-    assert "certificate required" in refusal(connect(strict_url, **trusted))
+    # The client learns the reason only if it reads before its first write fails.
+    eventually(lambda: "certificate required" in refusal(connect(strict_url, **trusted)))
     own = {"ssl_certfile": folder / "client.pem", "ssl_keyfile": folder / "client.key"}
     use(connect(strict_url, **trusted, **own))
     use(connect(strict_url, **trusted, ssl_certfile=folder / "together.pem"))
@@ -218,3 +221,19 @@ def test_every_option_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "production" / "tls.md").read_text()
     options = address._TLS_OPTIONS + address._OPTIONS
     assert [name for name in options if f"`{name}`" not in text] == []
+
+
+def test_publisher_notices_that_the_server_closed_its_idle_connection(
+    tls_url: str, folder: Path
+) -> None:
+    with connect(tls_url, ssl_ca_certs=folder / "ca.pem") as m, m.stream("s").publisher() as pub:
+        pub.publish(b"x").result(10)
+        pub.flush()
+        connection = pub._sender._connection
+        assert (connection.connected, connection.readable) == (True, False)
+        m.redis.client_kill_filter(_type="normal", skipme=True)
+        eventually(lambda: connection.readable)
+        pub._sender._acknowledged_at = time.monotonic()  # a moment ago
+        assert pub._sender.must_check
+        pub.flush()  # checks, on another connection
+        assert (connection.connected, connection.readable) == (True, False)
