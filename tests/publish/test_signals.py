@@ -21,7 +21,7 @@ from meteor_py.runtime.locks import SignalSafeEvent
 from tests.support.interrupts import Interrupts, interrupt_at, interrupt_everywhere
 from tests.support.proxied_stream import Bench
 from tests.support.proxied_stream import bench as bench
-from tests.support.waiting import ends, eventually
+from tests.support.waiting import ends, eventually, running_threads
 
 SECONDS = 1.0
 
@@ -107,6 +107,18 @@ def test_close_may_be_interrupted_at_any_moment(stream: meteor.Stream) -> None:
         publishers.append(stream.publisher())
         publishers[-1].publish(b"%d" % len(publishers))
     assert stream.describe().next == len(publishers) > 10
+
+
+def test_opening_a_publisher_may_be_interrupted_at_any_moment(stream: meteor.Stream) -> None:
+    """The interrupted call leaves no thread behind that only the end of the process would stop."""
+    before = running_threads()
+    opened: list[meteor.Publisher] = []
+    for _ in interrupt_everywhere(lambda: opened.append(stream.publisher())):
+        while opened:
+            opened.pop().close()
+    opened.pop().close()
+    stream.client.close()  # closes a publisher whose opening was interrupted in its last moment
+    eventually(lambda: running_threads() <= before, 5, "a sender has no owner")
 
 
 # Handlers that flush or close

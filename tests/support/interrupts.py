@@ -80,18 +80,29 @@ def interrupt_at(moment: int, handler: Callable[[], object], work: Callable[[], 
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal left
-        if event in ("call", "c_return"):
+        if event in ("call", "c_return") and not _is_finalizing(frame):
             left -= 1
             if left == 0:
                 handler()
 
     before = sys.getprofile()
+    gc.disable()
     sys.setprofile(profile)
     try:
         work()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return left <= 0
+
+
+def _is_finalizing(frame: FrameType | None) -> bool:
+    """Returns whether a finalizer runs; Python drops exceptions that a handler raises there."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def interrupt_everywhere(work: Callable[[], object]) -> Iterator[None]:

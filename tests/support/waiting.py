@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from meteor_py.testing import eventually
 
-__all__ = ["ends", "eventually"]
+__all__ = ["ends", "eventually", "running_threads"]
 
 
 def ends(work: Callable[[], object], timeout_s: float = 5) -> bool:
@@ -14,3 +14,14 @@ def ends(work: Callable[[], object], timeout_s: float = 5) -> bool:
     thread.start()
     thread.join(timeout_s)
     return not thread.is_alive()
+
+
+def running_threads() -> int:
+    """Returns the number of running threads, and makes ``threading`` forget those not started.
+
+    It keeps a thread whose start was interrupted.
+    """
+    unstarted = [thread for thread in threading.enumerate() if thread.ident is None]
+    for thread in unstarted:
+        threading._limbo.pop(thread, None)  # type: ignore[attr-defined]
+    return threading.active_count()
